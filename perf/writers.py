@@ -1,0 +1,306 @@
+"""Where metrics go: metrics.jsonl always, TensorBoard by default, Weights & Biases when asked. Only process 0 writes.
+
+A run that was killed at step 120 and resumes from its checkpoint of step 100 computes steps 101 to 120 again. Every writer is told
+`resume_step=100` and sees to it that a reader finds each step once: TensorBoard gets a purge mark, metrics.jsonl a `resume` line that
+`read_metrics` obeys.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from configs.errors import UserError
+from configs.schema import LoggingConfig
+from perf.events import dump_json, read_jsonl
+from perf.metrics import metric
+
+_log = logging.getLogger("ridgeline")
+
+
+class MetricWriter(Protocol):
+    """Takes metrics of a step and texts about the run."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of `step`; their names are in `perf.metrics.METRICS`."""
+
+    def text(self, tag: str, markdown: str) -> None:
+        """Record a Markdown text about the run."""
+
+    def flush(self) -> None:
+        """Hand everything written so far to the disk."""
+
+    def close(self) -> None:
+        """Flush and release. Safe to call twice."""
+
+
+class JsonlWriter:
+    """One JSON object per line: `step`, `time` (s since 1970) and the metrics. Texts are not kept here.
+
+    Raises:
+      UserError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab+") as tail:  # a killed writer may have left half a line
+                size = tail.seek(0, os.SEEK_END)
+                tail.seek(max(0, size - (1 << 20)))
+                last = tail.read()
+                tail.truncate(size - (len(last) - (last.rfind(b"\n") + 1)))
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        if resume_step is not None:
+            self._line({"resume": resume_step})
+
+    def _line(self, record: dict[str, Any]) -> None:
+        self._file.write(dump_json({**record, "time": round(self._clock(), 3)}) + "\n")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line."""
+        self._line({"step": step, **metrics})
+
+    def text(self, tag: str, markdown: str) -> None:
+        """Texts have files of their own in the run directory."""
+
+    def flush(self) -> None:
+        """Lines are handed over as they are written."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl: one dict per line in the order written, without the lines a later resume has superseded.
+
+    Non-finite values come back as floats.
+
+    Raises:
+      UserError: the file cannot be read or is damaged before its last line.
+    """
+    records: list[dict[str, Any]] = []
+    special = {"NaN", "Infinity", "-Infinity"}
+    for _, line in read_jsonl(path):
+        if "resume" in line:
+            records = [r for r in records if r["step"] <= line["resume"]]
+        else:
+            records.append({k: float(v) if isinstance(v, str) and v in special else v for k, v in line.items()})
+    return records
+
+
+class TensorBoardWriter:
+    """TensorBoard event files: all metrics of a step in one record, texts for the text page.
+
+    tensorboardX imports slowly (it pulls in cloud storage clients and, where installed, PyTorch), so the file is opened at the first
+    metrics, not while a run starts. tensorboardX syncs the disk at each flush: that happens when `flush_s` have passed since the last,
+    and on `flush()`. A kill loses at most that much of TensorBoard's view; metrics.jsonl has it all.
+
+    Raises:
+      UserError: the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        resume_step: int | None = None,
+        restart: int = 0,
+        flush_s: float = 10.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory, self._resume_step, self._restart = directory, resume_step, restart
+        self._flush_s, self._clock = flush_s, clock
+        self._texts: list[tuple[str, str]] = []
+        self._events: Any = None
+        self._flushed_s = clock()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write TensorBoard files to {directory}: {error.strerror}") from error
+        if not os.access(directory, os.W_OK):
+            raise UserError(f"cannot write TensorBoard files to {directory}: permission denied")
+
+    def _open(self) -> Any:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        # The suffix keeps two restarts within one second apart, and in order.
+        self._events = EventsWriter(str(self._directory / "events"), f".{self._restart:04d}")
+        if self._resume_step is not None:  # readers forget what they have of later steps
+            self._add(self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+        for tag, markdown in self._texts:
+            self._add_text(tag, markdown)
+        return self._events
+
+    def _add(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._events.write_event(Event(wall_time=self._clock(), step=step, **content))
+
+    def _add_text(self, tag: str, markdown: str) -> None:
+        from tensorboardX.summary import text
+
+        self._add(self._resume_step or 0, summary=text(tag, markdown))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step as one record."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        if self._events is None:
+            self._open()
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        self._add(step, summary=Summary(value=values))
+        if self._clock() - self._flushed_s >= self._flush_s:
+            self.flush()
+
+    def text(self, tag: str, markdown: str) -> None:
+        """Write a text for TensorBoard's text page."""
+        if self._events is None:
+            self._texts.append((tag, markdown))
+        else:
+            self._add_text(tag, markdown)
+
+    def flush(self) -> None:
+        """Write and sync the file."""
+        if self._events is not None:
+            self._events.flush()
+            self._flushed_s = self._clock()
+
+    def close(self) -> None:
+        """Write what is pending and close the file."""
+        if self._events is None and self._texts:
+            self._open()
+        if self._events is not None:
+            self._events.close()
+        self._events, self._texts = None, []
+
+
+class WandbWriter:
+    """Weights & Biases. The id is the run's, so that a resume continues the same curves.
+
+    wandb keeps the first value of a step: after a resume the steps computed again are dropped, which loses nothing, as they are equal.
+
+    Raises:
+      UserError: the `wandb` package is not installed.
+    """
+
+    def __init__(self, project: str, *, name: str, run: str, directory: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "logging.wandb_project is set but wandb is not installed: pip install 'ridgeline[wandb]' or set logging.wandb_project=null"
+            ) from error
+        self._run = wandb.init(project=project, name=name, id=run or None, resume="allow", dir=directory, config=dict(config))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def text(self, tag: str, markdown: str) -> None:
+        """The config is given at the start; other texts are kept as run notes."""
+        if tag != "config":
+            self._run.notes = f"{self._run.notes or ''}\n\n## {tag}\n{markdown}".strip()
+
+    def flush(self) -> None:
+        """wandb sends in its own process."""
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MultiWriter:
+    """Hands everything to several writers, after checking the names.
+
+    A writer that fails with an OSError (full disk) is reported once and left out from then on: a plot must not end a run.
+    """
+
+    def __init__(self, writers: Sequence[MetricWriter]) -> None:
+        self._writers = list(writers)
+
+    def _each(self, what: str, *args: Any) -> None:
+        for writer in list(self._writers):
+            try:
+                getattr(writer, what)(*args)
+            except OSError as error:
+                _log.warning("%s failed and is off from now on: %s", type(writer).__name__, error)
+                self._writers.remove(writer)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write to all."""
+        for name in metrics:
+            metric(name)
+        values = {name: float(value) for name, value in metrics.items()}
+        self._each("write", step, values)
+
+    def text(self, tag: str, markdown: str) -> None:
+        """Write to all."""
+        self._each("text", tag, markdown)
+
+    def flush(self) -> None:
+        """Flush all."""
+        self._each("flush")
+
+    def close(self) -> None:
+        """Close all."""
+        self._each("close")
+
+
+def build_writers(
+    logging_config: LoggingConfig,
+    run_dir: Path,
+    *,
+    name: str,
+    run: str,
+    config: Mapping[str, Any],
+    process: int = 0,
+    restart: int = 0,
+    resume_step: int | None = None,
+) -> MultiWriter:
+    """Build the writers a config asks for; none on processes other than 0.
+
+    Args:
+      run_dir: gets metrics.jsonl and tensorboard/.
+      name, run: the run's name and its id (the same over restarts).
+      config: the resolved config as plain data; written as a text table.
+      restart: restart number of the process (see EventLog).
+      resume_step: the step restored from, None when training starts at step 0.
+    """
+    if process != 0:
+        return MultiWriter([])
+    if resume_step is None and restart > 0:  # an earlier start died before its first checkpoint
+        resume_step = 0
+    writers: list[MetricWriter] = [JsonlWriter(run_dir / "metrics.jsonl", resume_step=resume_step)]
+    if logging_config.tensorboard:
+        writers.append(TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step, restart=restart))
+    if logging_config.wandb_project is not None:
+        writers.append(WandbWriter(logging_config.wandb_project, name=name, run=run, directory=run_dir, config=config))
+    writer = MultiWriter(writers)
+    writer.text("config", config_table(config))
+    return writer
+
+
+def config_table(config: Mapping[str, Any]) -> str:
+    """Render a nested config as a Markdown table of dotted keys and values."""
+    lines = ["| key | value |", "|---|---|"]
+    for key, value in _flat(config, ""):
+        shown = str(value).replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| `{key}` | `{shown}` |")
+    return "\n".join(lines)
+
+
+def _flat(config: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        dotted = f"{prefix}{key}"
+        rows += _flat(value, dotted + ".") if isinstance(value, Mapping) and value else [(dotted, value)]
+    return rows
