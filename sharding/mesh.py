@@ -1,7 +1,7 @@
 """The device mesh: which device sits where.
 
-All six axes always exist; an axis of size 1 costs nothing and is never special-cased. The order of the axes is the order of `MESH_AXES`, slowest first, and devices
-are laid out node by node, so the neighbours along the last axes (`tensor`, `expert`) share a node and `data` is what crosses nodes.
+All six axes always exist; an axis of size 1 costs nothing and is never special-cased. The axes are ordered as in `MESH_AXES`, slowest
+first, and devices are laid out node by node: neighbours along the last axes (`tensor`, `expert`) share a node, and `data` crosses nodes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from configs.schema import MESH_AXES, MeshConfig
 
 WORKING_AXES = ("data", "fsdp", "tensor")
 """Axes that may be larger than 1; the others are reserved names."""
+_RESERVED = f"only 1 is supported (axes that may grow: {', '.join(WORKING_AXES)})"
 
 
 class DeviceLike(Protocol):
@@ -50,16 +51,14 @@ def resolve_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
         if size == 0:
             raise UserError(f"mesh.{axis}=0: a mesh axis has at least 1 device (-1 takes the devices that are left)")
         if size != 1 and axis not in WORKING_AXES and not (size == -1):
-            raise UserError(f"mesh.{axis}={size}: only 1 is supported (axes that may grow: {', '.join(WORKING_AXES)})")
+            raise UserError(f"mesh.{axis}={size}: {_RESERVED}")
     wild = [axis for axis, size in sizes.items() if size == -1]
     if len(wild) > 1:
         raise UserError(f"{' and '.join(f'mesh.{axis}' for axis in wild)} are both -1: at most one axis can take the devices that are left")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if wild and num_devices % fixed == 0:
         if wild[0] not in WORKING_AXES and num_devices != fixed:
-            raise UserError(
-                f"mesh.{wild[0]}=-1 would become {num_devices // fixed}: only 1 is supported (axes that may grow: {', '.join(WORKING_AXES)})"
-            )
+            raise UserError(f"mesh.{wild[0]}=-1 would become {num_devices // fixed}: {_RESERVED}")
         return {**sizes, wild[0]: num_devices // fixed}
     if not wild and fixed == num_devices:
         return sizes

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -105,22 +104,16 @@ def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 
-def _path_name(path: Sequence[Any]) -> str:
-    """Join a jax key path to `layers.attention.query`."""
-    parts = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
-    return ".".join(str(part) for part in parts if part not in ("value", "raw_value"))
+def path_name(path: Sequence[Any]) -> str:
+    """Join a jax key path to `layers.attention.query` (the `.value` attribute inside an nnx Variable is not part of a name)."""
+    keys = [key for key in path if not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")]
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys)
 
 
-def param_axes(abstract_state: Any) -> dict[str, tuple[str | None, ...]]:
-    """Return path -> logical axes for every nnx Variable of the state; `axes` missing on an array of rank > 0 is a bug of the model."""
+def param_axes(abstract_state: Any) -> dict[str, LogicalAxes]:
+    """Return path -> logical axes for every nnx Variable of the state; an array without `axes` metadata is a bug of the model."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state, is_leaf=_is_variable)
-    found = {}
-    for path, leaf in leaves:
-        shape = jnp.shape(leaf.get_raw_value() if _is_variable(leaf) else leaf)
-        axes = leaf.get_metadata().get("axes", None) if _is_variable(leaf) else None
-        assert axes is not None or not shape, f"{_path_name(path)} of shape {shape} carries no `axes` metadata"
-        found[_path_name(path)] = tuple(axes or ())
-    return found
+    return {path_name(path): _variable_axes(path, leaf) for path, leaf in leaves}
 
 
 def state_shardings(partitioner: Partitioner, abstract_state: Any) -> Any:
@@ -130,10 +123,62 @@ def state_shardings(partitioner: Partitioner, abstract_state: Any) -> Any:
     """
 
     def one(path: Sequence[Any], leaf: Any) -> Any:
-        if not _is_variable(leaf):
-            assert not jnp.shape(leaf), f"{_path_name(path)} is not an nnx Variable"
-            return partitioner.replicated()
-        axes = leaf.get_metadata().get("axes", None) or ()
-        return leaf.replace(partitioner.sharding(axes, leaf.get_raw_value().shape, _path_name(path)))
+        axes = _variable_axes(path, leaf)
+        return leaf.replace(partitioner.sharding(axes, leaf.get_raw_value().shape, path_name(path)))
 
     return jax.tree_util.tree_map_with_path(one, abstract_state, is_leaf=_is_variable)
+
+
+def _variable_axes(path: Sequence[Any], leaf: Any) -> LogicalAxes:
+    assert _is_variable(leaf), f"{path_name(path)} is not an nnx Variable"
+    axes = leaf.get_metadata().get("axes", None)
+    assert axes is not None, f"{path_name(path)} carries no `axes` metadata"
+    return tuple(axes)
+
+
+def param_shardings(partitioner: Partitioner, abstract_params: Any, axes: Any) -> Any:
+    """Return the NamedSharding of every array of a parameter tree; `axes` is the same tree with a tuple of logical axes per array.
+
+    Uneven dims raise a UserError naming the parameter.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, axes: partitioner.sharding(axes, leaf.shape, path_name(path)), abstract_params, axes
+    )
+
+
+def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any, abstract_params: Any, axes: Any) -> Any:
+    """Return the optimiser state's tree with a NamedSharding for each array.
+
+    A moment lies as its parameter does; Adafactor's row and column statistics as the parameter without the dim they sum over; counters and
+    placeholders are replicated. Parameters are found by path: a state array belongs to the parameter whose path ends its own.
+    """
+    owners: dict[tuple[Any, ...], tuple[Sequence[int], LogicalAxes]] = {}
+    jax.tree_util.tree_map_with_path(lambda path, leaf, of: owners.update({tuple(path): (leaf.shape, of)}), abstract_params, axes)
+
+    def one(path: Sequence[Any], leaf: Any) -> NamedSharding:
+        found = next(((path[:i], owners[tuple(path[i:])]) for i in range(len(path)) if tuple(path[i:]) in owners), None)
+        if found is None:
+            assert leaf.size <= 64, f"optimiser state {path_name(path)} of shape {leaf.shape} belongs to no parameter"
+            return partitioner.replicated()
+        prefix, (shape, of) = found
+        return partitioner.sharding(statistic_axes(path_name(prefix), leaf.shape, shape, of), leaf.shape, path_name(path))
+
+    return jax.tree_util.tree_map_with_path(one, abstract_opt_state)
+
+
+def statistic_axes(name: str, shape: Sequence[int], param_shape: Sequence[int], axes: LogicalAxes) -> LogicalAxes:
+    """Return the logical axes of an optimiser statistic of `shape` that belongs to a parameter.
+
+    Adafactor sums over the largest dim of a layer for `v_row` and over the second largest for `v_col` (arXiv 1804.04235, section 3;
+    optax breaks ties by position), and keeps arrays of one element per layer where a statistic is not used.
+    """
+    if tuple(shape) == tuple(param_shape):
+        return axes
+    stacked = 1 if axes and axes[0] == "layers" else 0
+    if math.prod(shape[stacked:]) == 1:
+        return (None,) * len(shape)
+    by_size = sorted(range(stacked, len(param_shape)), key=lambda dim: (param_shape[dim], dim))
+    removed = by_size[-1] if name.endswith("v_row") else by_size[-2]
+    kept = [dim for dim in range(len(param_shape)) if dim != removed]
+    assert tuple(param_shape[dim] for dim in kept) == tuple(shape), f"{name} of shape {shape} for a parameter of shape {param_shape}"
+    return tuple(axes[dim] for dim in kept)

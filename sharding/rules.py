@@ -1,6 +1,6 @@
 """Logical axis -> mesh axes: the one table that decides what is sharded over what.
 
-Parameters and activations carry logical axis names; changing a layout is changing a row here, or `mesh.rules` in a config. A field is a row.
+Parameters and activations carry logical axis names; changing a layout is changing a row here, or `mesh.rules` in a config.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Rules:
     seq: Axes = ("context",)
     """The sequence inside attention and MLP."""
     residual_seq: Axes = ("context", "tensor")
-    """The residual stream between blocks: norms and residual adds are per token, so `tensor` cuts tokens there (sequence parallelism, arXiv 2205.05198)."""
+    """The residual stream between blocks: norms and adds are per token, so `tensor` cuts tokens there (sequence parallelism,
+    arXiv 2205.05198)."""
     act_embed: Axes = ()
     """Matmuls contract over it; a cut would add a reduction to each."""
     act_heads: Axes = ("tensor",)
@@ -92,7 +93,8 @@ class Rules:
             for axis in entry:
                 if axis in claimed:
                     raise UserError(
-                        f"logical axes {tuple(axes)}: '{claimed[axis]}' and '{logical}' both map to mesh axis '{axis}'; change one of them in mesh.rules"
+                        f"logical axes {tuple(axes)}: '{claimed[axis]}' and '{logical}' both map to mesh axis '{axis}'; "
+                        "change one of them in mesh.rules"
                     )
                 claimed[axis] = logical
         return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
