@@ -1,0 +1,1 @@
+"""State, step, optimiser, loop, checkpoint, evaluation."""

@@ -1,0 +1,38 @@
+#!/bin/sh
+# The quickstart: real text to a trained model, each stage skipped or resumed when it was already done.
+# Usage: BIN=.venv/bin CORPUS=data/quickstart sh scripts/quickstart.sh [config overrides]
+set -eu
+ridge="$BIN/ridge"
+config=configs/quickstart.yaml
+run=runs/quickstart
+stdlib=$("$BIN/python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+select="--include **/*.py --exclude **/site-packages/** --exclude **/dist-packages/** --exclude **/test/** --exclude **/tests/** --holdout validation=0.05"
+set -f   # the globs are for ridge, not for the shell
+
+say() { printf '\n== %s\n' "$*"; }
+
+say "1/5 tokenizer: byte-pair encoding trained on the Python standard library ($stdlib)"
+"$ridge" data train-tokenizer --input "$stdlib" $select --vocab-size 4096 --output "$CORPUS/tokenizer.json"
+
+say "2/5 corpus: the standard library's source files as token shards, some files held out for validation"
+"$ridge" data prepare --input "$stdlib" $select --tokenizer "$CORPUS/tokenizer.json" --gzip-baseline --output "$CORPUS"
+
+say "3/5 training (Ctrl-C saves and stops; the same command resumes)"
+"$ridge" train "$config" "$@"
+
+say "4/5 evaluation of the saved model on the held-out files"
+"$ridge" evaluate "$run"
+
+say "5/5 a sample of generated code"
+"$ridge" generate "$run" --prompt 'def read_lines(path):' --max-tokens 120 --temperature 0.7 --seed 1
+
+cat <<END
+
+== Next
+  see the curves        $BIN/tensorboard --logdir $run/tensorboard
+  train longer          $ridge train $config trainer.steps=2000        (continues from the last checkpoint)
+  the resolved config   $ridge config show $config
+  who holds which bytes $ridge shardings configs/examples/llama-3.2-1b-8gpu.yaml --devices 8
+  export                $ridge convert to-hf $run exported/
+  plan a bigger run     start from configs/examples/, see README.md
+END

@@ -1,0 +1,140 @@
+"""Evaluation on named held-out sets: nats per token, perplexity and bits per byte over every token of a set."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs.schema import Config
+from loaders.evaluation import EvaluationSet, open_evaluation_set
+from perf.metrics import evaluation_metrics, perplexity
+from sharding.partition import Partitioner
+from trainer.batches import local_rows, to_global
+from trainer.state import Tree
+from trainer.step import Metrics
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with set name, batches done, batches in all."""
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """What one set gave."""
+
+    nats: float
+    """Summed cross-entropy of the counted target tokens."""
+    tokens: float
+    """Their number (sum of weights)."""
+    text_bytes: int | None
+    """Bytes of text they stand for; None when only a part of the set was read."""
+    gzip9_bytes: int | None
+    """gzip -9 size of each document, summed, on the same bytes, where the corpus recorded it."""
+    duration_s: float
+    """Wall time."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per counted token."""
+        return self.nats / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Total nats / ln 2 / bytes of the text."""
+        return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
+
+    @property
+    def gzip_bits_per_byte(self) -> float | None:
+        """What gzip -9, file by file, makes of the same text."""
+        return 8 * self.gzip9_bytes / self.text_bytes if self.gzip9_bytes and self.text_bytes else None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return perplexity(self.loss)
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return the set's metrics under their documented names."""
+        return evaluation_metrics(name, nats=self.nats, tokens=self.tokens, text_bytes=self.text_bytes, duration_s=self.duration_s)
+
+    def describe(self) -> str:
+        """Return the figures in one line of text."""
+        text = f"loss {self.loss:.4f} nats/token, perplexity {self.perplexity:.2f}"
+        if self.bits_per_byte is not None:
+            text += f", {self.bits_per_byte:.3f} bits/byte"
+        if self.bits_per_byte is not None and self.gzip_bits_per_byte is not None:
+            text += f" (gzip -9 on the same files: {self.gzip_bits_per_byte:.3f})"
+        return text
+
+
+class Evaluator:
+    """Holds the open sets and the compiled evaluation step."""
+
+    def __init__(
+        self, config: Config, partitioner: Partitioner, step: Callable[[Tree, Any], Metrics], sets: Mapping[str, Path] | None = None
+    ) -> None:
+        self._partitioner = partitioner
+        self._step = step
+        self.batch_size = config.evaluation.batch_size or max(1, config.data.batch_size // config.trainer.accumulation)
+        rows = local_rows(self.batch_size, partitioner)
+        self.sets: dict[str, EvaluationSet] = {
+            name: open_evaluation_set(
+                path,
+                seq_len=config.data.seq_len,
+                batch_size=self.batch_size,
+                rows=rows,
+                document_masking=config.data.document_masking,
+            )
+            for name, path in (config.evaluation.sets if sets is None else sets).items()
+        }
+
+    def evaluate(self, params: Tree, *, max_batches: int | None = None, progress: ProgressCallback | None = None) -> dict[str, SetResult]:
+        """Evaluate every set with these parameters; `max_batches` caps each set (then bits per byte is not known)."""
+        return {name: self._one(name, held_out, params, max_batches, progress) for name, held_out in self.sets.items()}
+
+    def _one(
+        self,
+        name: str,
+        held_out: EvaluationSet,
+        params: Tree,
+        max_batches: int | None,
+        progress: ProgressCallback | None,
+    ) -> SetResult:
+        count = held_out.num_batches if max_batches is None else min(max_batches, held_out.num_batches)
+        start_s = time.monotonic()
+        pending: list[Metrics] = []
+        nats = weight = 0.0
+        for index, batch in enumerate(_take(held_out, count)):
+            pending.append(self._step(params, to_global(batch, self._partitioner)))
+            if len(pending) > 2:  # keeps two batches in flight and adds in float64 on the host
+                nats, weight = _add(nats, weight, pending.pop(0))
+            if progress is not None:
+                progress(name, index + 1, count)
+        for metrics in pending:
+            nats, weight = _add(nats, weight, metrics)
+        whole = count == held_out.num_batches
+        return SetResult(
+            nats=nats,
+            tokens=weight,
+            text_bytes=held_out.text_bytes if whole else None,
+            gzip9_bytes=held_out.gzip9_bytes if whole else None,
+            duration_s=time.monotonic() - start_s,
+        )
+
+
+def _take(batches: Iterable[dict[str, np.ndarray]], count: int) -> Iterable[dict[str, np.ndarray]]:
+    for index, batch in enumerate(batches):
+        if index >= count:
+            return
+        yield batch
+
+
+def _add(nats: float, weight: float, metrics: Metrics) -> tuple[float, float]:
+    values = jax.device_get(metrics)
+    return nats + float(values["nats"]), weight + float(values["weight"])

@@ -1,0 +1,225 @@
+"""The training loop: one visible order of operations.
+
+    dispatch step s -> read the metrics of step s-1 while s runs -> put batch s+1 -> log, evaluate, save where they are due
+
+The host never waits for the step it has just dispatched, except where something is due that needs its result (an evaluation, a save,
+the end). A transfer guard makes any hidden copy between host and device an error.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from configs.schema import Config
+from perf.events import EventLog
+from perf.metrics import StepTimer, memory_metrics
+from perf.profiler import Profiler, step_annotation
+from perf.progress import Progress
+from perf.writers import MetricWriter
+from trainer.checkpoint import Checkpointer
+from trainer.evaluation import Evaluator, SetResult
+from trainer.signals import StopRequest
+from trainer.state import TrainState
+from trainer.step import Batch, Metrics
+
+
+class NumericalFailure(Exception):
+    """Too many non-finite steps in a row. The last good checkpoint is intact."""
+
+
+class Loader(Protocol):
+    """Yields this process's rows of one step after another."""
+
+    def __iter__(self) -> Iterator[Mapping[str, np.ndarray]]: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the loop ended."""
+
+    state: TrainState
+    steps: int
+    """Steps taken in all, earlier runs included."""
+    stopped_by: signal.Signals | None
+    """The signal it stopped for; None when it reached its last step or its time."""
+    finished: bool
+    """The last step was reached."""
+    evaluation: dict[str, SetResult]
+    """The last evaluation, if any."""
+
+
+@dataclass
+class Loop:
+    """The parts of a run, and the order in which they work."""
+
+    config: Config
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    param_norm: Callable[[Any], jax.Array]
+    put: Callable[[Mapping[str, np.ndarray]], Batch]
+    loader: Loader
+    evaluator: Evaluator
+    checkpointer: Checkpointer
+    save_metadata: Callable[[int], dict[str, Any]]
+    timer: StepTimer
+    writer: MetricWriter
+    progress: Progress
+    profiler: Profiler
+    events: EventLog
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self, state: TrainState, start_step: int) -> Outcome:
+        """Train from `start_step` to config.trainer.steps, or until asked to stop; save where due; return how it ended.
+
+        Raises NumericalFailure after config.trainer.max_bad_steps non-finite steps in a row.
+        """
+        steps = self.config.trainer.steps
+        deadline_s = self.clock() + (self.config.trainer.stop_after_s or math.inf)
+        step, results, stopped_by = start_step, dict[str, SetResult](), None
+        with StopRequest(self.progress.note) as stop, self.events.phase("train", start_step=start_step), jax.transfer_guard("disallow"):
+            batches = iter(self.loader)
+            batch = self._next_batch(batches)
+            self._begin(step)
+            while step < steps:
+                with step_annotation(step):
+                    state, metrics = self.train_step(state, batch)
+                step += 1
+                norm = self.param_norm(state.params) if self._log_due(step) else None
+                self._read_pending()  # the step before, while this one runs
+                self._pending = _Pending(step, metrics, norm)
+                if step < steps:
+                    batch = self._next_batch(batches)
+
+                stopped_by = stop.agreed(step)
+                last = step == steps or stopped_by is not None or self._past(deadline_s)
+                evaluate = self._evaluation_due(step)
+                save = self.checkpointer.should_save(step, last=last)
+                profile = self.profiler.due(step)
+                if last or evaluate or save or profile or step == start_step + 1:
+                    self._read_pending()
+                if step == start_step + 1:
+                    self._end_first_step()
+                if profile:
+                    with self.timer.paused():
+                        self.profiler.switch(step)
+                if evaluate:
+                    results = self._evaluate(state, step)
+                if save:
+                    self._save(state, step)
+                if last:
+                    break
+        return Outcome(state, step, stopped_by, step >= steps, results)
+
+    def _begin(self, step: int) -> None:
+        self._pending: _Pending | None = None
+        self._window_waits = 0
+        self._started_s = self.clock()
+        self.progress.start(step)
+        if self.profiler.due(step):
+            self.profiler.switch(step)
+        self.timer.start()
+
+    def _end_first_step(self) -> None:
+        """The first step pays for loading the program and first touches: it is recorded apart and kept out of the step times."""
+        self.events.total("first_step", self.clock() - self._started_s)
+        self.timer.start()
+
+    def _log_due(self, step: int) -> bool:
+        return step % self.config.trainer.log_every == 0 or step == self.config.trainer.steps
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self.config.evaluation.every
+        return bool(self.config.evaluation.sets) and (step == self.config.trainer.steps or (every > 0 and step % every == 0))
+
+    def _past(self, deadline_s: float) -> bool:
+        """Whether the time is up; process 0's clock decides for all."""
+        if self.config.trainer.stop_after_s is None:
+            return False
+        past = self.clock() >= deadline_s
+        if jax.process_count() == 1:
+            return past
+        from jax.experimental import multihost_utils
+
+        with jax.transfer_guard("allow"):
+            return bool(multihost_utils.broadcast_one_to_all(np.asarray(past)))
+
+    def _next_batch(self, batches: Iterator[Mapping[str, np.ndarray]]) -> Batch:
+        """Take the next rows from the loader (the wait is measured) and start their copy to the devices."""
+        start_s = self.clock()
+        rows = next(batches)
+        self.timer.waited(self.clock() - start_s)
+        self._window_waits += 1
+        return self.put(rows)
+
+    def _read_pending(self) -> None:
+        """Wait for the step before, count it, and log it where a log line is due."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        values = {name: float(x) for name, x in jax.device_get(pending.metrics).items()}
+        self.timer.step()
+        self.progress.advance(pending.step)
+        if values["bad_in_a_row"]:
+            self._bad_step(pending.step, values)
+        if pending.param_norm is not None:
+            self._log(pending.step, values, float(jax.device_get(pending.param_norm)))
+
+    def _bad_step(self, step: int, values: Mapping[str, float]) -> None:
+        in_a_row, limit = int(values["bad_in_a_row"]), self.config.trainer.max_bad_steps
+        figures = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        self.events.emit("skipped_step", step=step, loss=values["loss"], grad_norm=values["grad_norm"], in_a_row=in_a_row)
+        self.progress.note(f"step {step}: {figures}: update skipped ({in_a_row} in a row, {limit} stop the run)")
+        if in_a_row >= limit:
+            raise NumericalFailure(f"{limit} non-finite steps in a row, the last at step {step}")
+
+    def _log(self, step: int, values: Mapping[str, float], param_norm: float) -> None:
+        """Write one record; `values` are those of exactly this step, speeds those of the window since the last record."""
+        tokens_per_step = self.config.data.batch_size * self.config.data.seq_len
+        self.events.total("data_wait", self.timer.window_data_wait_s, count=self._window_waits, step=step)
+        self._window_waits = 0
+        metrics = {
+            "train/loss": values["loss"],
+            "train/grad_norm": values["grad_norm"],
+            "train/param_norm": param_norm,
+            "train/learning_rate": values["learning_rate"],
+            "train/tokens": float(step * tokens_per_step),
+            "train/target_tokens": values["weight"],
+            "train/skipped_steps": values["skipped"],
+            **self.timer.report(),
+            **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
+        }
+        self.events.emit("step", step=step, **{name.split("/")[1]: value for name, value in metrics.items()})
+        self.writer.write(step, metrics)
+        self.progress.update(step, metrics)
+
+    def _evaluate(self, state: TrainState, step: int) -> dict[str, SetResult]:
+        whole = step == self.config.trainer.steps
+        limit = None if whole else self.config.evaluation.max_batches
+        with self.timer.paused(), self.events.phase("evaluation", step=step) as record:
+            results = self.evaluator.evaluate(state.params, max_batches=limit)
+            record["results"] = {name: result.loss for name, result in results.items()}
+        for name, result in results.items():
+            self.writer.write(step, result.metrics(name))
+            self.progress.note(f"step {step}: {name} {result.describe()}")
+        return results
+
+    def _save(self, state: TrainState, step: int) -> None:
+        with self.timer.paused(), self.events.phase("save", step=step), jax.transfer_guard("allow"):
+            report = self.checkpointer.save(step, state, self.save_metadata(step))
+        self.writer.write(step, {"checkpoint/blocking_s": report.blocking_s})
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A dispatched step whose metrics have not been read."""
+
+    step: int
+    metrics: Metrics
+    param_norm: jax.Array | None

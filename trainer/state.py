@@ -1,0 +1,111 @@
+"""The training state: what a step takes, gives back, and a checkpoint holds.
+
+Parameters live in a plain nested dict of arrays (the pure-dict view of the Flax NNX model), which is what jit, optax and Orbax
+handle at least cost; the module structure is the static `graphdef`, and the logical axes of each parameter are a parallel dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import models
+from configs.schema import Config
+from sharding.partition import Partitioner, optimizer_state_shardings, state_shardings
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step changes."""
+
+    step: jax.Array
+    """int32 []: steps taken, skipped ones included; also the data position."""
+    params: Tree
+    """Nested dict of arrays in precision.params."""
+    opt_state: Tree
+    """The optax state."""
+    skipped: jax.Array
+    """int32 []: non-finite steps so far."""
+    bad_in_a_row: jax.Array
+    """int32 []: non-finite steps since the last finite one."""
+    rng: jax.Array
+    """uint32 [2]: key data of the run; step s draws from fold_in(rng, s)."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The static side of a model: structure, shapes and logical axes, with no array anywhere."""
+
+    graphdef: Any
+    abstract_params: Tree
+    """Nested dict of ShapeDtypeStruct."""
+    param_axes: Tree
+    """Nested dict of logical-axis tuples, same structure."""
+    param_shardings: Tree
+    """Nested dict of NamedSharding, same structure."""
+    build: Callable[[jax.Array], Tree]
+    """Key -> initial parameters (pure, jittable)."""
+
+    def merge(self, params: Tree) -> Any:
+        """Put parameters into the module (inside jit)."""
+        return nnx.merge(self.graphdef, params)
+
+
+def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
+    """Describe the model of a config without allocating it; a parameter dim that does not divide over the mesh raises UserError."""
+
+    def create(key: jax.Array) -> Any:
+        return models.build(config.model, config.compute, config.precision, partitioner, nnx.Rngs(params=key))
+
+    def initial_params(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.split(create(key), nnx.Param)[1])
+
+    graphdef, variables = nnx.split(nnx.eval_shape(lambda: create(jax.random.key(0))), nnx.Param)
+    axes = jax.tree.map(lambda v: v.get_metadata()["axes"], variables, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    return ModelSpec(
+        graphdef=graphdef,
+        abstract_params=nnx.to_pure_dict(variables),
+        param_axes=nnx.to_pure_dict(axes),
+        param_shardings=nnx.to_pure_dict(state_shardings(partitioner, variables)),
+        build=initial_params,
+    )
+
+
+def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, partitioner: Partitioner) -> TrainState:
+    """Return the state as ShapeDtypeStructs with shardings: what init fills and a restore reads into."""
+    shapes = jax.eval_shape(lambda: _initial_state(config, spec, optimizer))
+    replicated = partitioner.replicated()
+    shardings = TrainState(
+        step=replicated,
+        params=spec.param_shardings,
+        opt_state=optimizer_state_shardings(partitioner, shapes.opt_state, spec.abstract_params, spec.param_axes),
+        skipped=replicated,
+        bad_in_a_row=replicated,
+        rng=replicated,
+    )
+    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
+
+
+def init_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> TrainState:
+    """Create the state directly in its shards: no host or device ever holds the whole model."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(lambda: _initial_state(config, spec, optimizer), out_shardings=shardings)()
+
+
+def _initial_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:
+    key = jax.random.key(config.seed)
+    init_key, run_key = jax.random.split(key)
+    params = spec.build(init_key)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=zero, params=params, opt_state=optimizer.init(params), skipped=zero, bad_in_a_row=zero, rng=jax.random.key_data(run_key)
+    )

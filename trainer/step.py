@@ -1,0 +1,143 @@
+"""The jitted train and evaluation steps.
+
+One optimiser step: microbatches of the local rows are differentiated in turn, token sums (never means) are accumulated, the global
+gradient norm is clipped, and the update is applied only where loss and gradient are finite. Dividing the summed loss by the token
+weight of the *whole* global batch makes every split into microbatches, devices and packed rows give the same update.
+
+B rows, T tokens per row, D width, V vocabulary, A microbatches, S row shards (data x fsdp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from configs.schema import Config
+from models.loss import LossSums, cross_entropy
+from sharding.partition import Partitioner
+from trainer.state import ModelSpec, TrainState, Tree
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+def loss_sums(spec: ModelSpec, config: Config, partitioner: Partitioner, params: Tree, batch: Batch) -> LossSums:
+    """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars)."""
+    model = spec.merge(params)
+    x_BTD = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+    return cross_entropy(
+        x_BTD,
+        model.unembedding(),
+        batch["targets"],
+        batch["weights"],
+        vocab_size=config.model.vocab_size,
+        chunk=config.compute.loss_chunk,
+        z_loss=config.loss.z_loss,
+        partitioner=partitioner,
+    )
+
+
+def make_train_step(
+    spec: ModelSpec, config: Config, optimizer: optax.GradientTransformation, schedule: Schedule, partitioner: Partitioner
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Return the pure step (state, batch [B, T]) -> (state, scalar metrics); the caller jits it and donates the state."""
+    accumulation = config.trainer.accumulation
+    grad_dtype = jnp.dtype(config.precision.gradients)
+
+    def microbatch_gradient(params: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, jax.Array]:
+        def objective(params: Tree) -> tuple[jax.Array, jax.Array]:
+            sums = loss_sums(spec, config, partitioner, params, batch)
+            return (sums.nats + sums.z) / total_weight, sums.nats / total_weight
+
+        (_, nats), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        return jax.tree.map(lambda g: g.astype(grad_dtype), grads), nats
+
+    def gradient(params: Tree, batch: Batch) -> tuple[Tree, jax.Array, jax.Array]:
+        weight = jnp.sum(batch["weights"], dtype=jnp.float32)
+        divisor = jnp.maximum(weight, 1.0)
+        if accumulation == 1:
+            grads, loss = microbatch_gradient(params, batch, divisor)
+            return grads, loss, weight
+        micro = {name: split_rows(x, accumulation, partitioner) for name, x in batch.items()}
+
+        def body(carry: tuple[Tree, jax.Array], one: Batch) -> tuple[tuple[Tree, jax.Array], None]:
+            grads, loss = carry
+            more, nats = microbatch_gradient(params, one, divisor)
+            return (jax.tree.map(jnp.add, grads, more), loss + nats), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), params)
+        (grads, loss), _ = jax.lax.scan(body, (constrain_params(zeros, spec, partitioner), jnp.zeros((), jnp.float32)), micro)
+        return grads, loss, weight
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, loss, weight = gradient(state.params, batch)
+        with jax.named_scope("optimizer"):
+            grad_norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+            if config.optimizer.clip_norm is not None:
+                scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
+                grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+            learning_rate = schedule(state.step)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, learning_rate=learning_rate)
+            params = optax.apply_updates(state.params, updates)
+            # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            )
+        bad = jnp.where(finite, 0, 1).astype(jnp.int32)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            skipped=state.skipped + bad,
+            bad_in_a_row=(state.bad_in_a_row + 1) * bad,
+            rng=state.rng,
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "weight": weight,
+            "skipped": new_state.skipped,
+            "bad_in_a_row": new_state.bad_in_a_row,
+        }
+        return new_state, metrics
+
+    return train_step
+
+
+def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[[Tree, Batch], Metrics]:
+    """Return the pure step (params, batch) -> token sums of one evaluation batch."""
+
+    def evaluation_step(params: Tree, batch: Batch) -> Metrics:
+        sums = loss_sums(spec, config, partitioner, params, batch)
+        return {"nats": sums.nats, "weight": sums.weight}
+
+    return evaluation_step
+
+
+def split_rows(x_BT: jax.Array, accumulation: int, partitioner: Partitioner) -> jax.Array:
+    """[B, T] -> [A, B/A, T] such that every device keeps the rows it already holds.
+
+    Rows are sharded in contiguous blocks over the S row shards; microbatch a takes the a-th part of every block.
+    """
+    shards = partitioner.axis_size("batch")
+    rows, length = x_BT.shape
+    assert rows % (accumulation * shards) == 0, (rows, accumulation, shards)
+    split = x_BT.reshape(shards, accumulation, rows // (shards * accumulation), length)
+    return partitioner.constrain(split.swapaxes(0, 1).reshape(accumulation, rows // accumulation, length), None, "batch", None)
+
+
+def constrain_params(tree: Tree, spec: ModelSpec, partitioner: Partitioner) -> Tree:
+    """Constrain a parameter-shaped tree to the parameters' shardings."""
+    return jax.tree.map(lambda x, axes: partitioner.constrain(x, *axes), tree, spec.param_axes)
+
+
+def param_norm(params: Tree) -> Any:
+    """Global L2 norm of the parameters (fp32 scalar)."""
+    return optax.global_norm(jax.tree.map(lambda p: p.astype(jnp.float32), params))
