@@ -1,0 +1,278 @@
+"""Inputs: what files hold the text, in which format, divided into units of work.
+
+The list of units depends only on names, sizes and settings, never on the machine or the number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError, unknown_name
+
+FORMATS = ("auto", "text", "lines", "records", "jsonl", "parquet", "arrow")
+RECORD_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+BLOCK_BYTES = 4 << 20
+"""Uncompressed JSONL and line-wise text files are divided into units of this many bytes."""
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""How the Hugging Face hub names splits in file paths; a file with none of these words belongs to `train`."""
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How inputs are listed. `include` and `exclude` are globs on the path below a directory; without a slash, on names at any depth."""
+
+    format: str = "auto"
+    """auto, text (a file is a document), lines (a line is a document), records (jsonl, parquet, arrow files), jsonl, parquet or arrow."""
+    split: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A file or a part of one: bytes [start, stop) for jsonl and lines, row groups for parquet; stop None means to the end."""
+
+    path: Path
+    format: str
+    size_bytes: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read, with what tells whether it changed."""
+
+    path: Path
+    name: str
+    format: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Everything to be read. `notes` are choices the user should hear about."""
+
+    files: tuple[InputFile, ...]
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when a file appears, vanishes, or has another size or modification time."""
+        lines = "".join(f"{file.name}\0{file.format}\0{file.size_bytes}\0{file.mtime_ns}\n" for file in self.files)
+        return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk."""
+        return sum(file.size_bytes for file in self.files)
+
+    def units(self) -> list[Unit]:
+        """Divide the files into units. Reads the footers of Parquet files."""
+        return [unit for file in self.files for unit in _divide(file)]
+
+
+def list_inputs(paths: Sequence[Path], options: InputOptions) -> Listing:
+    """List the files behind `paths` in order. Raises UserError for a missing, empty or ambiguous input."""
+    if options.format not in FORMATS:
+        raise unknown_name("format", options.format, FORMATS)
+    if not paths:
+        raise UserError("no input given (name a file or a directory with --input)")
+    files: list[InputFile] = []
+    notes: list[str] = []
+    for index, path in enumerate(paths):
+        if path.is_dir():
+            found = _list_directory(path, options, notes)
+        elif path.exists():
+            found = [(path, path.name, _format_of(path, options))]
+        else:
+            raise UserError(f"input not found: {path}")
+        files += [_input_file(file, f"{index}/{name}", file_format) for file, name, file_format in found]
+    return Listing(tuple(files), tuple(notes))
+
+
+def _input_file(path: Path, name: str, file_format: str) -> InputFile:
+    try:
+        status = path.stat()
+    except OSError as error:  # a dangling link, say
+        if file_format != "text":
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        return InputFile(path, name, file_format, 0, 0)  # becomes a bad record with its reason when it is read
+    return InputFile(path, name, file_format, status.st_size, status.st_mtime_ns)
+
+
+def _record_format(path: Path) -> str | None:
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1] in COMPRESSED_SUFFIXES:
+        return "jsonl" if len(suffixes) > 1 and RECORD_SUFFIXES.get(suffixes[-2]) == "jsonl" else None
+    return RECORD_SUFFIXES.get(path.suffix)
+
+
+def _format_of(path: Path, options: InputOptions) -> str:
+    if options.format not in ("auto", "records"):
+        return options.format
+    found = _record_format(path)
+    if found is None and options.format == "records":
+        raise UserError(f"{path}: not a record file (allowed: .jsonl[.gz|.zst], .ndjson, .parquet, .arrow; or say which with --format)")
+    return found or "text"
+
+
+Found = list[tuple[Path, str, str]]
+
+
+def _list_directory(root: Path, options: InputOptions, notes: list[str]) -> Found:
+    saved = _saved_dataset(root, options, notes)
+    if saved is not None:
+        return saved
+    walked = [(root / name, name) for name in _walk(root, options)]
+    if not walked:
+        given = "no file matches --include/--exclude" if options.include or options.exclude else "no files"
+        raise UserError(f"{root}: {given}")
+    if options.format not in ("auto", "records"):
+        return [(path, name, options.format) for path, name in walked]
+    records = [(path, name, file_format) for path, name in walked if (file_format := _record_format(path))]
+    others = [name for path, name in walked if not _record_format(path)]
+    if options.format == "auto" and not records:
+        return [(path, name, "text") for path, name in walked]
+    if not records:
+        raise UserError(f"{root}: no .jsonl, .parquet or .arrow file")
+    strangers = [name for name in others if not _accompanies_dataset(name)]
+    if options.format == "auto" and strangers:
+        raise UserError(
+            f"{root} holds both records ({len(records)} files, such as {records[0][1]}) and other files"
+            f" ({len(strangers)}, such as {strangers[0]}); choose with --format records or --format text, or with --include"
+        )
+    return _choose_split(root, [found for found in records if not Path(found[1]).name.startswith("cache-")], options.split, notes)
+
+
+def _accompanies_dataset(name: str) -> bool:
+    """Files that a hub snapshot holds beside its data."""
+    base = Path(name).name.lower()
+    return base.startswith(("readme", "license")) or base.endswith((".md", ".json", ".lock", ".yaml"))
+
+
+def _saved_dataset(root: Path, options: InputOptions, notes: list[str]) -> Found | None:
+    """List a directory written by `save_to_disk` of the datasets library, or return None when it is something else."""
+    if options.format not in ("auto", "records", "arrow"):
+        return None
+    if (root / "dataset_dict.json").is_file():
+        splits = _read_json(root / "dataset_dict.json").get("splits", [])
+        split = options.split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
+        if split is None or split not in splits:
+            raise UserError(f"{root}: split '{split or ''}' not found; choose one with --split (allowed: {', '.join(splits)})")
+        notes.append(f"{root}: reading split '{split}' of {', '.join(splits)}")
+        return _saved_arrow_files(root / split, f"{split}/")
+    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
+        return _saved_arrow_files(root, "")
+    return None
+
+
+def _saved_arrow_files(root: Path, prefix: str) -> Found:
+    state = _read_json(root / "state.json")
+    if state.get("_indices_data_files"):
+        raise UserError(f"{root}: the dataset holds an indices mapping; save it again after flatten_indices()")
+    names = [entry["filename"] for entry in state.get("_data_files") or []]
+    if not names:
+        raise UserError(f"{root}: state.json lists no data files")
+    return [(root / name, prefix + name, "arrow") for name in names]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _choose_split(root: Path, files: Found, wanted: str | None, notes: list[str]) -> Found:
+    splits = {name: _split_of(name) for _, name, _ in files}
+    present = sorted(set(splits.values()))
+    if wanted is None:
+        wanted = present[0] if len(present) == 1 else "train"
+        if len(present) > 1:
+            notes.append(f"{root}: reading split '{wanted}' of {', '.join(present)} (by file names; choose with --split)")
+    if wanted not in present:
+        raise UserError(f"{root}: split '{wanted}' not found; choose one with --split (allowed: {', '.join(present)})")
+    return [found for found in files if splits[found[1]] == wanted]
+
+
+def _split_of(name: str) -> str:
+    words = re.split(r"[-._ /\d]+", name.lower())
+    for split, aliases in SPLITS.items():
+        if split != "train" and any(alias in words for alias in aliases):
+            return split
+    return "train"
+
+
+def _walk(root: Path, options: InputOptions) -> Iterator[str]:
+    """Yield relative paths in sorted order. Hidden names and __pycache__ are left out; links to directories are not followed."""
+    include = [_glob(pattern) for pattern in options.include]
+    exclude = [_glob(pattern) for pattern in options.exclude]
+
+    def visit(directory: Path, prefix: str) -> Iterator[str]:
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError as error:
+            raise UserError(f"cannot read {directory}: {error.strerror}") from error
+        for entry in entries:
+            name = prefix + entry.name
+            if entry.name.startswith(".") or entry.name == "__pycache__" or any(matches(name) for matches in exclude):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from visit(directory / entry.name, name + "/")
+            elif not entry.is_dir() and (not include or any(matches(name) for matches in include)):
+                yield name
+
+    return visit(root, "")
+
+
+def _glob(pattern: str) -> Callable[[str], bool]:
+    """Compile a glob: `*` and `?` stay within a name, `**` crosses directories, no slash means the last name."""
+    pattern = pattern.rstrip("/")
+    expression = ""
+    for token in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]/]+\]|.", pattern, flags=re.DOTALL):
+        if token.startswith("[") and len(token) > 1:
+            expression += "[" + ("^" + re.escape(token[2:-1]) if token[1] == "!" else re.escape(token[1:-1])).replace(r"\-", "-") + "]"
+        else:
+            expression += {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(token, re.escape(token))
+    compiled = re.compile(expression, flags=re.DOTALL)
+    if "/" in pattern:
+        return lambda name: compiled.fullmatch(name) is not None
+    return lambda name: compiled.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def _divide(file: InputFile) -> Iterator[Unit]:
+    if file.format == "parquet":
+        yield from _row_groups(file)
+    elif file.format in ("jsonl", "lines") and file.path.suffix not in COMPRESSED_SUFFIXES:
+        for start in range(0, max(file.size_bytes, 1), BLOCK_BYTES):
+            stop = min(start + BLOCK_BYTES, file.size_bytes)
+            yield Unit(file.path, file.format, stop - start, start, stop)
+    else:
+        yield Unit(file.path, file.format, file.size_bytes)
+
+
+def _row_groups(file: InputFile) -> Iterator[Unit]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(file.path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{file.path}: not a readable Parquet file ({error})") from error
+    for group in range(metadata.num_row_groups):
+        yield Unit(file.path, "parquet", metadata.row_group(group).total_byte_size, group, group + 1)

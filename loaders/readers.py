@@ -1,0 +1,240 @@
+"""Readers: from a unit of input to its documents and bad records, in file order.
+
+A record that cannot be used is yielded as a `BadRecord`; a file that cannot be read further (truncated compression, missing column)
+raises UserError.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from configs.errors import UserError, unknown_name
+from loaders.inputs import COMPRESSED_SUFFIXES, Unit
+from loaders.records import BadRecord, Document, Place, RecordFields, document_from_bytes, document_from_record
+
+Item = Document | BadRecord
+ROWS_PER_READ = 1024
+"""Table rows turned into Python objects at a time."""
+
+
+def read_unit(unit: Unit, fields: RecordFields) -> Iterator[Item]:
+    """Yield the documents and bad records of a unit. Raises UserError when the file itself cannot be read."""
+    readers: dict[str, Callable[[Unit, RecordFields], Iterator[Item]]] = {
+        "text": _read_text,
+        "lines": _read_lines,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "arrow": _read_arrow,
+    }
+    return readers[unit.format](unit, fields)
+
+
+def _read_text(unit: Unit, fields: RecordFields) -> Iterator[Item]:
+    place = Place(unit.path)
+    try:
+        with unit.path.open("rb") as stream:
+            data = stream.read()
+    except OSError as error:
+        yield BadRecord(place, f"cannot be read: {error.strerror or error}")
+        return
+    yield document_from_bytes(_decompress(unit.path, data), place)
+
+
+def _decompress(path: Path, data: bytes) -> bytes:
+    if path.suffix not in COMPRESSED_SUFFIXES:
+        return data
+    with _open(path, io.BytesIO(data)) as stream:
+        return b"".join(line for line, _ in _guarded_lines(stream, path))
+
+
+def _read_lines(unit: Unit, fields: RecordFields) -> Iterator[Item]:
+    for line, place in _lines(unit):
+        item = document_from_bytes(line.rstrip(b"\r\n"), place)
+        if isinstance(item, BadRecord) or item.text:
+            yield item
+
+
+def _read_jsonl(unit: Unit, fields: RecordFields) -> Iterator[Item]:
+    for line, place in _lines(unit):
+        if line.isspace():
+            continue
+        try:
+            record = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            yield BadRecord(place, f"invalid UTF-8 at byte {error.start} of the line")
+        except json.JSONDecodeError as error:
+            yield BadRecord(place, f"invalid JSON at column {error.colno}: {error.msg}")
+        except (RecursionError, ValueError) as error:  # absurd nesting or numbers
+            yield BadRecord(place, f"invalid JSON: {error}")
+        else:
+            yield document_from_record(record, fields, place)
+
+
+def _lines(unit: Unit) -> Iterator[tuple[bytes, Place]]:
+    """Yield the lines that start in bytes [start, stop) of the unit."""
+    try:
+        raw = unit.path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {unit.path}: {error.strerror}") from error
+    with _open(unit.path, raw) as stream:
+        position = 0
+        if unit.start > 0:  # the line that holds byte start - 1 belongs to the unit before, unless it ends there
+            stream.seek(unit.start - 1)
+            position = unit.start - 1 + len(stream.readline())
+        skipped_bytes = position
+        for line, number in _guarded_lines(stream, unit.path):
+            if unit.stop is not None and position >= unit.stop:
+                return
+            yield (line.removeprefix(codecs.BOM_UTF8) if position == 0 else line), Place(unit.path, number, skipped_bytes)
+            position += len(line)
+
+
+def _open(path: Path, raw: BinaryIO) -> BinaryIO:
+    """Wrap the bytes of a file in the decompressor its name asks for."""
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
+    if path.suffix == ".zst":
+        return io.BufferedReader(_ZstdReader(raw), 1 << 20)
+    return raw
+
+
+class _ZstdReader(io.RawIOBase):
+    """Concatenated zstd frames as one stream. The library's own reader takes a truncated last frame for the end of the file."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._frame: Any = None
+        self._pending = memoryview(b"")  # decompressed, not yet handed out
+        self._input = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._pending:
+            self._input = self._input or self._raw.read(1 << 17)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the last zstd frame is cut short")
+                return 0
+            self._decompress()
+        size = min(len(buffer), len(self._pending))
+        buffer[:size] = self._pending[:size]
+        self._pending = self._pending[size:]
+        return size
+
+    def _decompress(self) -> None:
+        import zstandard
+
+        self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+        try:
+            self._pending = memoryview(self._frame.decompress(self._input))
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        self._input = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _guarded_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield (line, number from 1), turning a failing read into a UserError that names the last line read."""
+    number = 0
+    try:
+        for line in stream:
+            number += 1
+            yield line, number
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read after line {number} ({error})") from error
+
+
+def _read_parquet(unit: Unit, fields: RecordFields) -> Iterator[Item]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(unit.path) as file:
+            columns = _columns(unit.path, file.schema_arrow.names, fields)
+            row = sum(file.metadata.row_group(group).num_rows for group in range(unit.start))
+            for batch in file.iter_batches(ROWS_PER_READ, row_groups=[unit.start], columns=columns):
+                yield from _read_rows(unit.path, row, batch, fields)
+                row += batch.num_rows
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{unit.path}: not a readable Parquet file ({error})") from error
+
+
+def _read_arrow(unit: Unit, fields: RecordFields) -> Iterator[Item]:
+    import pyarrow
+    import pyarrow.ipc
+
+    row = 0
+    try:
+        with pyarrow.memory_map(str(unit.path)) as mapped:
+            for batch in _arrow_batches(mapped):
+                columns = _columns(unit.path, batch.schema.names, fields)
+                for start in range(0, batch.num_rows, ROWS_PER_READ):
+                    piece = batch.select(columns).slice(start, ROWS_PER_READ)
+                    yield from _read_rows(unit.path, row, piece, fields)
+                    row += piece.num_rows
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{unit.path}: not a readable Arrow file after row {row} ({error})") from error
+
+
+def _arrow_batches(mapped: Any) -> Iterator[Any]:
+    """Batches of an Arrow file in either layout: the stream that `datasets` writes, or the random-access one."""
+    import pyarrow.ipc
+
+    if mapped.read(6) == b"ARROW1":
+        file = pyarrow.ipc.open_file(mapped)
+        yield from (file.get_batch(index) for index in range(file.num_record_batches))
+    else:
+        mapped.seek(0)
+        yield from pyarrow.ipc.open_stream(mapped)
+
+
+def _columns(path: Path, names: list[str], fields: RecordFields) -> list[str]:
+    """Choose the columns to read; a table without them is refused, since every row would be bad."""
+    if not fields.sft:
+        if fields.text not in names:
+            raise UserError(f"{path}: {unknown_name('text field', fields.text, names)}; choose with --text-field")
+        return [fields.text]
+    for wanted in (["messages"], ["prompt", "completion"]):
+        if set(wanted) <= set(names):
+            return wanted
+    raise UserError(f"{path}: no columns 'messages' or 'prompt' and 'completion' (has: {', '.join(names)})")
+
+
+def _read_rows(path: Path, first_row: int, batch: Any, fields: RecordFields) -> Iterator[Item]:
+    """Turn rows into documents; text columns are read as bytes, so that invalid UTF-8 costs a row and not the file."""
+    import pyarrow
+
+    columns = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+            column = column.cast(pyarrow.large_binary())
+        columns[name] = column
+    for index in range(batch.num_rows):
+        place = Place(path, first_row + index + 1)
+        try:
+            values = {name: _value(column[index]) for name, column in columns.items()}
+        except UnicodeDecodeError as error:
+            yield BadRecord(place, f"invalid UTF-8 at byte {error.start}")
+        else:
+            yield document_from_record(values, fields, place)
+
+
+def _value(scalar: Any) -> Any:
+    value = scalar.as_py()
+    return value.decode() if isinstance(value, bytes) else value

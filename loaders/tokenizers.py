@@ -1,0 +1,349 @@
+"""Tokenizers behind one small interface, and the registry of their kinds.
+
+Text is always encoded as plain text: a document that happens to contain the characters `<|endoftext|>` never yields the special token.
+BOS and EOS are added by whoever writes documents, never by `encode_batch`.
+"""
+
+from __future__ import annotations
+
+import abc
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any, ClassVar
+
+from configs.errors import UserError, nearest, unknown_name
+
+BOS_NAMES = ("<|bos|>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[BOS]")
+"""Special tokens taken as BOS when the tokenizer's files do not say which it is."""
+EOS_NAMES = ("<|eos|>", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]")
+"""Special tokens taken as EOS when the tokenizer's files do not say which it is."""
+
+
+class Tokenizer(abc.ABC):
+    """Text to token ids and back. `bos_id` is the EOS id when the tokenizer has no BOS."""
+
+    kind: ClassVar[str]
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    sha256: str
+    """Over what decides the ids (vocabulary, merges, pattern, BOS, EOS), so two files that differ only in formatting are equal."""
+
+    @classmethod
+    @abc.abstractmethod
+    def find(cls, path: Path) -> Path | None:
+        """Return the file of this kind that `path` is, or (for a directory) holds."""
+
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts as plain text: no BOS or EOS added, special tokens spelt out in the text are not recognised."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode ids; special tokens vanish, invalid UTF-8 becomes U+FFFD."""
+
+    @abc.abstractmethod
+    def save_copy(self, directory: Path) -> Path:
+        """Write what `load_tokenizer(directory, kind)` needs to give this tokenizer again; returns the main file."""
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes: ids 0-255, BOS 256, EOS 257."""
+
+    kind = "bytes"
+    file_name = "bytes.json"
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.vocab_size, self.bos_id, self.eos_id = 258, 256, 257
+        self.sha256 = _digest({"kind": self.kind, "bos": self.bos_id, "eos": self.eos_id})
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        return _pick(path, lambda name: name == cls.file_name)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def save_copy(self, directory: Path) -> Path:
+        return _write_json(directory / self.file_name, {"kind": self.kind, "bos_id": self.bos_id, "eos_id": self.eos_id})
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json` of the `tokenizers` library. BOS and EOS: from tokenizer_config.json beside it, else by their usual names."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        text = _read_text(path)
+        try:
+            content = json.loads(text)
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
+        # The file may carry the truncation and padding of whoever saved it: they would silently cut or fill documents.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        content.update(truncation=None, padding=None)
+        self._content = content
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        configured = _configured_special_tokens(path)
+        self.eos_token = _special("EOS", path, vocabulary, configured.get("eos_token"), EOS_NAMES)
+        self.bos_token = _special("BOS", path, vocabulary, configured.get("bos_token"), BOS_NAMES)
+        if self.eos_token is None:
+            raise UserError(f"{path}: no EOS token; name it as 'eos_token' in {path.parent / 'tokenizer_config.json'}")
+        self.eos_id = vocabulary[self.eos_token]
+        self.bos_id = self.eos_id if self.bos_token is None else vocabulary[self.bos_token]
+        self.sha256 = _digest({"content": content, "bos": self.bos_id, "eos": self.eos_id})
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        if path.is_file():
+            return path if path.suffix == ".json" and path.name != ByteTokenizer.file_name else None
+        return _pick(path, lambda name: name == "tokenizer.json")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def save_copy(self, directory: Path) -> Path:
+        names = {"eos_token": self.eos_token} | ({"bos_token": self.bos_token} if self.bos_token else {})
+        _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+        return _write_json(directory / "tokenizer.json", self._content)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model` file. What its normaliser drops (extra spaces, say) does not round-trip."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        self._proto = _read_bytes(path)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._proto)
+        except Exception as error:  # RuntimeError or worse, by version
+            raise UserError(f"{path}: not a SentencePiece model ({error})") from error
+        self.vocab_size = self._processor.vocab_size()
+        self.eos_id = self._processor.eos_id()
+        if self.eos_id < 0:
+            raise UserError(f"{path}: the SentencePiece model has no EOS piece; train it with --eos_id")
+        bos_id = self._processor.bos_id()
+        self.bos_id = bos_id if bos_id >= 0 else self.eos_id
+        self.sha256 = hashlib.sha256(self._proto).hexdigest()
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        return _pick(path, lambda name: name.endswith(".model"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._processor.encode(list(texts), out_type=int, num_threads=1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._processor.decode([int(i) for i in ids])
+
+    def save_copy(self, directory: Path) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "tokenizer.model"
+        path.write_bytes(self._proto)
+        return path
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A `.tiktoken` ranks file. Its split pattern and special tokens come from `FILE.json` beside it
+    ({"pattern": ..., "special_tokens": {name: id}}), or from tiktoken's own definitions for OpenAI's file names."""
+
+    kind = "tiktoken"
+    known = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
+
+    def __init__(self, path: Path) -> None:
+        import tiktoken
+
+        ranks = _read_ranks(path)
+        self._definition = self._find_definition(path, ranks)
+        special_tokens: dict[str, int] = self._definition["special_tokens"]
+        clash = sorted(set(special_tokens.values()) & set(ranks.values()))
+        if clash:
+            raise UserError(f"{path}: special tokens reuse ids of the ranks file: {clash[:5]}")
+        try:
+            self._encoding = tiktoken.Encoding(
+                path.stem, pat_str=self._definition["pattern"], mergeable_ranks=ranks, special_tokens=special_tokens
+            )
+        except Exception as error:  # ValueError for a bad pattern; a Rust panic for broken ranks
+            raise UserError(f"{path}: tiktoken refuses the ranks or the pattern ({error})") from error
+        self._ranks = ranks
+        eos = next((name for name in EOS_NAMES if name in special_tokens), None)
+        bos = next((name for name in BOS_NAMES if name in special_tokens), None)
+        if eos is None:
+            raise UserError(f"{path}: no EOS among the special tokens (one of {', '.join(EOS_NAMES)})")
+        self.eos_id = special_tokens[eos]
+        self.bos_id = self.eos_id if bos is None else special_tokens[bos]
+        self._special_ids = frozenset(special_tokens.values())
+        self.vocab_size = self._encoding.max_token_value + 1
+        canonical = {base64.b64encode(token).decode(): rank for token, rank in ranks.items()}
+        self.sha256 = _digest({"ranks": canonical, **self._definition})
+
+    @classmethod
+    def _find_definition(cls, path: Path, ranks: dict[bytes, int]) -> dict[str, Any]:
+        sidecar = path.with_name(path.name + ".json")
+        if not sidecar.exists() and path.stem in cls.known:
+            return _openai_definition(path.stem, ranks)
+        if not sidecar.exists():
+            raise UserError(
+                f"{path}: its pattern and special tokens are unknown; write {sidecar} with "
+                '{"pattern": ..., "special_tokens": {"<|endoftext|>": ID}}'
+            )
+        try:
+            content = json.loads(_read_text(sidecar))
+            pattern, special_tokens = content["pattern"], content["special_tokens"]
+            if not isinstance(pattern, str) or not all(isinstance(i, int) and i >= 0 for i in special_tokens.values()):
+                raise TypeError("'pattern' must be a string and 'special_tokens' a map of name to id")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{sidecar}: not a tiktoken definition ({error})") from error
+        return {"pattern": pattern, "special_tokens": special_tokens}
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        return _pick(path, lambda name: name.endswith(".tiktoken"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encoding.encode_ordinary_batch(list(texts), num_threads=1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode([int(i) for i in ids if i not in self._special_ids], errors="replace")
+
+    def save_copy(self, directory: Path) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "tokenizer.tiktoken"
+        ordered = sorted(self._ranks.items(), key=lambda item: item[1])
+        path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered))
+        _write_json(path.with_name(path.name + ".json"), self._definition)
+        return path
+
+
+KINDS: dict[str, type[Tokenizer]] = {
+    cls.kind: cls for cls in (ByteTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, SentencePieceTokenizer)
+}
+"""The registry. In a directory that holds several (as Llama 2's does) the first found in this order is taken."""
+
+
+def load_tokenizer(spec: str | Path, kind: str | None = None) -> Tokenizer:
+    """Load a tokenizer from the word `bytes`, a file, or a directory holding one.
+
+    The kind follows from the name (tokenizer.json, *.model, *.tiktoken) unless given.
+    Raises UserError for a missing or unreadable file, an unknown kind, or a tokenizer without EOS.
+    """
+    if kind is not None and kind not in KINDS:
+        raise unknown_name("tokenizer kind", kind, KINDS)
+    if str(spec) == ByteTokenizer.kind and kind in (None, ByteTokenizer.kind):
+        return ByteTokenizer()
+    path = Path(spec)
+    if not path.exists():
+        hint = f"; did you mean '{ByteTokenizer.kind}'?" if nearest(str(spec), [ByteTokenizer.kind]) else ""
+        raise UserError(
+            f"tokenizer not found: {path}{hint} (allowed: a tokenizer.json, *.tiktoken or *.model file, a directory with one, 'bytes')"
+        )
+    for cls in KINDS.values() if kind is None else (KINDS[kind],):
+        found = path if kind is not None and path.is_file() else cls.find(path)
+        if found is not None:
+            return cls(found)  # type: ignore[call-arg]
+    place = "no tokenizer in directory" if path.is_dir() else "cannot tell the tokenizer kind of"
+    raise UserError(f"{place} {path} (looked for: tokenizer.json, *.tiktoken, *.model; or the word 'bytes')")
+
+
+def _pick(path: Path, matches: Any) -> Path | None:
+    """Return `path` if its name matches, or the one matching file of the directory `path`."""
+    if path.is_file():
+        return path if matches(path.name) else None
+    found = sorted(child for child in path.iterdir() if child.is_file() and matches(child.name))
+    if len(found) > 1:
+        raise UserError(f"{path}: several tokenizer files ({', '.join(child.name for child in found)}); name one")
+    return found[0] if found else None
+
+
+def _special(role: str, path: Path, vocabulary: dict[str, int], configured: str | None, usual: Sequence[str]) -> str | None:
+    if configured is not None and configured not in vocabulary:
+        raise UserError(f"{path}: the {role} token '{configured}' of tokenizer_config.json is not in the vocabulary")
+    return configured or next((name for name in usual if name in vocabulary), None)
+
+
+def _configured_special_tokens(path: Path) -> dict[str, str]:
+    """Read bos_token and eos_token from the files that Hugging Face keeps beside tokenizer.json."""
+    names: dict[str, str] = {}
+    for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
+        beside = path.with_name(file_name)
+        if not beside.exists():
+            continue
+        try:
+            content = json.loads(_read_text(beside))
+        except ValueError as error:
+            raise UserError(f"{beside}: not JSON ({error})") from error
+        for role in ("bos_token", "eos_token"):
+            value = content.get(role)
+            value = value.get("content") if isinstance(value, dict) else value  # older files hold an AddedToken object
+            if isinstance(value, str):
+                names[role] = value
+    return names
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(_read_bytes(path).splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not a tiktoken rank line ('BASE64 RANK')") from error
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise UserError(f"{path}: {len(missing)} of the 256 single bytes have no rank (first: {missing[0]:#04x})")
+    return ranks
+
+
+def _openai_definition(name: str, ranks: dict[bytes, int]) -> dict[str, Any]:
+    """Take pattern and special tokens from the installed tiktoken, with its loader, which would use the network, answering `ranks`."""
+    from tiktoken_ext import openai_public
+
+    constructor = openai_public.ENCODING_CONSTRUCTORS[name]
+    offline = {**constructor.__globals__, "load_tiktoken_bpe": lambda *args, **kwargs: ranks}
+    definition = FunctionType(constructor.__code__, offline)()
+    return {"pattern": definition["pat_str"], "special_tokens": dict(definition["special_tokens"])}
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _write_json(path: Path, content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error})") from error
