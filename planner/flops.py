@@ -1,0 +1,86 @@
+"""Training FLOPs per token, per component: the numerator of MFU.
+
+Convention. Only matmuls count, a multiply-add as 2 FLOPs; backward costs twice forward, so training is 6 FLOPs per weight and token
+(Kaplan et al., arXiv 2001.08361, section 2.1; PaLM, arXiv 2204.02311, appendix B). Attention scores and their product with the values
+are 12*S*N*H per layer and token in training, S the number of keys a query sees on average: T for full attention, T/2 for causal (the
+useful half), W - W*W/(2T) for a sliding window of W < T (PaLM counts T; we count what the mask leaves). The unembedding counts, with the
+true vocabulary, padding being no use; the embedding lookup does not. Norms, softmax, activations, biases and the optimiser do not, nor
+does anything computed again in the backward pass. Document boundaries inside a packed row are ignored: a row counts as one sequence.
+
+Notation: D width, F MLP width, L layers, N query heads, K key/value heads, H head dim, T sequence length, V vocabulary, W window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.schema import ModelConfig
+from planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
+
+TRAIN_FLOPS_PER_WEIGHT = 6
+"""Forward 2, gradient of the input 2, gradient of the weight 2."""
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Training FLOPs per token of each component, over all layers."""
+
+    attention_projections: float
+    """6*L*(2*D*N*H + 2*D*K*H)."""
+    attention_scores: float
+    """12*L*S*N*H with S the keys a query sees on average."""
+    mlp: float
+    """18*L*D*F gated, 12*L*D*F otherwise."""
+    unembedding: float
+    """6*D*V."""
+    attention_scores_full: float
+    """12*L*T*N*H: what a convention without the mask would count. Not part of the total."""
+
+    @property
+    def total(self) -> float:
+        """FLOPs per token of one training step (forward and backward)."""
+        return self.attention_projections + self.attention_scores + self.mlp + self.unembedding
+
+    @property
+    def forward(self) -> float:
+        """FLOPs per token of the forward pass alone."""
+        return self.total / 3
+
+    @property
+    def total_full_attention(self) -> float:
+        """The total in the convention that counts every key (PaLM, nanoGPT)."""
+        return self.total - self.attention_scores + self.attention_scores_full
+
+    def components(self) -> dict[str, float]:
+        """Component name to FLOPs per token; they sum to `total`."""
+        return {
+            "attention_projections": self.attention_projections,
+            "attention_scores": self.attention_scores,
+            "mlp": self.mlp,
+            "unembedding": self.unembedding,
+        }
+
+
+def mean_keys_per_query(seq_len: int, window: int | None) -> float:
+    """Average number of keys a causal query sees: T/2, or W - W*W/(2T) with a window of W < T (areas, the diagonal counted half)."""
+    if window is None or window >= seq_len:
+        return seq_len / 2
+    return window - window * window / (2 * seq_len)
+
+
+def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
+    """Count the training FLOPs per token of a causal model at a sequence length (see the module's convention)."""
+    layers = model.num_layers
+    per_key = 12 * layers * model.num_heads * model.head_width
+    return FlopCount(
+        attention_projections=TRAIN_FLOPS_PER_WEIGHT * layers * attention_matmul_parameters(model),
+        attention_scores=per_key * mean_keys_per_query(seq_len, model.sliding_window),
+        mlp=TRAIN_FLOPS_PER_WEIGHT * layers * mlp_matmul_parameters(model),
+        unembedding=TRAIN_FLOPS_PER_WEIGHT * model.embed_dim * model.vocab_size,
+        attention_scores_full=per_key * seq_len,
+    )
+
+
+def flops_per_token_6n(model: ModelConfig) -> int:
+    """Return 6 times all parameters: the rule of thumb most published MFU figures use. No attention, embedding table included."""
+    return TRAIN_FLOPS_PER_WEIGHT * count_parameters(model).total
