@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from configs.errors import UserError
 from configs.schema import MeshConfig
 from sharding.mesh import build_mesh
-from sharding.rules import LogicalAxes, Rules
+from sharding.rules import LogicalAxes, Rules, matrix_sides
 
 FSDP_AXIS = "fsdp"
 
@@ -158,7 +158,7 @@ def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any,
     def one(path: Sequence[Any], leaf: Any) -> NamedSharding:
         found = next(((path[:i], owners[tuple(path[i:])]) for i in range(len(path)) if tuple(path[i:]) in owners), None)
         if found is None:
-            assert leaf.size <= 64, f"optimiser state {path_name(path)} of shape {leaf.shape} belongs to no parameter"
+            assert len(leaf.shape) <= 1, f"optimiser state {path_name(path)} of shape {leaf.shape} belongs to no parameter"
             return partitioner.replicated()
         prefix, (shape, of) = found
         return partitioner.sharding(statistic_axes(path_name(prefix), leaf.shape, shape, of), leaf.shape, path_name(path))
@@ -169,16 +169,19 @@ def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any,
 def statistic_axes(name: str, shape: Sequence[int], param_shape: Sequence[int], axes: LogicalAxes) -> LogicalAxes:
     """Return the logical axes of an optimiser statistic of `shape` that belongs to a parameter.
 
-    Adafactor sums over the largest dim of a layer for `v_row` and over the second largest for `v_col` (arXiv 1804.04235, section 3;
-    optax breaks ties by position), and keeps arrays of one element per layer where a statistic is not used.
+    Adafactor sees the matrix view of one layer (`matrix_sides`), sums over its larger side for `v_row` and over the other for `v_col`
+    (arXiv 1804.04235, section 3; optax breaks ties by position), and keeps one element per layer where a statistic is not used.
     """
     if tuple(shape) == tuple(param_shape):
         return axes
-    stacked = 1 if axes and axes[0] == "layers" else 0
-    if math.prod(shape[stacked:]) == 1:
+    stacked = tuple(axes[:1]) if axes and axes[0] == "layers" else ()
+    if math.prod(shape[len(stacked) :]) == 1:
         return (None,) * len(shape)
-    by_size = sorted(range(stacked, len(param_shape)), key=lambda dim: (param_shape[dim], dim))
+    sides = {axes[side[0]]: math.prod(param_shape[dim] for dim in side) for side in matrix_sides(axes)}
+    if len(shape) == len(stacked) + len(sides):
+        return (*stacked, *sides)
+    by_size = sorted(sides, key=lambda axis: sides[axis])
     removed = by_size[-1] if name.endswith("v_row") else by_size[-2]
-    kept = [dim for dim in range(len(param_shape)) if dim != removed]
-    assert tuple(param_shape[dim] for dim in kept) == tuple(shape), f"{name} of shape {shape} for a parameter of shape {param_shape}"
-    return tuple(axes[dim] for dim in kept)
+    kept = [axis for axis in sides if axis != removed]
+    assert [sides[axis] for axis in kept] == list(shape[len(stacked) :]), f"{name} of shape {shape} for a parameter of shape {param_shape}"
+    return (*stacked, *kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from jax.sharding import PartitionSpec
 
@@ -98,6 +99,19 @@ class Rules:
                     )
                 claimed[axis] = logical
         return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
+
+
+HEAD_AXES = frozenset({"heads", "kv_heads", "head_dim"})
+"""Logical axes that together are one side of a projection."""
+
+
+def matrix_sides(axes: LogicalAxes) -> list[tuple[int, ...]]:
+    """Group the dims of one layer's parameter into the sides of its matrix: `(layers, embed, heads, head_dim)` -> `[(1,), (2, 3)]`.
+
+    A norm or a bias has one side, whatever its rank; the stacked `layers` dim belongs to none.
+    """
+    dims = [dim for dim, axis in enumerate(axes) if axis != "layers"]
+    return [tuple(group) for _, group in groupby(dims, key=lambda dim: (0, "") if axes[dim] in HEAD_AXES else (dim + 1, axes[dim]))]
 
 
 LOGICAL_AXES = tuple(field.name for field in dataclasses.fields(Rules))

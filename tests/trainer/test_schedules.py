@@ -1,0 +1,99 @@
+"""Schedules at their corner points."""
+
+import jax
+import numpy as np
+import pytest
+
+from configs.errors import UserError
+from configs.names import SCHEDULES as NAMES
+from configs.schema import ScheduleConfig
+from trainer.schedules import SCHEDULES, build_schedule
+
+PEAK = 2e-3
+
+
+def rates(steps: int, **kwargs) -> np.ndarray:
+    schedule = build_schedule(ScheduleConfig(**kwargs), PEAK, steps)
+    return np.asarray(jax.vmap(schedule)(np.arange(steps)))
+
+
+def test_registry_implements_exactly_the_names_a_config_may_use():
+    assert set(SCHEDULES) == set(NAMES)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_warmup_is_linear_from_zero_and_reaches_the_peak(kind):
+    found = rates(100, kind=kind, warmup_steps=10)
+    np.testing.assert_allclose(found[:11], PEAK * np.arange(11) / 10, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_without_warmup_the_first_step_has_the_peak(kind):
+    assert rates(50, kind=kind)[0] == np.float32(PEAK)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("final", [0.0, 0.25])
+def test_last_step_has_the_final_fraction_and_later_steps_keep_it(kind, final):
+    schedule = build_schedule(ScheduleConfig(kind=kind, warmup_steps=5, final_fraction=final), PEAK, 60)
+    for step in (59, 60, 1000):
+        assert float(schedule(step)) == pytest.approx(PEAK * final, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_never_rises_after_warmup(kind):
+    assert (np.diff(rates(80, kind=kind, warmup_steps=8)[8:]) <= 1e-12).all()
+
+
+def test_constant_stays_at_the_peak():
+    assert (rates(40, kind="constant") == np.float32(PEAK)).all()
+
+
+def test_linear_and_cosine_are_half_way_in_the_middle():
+    for kind in ("linear", "cosine"):
+        schedule = build_schedule(ScheduleConfig(kind=kind, warmup_steps=10, final_fraction=0.2), PEAK, 111)
+        assert float(schedule(60)) == pytest.approx(PEAK * 0.6, rel=1e-6)
+    quarter = build_schedule(ScheduleConfig(kind="cosine", final_fraction=0.0), PEAK, 101)
+    assert float(quarter(25)) == pytest.approx(PEAK * 0.5 * (1 + np.cos(np.pi / 4)), rel=1e-6)
+
+
+def test_wsd_is_flat_until_the_last_share_of_the_steps_and_then_linear():
+    found = rates(101, kind="wsd", warmup_steps=10, decay_fraction=0.2, final_fraction=0.0)
+    start = 100 - 20
+    assert (found[10:80] == np.float32(PEAK)).all()
+    np.testing.assert_allclose(found[81:], PEAK * (1 - (np.arange(81, 101) - (start - 0.2)) / 20.2), rtol=1e-5, atol=1e-9)
+
+
+def test_wsd_over_all_steps_after_warmup_has_no_flat_part():
+    found = rates(100, kind="wsd", warmup_steps=50, decay_fraction=0.5, final_fraction=0.0)
+    assert found[50] == np.float32(PEAK)
+    assert found[52] < found[51] < found[50]
+
+
+def test_one_step_run_has_the_peak():
+    for kind in NAMES:
+        assert rates(1, kind=kind)[0] == np.float32(PEAK)
+
+
+def test_is_a_function_of_the_step_alone_under_jit():
+    schedule = build_schedule(ScheduleConfig(kind="cosine", warmup_steps=3), PEAK, 30)
+    assert [float(jax.jit(schedule)(s)) for s in (29, 7, 0)] == [float(schedule(s)) for s in (29, 7, 0)]
+
+
+def test_unknown_kind_is_refused_with_the_nearest_name():
+    with pytest.raises(UserError, match=r"schedule.kind 'cosin'; did you mean 'cosine'"):
+        build_schedule(ScheduleConfig.model_construct(kind="cosin"), PEAK, 10)
+
+
+def test_warmup_longer_than_the_run_is_refused():
+    with pytest.raises(UserError, match=r"schedule.warmup_steps=11 is longer than the run \(trainer.steps=10\)"):
+        build_schedule(ScheduleConfig(warmup_steps=11), PEAK, 10)
+
+
+def test_warmup_as_long_as_the_run_only_rises():
+    assert (np.diff(rates(10, warmup_steps=10)) > 0).all()
+
+
+def test_wsd_whose_decay_meets_the_warmup_is_refused():
+    with pytest.raises(UserError, match=r"decay_fraction may be at most 0.4"):
+        build_schedule(ScheduleConfig(kind="wsd", warmup_steps=60, decay_fraction=0.5), PEAK, 100)

@@ -1,0 +1,172 @@
+"""The update rules, from optax, with what a sharded, stacked, mixed-precision model needs around them.
+
+* The learning rate is an argument of `update`, not a counter in the state: after a resume it follows from the step alone.
+* Rules see float32: gradients and parameters are cast before, so second moments are float32 whatever `precision.params` says.
+* A stacked `layers` dim is never part of a matrix: Adafactor runs once per layer, Muon treats it as a batch, decay masks ignore it.
+* Decoupled weight decay is scaled by the learning rate in every rule. Gradient clipping belongs to the step, which knows the norm already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from configs.errors import unknown_name
+from configs.schema import OptimizerConfig, PrecisionConfig
+from sharding.rules import matrix_sides
+
+Tree = Any
+LogicalAxes = tuple[str | None, ...]
+Rule = Callable[[OptimizerConfig, jnp.dtype, Tree], optax.GradientTransformation]
+"""(config, first-moment dtype, tree of logical axes) -> gradients to updates of size 1 (before the learning rate), decay included."""
+
+LAYERS = "layers"
+TABLE_AXES = frozenset({"vocab", "positions"})
+"""Logical axes of lookup tables and the unembedding: rows are used one at a time, so Muon's matrix view does not fit them."""
+MUON_RMS = 0.2
+"""Muon updates are scaled to AdamW's usual root mean square, so that one learning rate serves both (arXiv 2502.16982, equation 4)."""
+
+
+def build_optimizer(optimizer: OptimizerConfig, precision: PrecisionConfig, param_axes: Tree) -> optax.GradientTransformationExtraArgs:
+    """Return the update rule for parameters with these logical axes (the parameter tree with a tuple of names per array).
+
+    Its `update` takes the keyword `learning_rate` (float32 scalar) and returns float32 updates. Raises UserError for an unknown kind.
+    """
+    if optimizer.kind not in OPTIMIZERS:
+        raise unknown_name("optimizer.kind", optimizer.kind, OPTIMIZERS)
+    rule = OPTIMIZERS[optimizer.kind](optimizer, jnp.dtype(precision.moments), param_axes)
+    return _in_float32(optax.chain(rule, _scale_by_learning_rate()))
+
+
+def decays(config: OptimizerConfig, axes: LogicalAxes) -> bool:
+    """Say whether weight decay applies to a parameter with these logical axes."""
+    return {"all": True, "none": False, "matrices": len(matrix_sides(axes)) >= 2}[config.decay]
+
+
+def uses_muon(axes: LogicalAxes) -> bool:
+    """Say whether the kind `muon` orthogonalises this parameter; the others (tables, norms, biases) are left to AdamW."""
+    return len(matrix_sides(axes)) == 2 and not TABLE_AXES & set(axes)
+
+
+def _map_axes(fn: Callable[[LogicalAxes], Any], param_axes: Tree, params: Tree) -> Tree:
+    """Apply `fn` to the logical axes of each parameter, in the structure of `params` (masked-out parameters stay masked)."""
+    masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
+    return jax.tree.map(lambda leaf, axes: leaf if masked(leaf) else fn(tuple(axes)), params, param_axes, is_leaf=masked)
+
+
+def _decayed_weights(config: OptimizerConfig, param_axes: Tree) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(
+        config.weight_decay, mask=lambda params: _map_axes(lambda axes: decays(config, axes), param_axes, params)
+    )
+
+
+def _adamw(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> optax.GradientTransformation:
+    """arXiv 1711.05101, algorithm 2."""
+    return optax.chain(
+        optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=moments),
+        _decayed_weights(config, param_axes),
+    )
+
+
+def _adafactor(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> optax.GradientTransformation:
+    """arXiv 1804.04235, algorithms 4 and 5 without a first moment; b1, b2 and eps are not used."""
+    rule = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=128), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
+    )
+    label = lambda axes: "stacked" if LAYERS in axes else "single"  # noqa: E731
+    split = optax.partition({"stacked": _per_layer(rule), "single": rule}, lambda params: _map_axes(label, param_axes, params))
+    return optax.chain(_as_matrices(split, param_axes), _decayed_weights(config, param_axes))
+
+
+def _lion(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> optax.GradientTransformation:
+    """arXiv 2302.06675, algorithm 2; eps is not used."""
+    return optax.chain(optax.scale_by_lion(config.b1, config.b2, mu_dtype=moments), _decayed_weights(config, param_axes))
+
+
+def _muon(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> optax.GradientTransformation:
+    """Muon with momentum b1 on matrices (arXiv 2502.16982), AdamW on everything else, both at the same learning rate."""
+
+    def numbers(axes: LogicalAxes) -> optax.contrib.MuonDimensionNumbers:
+        inputs, outputs = matrix_sides(axes)
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
+
+    dimension_numbers = lambda params: _map_axes(numbers, param_axes, params)  # noqa: E731
+    matrices = optax.chain(
+        optax.contrib.scale_by_muon(beta=config.b1, mu_dtype=moments, weight_dimension_numbers=dimension_numbers),
+        optax.stateless(lambda updates, params: jax.tree.map(_scale_to_muon_rms, updates, dimension_numbers(updates))),
+    )
+    rules = {"muon": matrices, "adam": optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=moments)}
+    labels = lambda params: _map_axes(lambda axes: "muon" if uses_muon(axes) else "adam", param_axes, params)  # noqa: E731
+    return optax.chain(optax.partition(rules, labels), _decayed_weights(config, param_axes))
+
+
+def _scale_to_muon_rms(update: jax.Array, numbers: optax.contrib.MuonDimensionNumbers) -> jax.Array:
+    """An orthogonal [m, n] matrix has a root mean square of 1/sqrt(max(m, n)); bring it to MUON_RMS."""
+    larger = max(math.prod(update.shape[dim] for dim in side) for side in numbers)
+    return MUON_RMS * math.sqrt(larger) * update
+
+
+def _sgd(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> optax.GradientTransformation:
+    """Heavy-ball momentum b1; b2 and eps are not used."""
+    return optax.chain(optax.trace(config.b1, accumulator_dtype=moments), _decayed_weights(config, param_axes))
+
+
+OPTIMIZERS: dict[str, Rule] = {"adamw": _adamw, "adafactor": _adafactor, "lion": _lion, "muon": _muon, "sgd": _sgd}
+
+
+def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
+    """Multiply by minus the learning rate that `update` is given."""
+
+    def update(updates: Tree, state: Tree, params: Tree = None, *, learning_rate: jax.Array, **extra: Any) -> tuple[Tree, Tree]:
+        return jax.tree.map(lambda u: -learning_rate * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Run a rule on float32 gradients and parameters."""
+
+    def cast(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        return inner.update(cast(updates), state, cast(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(cast(params)), update)
+
+
+def _per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Run a rule on each layer of stacked parameters by itself; every array of its state gains the leading dim."""
+
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        if not jax.tree.leaves(updates):
+            return inner.update(updates, state, params)
+        new: tuple[Tree, Tree] = jax.vmap(inner.update)(updates, state, params)
+        return new
+
+    def init(params: Tree) -> Tree:
+        return jax.vmap(inner.init)(params) if jax.tree.leaves(params) else inner.init(params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _as_matrices(inner: optax.GradientTransformation, param_axes: Tree) -> optax.GradientTransformation:
+    """Run a rule on the matrix view of each parameter ([D, N, H] as [D, N*H]), which its state then has too."""
+
+    def view(tree: Tree) -> Tree:
+        def one(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+            stacked = x.shape[:1] if axes and axes[0] == LAYERS else ()
+            return x.reshape(stacked + tuple(math.prod(x.shape[dim] for dim in side) for side in matrix_sides(axes)))
+
+        return jax.tree.map(one, tree, param_axes)
+
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        new, state = inner.update(view(updates), state, view(params))
+        return jax.tree.map(lambda u, x: u.reshape(x.shape), new, updates), state
+
+    return optax.GradientTransformation(lambda params: inner.init(view(params)), update)
