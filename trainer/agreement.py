@@ -1,0 +1,116 @@
+"""What several processes decide together, over JAX's coordination service (plain TCP: no device work, usable from any thread).
+
+Two operations carry all of checkpointing. An exception in any process becomes an exception in every process, so that no process waits
+for one that has given up. With one process both simply call the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from configs.errors import UserError
+
+T = TypeVar("T")
+
+_TIMEOUT_MS = 3_600_000
+"""A dead process is noticed by the coordination service's heartbeats, not by this limit."""
+
+_created = itertools.count()
+
+
+class PeerError(RuntimeError):
+    """The agreed work failed in at least one process; the message says in which and why."""
+
+
+class Agreement:
+    """One ordered channel of agreements. Every process must create it, and call it, in the same order; one thread at a time."""
+
+    def __init__(self, name: str) -> None:
+        self.process, self.count = jax.process_index(), jax.process_count()
+        self._prefix = f"ridge/{name}/{next(_created)}"
+        self._round = 0
+        self._told: list[str] = []
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Run `work` in process 0 and return its result (a JSON value) in every process."""
+        if self.count == 1:
+            return work()
+        key = self._next_key()
+        if self.process == 0:
+            outcome = _attempt(work)
+            self._tell(key, outcome)
+        else:
+            outcome = json.loads(_client().blocking_key_value_get(key, _TIMEOUT_MS))
+        return _unwrap([outcome])[0]
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` in every process; return all results (JSON values) by process in process 0, and [] in the others."""
+        if self.count == 1:
+            return [work()]
+        key = self._next_key()
+        mine = _attempt(work)
+        if self.process != 0:
+            _client().key_value_set(f"{key}/{self.process}", json.dumps(mine))
+            failures = json.loads(_client().blocking_key_value_get(key, _TIMEOUT_MS))
+            _unwrap(failures)
+            return []
+        outcomes = [mine]
+        for other in range(1, self.count):
+            outcomes.append(json.loads(_client().blocking_key_value_get(f"{key}/{other}", _TIMEOUT_MS)))
+            _client().key_value_delete(f"{key}/{other}")
+        for told in self._told:  # every process has come this far: it has read what was told before
+            _client().key_value_delete(told)
+        self._told.clear()
+        self._tell(key, [outcome if "error" in outcome else {"value": None} for outcome in outcomes])
+        return _unwrap(outcomes)
+
+    def raise_alarm(self, name: str) -> None:
+        """Let the others see, by `alarmed(name)`, that they need not wait for this process."""
+        if self.count > 1:
+            _client().key_value_set(f"{self._prefix}/alarm/{name}", str(self.process), allow_overwrite=True)
+
+    def alarmed(self, name: str) -> bool:
+        """Whether some process has raised the alarm `name`."""
+        if self.count == 1:
+            return False
+        return bool(_client().key_value_dir_get(f"{self._prefix}/alarm/{name}"))
+
+    def _next_key(self) -> str:
+        self._round += 1
+        return f"{self._prefix}/{self._round}"
+
+    def _tell(self, key: str, value: Any) -> None:
+        _client().key_value_set(key, json.dumps(value))
+        self._told.append(key)
+
+
+def _client() -> Any:
+    # JAX offers its coordination client to libraries only here (Orbax uses it the same way).
+    from jax._src import distributed
+
+    assert distributed.global_state.client is not None, "several processes, but jax.distributed is not initialised"
+    return distributed.global_state.client
+
+
+def _attempt(work: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
+    except UserError as error:
+        return {"error": str(error), "user": True}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "user": False}
+
+
+def _unwrap(outcomes: list[dict[str, Any]]) -> list[Any]:
+    failed = [(process, outcome) for process, outcome in enumerate(outcomes) if "error" in outcome]
+    if not failed:
+        return [outcome["value"] for outcome in outcomes]
+    for _process, outcome in failed:
+        if outcome["user"]:
+            raise UserError(outcome["error"])
+    raise PeerError("; ".join(f"process {process}: {outcome['error']}" for process, outcome in failed))

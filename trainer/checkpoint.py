@@ -1,0 +1,402 @@
+"""Checkpoints: saved by Orbax in the background, sealed with an integrity manifest, verified before they are restored.
+
+The way of one save:
+
+    training thread     join the save before -> make room -> Orbax copies device to host          (this much blocks training)
+    background thread   Orbax writes and commits -> metadata.json -> hash every file -> integrity.json -> delete what retention lets go
+
+We use Orbax's free functions (`save_async`, `load`) on our own step directories rather than its `training.Checkpointer`: that one keeps
+its own list of steps, deletes by its own policy and takes an incomplete step for the latest, and naming, completeness and retention are
+exactly what the manifest decides here. Every process writes and reads payload; process 0 alone renames, deletes and writes our files;
+the directory is shared by all. What processes must agree on goes over JAX's coordination service, one channel per thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from configs.errors import UserError
+from configs.schema import CheckpointConfig
+from trainer import checkpoint_dirs as dirs
+from trainer import integrity, payload
+from trainer.agreement import Agreement
+from trainer.integrity import Damage, FileDigest
+from trainer.retention import Cadence, steps_to_delete
+
+METADATA = "metadata.json"
+_FORMAT = 1
+_POLL_S = 2.0
+_OWN_KEYS = frozenset({"format", "step", "process_count", "versions", "arrays"})
+
+State = Any
+
+
+class CheckpointError(RuntimeError):
+    """Saving failed so often, or at such a point, that going on would lose work. Earlier checkpoints are intact."""
+
+
+class Events(Protocol):
+    """Where checkpoint events go (perf.events.EventLog)."""
+
+    def emit(self, kind: str, **fields: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What one call of `save` did in the training thread."""
+
+    step: int
+    blocking_s: float
+    """Time training stood still: waiting for the save before, and the copy to the host."""
+    waited_s: float
+    """The part of it spent waiting for the save before."""
+    saved: bool
+    """False: this very state is in this step already, or the save failed."""
+    error: str | None = None
+    """Why the save failed at once; a failure in the background is told by `wait`, `close` and the log."""
+
+
+class Checkpointer:
+    """Saves and restores the state of one run. All processes construct and call it alike.
+
+    Args:
+      directory: the run's checkpoint directory, on a filesystem all processes share; made at the first save.
+      config: cadence, retention and behaviour.
+      clock: monotonic seconds, for the cadence by minutes.
+      events: receives checkpoint_saved, checkpoint_failed, checkpoint_deleted and checkpoint_set_aside (process 0).
+      log: receives warnings and notes for the user, one line each (process 0).
+      read_only: never rename or delete anything (for a reader beside a training run). `save` is not allowed.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        config: CheckpointConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        events: Events | None = None,
+        log: Callable[[str], None] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        self.directory, self.config, self.read_only = Path(directory).absolute(), config, read_only
+        self.failures = 0
+        """Failed saves in a row."""
+        self._log, self._events = log or logging.getLogger("ridgeline").warning, events
+        self._agreement, self._background = Agreement("checkpoint"), Agreement("checkpoint-background")
+        self._cadence = Cadence(config, clock, self._agreement)
+        self._pending: _Pending | None = None
+        self._last_error: str | None = None
+        self._current: int | None = None
+        self._mended = False
+
+    # -- saving ---------------------------------------------------------------------------------------------------------------------
+
+    def should_save(self, step: int, last: bool = False) -> bool:
+        """Whether to save after `step`. Call it once per step in every process; `last`: no step follows."""
+        return self._cadence.due(step, last)
+
+    def save(self, step: int, state: State, metadata: Mapping[str, Any], block: bool = False) -> SaveReport:
+        """Save a pytree of jax.Arrays as `step`, in the background unless `block` or the config says otherwise.
+
+        The arrays may be donated as soon as this returns. A failing save is reported through the log and leaves what was saved before
+        intact. Saving a step sets later steps aside: they belong to a branch that was left by restoring an earlier one.
+
+        Raises CheckpointError when config.max_failures saves in a row have failed.
+        """
+        assert not self.read_only and not _OWN_KEYS & metadata.keys()
+        start_s = time.perf_counter()
+        self.wait()
+        waited_s = time.perf_counter() - start_s
+        if step == self._current:
+            return SaveReport(step, waited_s, waited_s, saved=False)
+        self._cadence.saved()
+        pending = _Pending(step, self._describe(step, state, metadata), start_s)
+        try:
+            self._agreement.first(lambda: self._make_room(step))
+            self._agreement.each(lambda: self._start(pending, state))
+        except Exception as error:
+            pending.error = _text(error)
+        pending.thread = threading.Thread(target=self._finish, args=(pending,), name=f"checkpoint-{step}", daemon=True)
+        pending.thread.start()
+        self._pending = pending
+        blocking_s = time.perf_counter() - start_s
+        if block or not self.config.asynchronous or pending.error is not None:
+            self.wait()
+            blocking_s = time.perf_counter() - start_s
+        failed = self._pending is None and self._last_error is not None
+        return SaveReport(step, blocking_s, waited_s, saved=not failed, error=self._last_error if failed else None)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if any. Raises CheckpointError when config.max_failures saves in a row have failed."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            assert pending.thread is not None
+            pending.thread.join()
+            self._last_error = pending.error
+            self.failures = self.failures + 1 if pending.error else 0
+            if pending.error is None:
+                self._current = pending.step
+        if self.failures >= self.config.max_failures:
+            raise CheckpointError(f"{self.failures} saves in a row failed, the last with: {self._last_error}")
+
+    def close(self) -> None:
+        """Wait for the save in flight. Raises CheckpointError when the last save failed: the state of that step is not on disk."""
+        self.wait()
+        if self._last_error is not None:
+            raise CheckpointError(f"the last save failed: {self._last_error}")
+
+    def _start(self, pending: _Pending, state: State) -> None:
+        with jax.transfer_guard("allow"):
+            pending.response = payload.save_async(dirs.step_dir(self.directory, pending.step), state)
+
+    def _make_room(self, step: int) -> None:
+        """Process 0, before Orbax writes: the directory exists and is ours, and nothing is in the way of the step."""
+        dirs.create(self.directory)
+        self._mended = False  # a failed save may have left something that could not be removed at once
+        self._mend()
+        for later in [other for other in dirs.steps(self.directory) if other >= step]:
+            self._set_aside(later, "superseded", f"a run resumed from an earlier step is saving step {step}")
+
+    def _describe(self, step: int, state: State, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **metadata,
+            "format": _FORMAT,
+            "step": step,
+            "process_count": self._agreement.count,
+            "versions": {name: version(name) for name in ("jax", "flax", "orbax-checkpoint", "ridgeline")},
+            "arrays": payload.describe(state),
+        }
+
+    def _finish(self, pending: _Pending) -> None:
+        """The background thread: from Orbax's commit to retention. Its outcome is the same in every process."""
+        try:
+            self._background.each(lambda: self._await_payload(pending))
+            size_bytes = self._seal(pending)
+            self._background.first(self._retain)
+        except Exception as error:
+            pending.error = _text(error)
+            with contextlib.suppress(Exception):
+                self._background.first(lambda: self._report_failure(pending))
+        else:
+            self._emit("checkpoint_saved", step=pending.step, size_bytes=size_bytes, total_s=time.perf_counter() - pending.start_s)
+
+    def _await_payload(self, pending: _Pending) -> None:
+        """Wait until Orbax has written and committed in every process, or one has failed (Orbax would wait for it to its time limit)."""
+        alarm = str(pending.step)
+        try:
+            if pending.error is not None:
+                raise RuntimeError(pending.error)
+            assert pending.response is not None
+            pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-orbax")
+            done = pool.submit(pending.response.result)
+            pool.shutdown(wait=False)
+            while not done.done():
+                with contextlib.suppress(TimeoutError):
+                    done.exception(timeout=_POLL_S)
+                if not done.done() and self._background.alarmed(alarm):
+                    return
+            done.result()
+        except Exception:
+            self._background.raise_alarm(alarm)
+            raise
+
+    def _seal(self, pending: _Pending) -> int:
+        """Write metadata.json, hash all files (each process its share), write the manifest last; return the bytes of the step."""
+        root = dirs.step_dir(self.directory, pending.step)
+
+        def list_payload() -> dict[str, int]:
+            integrity.write_atomically(root / METADATA, (json.dumps(pending.metadata, indent=1) + "\n").encode())
+            return integrity.list_files(root)
+
+        sizes = self._background.first(list_payload)
+        shares = self._background.each(
+            lambda: integrity.digest_files(root, self._share(sizes, self._background), threads=integrity.default_threads(), sync=True)
+        )
+        self._background.first(
+            lambda: integrity.write_manifest(
+                root, {name: FileDigest(sizes[name], sha256) for digests in shares for name, sha256 in digests.items()}
+            )
+        )
+        return sum(sizes.values())
+
+    def _retain(self) -> None:
+        """Process 0, after a step is complete. A deletion that fails costs disk space, not the run."""
+        complete = dirs.complete_steps(self.directory)
+        for step in steps_to_delete(complete, keep_last=self.config.keep_last, keep_every=self.config.keep_every):
+            try:
+                dirs.delete(self.directory, step)
+            except OSError as error:
+                self._log(f"warning: cannot delete the old checkpoint of step {step}: {_text(error)}")
+            else:
+                self._emit("checkpoint_deleted", step=step)
+
+    def _report_failure(self, pending: _Pending) -> None:
+        """Process 0: say it loudly and remove what was written, so that a full disk is not fuller than before."""
+        left = ""
+        try:
+            dirs.discard_unfinished(self.directory, pending.step)
+            kept = dirs.complete_steps(self.directory)
+        except OSError as error:
+            left, kept = f"; what it left could not be removed ({_text(error)})", []
+        last = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
+        self._log(f"WARNING: saving step {pending.step} FAILED: {pending.error}; {last}; training goes on{left}")
+        self._emit("checkpoint_failed", step=pending.step, error=pending.error)
+
+    # -- restoring ------------------------------------------------------------------------------------------------------------------
+
+    def latest_step(self) -> int | None:
+        """Return the newest complete step, or None. Raises UserError for an unreadable or foreign directory."""
+        steps = self._agreement.first(self._complete_steps)
+        return steps[-1] if steps else None
+
+    def has_checkpoints(self) -> bool:
+        """Whether there is anything to resume from: a complete step, or one that was complete before it was found damaged.
+
+        A run whose very first save was interrupted has none and starts anew; one with only damaged steps must not, so `restore` refuses.
+        """
+        return self._agreement.first(lambda: bool(self._complete_steps() or dirs.damaged_steps(self.directory)))
+
+    def read_metadata(self, step: int) -> dict[str, Any]:
+        """Return metadata.json of a complete step. Raises UserError when it cannot be read."""
+
+        def read() -> dict[str, Any]:
+            path = dirs.step_dir(self.directory, step) / METADATA
+            try:
+                return json.loads(path.read_bytes())
+            except (OSError, ValueError) as error:
+                raise UserError(f"{path} cannot be read: {_text(error)}") from error
+
+        return self._agreement.first(read)
+
+    def restore(self, abstract_state: State, step: int | None = None, *, partial: bool = False) -> tuple[State, dict[str, Any]]:
+        """Restore the newest good step, or exactly `step`, onto the shardings of `abstract_state`; return the state and its metadata.
+
+        `abstract_state`: ShapeDtypeStructs with NamedShardings, on any mesh and process count. `partial`: a subset of what was saved.
+        A damaged step is named, set aside (unless read_only) and passed over.
+
+        Raises UserError: nothing good to restore; `step` missing or damaged; the state does not fit (the step is then left in place).
+        """
+        self.wait()
+        found = self._good_step(step)
+        metadata = self.read_metadata(found)
+        path = dirs.step_dir(self.directory, found)
+        payload.check_matches(metadata["arrays"], abstract_state, partial=partial, where=str(path))
+        with jax.transfer_guard("allow"):
+            state = payload.load(path, abstract_state, partial=partial)
+        self._current = found
+        return state, metadata
+
+    def _complete_steps(self) -> list[int]:
+        """Process 0: the complete steps in ascending order, after mending what a kill left."""
+        dirs.check_ours(self.directory)
+        self._mend()
+        return dirs.complete_steps(self.directory)
+
+    def _good_step(self, wanted: int | None) -> int:
+        """Return the newest step (or `wanted`) that passes verification; set aside those that do not."""
+        complete = self._agreement.first(self._complete_steps)
+        if wanted is not None and wanted not in complete:
+            raise UserError(f"{self.directory} has no complete checkpoint of step {wanted} (complete: {_listed(complete)})")
+        problems = []
+        for step in [wanted] if wanted is not None else reversed(complete):
+            damage = self._verify(step)
+            if not damage:
+                return step
+            problems.append(self._pass_over(step, damage))
+        if problems:
+            raise UserError(f"no good checkpoint in {self.directory}: " + "; ".join(problems))
+        damaged = self._agreement.first(lambda: dirs.damaged_steps(self.directory))
+        aside = f", only damaged ones set aside earlier: {', '.join(damaged)}" if damaged else ""
+        raise UserError(f"no checkpoint in {self.directory}{aside}")
+
+    def _pass_over(self, step: int, damage: list[Damage]) -> str:
+        """Set a damaged step aside, or only warn when read_only; return what is wrong with it."""
+        more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
+        problem = f"checkpoint of step {step} is damaged: {damage[0]}{more}"
+        if not self.read_only:
+            name = self._agreement.first(lambda: self._set_aside(step, damage[0].reason, problem))
+            return f"{problem} (set aside as {name})"
+        if self._agreement.process == 0:
+            self._log(f"WARNING: {problem}; passed over")
+        return problem
+
+    def _verify(self, step: int) -> list[Damage]:
+        """Compare a step with its manifest, each process reading its share of the files; every process gets the same verdict."""
+        root = dirs.step_dir(self.directory, step)
+
+        def check_names() -> dict[str, Any]:
+            try:
+                manifest = integrity.read_manifest(root)
+            except integrity.ManifestDamage as error:
+                return {"damage": [["manifest", integrity.MANIFEST, str(error)]]}
+            damage = integrity.check_listing(root, manifest)
+            return {"damage": [_fields(d) for d in damage], "files": {n: [f.size_bytes, f.sha256] for n, f in manifest.items()}}
+
+        answer = self._agreement.first(check_names)
+        if answer["damage"] or not self.config.verify:
+            return [Damage(*fields) for fields in answer["damage"]]
+        manifest = {name: FileDigest(*entry) for name, entry in answer["files"].items()}
+        mine = self._share({name: entry.size_bytes for name, entry in manifest.items()}, self._agreement)
+        found = self._agreement.each(
+            lambda: [_fields(d) for d in integrity.check_digests(root, manifest, mine, threads=integrity.default_threads())]
+        )
+        return [Damage(*fields) for fields in self._agreement.first(lambda: [fields for part in found for fields in part])]
+
+    # -- shared ---------------------------------------------------------------------------------------------------------------------
+
+    def _share(self, sizes: Mapping[str, int], channel: Agreement) -> list[str]:
+        return integrity.share(sizes, channel.process, channel.count)
+
+    def _mend(self) -> None:
+        """Process 0 of a writer, before its first look and before each save: see `checkpoint_dirs.mend`."""
+        if not self._mended and not self.read_only:
+            self._mended = True
+            for line in dirs.mend(self.directory):
+                self._log(f"warning: {self.directory}: {line}")
+
+    def _set_aside(self, step: int, reason: str, why: str) -> str:
+        name = dirs.set_aside(self.directory, step, reason).name
+        self._log(f"WARNING: {why}; set aside {dirs.step_dir(self.directory, step)} as {name}")
+        self._emit("checkpoint_set_aside", step=step, reason=reason)
+        return name
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if self._events is not None and self._agreement.process == 0:
+            self._events.emit(kind, **fields)
+
+
+@dataclass
+class _Pending:
+    """A save in flight."""
+
+    step: int
+    metadata: dict[str, Any]
+    start_s: float
+    response: Any = None
+    thread: threading.Thread | None = None
+    error: str | None = None
+
+
+def _text(error: BaseException) -> str:
+    """One line saying what went wrong, from the whole chain of an exception."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) if steps else "none"
+
+
+def _fields(damage: Damage) -> list[Any]:
+    return [damage.reason, damage.file, damage.detail]
