@@ -1,0 +1,196 @@
+"""Memory-efficient attention: online softmax over blocks of keys, nothing of size T x T ever exists.
+
+The forward pass keeps only the output and the log-sum-exp of each row; the backward pass recomputes the scores block by block
+(FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Blocks that the causal mask or the window hides entirely are never computed.
+Grouped queries share their key block without repeating it.
+
+Legend: B batch, T sequence (padded to whole blocks), K key/value heads, G query heads per key/value head, H head width,
+Q queries of one block, S keys of one block.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from models.attention.interface import AttentionRequest
+from models.attention.masks import visible, zero_padding
+
+LOWEST = -1e30
+"""Start of the running maximum: finite, so that a row that sees nothing yet gives exp(-inf - LOWEST) = 0 and never NaN."""
+
+
+class Plan(NamedTuple):
+    """The static part of one call. Bounds take and return a traced block index."""
+
+    block: int
+    blocks: int
+    causal: bool
+    sliding_window: int | None
+
+    def first_key_block(self, query_block: jax.Array) -> jax.Array | int:
+        """Return the first block of keys that any query of the block may see."""
+        if self.sliding_window is None:
+            return 0
+        return jnp.maximum(0, query_block * self.block - self.sliding_window + 1) // self.block
+
+    def end_key_block(self, query_block: jax.Array) -> jax.Array | int:
+        """Return one past the last block of keys that any query of the block may see."""
+        if self.causal:
+            return query_block + 1
+        if self.sliding_window is None:
+            return self.blocks
+        return jnp.minimum(self.blocks, ((query_block + 1) * self.block + self.sliding_window - 2) // self.block + 1)
+
+    def first_query_block(self, key_block: jax.Array) -> jax.Array | int:
+        """Return the first block of queries that may see any key of the block."""
+        return key_block if self.causal else self.first_key_block(key_block)
+
+    def end_query_block(self, key_block: jax.Array) -> jax.Array | int:
+        """Return one past the last block of queries that may see any key of the block."""
+        return self._replace(causal=False).end_key_block(key_block)
+
+
+class Chunked:
+    """Blockwise attention in plain XLA, on any platform; supports everything."""
+
+    name = "chunked"
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """Refuse nothing."""
+        return None
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        *,
+        causal: bool,
+        sliding_window: int | None,
+        chunk: int,
+    ) -> jax.Array:
+        """See `Backend`; `chunk` is the number of queries and of keys per block."""
+        batch, length, heads, width = q_BTNH.shape
+        block = min(chunk, length)
+        blocks = -(-length // block)
+        padding = blocks * block - length
+        if padding and segment_ids_BT is None and not causal:
+            segment_ids_BT = jnp.ones((batch, length), jnp.int32)  # the keys that fill the last block must stay hidden
+        pad = [(0, 0), (0, padding), (0, 0), (0, 0)]
+        q_BKGTH = jnp.pad(q_BTNH, pad).reshape(batch, -1, k_BSKH.shape[2], heads // k_BSKH.shape[2], width).transpose(0, 2, 3, 1, 4)
+        k_BKTH, v_BKTH = (jnp.pad(x, pad).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
+        segments_BT = None if segment_ids_BT is None else jnp.pad(segment_ids_BT, pad[:2])
+        out_BKGTH = _attend(Plan(block, blocks, causal, sliding_window), q_BKGTH, k_BKTH, v_BKTH, segments_BT)
+        out_BTNH = out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, width)[:, :length]
+        return zero_padding(out_BTNH, segment_ids_BT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    return _forward(plan, q_BKGTH, k_BKTH, v_BKTH, segments_BT)[0]
+
+
+def _take(x: jax.Array, plan: Plan, index: jax.Array, dim: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * plan.block, plan.block, dim)
+
+
+def _scores(plan: Plan, q_BKGQH: jax.Array, k_BKSH: jax.Array, segments_BT: jax.Array | None, i: jax.Array, j: jax.Array) -> jax.Array:
+    """Return the scaled scores of query block i against key block j, float32 [B, K, G, Q, S], -inf where hidden."""
+    scores = jnp.einsum("bkgqh,bksh->bkgqs", q_BKGQH, k_BKSH, preferred_element_type=jnp.float32) * q_BKGQH.shape[-1] ** -0.5
+    within = jnp.arange(plan.block)
+    mask = visible(
+        i * plan.block + within,
+        j * plan.block + within,
+        causal=plan.causal,
+        sliding_window=plan.sliding_window,
+        query_segments_BT=None if segments_BT is None else _take(segments_BT, plan, i, 1),
+        key_segments_BS=None if segments_BT is None else _take(segments_BT, plan, j, 1),
+    )
+    if mask is None:
+        return scores
+    return jnp.where(mask[:, None, None] if mask.ndim == 3 else mask, scores, -jnp.inf)
+
+
+def _forward(
+    plan: Plan, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output [B, K, G, T, H] in q's dtype and the log-sum-exp of each row, float32 [B, K, G, T]."""
+    lead = q_BKGTH.shape[:3]
+
+    def one_query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_BKGQH = _take(q_BKGTH, plan, i, 3)
+
+        def one_key_block(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            top, total, out = carry
+            scores = _scores(plan, q_BKGQH, _take(k_BKTH, plan, j, 2), segments_BT, i, j)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+            weights = jnp.exp(scores - new_top[..., None])
+            keep = jnp.exp(top - new_top)
+            v_BKSH = _take(v_BKTH, plan, j, 2)
+            update = jnp.einsum("bkgqs,bksh->bkgqh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
+            return new_top, total * keep + jnp.sum(weights, axis=-1), out * keep[..., None] + update
+
+        start = (
+            jnp.full((*lead, plan.block), LOWEST, jnp.float32),
+            jnp.zeros((*lead, plan.block), jnp.float32),
+            jnp.zeros((*lead, plan.block, q_BKGTH.shape[-1]), jnp.float32),
+        )
+        top, total, out = jax.lax.fori_loop(plan.first_key_block(i), plan.end_key_block(i), one_key_block, start)
+        total = jnp.where(total == 0, 1.0, total)  # a row that sees nothing: output 0
+        return (out / total[..., None]).astype(q_BKGTH.dtype), top + jnp.log(total)
+
+    out, lse = jax.lax.map(one_query_block, jnp.arange(plan.blocks))
+    return _join(out), _join(lse)
+
+
+def _join(blocks: jax.Array) -> jax.Array:
+    """Join blocks stacked on the leading dim along the sequence: [blocks, B, K, G, Q, ...] -> [B, K, G, T, ...]."""
+    moved = jnp.moveaxis(blocks, 0, 3)
+    return moved.reshape(*moved.shape[:3], moved.shape[3] * moved.shape[4], *moved.shape[5:])
+
+
+def _attend_forward(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, Any]:
+    out, lse = _forward(plan, q, k, v, segments_BT)
+    out, lse = checkpoint_name(out, "attention_context"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, segments_BT, out, lse)
+
+
+def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q_BKGTH, k_BKTH, v_BKTH, segments_BT, out_BKGTH, lse_BKGT = residuals
+    delta_BKGT = jnp.sum(dout_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
+    # A row that sees nothing has lse = LOWEST; infinity makes its weights exactly 0.
+    lse_BKGT = jnp.where(lse_BKGT <= LOWEST / 2, jnp.inf, lse_BKGT)
+    scale = q_BKGTH.shape[-1] ** -0.5
+    dtype = q_BKGTH.dtype
+
+    def one_key_block(dq_BKGTH: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        k_BKSH, v_BKSH = _take(k_BKTH, plan, j, 2), _take(v_BKTH, plan, j, 2)
+
+        def one_query_block(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            dq_BKGTH, dk_BKSH, dv_BKSH = carry
+            q_BKGQH, dout_BKGQH = _take(q_BKGTH, plan, i, 3), _take(dout_BKGTH, plan, i, 3)
+            weights = jnp.exp(_scores(plan, q_BKGQH, k_BKSH, segments_BT, i, j) - _take(lse_BKGT, plan, i, 3)[..., None])
+            dweights = jnp.einsum("bkgqh,bksh->bkgqs", dout_BKGQH, v_BKSH, preferred_element_type=jnp.float32)
+            dscores = (weights * (dweights - _take(delta_BKGT, plan, i, 3)[..., None]) * scale).astype(dtype)
+            dv_BKSH += jnp.einsum("bkgqs,bkgqh->bksh", weights.astype(dtype), dout_BKGQH, preferred_element_type=jnp.float32)
+            dk_BKSH += jnp.einsum("bkgqs,bkgqh->bksh", dscores, q_BKGQH, preferred_element_type=jnp.float32)
+            dq_BKGQH = jnp.einsum("bkgqs,bksh->bkgqh", dscores, k_BKSH, preferred_element_type=jnp.float32)
+            dq_BKGQH += _take(dq_BKGTH, plan, i, 3)
+            return jax.lax.dynamic_update_slice_in_dim(dq_BKGTH, dq_BKGQH, i * plan.block, 3), dk_BKSH, dv_BKSH
+
+        start = (dq_BKGTH, jnp.zeros(k_BKSH.shape, jnp.float32), jnp.zeros(v_BKSH.shape, jnp.float32))
+        dq, dk, dv = jax.lax.fori_loop(plan.first_query_block(j), plan.end_query_block(j), one_query_block, start)
+        return dq, (dk.astype(dtype), dv.astype(dtype))
+
+    dq, (dk, dv) = jax.lax.scan(one_key_block, jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.arange(plan.blocks))
+    join = lambda blocks: jnp.moveaxis(blocks, 0, 2).reshape(k_BKTH.shape)  # noqa: E731
+    return dq.astype(dtype), join(dk), join(dv), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,55 @@
+"""Attention through cuDNN's fused flash kernels (`jax.nn.dot_product_attention(implementation="cudnn")`).
+
+Causal masks and causal sliding windows run inside the kernel. Packing has no public form there (jax 0.10 - 0.12), so segments are given
+as a mask that cuDNN reads as a bias: exact, the scores are still never materialised, but the mask costs B * T * T * 2 bytes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from models.attention.interface import AttentionRequest
+from models.attention.masks import whole_mask, zero_padding
+
+MAX_HEAD_DIM = 128
+"""Widest head on every supported GPU; 256 needs Hopper, which cannot be seen when compiling ahead of time."""
+
+
+class Cudnn:
+    """cuDNN flash attention: NVIDIA GPUs, 16-bit dtypes, head width a multiple of 8."""
+
+    name = "cudnn"
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """Refuse what the kernels do not compute."""
+        if request.platform not in ("gpu", "cuda"):
+            return f"runs on NVIDIA GPUs only, and the devices are {request.platform}"
+        if request.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            return f"computes in bfloat16 or float16 only, not {request.dtype.name} (precision.compute)"
+        if request.head_dim % 8 or request.head_dim > MAX_HEAD_DIM:
+            return f"needs a head width that is a multiple of 8 and at most {MAX_HEAD_DIM}, not {request.head_dim}"
+        if request.sliding_window is not None and not request.causal:
+            return "supports a sliding window only with a causal mask"
+        return None
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        *,
+        causal: bool,
+        sliding_window: int | None,
+        chunk: int,
+    ) -> jax.Array:
+        """See `Backend`; `chunk` is not used."""
+        if segment_ids_BT is None:
+            # JAX counts the keys to the left of the query, we count the query too.
+            window = None if sliding_window is None else (sliding_window - 1, 0)
+            return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, local_window_size=window, implementation="cudnn")
+        mask_BTS = whole_mask(q_BTNH.shape[1], segment_ids_BT, causal, sliding_window)
+        assert mask_BTS is not None
+        out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], is_causal=causal, implementation="cudnn")
+        return zero_padding(out, segment_ids_BT)

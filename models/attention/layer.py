@@ -1,0 +1,87 @@
+"""The attention half of a block: projections, head norms, rotation, `attend`, output projection.
+
+Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from configs.schema import AttentionConfig, ModelConfig
+from models.attention.interface import AttentionRequest, attend, resolve_backend
+from models.norms import RMSNorm
+from models.params import ParamFactory
+from models.projection import Projector
+from models.remat import Remat
+from models.rope import apply_rotary
+
+RotaryTable = tuple[jax.Array, jax.Array]
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention (arXiv 2305.13245)."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: AttentionConfig,
+        remat: Remat,
+        platform: str,
+        residual_std: float,
+        make: ParamFactory,
+        projector: Projector,
+    ) -> None:
+        width, head = model.embed_dim, model.head_width
+        heads, kv_heads, std = model.num_heads, model.kv_heads, model.init_std
+        self.query = make.normal((width, heads, head), ("embed", "heads", "head_dim"), std)
+        self.key = make.normal((width, kv_heads, head), ("embed", "kv_heads", "head_dim"), std)
+        self.value = make.normal((width, kv_heads, head), ("embed", "kv_heads", "head_dim"), std)
+        self.out = make.normal((heads, head, width), ("heads", "head_dim", "embed"), residual_std)
+        bias = model.attention_bias
+        self.query_bias = make.constant((heads, head), ("heads", "head_dim"), 0.0) if bias else None
+        self.key_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
+        self.value_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
+        self.out_bias = make.constant((width,), ("norm",), 0.0) if model.output_bias else None
+        self.query_norm = RMSNorm(head, model.norm_eps, make, projector.partitioner, "head_dim") if model.qk_norm else None
+        self.key_norm = RMSNorm(head, model.norm_eps, make, projector.partitioner, "head_dim") if model.qk_norm else None
+        self.project = projector
+        self.remat = remat
+        self.attend_options = (config.backend, config.chunk, model.sliding_window, platform)
+        request = AttentionRequest(platform, projector.compute_dtype, head, heads, kv_heads, True, model.sliding_window, True)
+        resolve_backend(config.backend, request)  # refuse at construction, not in the first step
+
+    def __call__(self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None) -> jax.Array:
+        """Map normed inputs to the residual update, same shape and dtype."""
+        backend, chunk, window, platform = self.attend_options
+        q_BTNH = self._heads(x_BTD, self.query, self.query_bias, self.query_norm, rotary, "act_heads", "query")
+        k_BTKH = self._heads(x_BTD, self.key, self.key_bias, self.key_norm, rotary, "act_kv_heads", "key")
+        v_BTKH = self._heads(x_BTD, self.value, self.value_bias, None, None, "act_kv_heads", "value")
+
+        def run(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+            return attend(
+                q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, sliding_window=window, backend=backend, chunk=chunk, platform=platform
+            )
+
+        context_BTNH = checkpoint_name(self.remat.wrap_attention(run)(q_BTNH, k_BTKH, v_BTKH), "attention_context")
+        context_BTNH = self.project.partitioner.constrain(context_BTNH, "batch", "seq", "act_heads", None)
+        return self.project.add_bias(self.project("btnh,nhd->btd", context_BTNH, self.out), self.out_bias)
+
+    def _heads(
+        self,
+        x_BTD: jax.Array,
+        kernel: nnx.Param,
+        bias: nnx.Param | None,
+        norm: RMSNorm | None,
+        rotary: RotaryTable | None,
+        axis: str,
+        name: str,
+    ) -> jax.Array:
+        x_BTNH = self.project.add_bias(self.project("btd,dnh->btnh", x_BTD, kernel), bias)
+        x_BTNH = self.project.partitioner.constrain(x_BTNH, "batch", "seq", axis, None)
+        if norm is not None:
+            x_BTNH = norm(x_BTNH)
+        if rotary is not None:
+            x_BTNH = apply_rotary(x_BTNH, rotary)
+        return checkpoint_name(x_BTNH, name)

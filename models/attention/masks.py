@@ -1,0 +1,55 @@
+"""Which key a query may see. Every backend's mask agrees with `visible`.
+
+Order within a row is the index, so packing, causality and the window need no positions: segments lie contiguously in a row.
+
+Legend: B batch, T query index, S key index.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def visible(
+    query_index: jax.Array,
+    key_index: jax.Array,
+    *,
+    causal: bool,
+    sliding_window: int | None,
+    query_segments_BT: jax.Array | None = None,
+    key_segments_BS: jax.Array | None = None,
+) -> jax.Array | None:
+    """Return bool [T, S] (or [B, T, S] with segments): True where the query may see the key; None when all may.
+
+    A window of w lets a query see itself and the w - 1 keys before it (without `causal`: also the w - 1 after it).
+    Segment 0 is padding: it is seen by nothing and sees nothing.
+    """
+    distance_TS = query_index[:, None] - key_index[None, :]
+    mask = distance_TS >= 0 if causal else None
+    if sliding_window is not None:
+        near = distance_TS < sliding_window
+        if not causal:
+            near &= distance_TS > -sliding_window
+        mask = near if mask is None else mask & near
+    if query_segments_BT is not None:
+        assert key_segments_BS is not None
+        same = (query_segments_BT[:, :, None] == key_segments_BS[:, None, :]) & (query_segments_BT != 0)[:, :, None]
+        mask = same if mask is None else mask & same
+    return mask
+
+
+def whole_mask(length: int, segment_ids_BT: jax.Array | None, causal: bool, sliding_window: int | None) -> jax.Array | None:
+    """Return the materialised mask of a whole row against itself: bool broadcastable to [B, T, T], or None."""
+    index = jnp.arange(length)
+    mask = visible(
+        index, index, causal=causal, sliding_window=sliding_window, query_segments_BT=segment_ids_BT, key_segments_BS=segment_ids_BT
+    )
+    return mask if mask is None or mask.ndim == 3 else mask[None]
+
+
+def zero_padding(out_BTNH: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+    """Set the rows of padding (segment 0) to exactly zero, so that they are finite and pass no gradient."""
+    if segment_ids_BT is None:
+        return out_BTNH
+    return jnp.where((segment_ids_BT != 0)[:, :, None, None], out_BTNH, 0)

@@ -1,0 +1,35 @@
+"""Attention through `jax.nn.dot_product_attention(implementation="xla")`: plain XLA, scores materialised."""
+
+from __future__ import annotations
+
+import jax
+
+from models.attention.interface import AttentionRequest
+from models.attention.masks import whole_mask, zero_padding
+
+
+class Xla:
+    """JAX's own XLA attention with the mask given explicitly; supports everything."""
+
+    name = "xla"
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """Refuse nothing: every mask is passed in materialised form."""
+        return None
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        *,
+        causal: bool,
+        sliding_window: int | None,
+        chunk: int,
+    ) -> jax.Array:
+        """See `Backend`; `chunk` is not used."""
+        mask_BTS = whole_mask(q_BTNH.shape[1], segment_ids_BT, causal, sliding_window)
+        mask = None if mask_BTS is None else mask_BTS[:, None]
+        out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask, implementation="xla")
+        return zero_padding(out, segment_ids_BT)

@@ -1,0 +1,53 @@
+"""The default transformer block: pre-norm attention and pre-norm MLP on a residual stream.
+
+Legend: B batch, T sequence, D embed width.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from configs.schema import AttentionConfig, ModelConfig
+from models.attention.layer import Attention, RotaryTable
+from models.mlp import MLP
+from models.norms import NORMS
+from models.params import ParamFactory
+from models.projection import Projector
+from models.remat import Remat
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: AttentionConfig,
+        remat: Remat,
+        platform: str,
+        residual_std: float,
+        make: ParamFactory,
+        projector: Projector,
+    ) -> None:
+        norm = NORMS[model.norm]
+        self.attention_norm = norm(model.embed_dim, model.norm_eps, make, projector.partitioner)
+        self.attention = Attention(model, config, remat, platform, residual_std, make, projector)
+        self.mlp_norm = norm(model.embed_dim, model.norm_eps, make, projector.partitioner)
+        self.mlp = MLP(model, residual_std, make, projector)
+        self.partitioner = projector.partitioner
+
+    def __call__(self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None) -> jax.Array:
+        """Advance the residual stream by one block."""
+        constrain = self.partitioner.constrain
+        x_BTD = checkpoint_name(constrain(x_BTD, "batch", "residual_seq", "act_embed"), "block_input")
+        with jax.named_scope("attention"):
+            normed_BTD = constrain(self.attention_norm(x_BTD), "batch", "seq", "act_embed")
+            update_BTD = self.attention(normed_BTD, rotary, segment_ids_BT)
+            x_BTD += checkpoint_name(constrain(update_BTD, "batch", "residual_seq", "act_embed"), "attention_out")
+        with jax.named_scope("mlp"):
+            normed_BTD = constrain(self.mlp_norm(x_BTD), "batch", "seq", "act_embed")
+            update_BTD = self.mlp(normed_BTD)
+            x_BTD += checkpoint_name(constrain(update_BTD, "batch", "residual_seq", "act_embed"), "mlp_out")
+        return x_BTD

@@ -1,0 +1,101 @@
+"""The decoder: embedding, scanned blocks, final norm. The unembedding belongs to the loss, which never forms whole logits.
+
+Legend: B batch, T sequence, D embed width, V vocabulary rows (padded), L layers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from models.attention.layer import RotaryTable
+from models.embedding import embed
+from models.family import Family
+from models.norms import NORMS
+from models.params import ParamFactory
+from models.projection import Projector
+from models.remat import Remat
+from models.rope import rotary_table
+from sharding.partition import Partitioner
+
+
+class Decoder(nnx.Module):
+    """A pre-norm decoder-only transformer."""
+
+    def __init__(
+        self,
+        family: Family,
+        model: ModelConfig,
+        compute: ComputeConfig,
+        precision: PrecisionConfig,
+        partitioner: Partitioner,
+        rngs: nnx.Rngs,
+    ) -> None:
+        make = ParamFactory(rngs, jnp.dtype(precision.params))
+        self.project = Projector(partitioner, jnp.dtype(precision.compute), jnp.dtype(precision.gradients))
+        platform = platform_of(partitioner)
+        self.remat = Remat.resolve(compute.remat, platform)
+        vocab, width = model.padded_vocab_size, model.embed_dim
+        self.embedding = make.normal((vocab, width), ("vocab", "embed"), model.init_std)
+        learned = model.position == "learned"
+        self.position_embedding = make.normal((model.max_seq_len, width), ("positions", "embed"), model.init_std) if learned else None
+        self.blocks = family.block(
+            model, compute.attention, self.remat, platform, family.residual_std(model), make.stacked(model.num_layers), self.project
+        )
+        self.final_norm = NORMS[model.norm](width, model.norm_eps, make, partitioner)
+        self.output = None if model.tie_embeddings else make.normal((width, vocab), ("embed", "vocab"), model.init_std)
+        self.model = model
+        self.scan_layers = compute.scan_layers
+        self.scan_unroll = compute.scan_unroll
+
+    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None) -> jax.Array:
+        """Return the final-normed hidden states [B, T, D] in the compute dtype.
+
+        tokens int32; positions int32, restarting at 0 in each segment (None: 0..T-1); segment_ids int32, 0 = padding (None: one document
+        per row).
+        """
+        model, constrain = self.model, self.project.partitioner.constrain
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        with jax.named_scope("embed"):
+            x_BTD = embed(self.project, self.embedding[...], tokens_BT)
+            if self.position_embedding is not None:
+                table = self.project.partitioner.gather_param(self.position_embedding[...], "positions", "embed")
+                x_BTD += jnp.take(table, positions_BT, axis=0, mode="clip").astype(x_BTD.dtype)
+            x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
+        rotary = rotary_table(positions_BT, model.head_width, model.rope_theta, model.rope_scaling) if model.position == "rope" else None
+        x_BTD = self._run_blocks(x_BTD, rotary, segment_ids_BT)
+        return constrain(self.final_norm(x_BTD), "batch", "residual_seq", "act_embed")
+
+    def unembedding(self) -> jax.Array:
+        """Return the output projection [D, V] as it lies, in the parameter dtype; the loss casts and gathers it."""
+        return self.embedding[...].T if self.output is None else self.output[...]
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return float32 logits [B, T, vocab_size] of hidden states; for small uses (generation, parity), not for training."""
+        with jax.named_scope("unembed"):
+            x_BTD = self.project.partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
+            w_DV = self.project.partitioner.gather_param(self.unembedding().astype(x_BTD.dtype), "embed", "vocab")
+            return jnp.einsum("btd,dv->btv", x_BTD, w_DV, preferred_element_type=jnp.float32)[..., : self.model.vocab_size]
+
+    def _run_blocks(self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None) -> jax.Array:
+        structure, stacked = nnx.split(self.blocks)
+
+        def block(x_BTD: jax.Array, layer: nnx.State) -> jax.Array:
+            out_BTD: jax.Array = nnx.merge(structure, layer)(x_BTD, rotary, segment_ids_BT)
+            return out_BTD
+
+        block = self.remat.wrap_block(block)
+        if self.scan_layers:
+            return jax.lax.scan(lambda x_BTD, layer: (block(x_BTD, layer), None), x_BTD, stacked, unroll=self.scan_unroll)[0]
+        for index in range(self.model.num_layers):
+            x_BTD = block(x_BTD, jax.tree.map(lambda stack, at=index: stack[at], stacked))
+        return x_BTD
+
+
+def platform_of(partitioner: Partitioner) -> str:
+    """Return the platform of the mesh's devices (cpu, gpu, tpu), which need not be present when compiling ahead of time."""
+    devices = getattr(partitioner.mesh, "devices", None)
+    return jax.default_backend() if devices is None else str(devices.flat[0].platform)

@@ -1,0 +1,170 @@
+"""Cross-entropy over a large vocabulary without the [B, T, V] logits.
+
+The sequence is cut into chunks; a scan computes the logits of one chunk, its loss and at once its gradients, so that the backward pass
+needs no logits at all: it only scales what the forward pass left. The batch dim stays whole inside a chunk because it is sharded.
+
+Legend: R row shards (devices over which the batch is cut), B rows per shard, T sequence, C tokens of a row in one chunk, D embed width,
+V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from sharding.partition import Partitioner
+
+
+class LossSums(NamedTuple):
+    """Sums over all tokens, float32 scalars. Divide by a weight sum yourself: means do not add up over microbatches."""
+
+    nats: jax.Array
+    """Sum of weight * -log p(target)."""
+    z: jax.Array
+    """Sum of weight * z_loss * log(Z)^2, the coefficient already in it."""
+    weight: jax.Array
+    """Sum of the weights."""
+    correct: jax.Array
+    """Sum of the weights where the target has the largest logit."""
+
+
+class _Settings(NamedTuple):
+    vocab_size: int
+    tokens_per_chunk: int
+    z_loss: float
+    partitioner: Partitioner
+
+
+def cross_entropy(
+    x_BTD: jax.Array,
+    w_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int,
+    z_loss: float,
+    partitioner: Partitioner,
+) -> LossSums:
+    """Return the summed cross-entropy of targets under softmax(x w), in float32.
+
+    x [B, T, D] in the compute dtype; w [D, V] as the parameter lies (it is cast to x's dtype and gathered here); targets int32 and weights
+    float32 [B, T]. Columns of w from vocab_size on are padding and get no probability. `chunk` tokens per device have logits at a time.
+    z-loss: PaLM, arXiv 2204.02311, section 5. Differentiable in x and w through `nats + z`, the objective; the two must enter it with the
+    same factor (anything else gives NaN gradients, never silently wrong ones).
+    """
+    with jax.named_scope("loss"):
+        x_BTD = partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
+        shards = partitioner.axis_size("batch")
+        rows, length = targets_BT.shape
+        assert rows % shards == 0, f"{rows} rows over {shards} shards"
+        chunks = -(-length // max(1, chunk // (rows // shards)))
+        per_chunk = -(-length // chunks)
+        settings = _Settings(vocab_size, per_chunk, z_loss, partitioner)
+
+        def split_rows(a: jax.Array) -> jax.Array:
+            padded = jnp.pad(a, [(0, 0), (0, chunks * per_chunk - length)] + [(0, 0)] * (a.ndim - 2))
+            split = padded.reshape(shards, rows // shards, *padded.shape[1:])
+            return partitioner.constrain(split, "batch", *[None] * (split.ndim - 1))
+
+        weights_RBT = split_rows(jax.lax.stop_gradient(weights_BT.astype(jnp.float32)))
+        return _cross_entropy(settings, split_rows(x_BTD), w_DV, split_rows(targets_BT), weights_RBT)
+
+
+def _used(settings: _Settings, x: jax.Array, w_DV: jax.Array) -> jax.Array:
+    return settings.partitioner.gather_param(w_DV.astype(x.dtype), "embed", "vocab")
+
+
+def _chunk(
+    settings: _Settings, x_RBTD: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def take(a: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(a, index * settings.tokens_per_chunk, settings.tokens_per_chunk, 2)
+
+    return take(x_RBTD), take(targets_RBT), take(weights_RBT)
+
+
+def _chunk_sums(
+    settings: _Settings, x_RBCD: jax.Array, used_DV: jax.Array, targets_RBC: jax.Array, weights_RBC: jax.Array
+) -> tuple[LossSums, jax.Array, jax.Array]:
+    """Return the sums of one chunk, its logits [R, B, C, V] float32 and their log-sum-exp [R, B, C]."""
+    logits = jnp.einsum("rbcd,dv->rbcv", x_RBCD, used_DV, preferred_element_type=jnp.float32)
+    logits = settings.partitioner.constrain(logits, "batch", None, None, "act_vocab")
+    if logits.shape[-1] > settings.vocab_size:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_size, logits, jnp.finfo(jnp.float32).min)
+    top = jnp.max(logits, axis=-1)
+    lse = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
+    if settings.partitioner.axis_size("act_vocab") == 1:
+        target = jnp.take_along_axis(logits, targets_RBC[..., None], axis=-1)[..., 0]
+    else:  # a gather along a sharded dim would gather the logits; a masked sum stays local
+        target = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets_RBC[..., None], logits, 0), axis=-1)
+    sums = LossSums(
+        nats=jnp.sum(weights_RBC * (lse - target)),
+        z=settings.z_loss * jnp.sum(weights_RBC * jnp.square(lse)),
+        weight=jnp.sum(weights_RBC),
+        correct=jnp.sum(weights_RBC * (target >= top)),
+    )
+    return sums, logits, lse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array) -> LossSums:
+    used_DV = _used(settings, x_RBTD, w_DV)
+
+    def body(sums: LossSums, index: jax.Array) -> tuple[LossSums, None]:
+        x, targets, weights = _chunk(settings, x_RBTD, targets_RBT, weights_RBT, index)
+        more, _, _ = _chunk_sums(settings, x, used_DV, targets, weights)
+        return jax.tree.map(jnp.add, sums, more), None
+
+    sums, _ = jax.lax.scan(body, _zeros(), jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+    return sums
+
+
+def _zeros() -> LossSums:
+    return LossSums(*(jnp.zeros((), jnp.float32) for _ in LossSums._fields))
+
+
+def _forward(
+    settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array
+) -> tuple[LossSums, Any]:
+    """Compute the sums and, for a unit cotangent of nats + z, the gradients of x (x's dtype) and w (float32)."""
+    used_DV = _used(settings, x_RBTD, w_DV)
+    constrain = settings.partitioner.constrain
+
+    def body(carry: tuple[LossSums, jax.Array, jax.Array], index: jax.Array) -> tuple[tuple[LossSums, jax.Array, jax.Array], None]:
+        sums, dx_RBTD, dw_RDV = carry
+        x, targets, weights = _chunk(settings, x_RBTD, targets_RBT, weights_RBT, index)
+        more, logits, lse = _chunk_sums(settings, x, used_DV, targets, weights)
+        probability = jnp.exp(logits - lse[..., None]) * (weights * (1 + 2 * settings.z_loss * lse))[..., None]
+        is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+        dlogits = (probability - jnp.where(is_target, weights[..., None], 0)).astype(x.dtype)
+        dx = jnp.einsum("rbcv,dv->rbcd", dlogits, used_DV)
+        # One sum per row shard: summing over shards here would communicate once per chunk.
+        dw_RDV += jnp.einsum("rbcd,rbcv->rdv", x, dlogits, preferred_element_type=jnp.float32)
+        dw_RDV = constrain(dw_RDV, "batch", None, "act_vocab")
+        dx_RBTD = jax.lax.dynamic_update_slice_in_dim(dx_RBTD, dx, index * settings.tokens_per_chunk, 2)
+        return (jax.tree.map(jnp.add, sums, more), dx_RBTD, dw_RDV), None
+
+    start = (
+        _zeros(),
+        constrain(jnp.zeros_like(x_RBTD), "batch", None, None, None),
+        constrain(jnp.zeros((x_RBTD.shape[0], *w_DV.shape), jnp.float32), "batch", None, "act_vocab"),
+    )
+    (sums, dx_RBTD, dw_RDV), _ = jax.lax.scan(body, start, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+    dw_DV = constrain(jnp.sum(dw_RDV, axis=0), "embed", "vocab").astype(w_DV.dtype)
+    return sums, (dx_RBTD, dw_DV)
+
+
+def _backward(settings: _Settings, residuals: tuple[jax.Array, jax.Array], cotangent: LossSums) -> tuple[jax.Array, jax.Array, None, None]:
+    dx_RBTD, dw_DV = residuals
+    factor = cotangent.nats
+    if settings.z_loss:
+        factor = jnp.where(cotangent.nats == cotangent.z, factor, jnp.nan)
+    return (dx_RBTD * factor).astype(dx_RBTD.dtype), (dw_DV * factor).astype(dw_DV.dtype), None, None
+
+
+_cross_entropy.defvjp(_forward, _backward)

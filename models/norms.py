@@ -1,0 +1,56 @@
+"""Normalisation with float32 statistics.
+
+Legend: B batch, T sequence, D width of the normalised dim (the residual stream, or one head).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.params import ParamFactory, use_param
+
+if TYPE_CHECKING:
+    from sharding.partition import Partitioner
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last dim (arXiv 1910.07467); statistics in float32, result in x's dtype."""
+
+    def __init__(self, dim: int, eps: float, make: ParamFactory, partitioner: Partitioner, axis: str = "norm") -> None:
+        self.scale = make.constant((dim,), (axis,), 1.0)
+        self.eps = eps
+        self.partitioner = partitioner
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Normalise the last dim; any leading dims."""
+        with jax.named_scope("norm"):
+            x = x_BTD.astype(jnp.float32)
+            normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+            return (normed * use_param(self.scale, self.partitioner, jnp.dtype(jnp.float32))).astype(x_BTD.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std * scale + bias over the last dim (arXiv 1607.06450); statistics in float32, result in x's dtype."""
+
+    def __init__(self, dim: int, eps: float, make: ParamFactory, partitioner: Partitioner, axis: str = "norm") -> None:
+        self.scale = make.constant((dim,), (axis,), 1.0)
+        self.bias = make.constant((dim,), (axis,), 0.0)
+        self.eps = eps
+        self.partitioner = partitioner
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Normalise the last dim; any leading dims."""
+        with jax.named_scope("norm"):
+            float32 = jnp.dtype(jnp.float32)
+            x = x_BTD.astype(float32)
+            centred = x - jnp.mean(x, axis=-1, keepdims=True)
+            normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+            scale = use_param(self.scale, self.partitioner, float32)
+            return (normed * scale + use_param(self.bias, self.partitioner, float32)).astype(x_BTD.dtype)
+
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

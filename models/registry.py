@@ -1,0 +1,26 @@
+"""The families there are, and `build`, the one way to make a model."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from configs.errors import unknown_name
+from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from models import gpt2, llama, qwen2, qwen3
+from models.decoder import Decoder
+from models.family import Family
+from sharding.partition import Partitioner
+
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gpt2, llama, qwen2, qwen3)}
+
+
+def family(name: str) -> Family:
+    """Return the family called `name`; raises UserError with the nearest name when there is none."""
+    if name not in FAMILIES:
+        raise unknown_name("model family (model.family)", name, FAMILIES)
+    return FAMILIES[name]
+
+
+def build(model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner, rngs: nnx.Rngs) -> Decoder:
+    """Create the model of a config. Jittable, so that parameters can be created directly in their shards."""
+    return Decoder(family(model.family), model, compute, precision, partitioner, rngs)
