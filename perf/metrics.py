@@ -35,7 +35,9 @@ METRICS: dict[str, Metric] = {
     "train/skipped_steps": Metric("steps", "Steps of the run whose update was skipped because loss or gradient was not finite."),
     "speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time, over all devices."),
     "speed/tokens_per_s_per_device": Metric("tokens/s", "Tokens per second of step time and device."),
-    "speed/step_time_mean_s": Metric("s", "Mean step time over the log window. Evaluation, checkpoints and captures are not step time."),
+    "speed/step_time_mean_s": Metric(
+        "s", "Mean step time over the log window. Evaluations, saves and the start and end of captures are not step time."
+    ),
     "speed/step_time_p50_s": Metric("s", "Median step time of the log window."),
     "speed/step_time_p95_s": Metric("s", "95th percentile of the step times of the log window."),
     "speed/step_time_max_s": Metric("s", "Longest step time of the log window."),
@@ -115,10 +117,14 @@ class StepTimer:
 
     def start(self) -> None:
         """Begin the next step now, forgetting what came before (compilation, restore)."""
-        self._mark_s = self._clock()
-        self._paused_s = 0.0
+        self.begin_step()
         self._steps_s.clear()
         self._data_wait_s = 0.0
+
+    def begin_step(self) -> None:
+        """Begin the step under way anew: what came since the last mark belongs to no step. The window goes on."""
+        self._mark_s = self._clock()
+        self._paused_s = 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

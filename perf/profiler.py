@@ -7,7 +7,6 @@ A capture lands where TensorBoard's profile plugin looks, `<run_dir>/tensorboard
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
@@ -15,13 +14,12 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from configs.schema import ProfilerConfig
-from perf.events import EventLog
 
 _log = logging.getLogger("ridgeline")
 POLL_S = 1.0
@@ -43,8 +41,8 @@ def profile_root(run_dir: Path) -> Path:
 class Profiler:
     """Decides at each step boundary whether a capture begins or ends.
 
-    The loop calls `before_step(step)` before it dispatches a step and `close()` at the end. Work still running on the device when a
-    capture begins or ends would blur it, so the loop passes `drain`, which waits for everything dispatched so far.
+    The loop calls `before_step(step, drain)` before it dispatches a step and `close()` at the end. Work still running on the device when
+    a capture begins or ends would blur it, so `drain` waits for everything dispatched so far. The time a call takes belongs to no step.
 
     A capture at `start_step` is taken by every process, of its own devices; one asked for is taken by the process that was asked: the
     one that got the signal, process 0 for the file.
@@ -54,11 +52,8 @@ class Profiler:
       run_dir: the run directory.
       process, num_processes: which process of how many this is. Process 0 alone writes the HLO.
       restart: restart number of the run; part of the capture's name when not 0.
-      drain: waits until the device is idle.
       hlo_text: returns the optimised HLO of the step (`compiled.as_text()`), or None when it is not to be had.
       step_time_s: returns the usual step time, taken without a profiler, or None when not known yet.
-      pause: keeps the time it takes to begin and end a capture out of the step times (`StepTimer.paused`).
-      events: gets a `profile` phase for that time.
       clock: monotonic seconds, for the polling.
     """
 
@@ -70,17 +65,13 @@ class Profiler:
         process: int = 0,
         num_processes: int = 1,
         restart: int = 0,
-        drain: Callable[[], None] = lambda: None,
         hlo_text: Callable[[], str | None] = lambda: None,
         step_time_s: Callable[[], float | None] = lambda: None,
-        pause: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-        events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._run_dir = config, run_dir
         self._process, self._num_processes, self._restart = process, num_processes, restart
-        self._drain, self._hlo_text, self._step_time_s = drain, hlo_text, step_time_s
-        self._pause, self._events, self._clock = pause, events, clock
+        self._hlo_text, self._step_time_s, self._clock = hlo_text, step_time_s, clock
         self._signalled = False
         self._previous_handler: Any = None
         self._next_poll_s = clock()
@@ -106,14 +97,16 @@ class Profiler:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
 
-    def before_step(self, step: int) -> Path | None:
+    def before_step(self, step: int, drain: Callable[[], None]) -> Path | None:
         """Begin or end a capture if one is due before `step` is dispatched; return the directory of a capture that just ended."""
         finished = None
         if self.active:
             if step < self._stop_step:
                 return None
+            drain()
             finished = self._stop(step)
         if step == self._config.start_step or self._requested():
+            drain()
             self._start(step)
         return finished
 
@@ -131,14 +124,6 @@ class Profiler:
         self.request_file.unlink(missing_ok=True)
         return True
 
-    @contextlib.contextmanager
-    def _aside(self, action: str, step: int) -> Iterator[None]:
-        """Account for the time a capture takes to begin or end."""
-        phase = self._events.phase("profile", action=action, step=step) if self._events else contextlib.nullcontext()
-        with self._pause(), phase:
-            self._drain()
-            yield
-
     def _start(self, step: int) -> None:
         import jax
 
@@ -147,12 +132,11 @@ class Profiler:
         options.python_tracer_level = 0  # Python call events swamp the trace and slow the loop
         options.session_id = "capture"
         shutil.rmtree(self._scratch, ignore_errors=True)  # a killed process may have left one
-        with self._aside("start", step):
-            try:
-                jax.profiler.start_trace(self._scratch, profiler_options=options)
-            except RuntimeError as error:  # another profiler holds the only session
-                _log.warning("no profile at step %d: %s", step, error)
-                return
+        try:
+            jax.profiler.start_trace(self._scratch, profiler_options=options)
+        except RuntimeError as error:  # another profiler holds the only session
+            _log.warning("no profile at step %d: %s", step, error)
+            return
         self._first_step, self._stop_step = step, step + self._config.num_steps
         self.active = True
 
@@ -160,17 +144,16 @@ class Profiler:
         import jax
 
         self.active = False
-        with self._aside("stop", step):
-            try:
-                jax.profiler.stop_trace()
-                directory = self._publish(step)
-                if self._process == 0:
-                    self._describe(directory, step)
-            except (RuntimeError, OSError) as error:
-                _log.warning("the profile of steps %d to %d was lost: %s", self._first_step, step - 1, error)
-                return None
-            finally:
-                shutil.rmtree(self._scratch, ignore_errors=True)
+        try:
+            jax.profiler.stop_trace()
+            directory = self._publish(step)
+            if self._process == 0:
+                self._describe(directory, step)
+        except (RuntimeError, OSError) as error:
+            _log.warning("the profile of steps %d to %d was lost: %s", self._first_step, step - 1, error)
+            return None
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         return directory
 
     def _publish(self, stop_step: int) -> Path:
@@ -206,7 +189,7 @@ class Profiler:
         (directory / "capture.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def close(self, step: int | None = None) -> Path | None:
-        """End a running capture (steps before `step` were dispatched) and give SIGUSR1 back."""
+        """End a running capture (steps before `step` were dispatched and are done) and give SIGUSR1 back."""
         finished = self._stop(self._stop_step if step is None else step) if self.active else None
         if self._previous_handler is not None:
             signal.signal(signal.SIGUSR1, self._previous_handler)
