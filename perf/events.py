@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 import threading
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from perf.jsonl import LineFile, dump_json, read_jsonl
 
 PHASES = (
     "launch",
@@ -44,7 +44,6 @@ PHASES = (
 """The closed set of phase names: later accounting sums over exactly these."""
 
 _OWN_KEYS = frozenset({"time", "mono", "run", "process", "restart", "kind"})
-_log = logging.getLogger("ridgeline")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class EventLog:
     """The writer of one process's event log. Safe to use from several threads; phases nest per thread.
 
     Opening a file that already has events continues it: a torn last line is cut off and `restart` is one more than the file's last.
-    An event that cannot be written (full disk) is dropped with one warning, and the next one that can be is preceded by a `dropped` event
+    Events that cannot be written (full disk) are dropped with one warning, and the next one that can be is preceded by a `dropped` event
     with their number: losing the log must not lose the run.
 
     Args:
@@ -105,30 +104,12 @@ class EventLog:
         self.path = Path(path)
         self.process, self.run = process, run
         self._clock, self._monotonic = clock, monotonic
-        self._lock = threading.Lock()
         self._stack = threading.local()
         self._ids = itertools.count()
-        self._dropped = 0
-        torn_bytes = self._open()
+        self._file = LineFile(self.path)
         self.restart = _next_restart(self.path) if restart is None else restart
         self._prefix = f',"run":{json.dumps(run)},"process":{process},"restart":{self.restart},"kind":'
-        self.emit("open", pid=os.getpid(), torn_bytes=torn_bytes)
-
-    def _open(self) -> int:
-        """Open for append, cutting off a line a killed writer left unfinished; return the bytes cut."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UserError(f"cannot write the event log {self.path}: {error.strerror}") from error
-        size = os.fstat(self._fd).st_size
-        tail_bytes = min(size, 1 << 20)
-        tail = os.pread(self._fd, tail_bytes, size - tail_bytes)
-        torn_bytes = len(tail) - (tail.rfind(b"\n") + 1)
-        if torn_bytes:
-            os.ftruncate(self._fd, size - torn_bytes)
-        self._size = size - torn_bytes
-        return torn_bytes
+        self.emit("open", pid=os.getpid(), torn_bytes=self._file.torn_bytes)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event. Fields are JSON values; NaN and infinities are written as the strings "NaN", "Infinity", "-Infinity"."""
@@ -137,32 +118,9 @@ class EventLog:
 
     def _write(self, kind: str, mono_s: float, fields: dict[str, Any]) -> None:
         head = f'{{"time":{self._clock():.6f},"mono":{mono_s:.6f}{self._prefix}"{kind}"'
-        line = (head + ("," + dump_json(fields)[1:] if fields else "}") + "\n").encode()
-        with self._lock:
-            if self._fd < 0:
-                return  # an event after close, from a thread that outlived the run, has nowhere to go
-            if self._dropped and self._append((head[: head.rindex(":") + 1] + f'"dropped","count":{self._dropped}}}\n').encode()):
-                self._dropped = 0
-            if self._dropped or not self._append(line):
-                self._dropped += 1
-
-    def _append(self, line: bytes) -> bool:
-        """Write one line whole or not at all."""
-        try:
-            written = os.write(self._fd, line)
-        except OSError as error:
-            self._warn(str(error.strerror))
-            return False
-        if written < len(line):  # a full disk takes a part of it
-            os.ftruncate(self._fd, self._size)
-            self._warn("no space for a whole line")
-            return False
-        self._size += written
-        return True
-
-    def _warn(self, reason: str) -> None:
-        if not self._dropped:
-            _log.warning("events are being lost: cannot write %s: %s", self.path, reason)
+        if dropped := self._file.dropped:
+            self._file.append(f'{head[: head.rindex(":")]}:"dropped","count":{dropped}}}\n'.encode())
+        self._file.append((head + ("," + dump_json(fields)[1:] if fields else "}") + "\n").encode())
 
     @contextlib.contextmanager
     def phase(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
@@ -198,54 +156,7 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-
-
-def dump_json(value: Any) -> str:
-    """Dump to strict, compact JSON; non-finite floats become strings, numpy and jax scalars numbers, paths and others strings."""
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":"), default=_plain)
-    except ValueError:
-        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    if not isinstance(value, str | int | float | bool | None):
-        value = _plain(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of an append-only log, dropping a last line without its newline.
-
-    Raises:
-      UserError: the file cannot be read, or a whole line is not a JSON object (the file was edited or damaged).
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                raise ValueError("not an object")
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: unreadable line in an append-only log ({error})") from error
-        yield number, value
+        self._file.close()
 
 
 def read_events(paths: str | Path | Iterable[str | Path]) -> list[Event]:

@@ -58,7 +58,7 @@ def _of_one_log(log: list[Event]) -> list[Phase]:
         if event.kind == "phase_start":
             phase = Phase(values.pop("phase"), event.process, event.restart, event.time_s, event.mono_s, math.nan, "cut")
             key, parent = values.pop("id"), values.pop("parent")
-            phase.parent = started[parent] if parent in started else None
+            phase.parent = started.get(parent)
             phase.fields = values
             started[key] = phase
             found.append(phase)
@@ -71,7 +71,7 @@ def _of_one_log(log: list[Event]) -> list[Phase]:
             start_s, start_mono_s = event.time_s - duration_s, event.mono_s - duration_s
             phase = Phase(values.pop("phase"), event.process, event.restart, start_s, start_mono_s, duration_s, "ok", values.pop("count"))
             phase.fields = values
-            phase.parent = started[parent] if parent in started else None
+            phase.parent = started.get(parent)
             found.append(phase)
     for phase in started.values():
         if math.isnan(phase.duration_s):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from configs.errors import UserError
 from configs.schema import LoggingConfig
-from perf.events import dump_json, read_jsonl
+from perf.jsonl import LineFile, dump_json, read_jsonl
 from perf.metrics import metric
 
 _log = logging.getLogger("ridgeline")
@@ -47,21 +47,12 @@ class JsonlWriter:
 
     def __init__(self, path: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab+") as tail:  # a killed writer may have left half a line
-                size = tail.seek(0, os.SEEK_END)
-                tail.seek(max(0, size - (1 << 20)))
-                last = tail.read()
-                tail.truncate(size - (len(last) - (last.rfind(b"\n") + 1)))
-            self._file = path.open("a", buffering=1, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        self._file = LineFile(path)
         if resume_step is not None:
             self._line({"resume": resume_step})
 
     def _line(self, record: dict[str, Any]) -> None:
-        self._file.write(dump_json({**record, "time": round(self._clock(), 3)}) + "\n")
+        self._file.append((dump_json({**record, "time": round(self._clock(), 3)}) + "\n").encode())
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
@@ -120,6 +111,7 @@ class TensorBoardWriter:
         self._flush_s, self._clock = flush_s, clock
         self._texts: list[tuple[str, str]] = []
         self._events: Any = None
+        self._files = 0
         self._flushed_s = clock()
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -128,17 +120,18 @@ class TensorBoardWriter:
         if not os.access(directory, os.W_OK):
             raise UserError(f"cannot write TensorBoard files to {directory}: permission denied")
 
-    def _open(self) -> Any:
+    def _open(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        # The suffix keeps two restarts within one second apart, and in order.
-        self._events = EventsWriter(str(self._directory / "events"), f".{self._restart:04d}")
-        if self._resume_step is not None:  # readers forget what they have of later steps
-            self._add(self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+        # The suffix keeps files begun within one second apart, and in order.
+        self._events = EventsWriter(str(self._directory / "events"), f".{self._restart:04d}.{self._files:03d}")
+        self._files += 1
+        if self._resume_step is not None and self._files == 1:  # readers forget what they have from this step on
+            self._add(self._resume_step and self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
         for tag, markdown in self._texts:
             self._add_text(tag, markdown)
-        return self._events
+        self._texts.clear()
 
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -154,12 +147,16 @@ class TensorBoardWriter:
         """Write the metrics of a step as one record."""
         from tensorboardX.proto.summary_pb2 import Summary
 
-        if self._events is None:
-            self._open()
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
-        self._add(step, summary=Summary(value=values))
-        if self._clock() - self._flushed_s >= self._flush_s:
-            self.flush()
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        try:
+            if self._events is None:
+                self._open()
+            self._add(step, summary=Summary(value=values))
+            if self._clock() - self._flushed_s >= self._flush_s:
+                self.flush()
+        except OSError:
+            self._events = None  # a full disk may have cut a record, and readers stop there: the next metrics begin a new file
+            raise
 
     def text(self, tag: str, markdown: str) -> None:
         """Write a text for TensorBoard's text page."""
@@ -180,7 +177,7 @@ class TensorBoardWriter:
             self._open()
         if self._events is not None:
             self._events.close()
-        self._events, self._texts = None, []
+        self._events = None
 
 
 class WandbWriter:
@@ -221,26 +218,29 @@ class WandbWriter:
 class MultiWriter:
     """Hands everything to several writers, after checking the names.
 
-    A writer that fails with an OSError (full disk) is reported once and left out from then on: a plot must not end a run.
+    A writer that raises OSError (full disk) is reported once, and tried again the next time: a plot must not end a run.
     """
 
     def __init__(self, writers: Sequence[MetricWriter]) -> None:
         self._writers = list(writers)
+        self._failing: set[int] = set()
 
     def _each(self, what: str, *args: Any) -> None:
-        for writer in list(self._writers):
+        for index, writer in enumerate(self._writers):
             try:
                 getattr(writer, what)(*args)
             except OSError as error:
-                _log.warning("%s failed and is off from now on: %s", type(writer).__name__, error)
-                self._writers.remove(writer)
+                if index not in self._failing:
+                    _log.warning("metrics are being lost: %s: %s", type(writer).__name__, error)
+                self._failing.add(index)
+            else:
+                self._failing.discard(index)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write to all."""
         for name in metrics:
             metric(name)
-        values = {name: float(value) for name, value in metrics.items()}
-        self._each("write", step, values)
+        self._each("write", step, {name: float(value) for name, value in metrics.items()})
 
     def text(self, tag: str, markdown: str) -> None:
         """Write to all."""
