@@ -7,10 +7,41 @@ Block: the default one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from configs.schema import ModelConfig
 from models.family import Family
+from models.hf_fields import require, window_from_hf, window_to_hf
+from models.hf_llama import fields_from_hf, fields_to_hf, tensor_map
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+
+def config_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model section of a Qwen2 config.json. Raises UserError for what we cannot represent."""
+    fields = fields_from_hf(config)
+    return {
+        **fields,
+        "attention_bias": True,
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "sliding_window": window_from_hf(config, fields["num_layers"]),
+    }
+
+
+def config_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """Return a Qwen2 config.json. Raises UserError naming a key the architecture cannot express."""
+    require(model, ARCHITECTURE, {"attention_bias": True, "output_bias": False, "mlp_bias": False, "qk_norm": False})
+    return {**fields_to_hf(model, ARCHITECTURE), **window_to_hf(model)}
+
 
 FAMILY = Family(
     name="qwen2",
     residual_std=lambda model: model.init_std,
-    hf_architecture="Qwen2ForCausalLM",
+    hf_architecture=ARCHITECTURE,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    tensor_map=tensor_map,
 )

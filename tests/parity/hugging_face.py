@@ -1,0 +1,112 @@
+"""Tiny random Hugging Face models of every family and variant, and ours beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import transformers
+from flax import nnx
+
+import models
+from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from models.convert import HfCheckpoint, open_hf
+from models.decoder import Decoder
+from sharding.partition import Partitioner
+
+FP32 = PrecisionConfig(params="float32", compute="float32")
+COMPUTE = ComputeConfig.model_validate({"attention": {"backend": "reference"}})
+
+LLAMA = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A Hugging Face config class and its arguments."""
+
+    kind: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> transformers.PretrainedConfig:
+        config_class = {
+            "gpt2": transformers.GPT2Config,
+            "llama": transformers.LlamaConfig,
+            "qwen2": transformers.Qwen2Config,
+            "qwen3": transformers.Qwen3Config,
+        }[self.kind]
+        return config_class(**self.arguments)
+
+
+VARIANTS: dict[str, Variant] = {
+    "gpt2": Variant(
+        "gpt2", {"vocab_size": 97, "n_positions": 128, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+    ),
+    "llama2": Variant("llama", LLAMA),
+    "llama-biases": Variant("llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama3": Variant("llama", LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama-linear": Variant("llama", LLAMA | {"num_key_value_heads": 1, "rope_parameters": LINEAR_ROPE}),
+    "llama-yarn": Variant("llama", LLAMA | {"num_key_value_heads": 2, "rope_parameters": YARN_ROPE}),
+    "qwen2": Variant("qwen2", LLAMA | {"num_key_value_heads": 2}),
+    "qwen2-window": Variant(
+        "qwen2", LLAMA | {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+    ),
+    "qwen3": Variant("qwen3", LLAMA | {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
+}
+
+
+def save_random_model(variant: Variant, directory: Path) -> torch.nn.Module:
+    """Write a random model as transformers writes it; all parameters are random, so that no bias or scale can be mixed up unseen."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(variant.config(), attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name or ".ln_" in name else 0.0
+            std = 0.1 if parameter.dim() == 1 else 0.15
+            parameter.copy_(centre * (not name.endswith("bias")) + std * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def load_theirs(directory: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def build_ours(model: ModelConfig) -> Decoder:
+    return models.build(model, COMPUTE, FP32, Partitioner.single(), nnx.Rngs(params=0))
+
+
+def load_ours(directory: Path) -> tuple[HfCheckpoint, Decoder, Any]:
+    """Return the opened checkpoint, our decoder's structure (graphdef) and the parameters loaded from it."""
+    checkpoint = open_hf(directory)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build_ours(checkpoint.model)), nnx.Param)
+    sharding = Partitioner.single().replicated()
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), nnx.to_pure_dict(state))
+    return checkpoint, graphdef, checkpoint.load(abstract)
+
+
+def random_tokens(shape: tuple[int, ...], vocab_size: int = 97, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
