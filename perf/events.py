@@ -118,9 +118,10 @@ class EventLog:
 
     def _write(self, kind: str, mono_s: float, fields: dict[str, Any]) -> None:
         head = f'{{"time":{self._clock():.6f},"mono":{mono_s:.6f}{self._prefix}"{kind}"'
+        line = head + ("," + dump_json(fields)[1:] if fields else "}") + "\n"
         if dropped := self._file.dropped:
-            self._file.append(f'{head[: head.rindex(":")]}:"dropped","count":{dropped}}}\n'.encode())
-        self._file.append((head + ("," + dump_json(fields)[1:] if fields else "}") + "\n").encode())
+            line = f'{head[: head.rindex(":")]}:"dropped","count":{dropped}}}\n' + line
+        self._file.append(line.encode())
 
     @contextlib.contextmanager
     def phase(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:

@@ -7,10 +7,11 @@ A run that was killed at step 120 and resumes from its checkpoint of step 100 co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,6 +134,15 @@ class TensorBoardWriter:
             self._add_text(tag, markdown)
         self._texts.clear()
 
+    @contextlib.contextmanager
+    def _new_file_on_failure(self) -> Iterator[None]:
+        """A full disk may have cut a record, and readers stop there: let the next metrics begin a new file."""
+        try:
+            yield
+        except OSError:
+            self._events = None
+            raise
+
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
@@ -148,15 +158,12 @@ class TensorBoardWriter:
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        try:
+        with self._new_file_on_failure():
             if self._events is None:
                 self._open()
             self._add(step, summary=Summary(value=values))
-            if self._clock() - self._flushed_s >= self._flush_s:
-                self.flush()
-        except OSError:
-            self._events = None  # a full disk may have cut a record, and readers stop there: the next metrics begin a new file
-            raise
+        if self._clock() - self._flushed_s >= self._flush_s:
+            self.flush()
 
     def text(self, tag: str, markdown: str) -> None:
         """Write a text for TensorBoard's text page."""
@@ -167,9 +174,10 @@ class TensorBoardWriter:
 
     def flush(self) -> None:
         """Write and sync the file."""
+        self._flushed_s = self._clock()
         if self._events is not None:
-            self._events.flush()
-            self._flushed_s = self._clock()
+            with self._new_file_on_failure():
+                self._events.flush()
 
     def close(self) -> None:
         """Write what is pending and close the file."""
@@ -218,7 +226,8 @@ class WandbWriter:
 class MultiWriter:
     """Hands everything to several writers, after checking the names.
 
-    A writer that raises OSError (full disk) is reported once, and tried again the next time: a plot must not end a run.
+    A writer that raises OSError (full disk) is reported once, until a flush of it succeeds, and tried again each time: a plot must not
+    end a run.
     """
 
     def __init__(self, writers: Sequence[MetricWriter]) -> None:
@@ -234,7 +243,8 @@ class MultiWriter:
                     _log.warning("metrics are being lost: %s: %s", type(writer).__name__, error)
                 self._failing.add(index)
             else:
-                self._failing.discard(index)
+                if what == "flush":  # a write may only have reached a buffer
+                    self._failing.discard(index)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write to all."""
