@@ -1,6 +1,23 @@
-"""Experiment schema, loading and overrides. Imports no JAX."""
+"""Experiment schema, loading and overrides. Imports no JAX.
+
+`Config` and `ModelConfig` are imported on first use, so that `from configs.errors import UserError` costs no pydantic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from configs.errors import UserError
-from configs.schema import Config, ModelConfig
+
+if TYPE_CHECKING:
+    from configs.schema import Config, ModelConfig
 
 __all__ = ["Config", "ModelConfig", "UserError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Config", "ModelConfig"):
+        from configs import schema
+
+        return getattr(schema, name)
+    raise AttributeError(f"module 'configs' has no attribute '{name}'")

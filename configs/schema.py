@@ -16,11 +16,17 @@ MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor", "expert")
 """Mesh axes, slowest-varying first: `tensor` and `expert` neighbours are neighbours in the device order."""
 
 DType = Literal["float32", "bfloat16", "float16"]
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+INT32_MAX = 2**31 - 1
+"""Token ids, positions and step counters are int32 on the devices."""
+PositiveInt = Annotated[int, Field(ge=1, le=INT32_MAX)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+MeshSize = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+LocalPath = Annotated[Path, Field(strict=False)]
+"""A path given as text, relative to the working directory."""
 Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
@@ -30,9 +36,12 @@ def env_allowed(**kwargs: Any) -> Any:
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys refused, values immutable, docstrings become field descriptions."""
+    """Base of every section: unknown keys refused, values immutable, docstrings become field descriptions.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True, validate_default=True)
+    Strict: "12", 1.5 and true are no integers; an integer is a float.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True)
 
 
 class RopeScaling(Section):
@@ -167,17 +176,17 @@ class PrecisionConfig(Section):
 class MeshConfig(Section):
     """Devices per mesh axis. At most one axis may be -1: it takes the devices that are left."""
 
-    pipeline: int = Field(1, ge=-1)
+    pipeline: MeshSize = 1
     """Pipeline stages (only 1 for now)."""
-    data: int = Field(1, ge=-1)
+    data: MeshSize = 1
     """Plain data parallelism: parameters replicated."""
-    fsdp: int = Field(-1, ge=-1)
+    fsdp: MeshSize = -1
     """Fully sharded data parallelism (ZeRO-3)."""
-    context: int = Field(1, ge=-1)
+    context: MeshSize = 1
     """Sequence sharding for attention (only 1 for now)."""
-    tensor: int = Field(1, ge=-1)
+    tensor: MeshSize = 1
     """Tensor parallelism, with sequence-parallel norms."""
-    expert: int = Field(1, ge=-1)
+    expert: MeshSize = 1
     """Expert parallelism (only 1 for now)."""
     rules: dict[str, list[str]] = {}
     """Overrides of the logical-axis rules: logical axis -> mesh axes (see sharding/rules.py)."""
@@ -191,7 +200,7 @@ class MeshConfig(Section):
 class DataSource(Section):
     """One prepared corpus (a directory with manifest.json)."""
 
-    path: Path = env_allowed()
+    path: LocalPath = env_allowed()
     """Directory written by `ridge data prepare`."""
     weight: PositiveFloat = 1.0
     """Share of rows drawn from this source, relative to the other sources."""
@@ -223,7 +232,7 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     """Held-out sets."""
 
-    sets: dict[Name, Path] = env_allowed(default={})
+    sets: dict[Name, LocalPath] = env_allowed(default={})
     """Name to prepared corpus."""
     every: NonNegativeInt = 0
     """Steps between evaluations during training; 0: only at the end."""
@@ -240,9 +249,9 @@ class OptimizerConfig(Section):
     """adamw, adafactor, lion, muon or sgd."""
     learning_rate: PositiveFloat = 3e-4
     """Peak learning rate."""
-    b1: Fraction = 0.9
+    b1: DecayRate = 0.9
     """First-moment decay (momentum for sgd and muon)."""
-    b2: Fraction = 0.95
+    b2: DecayRate = 0.95
     """Second-moment decay."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
@@ -335,7 +344,7 @@ class RuntimeConfig(Section):
     """auto: what JAX finds, GPUs first."""
     cpu_devices: PositiveInt = 1
     """Virtual devices per process on the cpu platform."""
-    compilation_cache: Path | None = env_allowed(default=None)
+    compilation_cache: LocalPath | None = env_allowed(default=None)
     """Persistent compilation cache directory; null: off."""
 
 
@@ -346,7 +355,7 @@ class Config(Section):
     """Name of the run."""
     seed: NonNegativeInt = 0
     """Seed of initialisation and, unless data.seed is set, of the data order."""
-    run_dir: Path | None = env_allowed(default=None)
+    run_dir: LocalPath | None = env_allowed(default=None)
     """Run directory; null: runs/<name>."""
     model: ModelConfig = ModelConfig()
     compute: ComputeConfig = ComputeConfig()

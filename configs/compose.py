@@ -1,0 +1,91 @@
+"""Composition of config files: `base:` lists, and the family defaults underneath."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.errors import UserError, nearest, unknown_name
+from configs.tree import Items, Mapping, Scalar, Source, describe, display_path, merge_mappings, plain, read_file, source_of
+
+PACKAGE = Path(__file__).parent
+"""Directory of the shipped configs: `base: [models/gpt2]` is found here from anywhere."""
+FAMILIES = PACKAGE / "models" / "families"
+DEFAULT_FAMILY = "llama"
+
+
+def family_names() -> list[str]:
+    """Return the names of the architecture families."""
+    return sorted(path.stem for path in FAMILIES.glob("*.yaml"))
+
+
+def shipped_names() -> list[str]:
+    """Return the shipped configs as one writes them in `base`: `models/gpt2`, `examples/...`."""
+    return sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.yaml") if FAMILIES not in path.parents)
+
+
+def locate(name: str, directory: Path) -> Path | None:
+    """Find a config by name in `directory`, then among the shipped ones; the suffix .yaml may be left out."""
+    for root in (directory, PACKAGE):
+        for candidate in (root / name, root / f"{name}.yaml"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def locate_main(name: str) -> Path:
+    """Find the config named on the command line. Raises UserError when there is none."""
+    path = locate(name, Path())
+    if path is None:
+        if Path(name).is_dir():
+            raise UserError(f"config '{name}' is a directory; name a YAML file")
+        raise UserError(f"config '{name}' not found{_suggestion(name, Path())}")
+    return path
+
+
+def _suggestion(name: str, directory: Path) -> str:
+    beside = (directory / name).parent
+    files = {str(path.with_suffix("")): str(path) for path in beside.glob("*.yaml")} if beside.is_dir() else {}
+    candidates = {**{shipped: shipped for shipped in shipped_names()}, **files}
+    close = nearest(str((directory / name)).removesuffix(".yaml"), candidates) or nearest(name.removesuffix(".yaml"), candidates)
+    return f"; did you mean '{candidates[close]}'?" if close else ""
+
+
+def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> Mapping:
+    """Read a file and everything under it: later bases win over earlier ones, the file wins over its bases."""
+    resolved = path.resolve()
+    tree = read_file(path)
+    base = tree.items.get("base")
+    if base is None:
+        return tree
+    own = Mapping({key: value for key, value in tree.items.items() if key != "base"}, tree.source, tree.key_sources)
+    if not isinstance(base, Items):
+        raise UserError(f"{source_of(tree, ('base',))}: base: must be a list of files, as in [models/gpt2], got {describe(plain(base))}")
+    chain = (*chain, resolved)
+    under = Mapping({}, tree.source)
+    for entry in base.items:
+        if not isinstance(entry, Scalar) or not isinstance(entry.value, str):
+            raise UserError(f"{entry.source}: base: must be a list of files, got {describe(plain(entry))}")
+        found = locate(entry.value, path.parent)
+        if found is None:
+            raise UserError(f"{entry.source}: base: '{entry.value}' not found{_suggestion(entry.value, path.parent)}")
+        if found.resolve() in chain:
+            loop = " -> ".join(display_path(file) for file in (*chain, found.resolve()))
+            raise UserError(f"{entry.source}: base: files include each other: {loop}")
+        under = merge_mappings(under, read_with_bases(found, chain))
+    return merge_mappings(under, own)
+
+
+def with_family_defaults(tree: Mapping) -> Mapping:
+    """Put the defaults of the chosen model family under the config. Raises UserError for an unknown family."""
+    model = tree.items.get("model")
+    family = model.items.get("family") if isinstance(model, Mapping) else None
+    name = family.value if isinstance(family, Scalar) else DEFAULT_FAMILY
+    if not isinstance(name, str):
+        return tree  # not a name at all: the validation says so
+    if name not in family_names():
+        where: Source = source_of(tree, ("model", "family"))
+        raise UserError(f"{where}: model.family: {unknown_name('model family', name, family_names())}")
+    defaults = read_file(FAMILIES / f"{name}.yaml")
+    if isinstance(model, Mapping) and not model.items:
+        tree = Mapping({key: value for key, value in tree.items.items() if key != "model"}, tree.source, tree.key_sources)
+    return merge_mappings(defaults, tree)

@@ -1,0 +1,109 @@
+"""Questions about the schema by dotted key: which keys a section has, what a key holds, what it means."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from configs.errors import nearest
+from configs.schema import Config, Section
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in the schema: a section, a list, an open mapping (user-named keys) or a single value."""
+
+    annotation: Any
+    env_interpolation: bool = False
+
+    @property
+    def section(self) -> type[Section] | None:
+        """The section class held here, or None."""
+        return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, Section) else None
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a list stands here."""
+        return get_origin(self.annotation) is list
+
+    @property
+    def is_open_mapping(self) -> bool:
+        """Whether the keys here are the user's own names."""
+        return get_origin(self.annotation) is dict
+
+    def step(self, part: str | int) -> Slot | None:
+        """Return the slot under one key or index, or None when the schema has none."""
+        if self.section is not None:
+            info = self.section.model_fields.get(str(part))
+            if info is None:
+                return None
+            extra = info.json_schema_extra
+            return Slot(_bare(info.annotation), isinstance(extra, dict) and bool(extra.get("env_interpolation")))
+        if self.is_list:
+            return Slot(_bare(get_args(self.annotation)[0]), self.env_interpolation)
+        if self.is_open_mapping:
+            return Slot(_bare(get_args(self.annotation)[1]), self.env_interpolation)
+        return None
+
+
+ROOT = Slot(Config)
+
+
+def _bare(annotation: Any) -> Any:
+    """Strip Annotated and `| None`."""
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        if len(members) == 1:
+            return _bare(members[0])
+    return annotation
+
+
+def slot_at(path: Path) -> Slot | None:
+    """Return the slot at a path, or None when the schema has no such key."""
+    slot: Slot | None = ROOT
+    for part in path:
+        if slot is None:
+            return None
+        slot = slot.step(part)
+    return slot
+
+
+def schema_keys(slot: Slot = ROOT, prefix: str = "") -> Iterator[tuple[str, Slot]]:
+    """Yield every key of the schema with its slot; list elements read `[]`, user-named keys `<name>`."""
+    if slot.section is not None:
+        for name in slot.section.model_fields:
+            following = slot.step(name)
+            assert following is not None
+            key = f"{prefix}.{name}" if prefix else name
+            yield key, following
+            yield from schema_keys(following, key)
+    elif slot.is_list or slot.is_open_mapping:
+        following = slot.step(0)
+        assert following is not None
+        yield from schema_keys(following, prefix + ("[]" if slot.is_list else ".<name>"))
+
+
+def env_keys() -> list[str]:
+    """Return the keys that may hold `${env:NAME}`."""
+    return [key for key, slot in schema_keys() if slot.env_interpolation]
+
+
+def unknown_key_hint(path: Path) -> str:
+    """Return the message for a key the schema lacks: the nearest key and what the section allows."""
+    parent = slot_at(path[:-1])
+    assert parent is not None
+    assert parent.section is not None
+    allowed = list(parent.section.model_fields)
+    name = str(path[-1])
+    close = nearest(name, allowed)
+    if close is None:
+        elsewhere = [key for key, _ in schema_keys() if key.rpartition(".")[2] == name]
+        close = elsewhere[0] if elsewhere else None
+    hint = f"; did you mean '{close}'?" if close else ""
+    return f"unknown key{hint} (allowed: {', '.join(allowed)})"

@@ -1,0 +1,16 @@
+"""Closed sets of names a config may use: the registries of models and trainer implement exactly these."""
+
+from __future__ import annotations
+
+ATTENTION_BACKENDS = ("auto", "reference", "xla", "chunked", "cudnn")
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+REMAT_POLICIES = ("none", "full", "dots", "attention-only", "names", "offload")
+
+NAMES_BY_KEY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "compute.attention.backend": ("attention backend", ATTENTION_BACKENDS),
+    "compute.remat.policy": ("remat policy", REMAT_POLICIES),
+    "optimizer.kind": ("optimizer", OPTIMIZERS),
+    "schedule.kind": ("schedule", SCHEDULES),
+}
+"""Config key -> (what the name is, the allowed names)."""

@@ -1,0 +1,69 @@
+"""Command-line overrides `section.key=value`, the value being YAML."""
+
+from __future__ import annotations
+
+from configs.errors import UserError
+from configs.fields import ROOT, Path, unknown_key_hint
+from configs.tree import Items, Mapping, Node, Scalar, Source, child, dotted, merge, parse
+
+
+def apply_overrides(tree: Mapping, overrides: tuple[str, ...]) -> Mapping:
+    """Apply overrides from left to right. Mappings merge, lists are replaced; `data.train.0.path=x` reaches one element."""
+    for text in overrides:
+        changed = _apply_one(tree, text)
+        assert isinstance(changed, Mapping)
+        tree = changed
+    return tree
+
+
+def _apply_one(tree: Mapping, text: str) -> Node:
+    source = Source("override", text)
+    key, equals, value_text = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"{source}: an override reads section.key=value")
+    value = parse(value_text, source) or Scalar(None, source)
+    return _set(tree, _path_of(key, source), value, source, ())
+
+
+def _path_of(key: str, source: Source) -> Path:
+    """Split a dotted key along the schema. In an open mapping the rest is the user's own name, dots included."""
+    if key == "base" or key.startswith("base."):
+        raise UserError(f"{source}: 'base' belongs in the file; it cannot be overridden")
+    path: Path = ()
+    slot = ROOT
+    parts = key.split(".")
+    for position, part in enumerate(parts):
+        if slot.is_open_mapping:
+            return (*path, ".".join(parts[position:]))
+        if slot.is_list:
+            if not part.isdecimal():
+                raise UserError(f"{source}: {dotted(path)} is a list: give an index, as in {dotted(path)}.0")
+            path = (*path, int(part))
+        else:
+            path = (*path, part)
+        if slot.section is None and not slot.is_list:
+            raise UserError(f"{source}: {dotted(path[:-1])} holds a single value, it has no key '{part}'")
+        following = slot.step(part)
+        if following is None:
+            raise UserError(f"{source}: {dotted(path)}: {unknown_key_hint(path)}")
+        slot = following
+    return path
+
+
+def _set(node: Node | None, path: Path, value: Node, source: Source, done: Path) -> Node:
+    if not path:
+        return merge(node, value) if node is not None else value
+    part = path[0]
+    if isinstance(part, int):
+        length = len(node.items) if isinstance(node, Items) else 0
+        if not isinstance(node, Items) or part >= length:
+            raise UserError(f"{source}: {dotted(done)} has {length} elements, there is no element {part}")
+        items = list(node.items)
+        items[part] = _set(items[part], path[1:], value, source, (*done, part))
+        return Items(tuple(items), node.source)
+    following = child(node, part) if isinstance(node, Mapping) else None
+    new = _set(following, path[1:], value, source, (*done, part))
+    if not isinstance(node, Mapping):
+        return Mapping({part: new}, source, {part: source})
+    return Mapping({**node.items, part: new}, node.source, {**node.key_sources, part: source})

@@ -1,0 +1,284 @@
+"""Rules between settings, checked before JAX is imported; `check_devices` checks the rest once the device count is known.
+
+Every message names the keys and the nearest settings that work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from configs.errors import UserError, unknown_name
+from configs.names import NAMES_BY_KEY
+from configs.schema import MESH_AXES, Config
+
+SHARDED_OVER = {
+    "batch": ("data", "fsdp"),
+    "residual_seq": ("context", "tensor"),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+}
+"""Logical axis -> mesh axes it is divided over, unless `mesh.rules` says otherwise (the divisible ones of sharding/rules.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A broken rule: the keys involved, the most telling first, and what to do."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+def check_config(config: Config) -> list[Problem]:
+    """Return every rule the config breaks that can be judged without knowing the devices."""
+    sizes = {axis: size for axis, size in config.mesh.sizes.items() if size >= 1}
+    return [
+        *_names(config),
+        *_model(config),
+        *_mesh(config),
+        *_divisibility(config, sizes),
+        *_batch(config, sizes),
+        *_compute(config),
+        *_steps(config),
+        *_evaluation(config),
+        *_runtime(config),
+    ]
+
+
+def check_devices(config: Config, num_devices: int) -> dict[str, int]:
+    """Return the size of every mesh axis on `num_devices` devices. Raises UserError when mesh, model or batch do not fit them."""
+    sizes = resolve_axes(config, num_devices)
+    problems = [*_divisibility(config, sizes), *_batch(config, sizes)]
+    if problems:
+        raise UserError("\n".join(f"{problem.keys[0]}: {problem.message} (on {num_devices} devices)" for problem in problems))
+    return sizes
+
+
+def resolve_axes(config: Config, num_devices: int) -> dict[str, int]:
+    """Return the mesh axes with -1 resolved. Raises UserError when the product is not the number of devices."""
+    sizes = config.mesh.sizes
+    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all axes 1"
+    known = math.prod(size for size in sizes.values() if size >= 1)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if free:
+        if num_devices % known:
+            raise UserError(
+                f"mesh.{free[0]}: the other axes ({shown}) need a multiple of {known} devices, {num_devices} are present; "
+                f"the nearest product that works is {_nearest_text(known, divisors(num_devices))}"
+            )
+        return {**sizes, free[0]: num_devices // known}
+    if known != num_devices:
+        rest = known // sizes["fsdp"]
+        fits = f"mesh.fsdp={num_devices // rest} fits" if num_devices % rest == 0 else "change the sizes"
+        raise UserError(f"mesh: {shown} is {known} devices, {num_devices} are present; {fits}, or set one axis to -1 to take what is left")
+    return sizes
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _nearest_text(value: int, allowed: list[int]) -> str:
+    """Return the allowed numbers just below and above a value, as text."""
+    below = [n for n in allowed if n < value][-1:]
+    above = [n for n in allowed if n > value][:1]
+    return " or ".join(str(n) for n in (*below, *above))
+
+
+def _multiples(value: int, of: int) -> str:
+    """Return the multiples of `of` around a value, as text."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    chosen = {
+        "compute.attention.backend": config.compute.attention.backend,
+        "compute.remat.policy": config.compute.remat.policy,
+        "optimizer.kind": config.optimizer.kind,
+        "schedule.kind": config.schedule.kind,
+    }
+    for key, name in chosen.items():
+        kind, allowed = NAMES_BY_KEY[key]
+        if name not in allowed:
+            yield Problem((key,), str(unknown_name(kind, name, allowed)))
+    for logical, axes in config.mesh.rules.items():
+        for axis in axes:
+            if axis not in MESH_AXES:
+                yield Problem((f"mesh.rules.{logical}",), str(unknown_name("mesh axis", axis, MESH_AXES)))
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.num_heads % model.kv_heads:
+        fits = _nearest_text(model.kv_heads, divisors(model.num_heads))
+        yield Problem(
+            ("model.num_kv_heads", "model.num_heads"),
+            f"model.num_heads={model.num_heads} must be a multiple of model.num_kv_heads={model.kv_heads} (num_kv_heads={fits} works)",
+        )
+    if model.head_dim is None and model.embed_dim % model.num_heads:
+        yield Problem(
+            ("model.embed_dim", "model.num_heads"),
+            f"model.embed_dim={model.embed_dim} must be a multiple of model.num_heads={model.num_heads} "
+            f"(embed_dim={_multiples(model.embed_dim, model.num_heads)} works, or set model.head_dim)",
+        )
+    elif model.position == "rope" and model.head_width % 2:
+        yield Problem(
+            ("model.head_dim", "model.num_heads", "model.embed_dim"), f"rotary embedding needs an even head width, it is {model.head_width}"
+        )
+    if model.pad_vocab_to is not None and model.pad_vocab_to < model.vocab_size:
+        yield Problem(
+            ("model.pad_vocab_to", "model.vocab_size"), f"must be at least model.vocab_size={model.vocab_size}, got {model.pad_vocab_to}"
+        )
+    if model.sliding_window is not None and model.sliding_window > model.max_seq_len:
+        yield Problem(
+            ("model.sliding_window", "model.max_seq_len"),
+            f"must be at most model.max_seq_len={model.max_seq_len}, got {model.sliding_window} (null turns it off)",
+        )
+    if config.data.seq_len > model.max_seq_len:
+        yield Problem(
+            ("data.seq_len", "model.max_seq_len"),
+            f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len={model.max_seq_len}; lower the one or raise the other",
+        )
+    yield from _rope(config)
+
+
+def _rope(config: Config) -> Iterator[Problem]:
+    scaling = config.model.rope_scaling
+    if scaling is None:
+        return
+    if config.model.position != "rope":
+        yield Problem(("model.rope_scaling", "model.position"), "needs model.position=rope (null turns the scaling off)")
+    if scaling.factor < 1:
+        yield Problem(("model.rope_scaling.factor",), f"must be at least 1, got {scaling.factor}")
+    if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield Problem(
+            ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"),
+            f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}, got {scaling.low_freq_factor}",
+        )
+
+
+def _mesh(config: Config) -> Iterator[Problem]:
+    free = [axis for axis, size in config.mesh.sizes.items() if size == -1]
+    if len(free) > 1:
+        named = " and ".join(f"mesh.{axis}" for axis in free)
+        yield Problem(tuple(f"mesh.{axis}" for axis in free), f"only one mesh axis may be -1 (what is left), here {named} are")
+    for axis, size in config.mesh.sizes.items():
+        if size == 0:
+            yield Problem((f"mesh.{axis}",), "must be at least 1, or -1 for what is left, got 0")
+        elif size != 1 and axis in ("pipeline", "context", "expert"):
+            yield Problem((f"mesh.{axis}",), f"must be 1 for now, got {size} (data, fsdp and tensor may be larger)")
+
+
+def _axes_of(config: Config, logical: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], int]:
+    """Return the mesh axes of known size that a logical axis is divided over, and their product."""
+    axes = tuple(config.mesh.rules.get(logical, SHARDED_OVER[logical]))
+    known = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+    return known, math.prod(sizes[axis] for axis in known)
+
+
+def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
+    model = config.model
+    dims = {
+        "heads": ("model.num_heads", model.num_heads),
+        "kv_heads": ("model.num_kv_heads", model.kv_heads),
+        "mlp": ("model.mlp_dim", model.mlp_dim),
+        "vocab": ("model.pad_vocab_to" if model.pad_vocab_to else "model.vocab_size", model.padded_vocab_size),
+        "embed": ("model.embed_dim", model.embed_dim),
+        "residual_seq": ("data.seq_len", config.data.seq_len),
+    }
+    for logical, (key, dim) in dims.items():
+        axes, parts = _axes_of(config, logical, sizes)
+        if dim % parts == 0:
+            continue
+        over = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes)
+        if logical == "vocab":
+            fits = f"set model.pad_vocab_to={math.ceil(dim / parts) * parts}"
+        else:
+            fits = f"{key}={_multiples(dim, parts)} works"
+            if len(axes) == 1:
+                fits = f"mesh.{axes[0]}={_nearest_text(parts, divisors(dim))} works, or {fits}"
+        keys = (*(f"mesh.{axis}" for axis in axes), key)
+        yield Problem(keys, f"{key}={dim} does not divide by {over} ({fits})")
+
+
+def _batch(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
+    rows, accumulation = config.data.batch_size, config.trainer.accumulation
+    axes, parts = _axes_of(config, "batch", sizes)
+    over = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes)
+    keys = ("data.batch_size", "trainer.accumulation", *(f"mesh.{axis}" for axis in axes))
+    if rows % accumulation:
+        yield Problem(
+            keys[:2],
+            f"data.batch_size={rows} does not divide by trainer.accumulation={accumulation} "
+            f"(data.batch_size={_multiples(rows, accumulation)} works, or trainer.accumulation={_nearest_text(accumulation, divisors(rows))})",
+        )
+    elif rows // accumulation % parts:
+        each = f"{rows // accumulation} rows per microbatch (data.batch_size={rows} / trainer.accumulation={accumulation})"
+        yield Problem(keys, f"{each} do not divide by {over} (data.batch_size={_multiples(rows, accumulation * parts)} works)")
+    evaluation_rows = config.evaluation.batch_size
+    if evaluation_rows is not None and evaluation_rows % parts:
+        works = _multiples(evaluation_rows, parts)
+        yield Problem(("evaluation.batch_size", *keys[2:]), f"{evaluation_rows} rows do not divide by {over} ({works} works)")
+
+
+def _compute(config: Config) -> Iterator[Problem]:
+    compute = config.compute
+    if compute.scan_layers and config.model.num_layers % compute.scan_unroll:
+        fits = _nearest_text(compute.scan_unroll, divisors(config.model.num_layers))
+        yield Problem(
+            ("compute.scan_unroll", "model.num_layers"),
+            f"must divide model.num_layers={config.model.num_layers}, got {compute.scan_unroll} ({fits} works)",
+        )
+    if compute.remat.policy in ("names", "offload") and not compute.remat.names:
+        yield Problem(("compute.remat.policy", "compute.remat.names"), f"'{compute.remat.policy}' needs compute.remat.names, the values to save")
+
+
+def _steps(config: Config) -> Iterator[Problem]:
+    steps, schedule = config.trainer.steps, config.schedule
+    if schedule.warmup_steps > steps:
+        yield Problem(
+            ("schedule.warmup_steps", "trainer.steps"), f"must be at most trainer.steps={steps}, got {schedule.warmup_steps}"
+        )
+    elif schedule.kind == "wsd" and schedule.warmup_steps + schedule.decay_fraction * steps > steps:
+        yield Problem(
+            ("schedule.decay_fraction", "schedule.warmup_steps", "trainer.steps"),
+            f"warm-up ({schedule.warmup_steps} steps) and decay ({schedule.decay_fraction} of {steps}) overlap; "
+            f"schedule.decay_fraction={1 - schedule.warmup_steps / steps:g} is the most",
+        )
+    start = config.profiler.start_step
+    if start is not None and start >= steps:
+        yield Problem(("profiler.start_step", "trainer.steps"), f"must be less than trainer.steps={steps}, got {start}")
+    checkpoint = config.checkpoint
+    if checkpoint.keep_every and (not checkpoint.every or checkpoint.keep_every % checkpoint.every):
+        fits = f"{_multiples(checkpoint.keep_every, checkpoint.every)} works" if checkpoint.every else "0 turns it off"
+        yield Problem(
+            ("checkpoint.keep_every", "checkpoint.every"),
+            f"must be a multiple of checkpoint.every={checkpoint.every}, got {checkpoint.keep_every} ({fits})",
+        )
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    evaluation = config.evaluation
+    if evaluation.every and not evaluation.sets:
+        yield Problem(("evaluation.every", "evaluation.sets"), "evaluates nothing: name at least one set in evaluation.sets, or set it to 0")
+    first: dict[str, str] = {}
+    for name, path in evaluation.sets.items():
+        if str(path) in first:
+            yield Problem((f"evaluation.sets.{name}",), f"is the same directory as evaluation.sets.{first[str(path)]}: {path}")
+        first.setdefault(str(path), name)
+
+
+def _runtime(config: Config) -> Iterator[Problem]:
+    runtime = config.runtime
+    if runtime.cpu_devices > 1 and runtime.platform in ("cuda", "rocm"):
+        yield Problem(
+            ("runtime.cpu_devices", "runtime.platform"),
+            f"virtual devices exist on the cpu platform only, runtime.platform is {runtime.platform} (set it to cpu, or cpu_devices to 1)",
+        )
