@@ -123,7 +123,7 @@ def test_special_tokens_come_from_the_file_beside_tokenizer_json(tmp_path: Path)
     assert configured.eos_id == usual.bos_id
     assert configured.sha256 != usual.sha256
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}))
-    with pytest.raises(UserError, match="'<nowhere>' of tokenizer_config.json is not in the vocabulary"):
+    with pytest.raises(UserError, match=r"'<nowhere>' of tokenizer_config\.json is not in the vocabulary"):
         load_tokenizer(path)
 
 
