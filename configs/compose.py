@@ -46,7 +46,7 @@ def _suggestion(name: str, directory: Path) -> str:
     beside = (directory / name).parent
     files = {str(path.with_suffix("")): str(path) for path in beside.glob("*.yaml")} if beside.is_dir() else {}
     candidates = {**{shipped: shipped for shipped in shipped_names()}, **files}
-    close = nearest(str((directory / name)).removesuffix(".yaml"), candidates) or nearest(name.removesuffix(".yaml"), candidates)
+    close = nearest(str(directory / name).removesuffix(".yaml"), candidates) or nearest(name.removesuffix(".yaml"), candidates)
     return f"; did you mean '{candidates[close]}'?" if close else ""
 
 

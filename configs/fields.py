@@ -9,8 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from configs.errors import nearest
 from configs.schema import Config, Section
-
-Path = tuple[str | int, ...]
+from configs.tree import Path
 
 
 @dataclass(frozen=True, slots=True)

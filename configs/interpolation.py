@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping as Environment
 
 from configs.errors import UserError
-from configs.fields import Path, env_keys, slot_at
-from configs.tree import Items, Mapping, Node, Scalar, dotted
+from configs.fields import env_keys, slot_at
+from configs.tree import Items, Mapping, Node, Path, Scalar, dotted
 
 _PLACE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 

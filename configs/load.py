@@ -73,12 +73,15 @@ def _validated(tree: Mapping) -> Config:
 
 
 def _place(tree: Mapping, keys: tuple[str, ...]) -> str:
-    """Return source and name of the first key that somebody wrote; all may be defaults."""
+    """Return source and name of the key to blame: one set by an override, else the first that somebody wrote; all may be defaults."""
+    written: list[tuple[Source, str]] = []
     for key in keys:
         path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
         if find(tree, path) is not None:
-            return f"{source_of(tree, path)}: {key}"
-    return f"{DEFAULT}: {keys[0]}"
+            written.append((source_of(tree, path), key))
+    written.sort(key=lambda place: place[0].kind != "override")
+    source, key = written[0] if written else (DEFAULT, keys[0])
+    return f"{source}: {key}"
 
 
 def _leaf_source(tree: Mapping, path: tuple[str | int, ...]) -> Source:

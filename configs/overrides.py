@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from configs.errors import UserError
-from configs.fields import ROOT, Path, unknown_key_hint
-from configs.tree import Items, Mapping, Node, Scalar, Source, child, dotted, merge, parse
+from configs.fields import ROOT, unknown_key_hint
+from configs.tree import Items, Mapping, Node, Path, Scalar, Source, child, dotted, merge, parse
 
 
 def apply_overrides(tree: Mapping, overrides: tuple[str, ...]) -> Mapping:

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from configs.errors import UserError
-from configs.fields import Path, unknown_key_hint
-from configs.tree import Mapping, describe, dotted, source_of
+from configs.fields import unknown_key_hint
+from configs.tree import Mapping, Path, describe, dotted, source_of
 
 MAX_LINES = 5
 """Problems reported at once."""
@@ -37,7 +37,9 @@ def validation_error(error: ValidationError, tree: Mapping) -> UserError:
         path: Path = tuple(part for part in found["loc"] if part != "[key]")
         is_key = "[key]" in found["loc"]
         source = source_of(tree, path)
-        lines.append((source.kind == "override", source.text, source.line, f"{source}: {dotted(path)}: {_message(dict(found), path, is_key)}"))
+        lines.append(
+            (source.kind == "override", source.text, source.line, f"{source}: {dotted(path)}: {_message(dict(found), path, is_key)}")
+        )
     return joined([line for *_, line in sorted(lines)])
 
 

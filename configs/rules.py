@@ -217,7 +217,8 @@ def _batch(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
         yield Problem(
             keys[:2],
             f"data.batch_size={rows} does not divide by trainer.accumulation={accumulation} "
-            f"(data.batch_size={_multiples(rows, accumulation)} works, or trainer.accumulation={_nearest_text(accumulation, divisors(rows))})",
+            f"(data.batch_size={_multiples(rows, accumulation)} works, "
+            f"or trainer.accumulation={_nearest_text(accumulation, divisors(rows))})",
         )
     elif rows // accumulation % parts:
         each = f"{rows // accumulation} rows per microbatch (data.batch_size={rows} / trainer.accumulation={accumulation})"
@@ -237,15 +238,15 @@ def _compute(config: Config) -> Iterator[Problem]:
             f"must divide model.num_layers={config.model.num_layers}, got {compute.scan_unroll} ({fits} works)",
         )
     if compute.remat.policy in ("names", "offload") and not compute.remat.names:
-        yield Problem(("compute.remat.policy", "compute.remat.names"), f"'{compute.remat.policy}' needs compute.remat.names, the values to save")
+        yield Problem(
+            ("compute.remat.policy", "compute.remat.names"), f"'{compute.remat.policy}' needs compute.remat.names, the values to save"
+        )
 
 
 def _steps(config: Config) -> Iterator[Problem]:
     steps, schedule = config.trainer.steps, config.schedule
     if schedule.warmup_steps > steps:
-        yield Problem(
-            ("schedule.warmup_steps", "trainer.steps"), f"must be at most trainer.steps={steps}, got {schedule.warmup_steps}"
-        )
+        yield Problem(("schedule.warmup_steps", "trainer.steps"), f"must be at most trainer.steps={steps}, got {schedule.warmup_steps}")
     elif schedule.kind == "wsd" and schedule.warmup_steps + schedule.decay_fraction * steps > steps:
         yield Problem(
             ("schedule.decay_fraction", "schedule.warmup_steps", "trainer.steps"),
@@ -267,7 +268,9 @@ def _steps(config: Config) -> Iterator[Problem]:
 def _evaluation(config: Config) -> Iterator[Problem]:
     evaluation = config.evaluation
     if evaluation.every and not evaluation.sets:
-        yield Problem(("evaluation.every", "evaluation.sets"), "evaluates nothing: name at least one set in evaluation.sets, or set it to 0")
+        yield Problem(
+            ("evaluation.every", "evaluation.sets"), "evaluates nothing: name at least one set in evaluation.sets, or set it to 0"
+        )
     first: dict[str, str] = {}
     for name, path in evaluation.sets.items():
         if str(path) in first:

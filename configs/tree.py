@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any, Literal
 
 from ruamel.yaml import YAML
@@ -57,16 +57,18 @@ class Mapping:
 
 
 Node = Scalar | Items | Mapping
+Path = tuple[str | int, ...]
+"""Keys and list indices from the top of the config to a value."""
 
 
-def display_path(path: Path) -> str:
+def display_path(path: FilePath) -> str:
     """Return the path as a user reads it best: relative to the working directory when inside it."""
     absolute = path.absolute()
-    here = Path.cwd()
+    here = FilePath.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
 
-def read_file(path: Path) -> Mapping:
+def read_file(path: FilePath) -> Mapping:
     """Read one YAML file, without following its `base`. An empty file is an empty mapping."""
     shown = display_path(path)
     try:
@@ -169,7 +171,7 @@ def child(node: Node, part: str | int) -> Node | None:
     return None
 
 
-def find(node: Node, path: tuple[str | int, ...]) -> Node | None:
+def find(node: Node, path: Path) -> Node | None:
     """Return the value at a path, or None."""
     current: Node | None = node
     for part in path:
@@ -179,7 +181,7 @@ def find(node: Node, path: tuple[str | int, ...]) -> Node | None:
     return current
 
 
-def source_of(node: Node, path: tuple[str | int, ...]) -> Source:
+def source_of(node: Node, path: Path) -> Source:
     """Return where the key at a path was written; for a path that is not there, its closest parent."""
     best = node.source
     current: Node | None = node
@@ -195,7 +197,7 @@ def source_of(node: Node, path: tuple[str | int, ...]) -> Source:
     return best
 
 
-def walk(node: Node, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Scalar]]:
+def walk(node: Node, path: Path = ()) -> Iterator[tuple[Path, Scalar]]:
     """Yield every scalar with its path."""
     if isinstance(node, Scalar):
         yield path, node
@@ -207,7 +209,7 @@ def walk(node: Node, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[s
             yield from walk(value, (*path, key))
 
 
-def dotted(path: tuple[str | int, ...]) -> str:
+def dotted(path: Path) -> str:
     """Return a path as the user writes it: `data.train.0.path`."""
     return ".".join(str(part) for part in path)
 

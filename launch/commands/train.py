@@ -1,0 +1,45 @@
+"""`ridge train CONFIG [key=value ...]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from configs.load import load
+from launch import cluster, exit_codes
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--coordinator", metavar="HOST:PORT", help="Where process 0 listens (several processes).")
+@click.option("--processes", type=int, help="Number of processes of the run.")
+@click.option("--process", type=int, help="Index of this process.")
+def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Train a model: start a run, or continue the one in its run directory.
+
+    CONFIG is a YAML file; each override is section.key=value, e.g. trainer.steps=200 mesh.fsdp=4.
+    Ctrl-C saves and stops; the same command continues.
+    """
+    resolved = load(config, overrides)
+    here = cluster.detect(os.environ, coordinator=coordinator, processes=processes, process=process)
+    cluster.configure_runtime(resolved.config.runtime)
+    cluster.join(here)
+
+    from trainer.checkpoint import CheckpointError
+    from trainer.loop import NumericalFailure
+    from trainer.run import train as run_training
+
+    try:
+        stopped_by = run_training(resolved.config, command=sys.argv)
+    except NumericalFailure as error:
+        click.echo(f"ridge: stopped: {error}; the last good checkpoint is intact", err=True)
+        sys.exit(exit_codes.NUMERICAL_FAILURE)
+    except CheckpointError as error:
+        click.echo(f"ridge: stopped: {error}", err=True)
+        sys.exit(exit_codes.SAVE_FAILURE)
+    if stopped_by is not None:
+        sys.exit(exit_codes.INTERRUPTED if stopped_by.name == "SIGINT" else exit_codes.PREEMPTED)
