@@ -31,13 +31,14 @@ from configs.errors import UserError
 from configs.schema import CheckpointConfig
 from trainer import checkpoint_dirs as dirs
 from trainer import integrity, payload
-from trainer.agreement import Agreement
+from trainer.agreement import Agreement, PeerError
 from trainer.integrity import Damage, FileDigest
 from trainer.retention import Cadence, steps_to_delete
 
 METADATA = "metadata.json"
 _FORMAT = 1
 _POLL_S = 2.0
+_MAX_TEXT = 600
 _OWN_KEYS = frozenset({"format", "step", "process_count", "versions", "arrays"})
 
 State = Any
@@ -287,14 +288,19 @@ class Checkpointer:
         A damaged step is named, set aside (unless read_only) and passed over.
 
         Raises UserError: nothing good to restore; `step` missing or damaged; the state does not fit (the step is then left in place).
+        Raises CheckpointError: Orbax cannot load a step that is as it was written.
         """
         self.wait()
         found = self._good_step(step)
         metadata = self.read_metadata(found)
         path = dirs.step_dir(self.directory, found)
         payload.check_matches(metadata["arrays"], abstract_state, partial=partial, where=str(path))
-        with jax.transfer_guard("allow"):
-            state = payload.load(path, abstract_state, partial=partial)
+        try:
+            with jax.transfer_guard("allow"):
+                state = payload.load(path, abstract_state, partial=partial)
+        except Exception as error:
+            hint = "" if self.config.verify else "; with checkpoint.verify=true a damaged step is passed over"
+            raise CheckpointError(f"{path} cannot be loaded: {_text(error)}{hint}") from error
         self._current = found
         return state, metadata
 
@@ -390,8 +396,10 @@ class _Pending:
 
 
 def _text(error: BaseException) -> str:
-    """One line saying what went wrong, from the whole chain of an exception."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """Say in one line what went wrong, without the pages of settings that TensorStore adds."""
+    text = " ".join(str(error).split("[tensorstore_spec")[0].split())
+    name = "" if isinstance(error, PeerError | UserError) else f"{type(error).__name__}: "
+    return name + (text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ...")
 
 
 def _listed(steps: list[int]) -> str:
