@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from configs.schema import AttentionConfig, ModelConfig
-from models.attention.layer import Attention, RotaryTable
+from models.attention.layer import AttendWith, Attention, RotaryTable
 from models.mlp import MLP
 from models.norms import NORMS
 from models.params import ParamFactory
@@ -38,13 +38,15 @@ class Block(nnx.Module):
         self.mlp = MLP(model, residual_std, make, projector)
         self.partitioner = projector.partitioner
 
-    def __call__(self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None) -> jax.Array:
-        """Advance the residual stream by one block."""
+    def __call__(
+        self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None, attend_with: AttendWith | None = None
+    ) -> jax.Array:
+        """Advance the residual stream by one block; `attend_with` as in `Attention`."""
         constrain = self.partitioner.constrain
         x_BTD = checkpoint_name(constrain(x_BTD, "batch", "residual_seq", "act_embed"), "block_input")
         with jax.named_scope("attention"):
             normed_BTD = constrain(self.attention_norm(x_BTD), "batch", "seq", "act_embed")
-            update_BTD = self.attention(normed_BTD, rotary, segment_ids_BT)
+            update_BTD = self.attention(normed_BTD, rotary, segment_ids_BT, attend_with)
             x_BTD += checkpoint_name(constrain(update_BTD, "batch", "residual_seq", "act_embed"), "attention_out")
         with jax.named_scope("mlp"):
             normed_BTD = constrain(self.mlp_norm(x_BTD), "batch", "seq", "act_embed")

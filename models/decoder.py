@@ -56,18 +56,29 @@ class Decoder(nnx.Module):
         tokens int32; positions int32, restarting at 0 in each segment (None: 0..T-1); segment_ids int32, 0 = padding (None: one document
         per row).
         """
-        model, constrain = self.model, self.project.partitioner.constrain
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        x_BTD = self._run_blocks(self.embed(tokens_BT, positions_BT), self.rotary(positions_BT), segment_ids_BT)
+        return self.normalise(x_BTD)
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Return the residual stream [B, T, D] before the first block."""
+        partitioner = self.project.partitioner
         with jax.named_scope("embed"):
             x_BTD = embed(self.project, self.embedding[...], tokens_BT)
             if self.position_embedding is not None:
-                table = self.project.partitioner.gather_param(self.position_embedding[...], "positions", "embed")
+                table = partitioner.gather_param(self.position_embedding[...], "positions", "embed")
                 x_BTD += jnp.take(table, positions_BT, axis=0, mode="clip").astype(x_BTD.dtype)
-            x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
-        rotary = rotary_table(positions_BT, model.head_width, model.rope_theta, model.rope_scaling) if model.position == "rope" else None
-        x_BTD = self._run_blocks(x_BTD, rotary, segment_ids_BT)
-        return constrain(self.final_norm(x_BTD), "batch", "residual_seq", "act_embed")
+            return partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
+
+    def rotary(self, positions_BT: jax.Array) -> RotaryTable | None:
+        """Return the rotary table of the positions; None for a model with learned positions."""
+        model = self.model
+        return rotary_table(positions_BT, model.head_width, model.rope_theta, model.rope_scaling) if model.position == "rope" else None
+
+    def normalise(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the final-normed residual stream."""
+        return self.project.partitioner.constrain(self.final_norm(x_BTD), "batch", "residual_seq", "act_embed")
 
     def unembedding(self) -> jax.Array:
         """Return the output projection [D, V] as it lies, in the parameter dtype; the loss casts and gathers it."""

@@ -5,6 +5,8 @@ Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, H 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -18,6 +20,8 @@ from models.remat import Remat
 from models.rope import apply_rotary
 
 RotaryTable = tuple[jax.Array, jax.Array]
+AttendWith = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Rotated q [B, T, N, H] and k, v [B, T, K, H] -> context [B, T, N, H]."""
 
 
 class Attention(nnx.Module):
@@ -52,8 +56,13 @@ class Attention(nnx.Module):
         request = AttentionRequest(platform, projector.compute_dtype, head, heads, kv_heads, True, model.sliding_window, True)
         resolve_backend(config.backend, request)  # refuse at construction, not in the first step
 
-    def __call__(self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None) -> jax.Array:
-        """Map normed inputs to the residual update, same shape and dtype."""
+    def __call__(
+        self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None, attend_with: AttendWith | None = None
+    ) -> jax.Array:
+        """Map normed inputs to the residual update, same shape and dtype.
+
+        `attend_with` replaces attention over the row itself (decoding attends to a cache).
+        """
         backend, chunk, window, platform = self.attend_options
         q_BTNH = self._heads(x_BTD, self.query, self.query_bias, self.query_norm, rotary, "act_heads", "query")
         k_BTKH = self._heads(x_BTD, self.key, self.key_bias, self.key_norm, rotary, "act_kv_heads", "key")
@@ -64,7 +73,7 @@ class Attention(nnx.Module):
                 q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, sliding_window=window, backend=backend, chunk=chunk, platform=platform
             )
 
-        context_BTNH = checkpoint_name(self.remat.wrap_attention(run)(q_BTNH, k_BTKH, v_BTKH), "attention_context")
+        context_BTNH = checkpoint_name((attend_with or self.remat.wrap_attention(run))(q_BTNH, k_BTKH, v_BTKH), "attention_context")
         context_BTNH = self.project.partitioner.constrain(context_BTNH, "batch", "seq", "act_heads", None)
         return self.project.add_bias(self.project("btnh,nhd->btd", context_BTNH, self.out), self.out_bias)
 

@@ -1,0 +1,230 @@
+"""Sampling from a decoder: prefill, then one token at a time with a cache of keys and values.
+
+A token's place in the cache is its position, so prompts of different lengths share a batch padded on the right: what stands in the slots
+after a row's end is not visible to it, because a query sees only slots up to its own position, and is overwritten as the row grows.
+
+Legend: L layers, B batch, T tokens run at once, S cache slots, N query heads, K key/value heads, G = N / K, H head width, V vocabulary,
+M generated tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from configs.errors import UserError
+from models.decoder import Decoder
+
+_SLOTS_MULTIPLE = 64
+"""Prompts and caches are padded to a multiple of this, so that similar lengths share a compiled program."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. top_k and top_p apply in that order, after the temperature."""
+
+    temperature: float = 1.0
+    """0: the most likely token."""
+    top_k: int | None = None
+    """Only the k most likely tokens; null: all."""
+    top_p: float | None = None
+    """Only the most likely tokens that together reach this probability (arXiv 1904.09751); null: all."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature is {self.temperature}: it must be 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top-k is {self.top_k}: it must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top-p is {self.top_p}: it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated for one prompt."""
+
+    tokens: list[int]
+    """Without the prompt and without the end-of-sequence token."""
+    stopped_by: Literal["eos", "length"]
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers, in the compute dtype."""
+
+    key_LBSKH: jax.Array
+    value_LBSKH: jax.Array
+
+
+def init_cache(decoder: Decoder, batch: int, slots: int) -> Cache:
+    """Return an empty cache for `slots` positions."""
+    model = decoder.model
+    shape = (model.num_layers, batch, slots, model.kv_heads, model.head_width)
+    return Cache(jnp.zeros(shape, decoder.project.compute_dtype), jnp.zeros(shape, decoder.project.compute_dtype))
+
+
+def advance(decoder: Decoder, cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Cache]:
+    """Run new tokens through the decoder, attending to the cache and to themselves; return (final-normed x [B, T, D], the grown cache)."""
+    structure, stacked = nnx.split(decoder.blocks)
+    rotary, window = decoder.rotary(positions_BT), decoder.model.sliding_window
+
+    def block(x_BTD: jax.Array, layer: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
+        parameters, old = layer
+        grown: list[Cache] = []
+
+        def attend_with(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+            rows = jnp.arange(q_BTNH.shape[0])[:, None]
+            grown.append(Cache(*(kept.at[rows, positions_BT].set(new) for kept, new in zip(old, (k_BTKH, v_BTKH), strict=True))))
+            return _attend_to_cache(q_BTNH, grown[0], positions_BT, window)
+
+        x_BTD = nnx.merge(structure, parameters)(x_BTD, rotary, None, attend_with)
+        return x_BTD, grown[0]
+
+    x_BTD, cache = jax.lax.scan(block, decoder.embed(tokens_BT, positions_BT), (stacked, cache))
+    return decoder.normalise(x_BTD), cache
+
+
+def _attend_to_cache(q_BTNH: jax.Array, cache: Cache, positions_BT: jax.Array, window: int | None) -> jax.Array:
+    """Attend to the slots up to each query's position; softmax in float32. The cache is that of one layer, [B, S, K, H]."""
+    batch, length, _, width = q_BTNH.shape
+    key_BSKH, value_BSKH = cache
+    q_BTKGH = q_BTNH.reshape(batch, length, key_BSKH.shape[2], -1, width)
+    scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, key_BSKH, preferred_element_type=jnp.float32) * width**-0.5
+    distance_BTS = positions_BT[:, :, None] - jnp.arange(key_BSKH.shape[1])
+    visible_BTS = distance_BTS >= 0
+    if window is not None:
+        visible_BTS &= distance_BTS < window
+    weights_BKGTS = jax.nn.softmax(jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf), axis=-1)
+    context_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(value_BSKH.dtype), value_BSKH)
+    return context_BTKGH.reshape(q_BTNH.shape)
+
+
+def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
+    """Choose a token per row, int32 [B], from float32 logits; row b draws with keys_B[b]."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits_BV.shape[-1]:
+        kth_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+        probabilities_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        before_BV = jnp.cumsum(probabilities_BV, axis=-1) - probabilities_BV  # of all more likely tokens
+        kept_BV = before_BV < sampling.top_p  # the most likely token always stays
+        threshold_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < threshold_B1, -jnp.inf, logits_BV)
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    eos_ids: Sequence[int] = (),
+    seed: int = 0,
+) -> list[Generation]:
+    """Continue every prompt by up to `max_tokens` tokens, or to the first of `eos_ids`.
+
+    A prompt's draws depend on the seed and its index, not on the other prompts.
+    Raises UserError: an empty prompt, an id outside the vocabulary, a length beyond model.max_seq_len.
+    """
+    _check(decoder, prompts, max_tokens)
+    if not prompts:
+        return []
+    longest = max(map(len, prompts))
+    prompt_slots = -(-longest // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE
+    slots = max(prompt_slots, -(-(longest + max_tokens) // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE)
+    tokens_BT = np.zeros((len(prompts), prompt_slots), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens_BT[row, : len(prompt)] = prompt
+    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    graphdef, state = nnx.split(decoder)
+    run = partial(_generate, graphdef, slots, max_tokens, sampling or Sampling(), tuple(sorted(eos_ids)))
+    tokens_BM, counts_B, ended_B = jax.device_get(run(state, jnp.asarray(tokens_BT), jnp.asarray(lengths_B), jax.random.key(seed)))
+    rows = zip(tokens_BM, counts_B, ended_B, strict=True)
+    return [Generation([int(token) for token in row[:count]], "eos" if ended else "length") for row, count, ended in rows]
+
+
+class _Progress(NamedTuple):
+    """The carry of the decoding loop."""
+
+    step: jax.Array
+    cache: Cache
+    last_B: jax.Array
+    """The token each row feeds next."""
+    tokens_BM: jax.Array
+    counts_B: jax.Array
+    ended_B: jax.Array
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _generate(
+    graphdef: Any,
+    slots: int,
+    max_tokens: int,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    state: Any,
+    tokens_BT: jax.Array,
+    lengths_B: jax.Array,
+    key: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (tokens [B, M], how many of them count [B], whether an end-of-sequence token came [B])."""
+    decoder = nnx.merge(graphdef, state)
+    batch, length = tokens_BT.shape
+    row_keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
+
+    def choose(x_BD: jax.Array, step: jax.Array) -> jax.Array:
+        keys_B = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys_B)
+        return sample(decoder.logits(x_BD[:, None])[:, 0], keys_B, sampling)
+
+    def take(progress: _Progress, chosen_B: jax.Array) -> _Progress:
+        """Record what was chosen; a row that has ended, or ends with this token, records nothing."""
+        ended_B = progress.ended_B | jnp.isin(chosen_B, jnp.asarray(eos_ids, jnp.int32))
+        return progress._replace(
+            step=progress.step + 1,
+            last_B=chosen_B,
+            tokens_BM=progress.tokens_BM.at[:, progress.step].set(jnp.where(ended_B, 0, chosen_B)),
+            counts_B=progress.counts_B + ~ended_B,
+            ended_B=ended_B,
+        )
+
+    def unfinished(progress: _Progress) -> jax.Array:
+        return (progress.step < max_tokens) & ~jnp.all(progress.ended_B)
+
+    def decode(progress: _Progress) -> _Progress:
+        positions_B1 = (lengths_B + progress.step - 1)[:, None]
+        x_BTD, cache = advance(decoder, progress.cache, progress.last_B[:, None], positions_B1)
+        return take(progress._replace(cache=cache), choose(x_BTD[:, 0], progress.step))
+
+    positions_BT = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
+    x_BTD, cache = advance(decoder, init_cache(decoder, batch, slots), tokens_BT, positions_BT)
+    last_BD = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+    zeros_B, none_B = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    start = _Progress(jnp.int32(0), cache, zeros_B, jnp.zeros((batch, max_tokens), jnp.int32), zeros_B, none_B)
+    progress = jax.lax.while_loop(unfinished, decode, take(start, choose(last_BD, start.step)))
+    return progress.tokens_BM, progress.counts_B, progress.ended_B
+
+
+def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    model = decoder.model
+    if max_tokens < 1:
+        raise UserError(f"the number of tokens to generate is {max_tokens}: it must be at least 1")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise UserError(f"prompt {number} is empty: it needs at least one token")
+        outside = [token for token in prompt if not 0 <= token < model.vocab_size]
+        if outside:
+            raise UserError(f"prompt {number} holds token id {outside[0]}, outside the model's vocabulary of {model.vocab_size}")
+        if len(prompt) + max_tokens > model.max_seq_len:
+            limit = f"model.max_seq_len is {model.max_seq_len}"
+            raise UserError(f"prompt {number} of {len(prompt)} tokens plus {max_tokens} new ones is too long: {limit}")
