@@ -72,7 +72,7 @@ class Agreement:
     def raise_alarm(self, name: str) -> None:
         """Let the others see, by `alarmed(name)`, that they need not wait for this process."""
         if self.count > 1:
-            _client().key_value_set(f"{self._prefix}/alarm/{name}", str(self.process), allow_overwrite=True)
+            _client().key_value_set(f"{self._prefix}/alarm/{name}/{self.process}", "1", allow_overwrite=True)
 
     def alarmed(self, name: str) -> bool:
         """Whether some process has raised the alarm `name`."""
