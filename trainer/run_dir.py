@@ -66,8 +66,8 @@ def open_run_dir(
 ) -> RunDir:
     """Create the run directory of a config, or open it for another start of the same run, and record this start in it.
 
-    Call it after jax.distributed is initialised. A changed config is told through `log` (process 0). Raises UserError: the directory belongs to another run or is not a run directory; it cannot
-    be written; it has checkpoints that the changed config would make wrong.
+    Call it after jax.distributed is initialised. A changed config is told through `log` (process 0). Raises UserError: the directory
+    belongs to another run or is not a run directory; it cannot be written; it has checkpoints that the changed config would make wrong.
     """
     path = config.directory.absolute()
     start_time = (now or (lambda: datetime.now(UTC)))()
@@ -144,8 +144,13 @@ def _start(path: Path, restart: int, command: Sequence[str], start_time: datetim
         "python": platform.python_version(),
         "system": platform.platform(),
         "git": _git_state(path, restart),
-        "packages": {d.name: d.version for d in sorted(distributions(), key=lambda d: d.name.lower())},
+        "packages": _packages(),
     }
+
+
+def _packages() -> dict[str, str]:
+    found = {d.name: d.version for d in distributions() if d.name}  # half-removed packages have no name
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def _git_state(path: Path, restart: int) -> dict[str, Any]:

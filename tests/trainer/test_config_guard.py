@@ -63,5 +63,5 @@ def test_the_rest_is_allowed_and_told_with_both_values(new: dict[str, Any]) -> N
 def test_another_tokenizer_is_refused() -> None:
     check_tokenizer("a" * 64, "a" * 64, "the checkpoint")
     check_tokenizer(None, "a" * 64, "the checkpoint")
-    with pytest.raises(UserError, match="tokenizer .sha256 bbbbbbbbbbbb. is not the one of the checkpoint .sha256 aaaaaaaaaaaa."):
+    with pytest.raises(UserError, match=r"tokenizer .sha256 bbbbbbbbbbbb. is not the one of the checkpoint .sha256 aaaaaaaaaaaa."):
         check_tokenizer("a" * 64, "b" * 64, "the checkpoint")
