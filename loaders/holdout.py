@@ -16,7 +16,7 @@ TRAIN = "train"
 
 
 def parse_holdouts(texts: Sequence[str]) -> dict[str, float]:
-    """Parse `name=fraction` settings. Raises UserError for a malformed one, a repeated name, or fractions that leave nothing to train on."""
+    """Parse `name=fraction` settings. Raises UserError for a malformed one, a repeated name, or nothing left to train on."""
     holdouts: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition("=")

@@ -23,8 +23,8 @@ from loaders.records import BadRecord, RecordFields
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 SPLIT_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+ *|\s+(?!\S)|\s+"
-"""No merge crosses these pieces: a word with the character before it, up to three digits, punctuation, line breaks with the indentation after
-them (which code is full of), other spaces."""
+"""No merge crosses these pieces: a word with the character before it, up to three digits, punctuation, line breaks with the
+indentation after them (which code is full of), other spaces."""
 
 
 @dataclass(frozen=True)
