@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name closest to `name`, or None when nothing is close."""
-    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 

@@ -193,10 +193,12 @@ def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
         "embed": ("model.embed_dim", model.embed_dim),
         "residual_seq": ("data.seq_len", config.data.seq_len),
     }
+    heads_broken = False  # then the key/value heads, which divide them, are broken too: one message is enough
     for logical, (key, dim) in dims.items():
         axes, parts = _axes_of(config, logical, sizes)
-        if dim % parts == 0:
+        if dim % parts == 0 or (logical == "kv_heads" and heads_broken):
             continue
+        heads_broken |= logical == "heads"
         over = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes)
         if logical == "vocab":
             fits = f"set model.pad_vocab_to={math.ceil(dim / parts) * parts}"

@@ -113,7 +113,13 @@ def test_overrides_win_over_files_and_later_ones_over_earlier() -> None:
 
 def test_override_values_are_yaml() -> None:
     write("x.yaml", "")
-    overrides = ["data.train=[{path: x, weight: 2}]", "optimizer.learning_rate=1e-4", "optimizer.clip_norm=null", "run_dir=runs/a=b", "model={embed_dim: 512, num_heads: 8}"]
+    overrides = [
+        "data.train=[{path: x, weight: 2}]",
+        "optimizer.learning_rate=1e-4",
+        "optimizer.clip_norm=null",
+        "run_dir=runs/a=b",
+        "model={embed_dim: 512, num_heads: 8}",
+    ]
     config = load("x.yaml", overrides).config
     assert (str(config.data.train[0].path), config.data.train[0].weight) == ("x", 2.0)
     assert (config.optimizer.learning_rate, config.optimizer.clip_norm, str(config.run_dir)) == (1e-4, None, "runs/a=b")

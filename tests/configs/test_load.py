@@ -186,7 +186,9 @@ def test_family_defaults_lie_under_the_config() -> None:
 
 
 def test_environment_is_read_only_where_declared() -> None:
-    text = "run_dir: ${env:SCRATCH}/runs\ndata:\n  train:\n    - path: ${env:CORPUS,data/x}\nevaluation:\n  sets:\n    v: ${env:SCRATCH}/v\n"
+    text = (
+        "run_dir: ${env:SCRATCH}/runs\ndata:\n  train:\n    - path: ${env:CORPUS,data/x}\nevaluation:\n  sets:\n    v: ${env:SCRATCH}/v\n"
+    )
     config = load(write(text), environment={"SCRATCH": "/s"}).config
     assert (config.run_dir, config.data.train[0].path, config.evaluation.sets["v"]) == (Path("/s/runs"), Path("data/x"), Path("/s/v"))
     assert load("x.yaml", ["run_dir=${env:OTHER}"], environment={"SCRATCH": "/s", "OTHER": "/o"}).config.run_dir == Path("/o")
@@ -197,7 +199,8 @@ def test_environment_is_read_only_where_declared() -> None:
     [
         (
             "name: ${env:USER}\n",
-            "x.yaml:1: name: '${...}' is not allowed here (only in: run_dir, data.train[].path, evaluation.sets, runtime.compilation_cache)",
+            "x.yaml:1: name: '${...}' is not allowed here "
+            "(only in: run_dir, data.train[].path, evaluation.sets, runtime.compilation_cache)",
         ),
         (
             "run_dir: ${env:NOT_SET_ANYWHERE}\n",

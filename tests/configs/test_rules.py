@@ -1,0 +1,251 @@
+"""Rules between settings: each broken one is named with its keys and the nearest settings that work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from configs.errors import UserError
+from configs.load import load
+from configs.rules import SHARDED_OVER, check_config, check_devices, divisors
+from configs.schema import Config
+from sharding.rules import Rules
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text("model:\n  num_heads: 8\n  embed_dim: 256\ndata:\n  seq_len: 512\n")
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load("x.yaml", overrides)
+    return str(caught.value)
+
+
+CASES = [
+    # model
+    (
+        ["model.num_kv_heads=3"],
+        "model.num_kv_heads: model.num_heads=8 must be a multiple of model.num_kv_heads=3 (num_kv_heads=2 or 4 works)",
+    ),
+    (
+        ["model.embed_dim=250"],
+        "model.embed_dim: model.embed_dim=250 must be a multiple of model.num_heads=8 (embed_dim=248 or 256 works, or set model.head_dim)",
+    ),
+    (["model.head_dim=33"], "model.head_dim: rotary embedding needs an even head width, it is 33"),
+    (["model.pad_vocab_to=31000"], "model.pad_vocab_to: must be at least model.vocab_size=32000, got 31000"),
+    (["model.sliding_window=5000"], "model.sliding_window: must be at most model.max_seq_len=4096, got 5000 (null turns it off)"),
+    (["data.seq_len=8192"], "data.seq_len: data.seq_len=8192 is longer than model.max_seq_len=4096; lower the one or raise the other"),
+    (["model.rope_scaling={factor: 0.5}"], "model.rope_scaling.factor: must be at least 1, got 0.5"),
+    (
+        ["model.rope_scaling={low_freq_factor: 4}"],
+        "model.rope_scaling.low_freq_factor: must be less than model.rope_scaling.high_freq_factor=4.0, got 4.0",
+    ),
+    (["model.rope_scaling={}", "model.position=learned"], "needs model.position=rope (null turns the scaling off)"),
+    # mesh
+    (["mesh.data=-1"], "mesh.data: only one mesh axis may be -1 (what is left), here mesh.data and mesh.fsdp are"),
+    (["mesh.tensor=0"], "mesh.tensor: must be at least 1, or -1 for what is left, got 0"),
+    (["mesh.pipeline=2"], "mesh.pipeline: must be 1 for now, got 2 (data, fsdp and tensor may be larger)"),
+    (["mesh.context=2"], "mesh.context: must be 1 for now, got 2 (data, fsdp and tensor may be larger)"),
+    (["mesh.expert=4"], "mesh.expert: must be 1 for now, got 4 (data, fsdp and tensor may be larger)"),
+    (
+        ["mesh.rules={embed: [fdsp]}"],
+        "mesh.rules.embed: unknown mesh axis 'fdsp'; did you mean 'fsdp'? (allowed: context, data, expert, fsdp, pipeline, tensor)",
+    ),
+    # divisibility over tensor and fsdp
+    (
+        ["mesh.tensor=16", "model.num_heads=24", "model.head_dim=16"],
+        "mesh.tensor: model.num_heads=24 does not divide by mesh.tensor=16 (mesh.tensor=12 or 24 works, or model.num_heads=16 or 32 works)",
+    ),
+    (
+        ["mesh.tensor=4", "model.num_kv_heads=2"],
+        "mesh.tensor: model.num_kv_heads=2 does not divide by mesh.tensor=4 (mesh.tensor=2 works, or model.num_kv_heads=4 works)",
+    ),
+    (
+        ["mesh.tensor=8", "model.mlp_dim=1020"],
+        "mesh.tensor: model.mlp_dim=1020 does not divide by mesh.tensor=8 (mesh.tensor=6 or 10 works, or model.mlp_dim=1016 or 1024 works)",
+    ),
+    (
+        ["mesh.tensor=8", "model.vocab_size=50257"],
+        "mesh.tensor: model.vocab_size=50257 does not divide by mesh.tensor=8 (set model.pad_vocab_to=50264)",
+    ),
+    (
+        ["mesh.fsdp=7", "data.batch_size=7"],
+        "mesh.fsdp: model.embed_dim=256 does not divide by mesh.fsdp=7 (mesh.fsdp=4 or 8 works, or model.embed_dim=252 or 259 works)",
+    ),
+    (
+        ["mesh.tensor=8", "data.seq_len=500"],
+        "mesh.tensor: data.seq_len=500 does not divide by mesh.tensor=8 (mesh.tensor=5 or 10 works, or data.seq_len=496 or 504 works)",
+    ),
+    # batch
+    (
+        ["trainer.accumulation=3"],
+        "trainer.accumulation: data.batch_size=8 does not divide by trainer.accumulation=3 "
+        "(data.batch_size=6 or 9 works, or trainer.accumulation=2 or 4)",
+    ),
+    (
+        ["data.batch_size=12", "mesh.fsdp=4", "mesh.data=2"],
+        "data.batch_size: 12 rows per microbatch "
+        "(data.batch_size=12 / trainer.accumulation=1) do not divide by mesh.data=2 x mesh.fsdp=4 (data.batch_size=8 or 16 works)",
+    ),
+    (
+        ["data.batch_size=16", "trainer.accumulation=4", "mesh.fsdp=8"],
+        "data.batch_size: 4 rows per microbatch (data.batch_size=16 / trainer.accumulation=4) do not divide by mesh.fsdp=8 "
+        "(data.batch_size=32 works)",
+    ),
+    (["evaluation.batch_size=6", "mesh.fsdp=4"], "evaluation.batch_size: 6 rows do not divide by mesh.fsdp=4 (4 or 8 works)"),
+    # compute
+    (["compute.scan_unroll=3"], "compute.scan_unroll: must divide model.num_layers=4, got 3 (2 or 4 works)"),
+    (["compute.remat.policy=names"], "compute.remat.policy: 'names' needs compute.remat.names, the values to save"),
+    (["compute.remat.policy=offload"], "compute.remat.policy: 'offload' needs compute.remat.names, the values to save"),
+    # steps
+    (["schedule.warmup_steps=2000"], "schedule.warmup_steps: must be at most trainer.steps=1000, got 2000"),
+    (
+        ["schedule.kind=wsd", "schedule.warmup_steps=600", "schedule.decay_fraction=0.5"],
+        "schedule.decay_fraction: warm-up (600 steps) and decay (0.5 of 1000) overlap; schedule.decay_fraction=0.4 is the most",
+    ),
+    (["profiler.start_step=1000"], "profiler.start_step: must be less than trainer.steps=1000, got 1000"),
+    (["checkpoint.keep_every=700"], "checkpoint.keep_every: must be a multiple of checkpoint.every=500, got 700 (500 or 1000 works)"),
+    (
+        ["checkpoint.keep_every=700", "checkpoint.every=0"],
+        "checkpoint.keep_every: must be a multiple of checkpoint.every=0, got 700 (0 turns it off)",
+    ),
+    # evaluation
+    (["evaluation.every=10"], "evaluation.every: evaluates nothing: name at least one set in evaluation.sets, or set it to 0"),
+    (["evaluation.sets={a: x, b: x}"], "evaluation.sets.b: is the same directory as evaluation.sets.a: x"),
+    # runtime
+    (
+        ["runtime.cpu_devices=8", "runtime.platform=cuda"],
+        "runtime.cpu_devices: virtual devices exist on the cpu platform only, runtime.platform is cuda "
+        "(set it to cpu, or cpu_devices to 1)",
+    ),
+    # names
+    (
+        ["compute.attention.backend=flash"],
+        "compute.attention.backend: unknown attention backend 'flash' (allowed: auto, chunked, cudnn, reference, xla)",
+    ),
+    (
+        ["optimizer.kind=adam"],
+        "optimizer.kind: unknown optimizer 'adam'; did you mean 'adamw'? (allowed: adafactor, adamw, lion, muon, sgd)",
+    ),
+    (["schedule.kind=cosin"], "schedule.kind: unknown schedule 'cosin'; did you mean 'cosine'? (allowed: constant, cosine, linear, wsd)"),
+    (
+        ["compute.remat.policy=ful"],
+        "compute.remat.policy: unknown remat policy 'ful'; did you mean 'full'? "
+        "(allowed: attention-only, dots, full, names, none, offload)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), CASES)
+def test_a_broken_rule_names_its_keys_and_what_works(overrides: list[str], expected: str) -> None:
+    message = refusal(*overrides)
+    assert expected in message
+    assert message.startswith("override '")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.num_kv_heads=4", "mesh.tensor=4"],
+        ["model.head_dim=33", "model.position=learned"],
+        ["mesh.tensor=8", "model.vocab_size=50257", "model.pad_vocab_to=50264"],
+        ["mesh.tensor=8", "model.vocab_size=50257", "mesh.rules={vocab: []}"],
+        ["schedule.warmup_steps=1000"],
+        ["schedule.kind=wsd", "schedule.warmup_steps=500", "schedule.decay_fraction=0.5"],
+        ["compute.scan_unroll=3", "compute.scan_layers=false"],
+        ["compute.remat.policy=names", "compute.remat.names=[mlp_out]"],
+        ["checkpoint.keep_every=1500"],
+        ["data.batch_size=32", "trainer.accumulation=4", "mesh.fsdp=8"],
+        ["checkpoint.every=0", "checkpoint.final=false"],
+    ],
+)
+def test_what_is_allowed_is_not_refused(overrides: list[str]) -> None:
+    load("x.yaml", overrides)
+
+
+def test_a_rule_between_file_and_default_blames_the_line_in_the_file() -> None:
+    Path("y.yaml").write_text("seed: 1\nmodel:\n  max_seq_len: 512\n")
+    with pytest.raises(UserError, match=r"^y.yaml:3: model.max_seq_len: data.seq_len=1024 is longer than model.max_seq_len=512"):
+        load("y.yaml")
+
+
+def make(**mesh: int) -> Config:
+    return Config.model_validate({"mesh": mesh, "model": {"num_heads": 8, "embed_dim": 256}, "data": {"batch_size": 16}})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "expected"),
+    [
+        ({}, 8, {"fsdp": 8}),
+        ({"tensor": 2}, 8, {"fsdp": 4, "tensor": 2}),
+        ({"data": -1, "fsdp": 2}, 8, {"data": 4, "fsdp": 2}),
+        ({"fsdp": 1}, 1, {}),
+    ],
+)
+def test_the_free_axis_takes_the_devices_that_are_left(mesh: dict[str, int], devices: int, expected: dict[str, int]) -> None:
+    sizes = check_devices(make(**mesh), devices)
+    assert {axis: size for axis, size in sizes.items() if size != 1} == expected
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "expected"),
+    [
+        ({"fsdp": 4}, 8, "mesh: fsdp=4 is 4 devices, 8 are present; mesh.fsdp=8 fits, or set one axis to -1 to take what is left"),
+        (
+            {"fsdp": 1, "tensor": 3},
+            8,
+            "mesh: tensor=3 is 3 devices, 8 are present; change the sizes, or set one axis to -1 to take what is left",
+        ),
+        (
+            {"tensor": 3},
+            8,
+            "mesh.fsdp: the other axes "
+            "(fsdp=-1 x tensor=3) need a multiple of 3 devices, 8 are present; the nearest product that works is 2 or 4",
+        ),
+        (
+            {"data": 16},
+            8,
+            "mesh.fsdp: the other axes "
+            "(data=16 x fsdp=-1) need a multiple of 16 devices, 8 are present; the nearest product that works is 8",
+        ),
+        (
+            {},
+            3,
+            "mesh.fsdp: model.embed_dim=256 does not divide by mesh.fsdp=3 "
+            "(mesh.fsdp=2 or 4 works, or model.embed_dim=255 or 258 works) (on 3 devices)",
+        ),
+        (
+            {},
+            32,
+            "data.batch_size: 16 rows per microbatch (data.batch_size=16 / trainer.accumulation=1) do not divide by mesh.fsdp=32 "
+            "(data.batch_size=32 works) (on 32 devices)",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_match_the_devices_is_refused(mesh: dict[str, int], devices: int, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_devices(make(**mesh), devices)
+    assert str(caught.value).splitlines()[0] == expected
+
+
+def test_rules_that_need_the_devices_wait_for_them() -> None:
+    config = make(data=-1, fsdp=1)
+    assert check_config(config) == []
+    with pytest.raises(UserError, match=r"do not divide by mesh\.data=32"):
+        check_devices(config, 32)
+
+
+def test_the_divisibility_table_agrees_with_the_sharding_rules() -> None:
+    for logical, axes in SHARDED_OVER.items():
+        assert getattr(Rules(), logical) == axes, logical
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+    assert divisors(49) == [1, 7, 49]
