@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -118,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has what it wanted. Point stdout elsewhere so that the interpreter's own flush stays quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 1  # as click does when the pipe breaks inside a command
     except (KeyboardInterrupt, click.Abort):
         print("ridge: interrupted", file=sys.stderr)
         return INTERRUPTED
