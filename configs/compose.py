@@ -37,7 +37,8 @@ def locate_main(name: str) -> Path:
     path = locate(name, Path())
     if path is None:
         if Path(name).is_dir():
-            raise UserError(f"config '{name}' is a directory; name a YAML file")
+            inside = Path(name) / "config.yaml"
+            raise UserError(f"config '{name}' is a directory; name " + (f"its file '{inside}'" if inside.is_file() else "a YAML file"))
         raise UserError(f"config '{name}' not found{_suggestion(name, Path())}")
     return path
 

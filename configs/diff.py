@@ -65,7 +65,7 @@ _NOTES = {
 def _judge(key: str, old: dict[str, Any], new: dict[str, Any]) -> tuple[bool, str]:
     if key in _NOTES:
         return True, _NOTES[key]
-    if key == "model.max_seq_len" and old["model"]["position"] == new["model"]["position"] == "rope":
+    if key == "model.max_seq_len" and all(config.get("model", {}).get("position") == "rope" for config in (old, new)):
         return True, "rotary positions have no table: parameters stay as they are"
     if _under(key, ["model"]):
         return False, "the checkpoint's parameters belong to the other model"

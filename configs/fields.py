@@ -73,6 +73,20 @@ def slot_at(path: Path) -> Slot | None:
     return slot
 
 
+def split_key(key: str) -> Path:
+    """Split a dotted key that the schema has: list indices become integers, and a user's own name may hold dots."""
+    path: Path = ()
+    slot: Slot | None = ROOT
+    parts = key.split(".")
+    for position, part in enumerate(parts):
+        if slot is not None and slot.is_open_mapping:
+            return (*path, ".".join(parts[position:]))
+        step = int(part) if slot is not None and slot.is_list else part
+        path = (*path, step)
+        slot = slot.step(step) if slot is not None else None
+    return path
+
+
 def schema_keys(slot: Slot = ROOT, prefix: str = "") -> Iterator[tuple[str, Slot]]:
     """Yield every key of the schema with its slot; list elements read `[]`, user-named keys `<name>`."""
     if slot.section is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from configs.compose import family_names
 from configs.fields import env_keys
-from configs.names import NAMES_BY_KEY
+from configs.names import NAMES_BY_KEY, REMAT_NAMES
 from configs.schema import Config
 
 
@@ -26,6 +26,7 @@ def json_schema() -> dict[str, Any]:
     enums["model.family"] = family_names()
     for key, names in enums.items():
         _property(schema, key)["enum"] = names
+    _property(schema, "compute.remat.names")["items"]["enum"] = list(REMAT_NAMES)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Ridgeline config",

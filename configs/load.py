@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from configs import compose, rules
+from configs.fields import split_key
 from configs.interpolation import interpolate
 from configs.overrides import apply_overrides
 from configs.problems import joined, validation_error
@@ -76,7 +77,7 @@ def _place(tree: Mapping, keys: tuple[str, ...]) -> str:
     """Return source and name of the key to blame: one set by an override, else the first that somebody wrote; all may be defaults."""
     written: list[tuple[Source, str]] = []
     for key in keys:
-        path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        path = split_key(key)
         if find(tree, path) is not None:
             written.append((source_of(tree, path), key))
     written.sort(key=lambda place: place[0].kind != "override")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from configs.errors import UserError, unknown_name
-from configs.names import NAMES_BY_KEY
+from configs.names import NAMES_BY_KEY, REMAT_NAMES
 from configs.schema import MESH_AXES, Config
 
 SHARDED_OVER = {
@@ -239,9 +239,19 @@ def _compute(config: Config) -> Iterator[Problem]:
             ("compute.scan_unroll", "model.num_layers"),
             f"must divide model.num_layers={config.model.num_layers}, got {compute.scan_unroll} ({fits} works)",
         )
-    if compute.remat.policy in ("names", "offload") and not compute.remat.names:
+    remat = compute.remat
+    for name in remat.names:
+        if name not in REMAT_NAMES:
+            yield Problem(("compute.remat.names",), str(unknown_name("value to save", name, REMAT_NAMES)))
+    if remat.policy in ("names", "offload") and not remat.names:
         yield Problem(
-            ("compute.remat.policy", "compute.remat.names"), f"'{compute.remat.policy}' needs compute.remat.names, the values to save"
+            ("compute.remat.policy", "compute.remat.names"),
+            f"'{remat.policy}' needs compute.remat.names (allowed: {', '.join(REMAT_NAMES)})",
+        )
+    if remat.names and remat.policy not in ("names", "offload"):
+        yield Problem(
+            ("compute.remat.names", "compute.remat.policy"),
+            f"compute.remat.names is read by the policies names and offload only, not by {remat.policy} ([] empties it)",
         )
 
 

@@ -159,6 +159,9 @@ def test_missing_config_names_the_nearest_file() -> None:
         load("models/gpt-2")
     with pytest.raises(UserError, match=r"^config 'exp' is a directory; name a YAML file$"):
         load("exp")
+    write("", "exp/config.yaml")
+    with pytest.raises(UserError, match=r"^config 'exp' is a directory; name its file 'exp/config.yaml'$"):
+        load("exp")
 
 
 def test_an_empty_file_is_all_defaults() -> None:

@@ -99,8 +99,16 @@ CASES = [
     (["evaluation.batch_size=6", "mesh.fsdp=4"], "evaluation.batch_size: 6 rows do not divide by mesh.fsdp=4 (4 or 8 works)"),
     # compute
     (["compute.scan_unroll=3"], "compute.scan_unroll: must divide model.num_layers=4, got 3 (2 or 4 works)"),
-    (["compute.remat.policy=names"], "compute.remat.policy: 'names' needs compute.remat.names, the values to save"),
-    (["compute.remat.policy=offload"], "compute.remat.policy: 'offload' needs compute.remat.names, the values to save"),
+    (["compute.remat.policy=names"], "compute.remat.policy: 'names' needs compute.remat.names (allowed: block_input, query, "),
+    (["compute.remat.policy=offload"], "compute.remat.policy: 'offload' needs compute.remat.names (allowed: block_input, "),
+    (
+        ["compute.remat.policy=names", "compute.remat.names=[mlp_outt]"],
+        "compute.remat.names: unknown value to save 'mlp_outt'; did you mean 'mlp_out'?",
+    ),
+    (
+        ["compute.remat.names=[mlp_out]"],
+        "compute.remat.names: compute.remat.names is read by the policies names and offload only, not by none ([] empties it)",
+    ),
     # steps
     (["schedule.warmup_steps=2000"], "schedule.warmup_steps: must be at most trainer.steps=1000, got 2000"),
     (
@@ -171,6 +179,12 @@ def test_what_is_allowed_is_not_refused(overrides: list[str]) -> None:
 def test_a_rule_between_file_and_default_blames_the_line_in_the_file() -> None:
     Path("y.yaml").write_text("seed: 1\nmodel:\n  max_seq_len: 512\n")
     with pytest.raises(UserError, match=r"^y.yaml:3: model.max_seq_len: data.seq_len=1024 is longer than model.max_seq_len=512"):
+        load("y.yaml")
+
+
+def test_a_rule_about_a_name_with_dots_finds_its_line() -> None:
+    Path("y.yaml").write_text("evaluation:\n  sets:\n    a: d\n    wiki.v2: d\n")
+    with pytest.raises(UserError, match=r"^y.yaml:4: evaluation.sets.wiki.v2: is the same directory as evaluation.sets.a: d$"):
         load("y.yaml")
 
 

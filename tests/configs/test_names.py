@@ -1,0 +1,17 @@
+"""The names a config may use are exactly those that models and trainer implement."""
+
+from __future__ import annotations
+
+from configs import names
+from configs.compose import family_names
+from models import attention, registry, remat
+from trainer import optimizers, schedules
+
+
+def test_configs_know_exactly_what_is_implemented() -> None:
+    assert set(names.ATTENTION_BACKENDS) == {"auto", *attention.backend_names()}
+    assert set(names.REMAT_POLICIES) == set(remat.POLICIES)
+    assert tuple(remat.NAMES) == names.REMAT_NAMES
+    assert set(names.OPTIMIZERS) == set(optimizers.OPTIMIZERS)
+    assert set(names.SCHEDULES) == set(schedules.SCHEDULES)
+    assert family_names() == sorted(registry.FAMILIES)
