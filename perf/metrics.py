@@ -3,7 +3,8 @@
 Conventions. Loss is in nats per target token. Tokens are the positions of the batch (rows x seq_len), padding included, because
 they cost the same. MFU = model FLOPs / (step time x datasheet peak of the matmul dtype). Model FLOPs are those of `planner.flops`
 (causal attention counted as half, no recomputation); the peak is the dense one of `planner.hardware`. On a device without a datasheet
-figure MFU does not exist: it is absent, never a guess.
+figure MFU does not exist: it is absent, never a guess. TensorBoard opens the first two groups in alphabetical order, hence the names:
+`eval` and `train` are what one looks at first.
 """
 
 from __future__ import annotations
@@ -33,28 +34,30 @@ METRICS: dict[str, Metric] = {
     "train/tokens": Metric("tokens", "Tokens (batch positions) of all steps of the run so far."),
     "train/target_tokens": Metric("tokens", "Target tokens (sum of weights) in the step."),
     "train/skipped_steps": Metric("steps", "Steps of the run whose update was skipped because loss or gradient was not finite."),
-    "speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time, over all devices."),
-    "speed/tokens_per_s_per_device": Metric("tokens/s", "Tokens per second of step time and device."),
-    "speed/step_time_mean_s": Metric(
+    "train_speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time, over all devices."),
+    "train_speed/tokens_per_s_per_device": Metric("tokens/s", "Tokens per second of step time and device."),
+    "train_speed/step_time_mean_s": Metric(
         "s", "Mean step time over the log window. Evaluations, saves and the start and end of captures are not step time."
     ),
-    "speed/step_time_p50_s": Metric("s", "Median step time of the log window."),
-    "speed/step_time_p95_s": Metric("s", "95th percentile of the step times of the log window."),
-    "speed/step_time_max_s": Metric("s", "Longest step time of the log window."),
-    "speed/data_wait_s": Metric("s", "Mean time per step spent waiting for the next batch (a part of the step time)."),
-    "speed/data_wait_fraction": Metric("fraction", "Share of the step time spent waiting for the next batch."),
-    "speed/tflop_per_s_per_device": Metric(
+    "train_speed/step_time_p50_s": Metric("s", "Median step time of the log window."),
+    "train_speed/step_time_p95_s": Metric("s", "95th percentile of the step times of the log window."),
+    "train_speed/step_time_max_s": Metric("s", "Longest step time of the log window."),
+    "train_speed/data_wait_s": Metric("s", "Mean time per step spent waiting for the next batch (a part of the step time)."),
+    "train_speed/data_wait_fraction": Metric("fraction", "Share of the step time spent waiting for the next batch."),
+    "train_speed/tflop_per_s_per_device": Metric(
         "TFLOP/s", "Model FLOPs (causal attention counted as half, no recomputation) per second and device, in 1e12."
     ),
-    "speed/mfu": Metric("fraction", "Model FLOP/s over the datasheet's dense peak of the matmul dtype; absent on a device without one."),
-    "memory/peak_bytes": Metric(
+    "train_speed/mfu": Metric(
+        "fraction", "Model FLOP/s over the datasheet's dense peak of the matmul dtype; absent on a device without one."
+    ),
+    "train_memory/peak_bytes": Metric(
         "bytes", "Peak device memory in use since the start, the largest over this process's devices; absent where not reported."
     ),
-    "memory/limit_bytes": Metric("bytes", "Device memory the allocator may use; absent where the backend does not report it."),
-    "checkpoint/blocking_s": Metric("s", "Time a save held up the training loop."),
-    "checkpoint/total_s": Metric("s", "Time from the start of a save to its manifest on disk, background write included."),
-    "checkpoint/bytes": Metric("bytes", "Size of a saved step on disk."),
-    "checkpoint/failures": Metric("saves", "Saves that failed so far."),
+    "train_memory/limit_bytes": Metric("bytes", "Device memory the allocator may use; absent where the backend does not report it."),
+    "train_save/blocking_s": Metric("s", "Time a save held up the training loop."),
+    "train_save/total_s": Metric("s", "Time from the start of a save to its manifest on disk, background write included."),
+    "train_save/bytes": Metric("bytes", "Size of a saved step on disk."),
+    "train_save/failures": Metric("saves", "Saves that failed so far."),
     "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set."),
     "eval/<set>/perplexity": Metric("1", "exp(loss)."),
     "eval/<set>/bits_per_byte": Metric("bits/byte", "Total cross-entropy in bits over the bytes of text the target tokens stand for."),
@@ -170,20 +173,20 @@ class StepTimer:
             return {}
         tokens_per_s = self._tokens_per_step * len(steps_s) / total_s
         values = {
-            "speed/tokens_per_s": tokens_per_s,
-            "speed/tokens_per_s_per_device": tokens_per_s / self._num_devices,
-            "speed/step_time_mean_s": total_s / len(steps_s),
-            "speed/step_time_p50_s": percentile(steps_s, 0.50),
-            "speed/step_time_p95_s": percentile(steps_s, 0.95),
-            "speed/step_time_max_s": steps_s[-1],
-            "speed/data_wait_s": wait_s / len(steps_s),
-            "speed/data_wait_fraction": wait_s / total_s,
+            "train_speed/tokens_per_s": tokens_per_s,
+            "train_speed/tokens_per_s_per_device": tokens_per_s / self._num_devices,
+            "train_speed/step_time_mean_s": total_s / len(steps_s),
+            "train_speed/step_time_p50_s": percentile(steps_s, 0.50),
+            "train_speed/step_time_p95_s": percentile(steps_s, 0.95),
+            "train_speed/step_time_max_s": steps_s[-1],
+            "train_speed/data_wait_s": wait_s / len(steps_s),
+            "train_speed/data_wait_fraction": wait_s / total_s,
         }
         if self._flops_per_token is not None:
             flop_per_s = self._flops_per_token * tokens_per_s / self._num_devices
-            values["speed/tflop_per_s_per_device"] = flop_per_s / 1e12
+            values["train_speed/tflop_per_s_per_device"] = flop_per_s / 1e12
             if self._peak_flops is not None:
-                values["speed/mfu"] = flop_per_s / self._peak_flops
+                values["train_speed/mfu"] = flop_per_s / self._peak_flops
         return values
 
 
@@ -200,9 +203,9 @@ def memory_metrics(stats: list[Mapping[str, int] | None]) -> dict[str, float]:
     known = [s for s in stats if s]
     values: dict[str, float] = {}
     if known and all("peak_bytes_in_use" in s for s in known):
-        values["memory/peak_bytes"] = float(max(s["peak_bytes_in_use"] for s in known))
+        values["train_memory/peak_bytes"] = float(max(s["peak_bytes_in_use"] for s in known))
     if known and all("bytes_limit" in s for s in known):
-        values["memory/limit_bytes"] = float(min(s["bytes_limit"] for s in known))
+        values["train_memory/limit_bytes"] = float(min(s["bytes_limit"] for s in known))
     return values
 
 

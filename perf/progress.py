@@ -157,9 +157,9 @@ def describe(metrics: Mapping[str, float]) -> list[str]:
         "train/loss": lambda v: f"loss {v:.4f}",
         "train/grad_norm": lambda v: f"grad {v:.3g}",
         "train/learning_rate": lambda v: f"lr {v:.2e}",
-        "speed/tokens_per_s": lambda v: f"{format_count(v)} tokens/s",
-        "speed/step_time_mean_s": lambda v: f"step {format_seconds(v)}",
-        "speed/mfu": lambda v: f"MFU {v:.1%}",
+        "train_speed/tokens_per_s": lambda v: f"{format_count(v)} tokens/s",
+        "train_speed/step_time_mean_s": lambda v: f"step {format_seconds(v)}",
+        "train_speed/mfu": lambda v: f"MFU {v:.1%}",
         "train/skipped_steps": lambda v: f"skipped {v:.0f}" if v else "",
     }
     return [text for name, show in formats.items() if name in metrics and (text := show(float(metrics[name])))]

@@ -52,16 +52,16 @@ def test_the_step_times_of_a_window_give_speed_and_mfu():
     assert steps.window_steps == 4
     assert steps.window_data_wait_s == pytest.approx(1.0)
     report = steps.report()
-    assert report["speed/step_time_mean_s"] == pytest.approx(2.0)
-    assert report["speed/step_time_p50_s"] == pytest.approx(np.percentile(durations, 50))
-    assert report["speed/step_time_p95_s"] == pytest.approx(np.percentile(durations, 95))
-    assert report["speed/step_time_max_s"] == pytest.approx(3.5)
-    assert report["speed/data_wait_s"] == pytest.approx(0.25)
-    assert report["speed/data_wait_fraction"] == pytest.approx(1 / 8)
-    assert report["speed/tokens_per_s"] == pytest.approx(500)
-    assert report["speed/tokens_per_s_per_device"] == pytest.approx(125)
-    assert report["speed/tflop_per_s_per_device"] == pytest.approx(0.25)
-    assert report["speed/mfu"] == pytest.approx(0.25e12 / 1e13)
+    assert report["train_speed/step_time_mean_s"] == pytest.approx(2.0)
+    assert report["train_speed/step_time_p50_s"] == pytest.approx(np.percentile(durations, 50))
+    assert report["train_speed/step_time_p95_s"] == pytest.approx(np.percentile(durations, 95))
+    assert report["train_speed/step_time_max_s"] == pytest.approx(3.5)
+    assert report["train_speed/data_wait_s"] == pytest.approx(0.25)
+    assert report["train_speed/data_wait_fraction"] == pytest.approx(1 / 8)
+    assert report["train_speed/tokens_per_s"] == pytest.approx(500)
+    assert report["train_speed/tokens_per_s_per_device"] == pytest.approx(125)
+    assert report["train_speed/tflop_per_s_per_device"] == pytest.approx(0.25)
+    assert report["train_speed/mfu"] == pytest.approx(0.25e12 / 1e13)
     assert all(metric(name) for name in report)
 
 
@@ -72,8 +72,8 @@ def test_a_window_holds_only_its_own_steps():
         clock.now_s += duration_s
         steps.step()
         last = steps.report()
-    assert last["speed/step_time_mean_s"] == pytest.approx(1.0)
-    assert last["speed/data_wait_s"] == 0
+    assert last["train_speed/step_time_mean_s"] == pytest.approx(1.0)
+    assert last["train_speed/data_wait_s"] == 0
     assert steps.report() == {}
 
 
@@ -116,19 +116,19 @@ def test_beginning_a_step_anew_keeps_the_window():
     steps.begin_step()
     clock.now_s += 4
     steps.step()
-    assert steps.report()["speed/step_time_mean_s"] == pytest.approx(3.0)
+    assert steps.report()["train_speed/step_time_mean_s"] == pytest.approx(3.0)
 
 
 def test_an_unknown_device_has_no_mfu_and_unknown_flops_no_tflops():
     clock = Clock()
     for kwargs, absent in (
-        ({"peak_flops": None}, {"speed/mfu"}),
-        ({"flops_per_token": None}, {"speed/mfu", "speed/tflop_per_s_per_device"}),
+        ({"peak_flops": None}, {"train_speed/mfu"}),
+        ({"flops_per_token": None}, {"train_speed/mfu", "train_speed/tflop_per_s_per_device"}),
     ):
         steps = timer(clock, **kwargs)
         clock.now_s += 1
         steps.step()
-        assert {n for n in METRICS if n.startswith("speed/")} - steps.report().keys() == absent
+        assert {n for n in METRICS if n.startswith("train_speed/")} - steps.report().keys() == absent
 
 
 def test_published_utilisation_is_reproduced():
@@ -137,7 +137,7 @@ def test_published_utilisation_is_reproduced():
     steps = timer(clock, tokens_per_step=150_000, num_devices=64, flops_per_token=6 * 7e9, peak_flops=989.4e12)
     clock.now_s += 1
     steps.step()
-    assert steps.report()["speed/mfu"] == pytest.approx(0.0995, abs=5e-5)
+    assert steps.report()["train_speed/mfu"] == pytest.approx(0.0995, abs=5e-5)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
@@ -166,5 +166,5 @@ def test_perplexity_of_an_absurd_loss_is_infinite_and_of_nan_nan():
 
 def test_memory_is_the_worst_local_device_and_absent_where_not_reported():
     stats = [{"peak_bytes_in_use": 5, "bytes_limit": 9}, {"peak_bytes_in_use": 7, "bytes_limit": 8}]
-    assert memory_metrics(stats) == {"memory/peak_bytes": 7.0, "memory/limit_bytes": 8.0}
+    assert memory_metrics(stats) == {"train_memory/peak_bytes": 7.0, "train_memory/limit_bytes": 8.0}
     assert memory_metrics([None, None]) == {}

@@ -12,11 +12,11 @@ from perf.progress import PlainProgress, RichProgress, SilentProgress, build_pro
 
 METRICS = {
     "train/loss": 3.25,
-    "speed/tokens_per_s": 12345.0,
-    "speed/step_time_mean_s": 0.0201,
-    "speed/mfu": 0.412,
+    "train_speed/tokens_per_s": 12345.0,
+    "train_speed/step_time_mean_s": 0.0201,
+    "train_speed/mfu": 0.412,
     "train/skipped_steps": 0.0,
-    "memory/peak_bytes": 1e9,
+    "train_memory/peak_bytes": 1e9,
 }
 
 

@@ -28,13 +28,13 @@ def tensorboard(run_dir):
 
 def test_metrics_come_back_from_both_files(tmp_path):
     writer = writers(tmp_path)
-    writer.write(10, {"train/loss": 2.5, "speed/mfu": 0.4})
+    writer.write(10, {"train/loss": 2.5, "train_speed/mfu": 0.4})
     writer.write(20, {"train/loss": 2.25, "eval/val/loss": 2.0})
     writer.close()
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [(r["step"], r["train/loss"]) for r in records] == [(10, 2.5), (20, 2.25)]
     board = tensorboard(tmp_path)
-    assert sorted(board.Tags()["scalars"]) == ["eval/val/loss", "speed/mfu", "train/loss"]
+    assert sorted(board.Tags()["scalars"]) == ["eval/val/loss", "train/loss", "train_speed/mfu"]
     assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(10, 2.5), (20, 2.25)]
     assert board.Scalars("train/loss")[0].wall_time == pytest.approx(records[0]["time"], abs=60)
 
