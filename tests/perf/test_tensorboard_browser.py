@@ -1,0 +1,148 @@
+"""TensorBoard as a user sees it: served from a run directory and opened in a real browser.
+
+Nothing outside this machine is needed: the pages' few remote extras (web fonts, Google charts) may be missing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+WAIT_S = 90  # a bound for a loaded machine; pages render within seconds
+
+# All text of a page, through shadow roots, as TensorBoard's pages are made of them.
+PAGE_TEXT = """
+const texts = [];
+function walk(node) {
+  if (node.nodeType === 3 && node.textContent.trim()) texts.push(node.textContent.trim());
+  if (node.nodeType === 1 && ['STYLE', 'SCRIPT', 'NOSCRIPT'].includes(node.tagName)) return;
+  if (node.shadowRoot) walk(node.shadowRoot);
+  node.childNodes.forEach(walk);
+}
+walk(document.body);
+return texts.join('\\n');
+"""
+
+
+@pytest.fixture(scope="module")
+def tensorboard_url(run_dir):
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run_dir / "tensorboard"), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            lines = []
+            for line in server.stderr:
+                lines.append(line)
+                if found := re.search(r"TensorBoard \S+ at (http://\S+)", line):
+                    break
+            else:
+                pytest.fail("TensorBoard did not start:\n" + "".join(lines))
+            yield found.group(1)
+        finally:
+            server.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("CI must have Chromium: apt-get install chromium chromium-driver")
+        pytest.skip("Chromium is not installed")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--window-size=1400,2400",  # tall: TensorBoard draws what is in view
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+    yield driver
+    driver.quit()
+
+
+def wait_for_text(browser, *texts):
+    """Wait until the page (or the frame switched to) shows all texts; return everything it shows."""
+    from selenium.common.exceptions import TimeoutException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    shown = ""
+
+    def complete(driver):
+        nonlocal shown
+        shown = driver.execute_script(PAGE_TEXT)
+        return all(text in shown for text in texts)
+
+    try:
+        WebDriverWait(browser, WAIT_S, poll_frequency=0.2).until(complete)
+    except TimeoutException:
+        pytest.fail(f"missing {[text for text in texts if text not in shown]} on a page that shows:\n{shown}")
+    return shown
+
+
+def wait_for(browser, css):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support import expected_conditions
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, WAIT_S).until(expected_conditions.presence_of_element_located((By.CSS_SELECTOR, css)))
+
+
+def screenshot(browser, name):
+    """Keep a picture for who asks for it (BROWSER_SCREENSHOTS=<directory>)."""
+    if directory := os.environ.get("BROWSER_SCREENSHOTS"):
+        os.makedirs(directory, exist_ok=True)
+        browser.save_screenshot(os.path.join(directory, name))
+
+
+def test_the_scalars_page_draws_every_metric(browser, tensorboard_url):
+    browser.get(tensorboard_url + "#scalars")
+    # the two groups that matter most are open without a click
+    wait_for_text(browser, "eval/val/loss", "eval/val/bits_per_byte", "train/loss", "train/grad_norm", "train_speed")
+    screenshot(browser, "scalars.png")
+    browser.get("about:blank")
+    browser.get(tensorboard_url + "#timeseries")  # this page lists each curve's last value and step
+    shown = wait_for_text(browser, "/bits_per_byte", "/grad_norm", "train_speed", "Smoothed", "1.5", "0.5")
+    assert "40" in shown.split("\n")
+    screenshot(browser, "timeseries.png")
+
+
+def test_the_text_page_shows_the_config_as_a_table(browser, tensorboard_url):
+    browser.get("about:blank")
+    browser.get(tensorboard_url + "#text")
+    shown = wait_for_text(browser, "config/text_summary", "trainer.steps", "40")
+    assert "| `trainer.steps`" not in shown  # rendered, not shown as source
+    screenshot(browser, "text.png")
+
+
+def test_the_profile_page_opens_the_capture_and_its_trace(browser, tensorboard_url, capture_dir):
+    from selenium.webdriver.common.by import By
+
+    browser.get("about:blank")
+    browser.get(tensorboard_url + "#profile")
+    browser.switch_to.frame(wait_for(browser, "iframe"))
+    wait_for_text(browser, "Sessions (1)", capture_dir.name, "Overview Page", "Performance Summary", "Device type", "CPU")
+    screenshot(browser, "profile.png")
+
+    browser.find_elements(By.CSS_SELECTOR, "mat-select")[1].click()
+    wait_for_text(browser, "Trace Viewer")
+    next(option for option in browser.find_elements(By.CSS_SELECTOR, "mat-option") if option.text == "Trace Viewer").click()
+    browser.switch_to.frame(wait_for(browser, "iframe"))
+    wait_for_text(browser, "/host:CPU", "tf_XLAPjRtCpuClient")
+    screenshot(browser, "trace.png")
