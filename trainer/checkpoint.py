@@ -30,15 +30,16 @@ import jax
 from configs.errors import UserError
 from configs.schema import CheckpointConfig
 from trainer import checkpoint_dirs as dirs
-from trainer import integrity, payload
+from trainer import payload
 from trainer.agreement import Agreement, PeerError
-from trainer.integrity import Damage, FileDigest
+from trainer.integrity import Damage
 from trainer.retention import Cadence, steps_to_delete
+from trainer.seal import METADATA, DamagedError, check_digests, check_names, seal
 
-METADATA = "metadata.json"
 _FORMAT = 1
 _POLL_S = 2.0
 _MAX_TEXT = 600
+_LARGE_BYTES = 1 << 20
 _OWN_KEYS = frozenset({"format", "step", "process_count", "versions", "arrays"})
 
 State = Any
@@ -184,7 +185,7 @@ class Checkpointer:
         """The background thread: from Orbax's commit to retention. Its outcome is the same in every process."""
         try:
             self._background.each(lambda: self._await_payload(pending))
-            size_bytes = self._seal(pending)
+            size_bytes = seal(dirs.step_dir(self.directory, pending.step), pending.metadata, self._background)
             self._background.first(self._retain)
         except Exception as error:
             pending.error = _text(error)
@@ -212,25 +213,6 @@ class Checkpointer:
         except Exception:
             self._background.raise_alarm(alarm)
             raise
-
-    def _seal(self, pending: _Pending) -> int:
-        """Write metadata.json, hash all files (each process its share), write the manifest last; return the bytes of the step."""
-        root = dirs.step_dir(self.directory, pending.step)
-
-        def list_payload() -> dict[str, int]:
-            integrity.write_atomically(root / METADATA, (json.dumps(pending.metadata, indent=1) + "\n").encode())
-            return integrity.list_files(root)
-
-        sizes = self._background.first(list_payload)
-        shares = self._background.each(
-            lambda: integrity.digest_files(root, self._share(sizes, self._background), threads=integrity.default_threads(), sync=True)
-        )
-        self._background.first(
-            lambda: integrity.write_manifest(
-                root, {name: FileDigest(sizes[name], sha256) for digests in shares for name, sha256 in digests.items()}
-            )
-        )
-        return sum(sizes.values())
 
     def _retain(self) -> None:
         """Process 0, after a step is complete. A deletion that fails costs disk space, not the run."""
@@ -291,18 +273,16 @@ class Checkpointer:
         Raises CheckpointError: Orbax cannot load a step that is as it was written.
         """
         self.wait()
-        found = self._good_step(step)
-        metadata = self.read_metadata(found)
-        path = dirs.step_dir(self.directory, found)
-        payload.check_matches(metadata["arrays"], abstract_state, partial=partial, where=str(path))
-        try:
-            with jax.transfer_guard("allow"):
-                state = payload.load(path, abstract_state, partial=partial)
-        except Exception as error:
-            hint = "" if self.config.verify else "; with checkpoint.verify=true a damaged step is passed over"
-            raise CheckpointError(f"{path} cannot be loaded: {_text(error)}{hint}") from error
-        self._current = found
-        return state, metadata
+        problems = []
+        for candidate in self._candidates(step):
+            try:
+                restored = self._restore_step(candidate, abstract_state, partial)
+            except DamagedError as damaged:
+                problems.append(self._pass_over(candidate, damaged.damage))
+            else:
+                self._current = candidate
+                return restored
+        raise UserError(f"no good checkpoint in {self.directory}: " + "; ".join(problems))
 
     def _complete_steps(self) -> list[int]:
         """Process 0: the complete steps in ascending order, after mending what a kill left."""
@@ -310,22 +290,49 @@ class Checkpointer:
         self._mend()
         return dirs.complete_steps(self.directory)
 
-    def _good_step(self, wanted: int | None) -> int:
-        """Return the newest step (or `wanted`) that passes verification; set aside those that do not."""
+    def _candidates(self, wanted: int | None) -> list[int]:
+        """Return the complete steps, newest first, or only the wanted one. Raises UserError when there is none."""
         complete = self._agreement.first(self._complete_steps)
         if wanted is not None and wanted not in complete:
             raise UserError(f"{self.directory} has no complete checkpoint of step {wanted} (complete: {_listed(complete)})")
-        problems = []
-        for step in [wanted] if wanted is not None else reversed(complete):
-            damage = self._verify(step)
-            if not damage:
-                return step
-            problems.append(self._pass_over(step, damage))
-        if problems:
-            raise UserError(f"no good checkpoint in {self.directory}: " + "; ".join(problems))
-        damaged = self._agreement.first(lambda: dirs.damaged_steps(self.directory))
-        aside = f", only damaged ones set aside earlier: {', '.join(damaged)}" if damaged else ""
-        raise UserError(f"no checkpoint in {self.directory}{aside}")
+        if not complete:
+            damaged = self._agreement.first(lambda: dirs.damaged_steps(self.directory))
+            aside = f", only damaged ones set aside earlier: {', '.join(damaged)}" if damaged else ""
+            raise UserError(f"no checkpoint in {self.directory}{aside}")
+        return [wanted] if wanted is not None else complete[::-1]
+
+    def _restore_step(self, step: int, abstract_state: State, partial: bool) -> tuple[State, dict[str, Any]]:
+        """Verify and load one step. Raises DamagedError with what is wrong with it.
+
+        The small files are verified first: metadata.json and Orbax's indices can then be trusted. The large ones, which hold nothing but
+        numbers, are verified *while* they are loaded, so that the disk is read once; no number is returned before the verdict. Several
+        processes verify first: one that failed to load damaged data would leave the others waiting inside Orbax.
+        """
+        path = dirs.step_dir(self.directory, step)
+        manifest = check_names(path, self._agreement)
+        small = [name for name, entry in manifest.items() if entry.size_bytes < _LARGE_BYTES]
+        large = [name for name in manifest if name not in set(small)] if self.config.verify else []
+        check_digests(path, manifest, small if self.config.verify else [], self._agreement)
+        metadata = self.read_metadata(step)
+        payload.check_matches(metadata["arrays"], abstract_state, partial=partial, where=str(path))
+        if self._agreement.count > 1:
+            check_digests(path, manifest, large, self._agreement)
+            return self._load(path, abstract_state, partial), metadata
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-verify") as pool:
+            verdict = pool.submit(check_digests, path, manifest, large, self._agreement)
+            try:
+                state = self._load(path, abstract_state, partial)
+            finally:
+                verdict.result()  # damage explains an error of the load, and outranks it
+        return state, metadata
+
+    def _load(self, path: Path, abstract_state: State, partial: bool) -> State:
+        try:
+            with jax.transfer_guard("allow"):
+                return jax.block_until_ready(payload.load(path, abstract_state, partial=partial))
+        except Exception as error:
+            hint = "" if self.config.verify else "; with checkpoint.verify=true a damaged step is passed over"
+            raise CheckpointError(f"{path} cannot be loaded: {_text(error)}{hint}") from error
 
     def _pass_over(self, step: int, damage: list[Damage]) -> str:
         """Set a damaged step aside, or only warn when read_only; return what is wrong with it."""
@@ -338,32 +345,7 @@ class Checkpointer:
             self._log(f"WARNING: {problem}; passed over")
         return problem
 
-    def _verify(self, step: int) -> list[Damage]:
-        """Compare a step with its manifest, each process reading its share of the files; every process gets the same verdict."""
-        root = dirs.step_dir(self.directory, step)
-
-        def check_names() -> dict[str, Any]:
-            try:
-                manifest = integrity.read_manifest(root)
-            except integrity.ManifestDamage as error:
-                return {"damage": [["manifest", integrity.MANIFEST, str(error)]]}
-            damage = integrity.check_listing(root, manifest)
-            return {"damage": [_fields(d) for d in damage], "files": {n: [f.size_bytes, f.sha256] for n, f in manifest.items()}}
-
-        answer = self._agreement.first(check_names)
-        if answer["damage"] or not self.config.verify:
-            return [Damage(*fields) for fields in answer["damage"]]
-        manifest = {name: FileDigest(*entry) for name, entry in answer["files"].items()}
-        mine = self._share({name: entry.size_bytes for name, entry in manifest.items()}, self._agreement)
-        found = self._agreement.each(
-            lambda: [_fields(d) for d in integrity.check_digests(root, manifest, mine, threads=integrity.default_threads())]
-        )
-        return [Damage(*fields) for fields in self._agreement.first(lambda: [fields for part in found for fields in part])]
-
     # -- shared ---------------------------------------------------------------------------------------------------------------------
-
-    def _share(self, sizes: Mapping[str, int], channel: Agreement) -> list[str]:
-        return integrity.share(sizes, channel.process, channel.count)
 
     def _mend(self) -> None:
         """Process 0 of a writer, before its first look and before each save: see `checkpoint_dirs.mend`."""
@@ -404,7 +386,3 @@ def _text(error: BaseException) -> str:
 
 def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) if steps else "none"
-
-
-def _fields(damage: Damage) -> list[Any]:
-    return [damage.reason, damage.file, damage.detail]
