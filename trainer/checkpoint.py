@@ -143,9 +143,10 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait for the save in flight, if any. Raises CheckpointError when config.max_failures saves in a row have failed."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
+            pending = self._pending
             assert pending.thread is not None
-            pending.thread.join()
+            pending.thread.join()  # a second Ctrl-C here leaves the save in flight
+            self._pending = None
             self._last_error = pending.error
             self.failures = self.failures + 1 if pending.error else 0
             if pending.error is None:

@@ -13,6 +13,7 @@ Required: verification, and restore with verification, at >= 50 % of the sequent
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import mmap
@@ -119,6 +120,7 @@ def measure(directory: Path, size_bytes: int, repeats: int) -> dict[str, object]
     how = ""
     for number in range(repeats + 1):  # interleaved, so that a slow moment of the machine hits all alike
         for name, reading in readings.items():
+            gc.collect()  # Orbax keeps what it loaded in reference cycles
             how = drop_caches(files)
             taken_s = timed(reading)
             if number:

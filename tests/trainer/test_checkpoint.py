@@ -109,6 +109,19 @@ def test_training_goes_on_while_the_save_is_written(
     assert saver.latest_step() == 1
 
 
+def test_saving_and_restoring_work_under_the_loops_transfer_guard(
+    checkpointer: Make, make_state: Make, abstract: Make, assert_bitwise_equal: Make
+) -> None:
+    state = make_state()
+    wanted = abstract(state)
+    saver = checkpointer()
+    with jax.transfer_guard("disallow"):
+        assert saver.save(1, state, {}).saved
+        saver.wait()
+        restored, _ = saver.restore(wanted)
+    assert_bitwise_equal(restored, state)
+
+
 def test_a_second_save_waits_for_the_first(checkpointer: Make, make_state: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     in_flight: list[int] = []
     start, finish = Checkpointer._start, Checkpointer._finish
