@@ -6,6 +6,7 @@ The same input and settings give the same file on any machine and with any numbe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -165,7 +166,8 @@ def _write(path: Path, content: str) -> None:
         partial.write_text(content, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 

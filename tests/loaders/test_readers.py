@@ -119,7 +119,7 @@ def test_text_file_is_one_document_and_lines_are_many(tmp_path: Path) -> None:
     path.write_bytes("one\r\ntwo\n\nvier ü".encode())
     assert texts(read(path)) == ["one\r\ntwo\n\nvier ü"]
     assert texts(read(path, format="lines")) == ["one", "two", "vier ü"]
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("packed\n".encode()))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"packed\n"))
     assert texts(read(tmp_path / "b.txt.gz")) == ["packed\n"]
 
 
@@ -239,7 +239,7 @@ def test_unreadable_file_of_a_tree_is_a_bad_record(tmp_path: Path) -> None:
 def test_records_beside_other_files_need_a_choice(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "tree")
     write_jsonl(root / "rows.jsonl", [{"text": "row"}])
-    with pytest.raises(UserError, match="holds both records .* choose with --format records or --format text, or with --include"):
+    with pytest.raises(UserError, match=r"holds both records .* choose with --format records or --format text, or with --include"):
         read(root)
     assert texts(read(root, format="records")) == ["row"]
     assert texts(read(root, include=("*.jsonl",))) == ["row"]
