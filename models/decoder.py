@@ -65,10 +65,9 @@ class Decoder(nnx.Module):
         """Return the residual stream [B, T, D] before the first block."""
         partitioner = self.project.partitioner
         with jax.named_scope("embed"):
-            x_BTD = embed(self.project, self.embedding[...], tokens_BT)
+            x_BTD = embed(self.project, "vocab", self.embedding[...], tokens_BT)
             if self.position_embedding is not None:
-                table = partitioner.gather_param(self.position_embedding[...], "positions", "embed")
-                x_BTD += jnp.take(table, positions_BT, axis=0, mode="clip").astype(x_BTD.dtype)
+                x_BTD += embed(self.project, "positions", self.position_embedding[...], positions_BT)
             return partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
     def rotary(self, positions_BT: jax.Array) -> RotaryTable | None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sharding.manual import sum_row_shards
+
 if TYPE_CHECKING:
     from sharding.partition import Partitioner
 
@@ -91,7 +93,7 @@ def _chunk(
 def _chunk_sums(
     settings: _Settings, x_RBCD: jax.Array, used_DV: jax.Array, targets_RBC: jax.Array, weights_RBC: jax.Array
 ) -> tuple[LossSums, jax.Array, jax.Array]:
-    """Return the sums of one chunk, its logits [R, B, C, V] float32 and their log-sum-exp [R, B, C]."""
+    """Return the sums of one chunk per row shard [R], its logits [R, B, C, V] float32 and their log-sum-exp [R, B, C]."""
     logits = jnp.einsum("rbcd,dv->rbcv", x_RBCD, used_DV, preferred_element_type=jnp.float32)
     logits = settings.partitioner.constrain(logits, "batch", None, None, "act_vocab")
     if logits.shape[-1] > settings.vocab_size:
@@ -103,10 +105,10 @@ def _chunk_sums(
     else:  # a gather along a sharded dim would gather the logits; a masked sum stays local
         target = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets_RBC[..., None], logits, 0), axis=-1)
     sums = LossSums(
-        nats=jnp.sum(weights_RBC * (lse - target)),
-        z=settings.z_loss * jnp.sum(weights_RBC * jnp.square(lse)),
-        weight=jnp.sum(weights_RBC),
-        correct=jnp.sum(weights_RBC * (target >= top)),
+        nats=jnp.sum(weights_RBC * (lse - target), axis=(1, 2)),
+        z=settings.z_loss * jnp.sum(weights_RBC * jnp.square(lse), axis=(1, 2)),
+        weight=jnp.sum(weights_RBC, axis=(1, 2)),
+        correct=jnp.sum(weights_RBC * (target >= top), axis=(1, 2)),
     )
     return sums, logits, lse
 
@@ -120,12 +122,14 @@ def _cross_entropy(settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targ
         more, _, _ = _chunk_sums(settings, x, used_DV, targets, weights)
         return jax.tree.map(jnp.add, sums, more), None
 
-    sums, _ = jax.lax.scan(body, _zeros(), jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
-    return sums
+    sums_R, _ = jax.lax.scan(body, _zeros(settings, x_RBTD), jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+    return jax.tree.map(jnp.sum, sums_R)
 
 
-def _zeros() -> LossSums:
-    return LossSums(*(jnp.zeros((), jnp.float32) for _ in LossSums._fields))
+def _zeros(settings: _Settings, x_RBTD: jax.Array) -> LossSums:
+    """One sum per row shard: summing over shards inside the loop would communicate once per chunk."""
+    zeros_R = settings.partitioner.constrain(jnp.zeros(x_RBTD.shape[:1], jnp.float32), "batch")
+    return LossSums(*(zeros_R for _ in LossSums._fields))
 
 
 def _forward(
@@ -143,20 +147,19 @@ def _forward(
         is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
         dlogits = (probability - jnp.where(is_target, weights[..., None], 0)).astype(x.dtype)
         dx = jnp.einsum("rbcv,dv->rbcd", dlogits, used_DV)
-        # One sum per row shard: summing over shards here would communicate once per chunk.
         dw_RDV += jnp.einsum("rbcd,rbcv->rdv", x, dlogits, preferred_element_type=jnp.float32)
         dw_RDV = constrain(dw_RDV, "batch", None, "act_vocab")
         dx_RBTD = jax.lax.dynamic_update_slice_in_dim(dx_RBTD, dx, index * settings.tokens_per_chunk, 2)
         return (jax.tree.map(jnp.add, sums, more), dx_RBTD, dw_RDV), None
 
     start = (
-        _zeros(),
+        _zeros(settings, x_RBTD),
         constrain(jnp.zeros_like(x_RBTD), "batch", None, None, None),
         constrain(jnp.zeros((x_RBTD.shape[0], *w_DV.shape), jnp.float32), "batch", None, "act_vocab"),
     )
-    (sums, dx_RBTD, dw_RDV), _ = jax.lax.scan(body, start, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
-    dw_DV = constrain(jnp.sum(dw_RDV, axis=0), "embed", "vocab").astype(w_DV.dtype)
-    return sums, (dx_RBTD, dw_DV)
+    (sums_R, dx_RBTD, dw_RDV), _ = jax.lax.scan(body, start, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+    dw_DV = sum_row_shards(settings.partitioner, dw_RDV, "embed", "vocab").astype(w_DV.dtype)
+    return jax.tree.map(jnp.sum, sums_R), (dx_RBTD, dw_DV)
 
 
 def _backward(settings: _Settings, residuals: tuple[jax.Array, jax.Array], cotangent: LossSums) -> tuple[jax.Array, jax.Array, None, None]:

@@ -72,6 +72,10 @@ class Rules:
             for axis in axes:
                 if axis not in MESH_AXES:
                     raise unknown_name(f"mesh axis in mesh.rules.{logical}", axis, MESH_AXES)
+            if logical in PARAMETER_AXES and "fsdp" in axes and len(axes) > 1:
+                raise UserError(
+                    f"mesh.rules.{logical}={axes}: 'fsdp' must be alone on a parameter's dim, which is gathered over it for use"
+                )
         return dataclasses.replace(cls(), **{logical: tuple(axes) for logical, axes in mesh.rules.items()})
 
     def mesh_axes(self, logical: str | None) -> Axes:
@@ -114,4 +118,6 @@ def matrix_sides(axes: LogicalAxes) -> list[tuple[int, ...]]:
     return [tuple(group) for _, group in groupby(dims, key=lambda dim: (0, "") if axes[dim] in HEAD_AXES else (dim + 1, axes[dim]))]
 
 
+PARAMETER_AXES = frozenset({"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "norm", "positions"})
+"""Logical axes that only parameters have."""
 LOGICAL_AXES = tuple(field.name for field in dataclasses.fields(Rules))

@@ -1,0 +1,133 @@
+"""Collectives written by hand, for use inside `jax.shard_map`, where XLA's partitioner would choose badly.
+
+Two cases need them: a lookup in a table whose rows are sharded (the partitioner moves the table), and a gradient that exists as one
+partial sum per row shard (the partitioner reduces the full array over all row shards before it cuts it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from sharding.partition import FSDP_AXIS, Partitioner
+from sharding.rules import Axes, LogicalAxes
+
+
+def on_shards(partitioner: Partitioner, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Run `fn` once per device on its local shards (all mesh axes manual)."""
+    return jax.shard_map(fn, mesh=partitioner.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def gather_fsdp(partitioner: Partitioner, w: jax.Array, axes: LogicalAxes) -> jax.Array:
+    """All-gather a local parameter shard over fsdp (inside `on_shards`)."""
+    dim = _fsdp_dim(partitioner, axes)
+    return w if dim is None else jax.lax.all_gather(w, FSDP_AXIS, axis=dim, tiled=True)
+
+
+def reduce_gradient(partitioner: Partitioner, grad: jax.Array, axes: LogicalAxes, partial_over: Axes) -> jax.Array:
+    """Sum a partial gradient over mesh axes and leave it where its parameter lies (inside `on_shards`).
+
+    `grad` has the shape that `gather_fsdp` gives. It is reduce-scattered over fsdp first, so that the other axes reduce the small shard.
+    """
+    dim = _fsdp_dim(partitioner, axes)
+    if dim is not None:
+        if FSDP_AXIS in partial_over:
+            grad = jax.lax.psum_scatter(grad, FSDP_AXIS, scatter_dimension=dim, tiled=True)
+        else:
+            size = grad.shape[dim] // jax.lax.axis_size(FSDP_AXIS)
+            grad = jax.lax.dynamic_slice_in_dim(grad, jax.lax.axis_index(FSDP_AXIS) * size, size, dim)
+    rest = tuple(axis for axis in partial_over if dim is None or axis != FSDP_AXIS)
+    return jax.lax.psum(grad, rest) if rest else grad
+
+
+def sum_row_shards(partitioner: Partitioner, grad: jax.Array, *axes: str | None) -> jax.Array:
+    """Sum partial gradients [R, ...] (one per row shard, R cut like `batch`) to the gradient of a parameter with these logical axes."""
+    batch = partitioner.rules.mesh_axes("batch")
+    if partitioner.mesh.size == 1:
+        return jnp.sum(grad, axis=0)
+    assert grad.shape[0] == partitioner.axis_size("batch"), grad.shape
+    gathered = partitioner.rules.spec(axes, without=(FSDP_AXIS,))
+    run = on_shards(
+        partitioner,
+        lambda g: reduce_gradient(partitioner, g[0], axes, batch),
+        in_specs=PartitionSpec(batch, *gathered),
+        out_specs=partitioner.spec(axes, grad.shape[1:], "gradient"),
+    )
+    total: jax.Array = run(grad)
+    return total
+
+
+def look_up(partitioner: Partitioner, table_VD: jax.Array, tokens_BT: jax.Array, rows_axis: str = "vocab") -> jax.Array:
+    """Rows of a sharded table [V, D] (logical axes `rows_axis`, embed) for int32 ids [B, T]; [B, T, D] laid out as the residual stream.
+
+    Each device gathers its rows over fsdp, looks up the tokens whose rows it has, and the partial results are reduce-scattered over the
+    sequence. No gradient: see `look_up_gradient`.
+    """
+    vocab, cut, scattered = _layout(partitioner, rows_axis)
+    tokens_spec = PartitionSpec(partitioner.rules.mesh_axes("batch"), cut)
+
+    def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        table = gather_fsdp(partitioner, table, (rows_axis, "embed"))
+        row, mine = _local_rows(vocab, table.shape[0], tokens)
+        x = jnp.where(mine[..., None], jnp.take(table, row, axis=0, mode="clip"), 0)
+        whole = tuple(axis for axis in vocab if axis not in scattered)
+        x = jax.lax.psum(x, whole) if whole else x
+        return jax.lax.psum_scatter(x, scattered, scatter_dimension=1, tiled=True) if scattered else x
+
+    table_spec = partitioner.spec((rows_axis, "embed"), table_VD.shape, "embedding")
+    out = partitioner.spec(("batch", "residual_seq", "act_embed"), (*tokens_BT.shape, table_VD.shape[1]), "activation")
+    x_BTD: jax.Array = on_shards(partitioner, local, (table_spec, tokens_spec), out)(table_VD, tokens_BT)
+    return x_BTD
+
+
+def look_up_gradient(
+    partitioner: Partitioner, rows: int, tokens_BT: jax.Array, dx_BTD: jax.Array, dtype: jnp.dtype, rows_axis: str = "vocab"
+) -> jax.Array:
+    """Return the gradient of a table of `rows` rows, summed in `dtype`, laid out as the table."""
+    vocab, cut, scattered = _layout(partitioner, rows_axis)
+    tokens_spec = PartitionSpec(partitioner.rules.mesh_axes("batch"), cut)
+    table_axes = (rows_axis, "embed")
+    summed = (*partitioner.rules.mesh_axes("batch"), *cut)
+
+    def local(tokens: jax.Array, dx: jax.Array) -> jax.Array:
+        dx = jax.lax.all_gather(dx, scattered, axis=1, tiled=True) if scattered else dx
+        pieces = partitioner.axis_size(rows_axis)
+        row, mine = _local_rows(vocab, rows // pieces, tokens)
+        row = jnp.where(mine, row, rows // pieces)  # one past the end: dropped
+        grad = jnp.zeros((rows // pieces, dx.shape[-1]), dtype).at[row].add(dx.astype(dtype), mode="drop")
+        return reduce_gradient(partitioner, grad, table_axes, summed)
+
+    dx_spec = partitioner.spec(("batch", "residual_seq", "act_embed"))
+    out = partitioner.spec(table_axes, (rows, dx_BTD.shape[-1]), "embedding")
+    grad_VD: jax.Array = on_shards(partitioner, local, (tokens_spec, dx_spec), out)(tokens_BT, dx_BTD)
+    return grad_VD
+
+
+def _layout(partitioner: Partitioner, rows_axis: str) -> tuple[Axes, Axes, Axes]:
+    """Mesh axes of the rows, those that cut the sequence of the tokens, and those that scatter the looked-up rows along it.
+
+    Axes that cut the residual sequence but not the rows cut the tokens before the lookup.
+    """
+    rules = partitioner.rules
+    vocab, seq, residual = (rules.mesh_axes(logical) for logical in (rows_axis, "seq", "residual_seq"))
+    scattered = tuple(axis for axis in residual if axis in vocab)
+    cut = tuple(axis for axis in residual if axis not in vocab)
+    assert residual == (*cut, *scattered) and set(seq) <= set(cut), (seq, residual, vocab)
+    return vocab, cut, scattered
+
+
+def _local_rows(vocab: Axes, rows: int, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Row numbers of the tokens in this device's shard, and which of them it has; ids outside the table are clipped into it."""
+    pieces = jax.lax.axis_size(vocab) if vocab else 1
+    tokens = jnp.clip(tokens, 0, rows * pieces - 1)
+    row = tokens - (jax.lax.axis_index(vocab) * rows if vocab else 0)
+    return row, (row >= 0) & (row < rows)
+
+
+def _fsdp_dim(partitioner: Partitioner, axes: LogicalAxes) -> int | None:
+    """The dim of a parameter that fsdp cuts, which Rules keeps to fsdp alone."""
+    return next((dim for dim, logical in enumerate(axes) if FSDP_AXIS in partitioner.rules.mesh_axes(logical)), None)

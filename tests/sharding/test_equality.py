@@ -1,0 +1,125 @@
+"""Every way of laying 8 devices out over data, fsdp and tensor trains as one device does."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs.schema import (
+    AttentionConfig,
+    ComputeConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainerConfig,
+)
+from sharding.mesh import build_mesh
+from sharding.partition import Partitioner
+from trainer.optimizers import build_optimizer
+from trainer.state import abstract_state, init_state, model_spec
+from trainer.step import make_train_step
+
+FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
+BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5
+
+
+def make_config(data: int, fsdp: int, tensor: int, accumulation: int = 1, **model) -> Config:
+    return Config(
+        model=ModelConfig(
+            vocab_size=VOCAB, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=64, max_seq_len=SEQ, **model
+        ),
+        compute=ComputeConfig(attention=AttentionConfig(backend="chunked", chunk=8), loss_chunk=16),
+        precision=PrecisionConfig(compute="float32"),
+        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+        data=DataConfig(batch_size=BATCH, seq_len=SEQ),
+        optimizer=OptimizerConfig(kind="adamw"),
+        trainer=TrainerConfig(accumulation=accumulation),
+    )
+
+
+def make_batch(seed: int) -> dict[str, np.ndarray]:
+    """Packed rows of two documents, some padding, some targets that do not count."""
+    rng = np.random.default_rng(seed)
+    cut = rng.integers(4, SEQ - 2, BATCH)[:, None]
+    at = np.arange(SEQ)[None]
+    segments = np.where(at < cut, 1, np.where(at < SEQ - 1, 2, 0)).astype(np.int32)
+    return {
+        "tokens": rng.integers(0, VOCAB, (BATCH, SEQ)).astype(np.int32),
+        "targets": rng.integers(0, VOCAB, (BATCH, SEQ)).astype(np.int32),
+        "positions": np.where(at < cut, at, at - cut).astype(np.int32),
+        "segment_ids": segments,
+        "weights": ((segments > 0) & (rng.random((BATCH, SEQ)) < 0.9)).astype(np.float32),
+    }
+
+
+def remember_gradient() -> optax.GradientTransformation:
+    """Pass gradients on unchanged and keep the last ones in the state: no second program to compile for them."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params: (updates, updates)
+    )
+
+
+def run(config: Config, devices) -> tuple[list[float], dict]:
+    """Losses and gradient norms of STEPS steps, and the gradient of the first one on the host."""
+    partitioner = Partitioner(build_mesh(config.mesh, devices))
+    spec = model_spec(config, partitioner)
+    optimizer = optax.chain(remember_gradient(), build_optimizer(config.optimizer, config.precision, spec.param_axes))
+    abstract = abstract_state(config, spec, optimizer, partitioner)
+    state = init_state(config, spec, optimizer, abstract)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    step = make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    losses = []
+    for index in range(STEPS):
+        state, metrics = step(state, jax.device_put(make_batch(index), partitioner.batch_sharding()))
+        losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
+        if index == 0:
+            grads = jax.tree.map(np.asarray, state.opt_state[0])
+    return losses, grads
+
+
+@cache
+def reference(**model) -> tuple[list[float], dict]:
+    return run(make_config(1, 1, 1, **model), jax.devices()[:1])
+
+
+def compare(found, expected) -> None:
+    losses, grads = found
+    expected_losses, expected_grads = expected
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    whole = np.sqrt(sum(np.sum(e**2) for e in jax.tree.leaves(expected_grads)))
+    for (path, g), e in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(expected_grads), strict=True):
+        # a key bias shifts every score of a row alike: its gradient is 0 but for rounding
+        assert np.linalg.norm(g - e) <= 1e-5 * np.linalg.norm(e) + 1e-9 * whole, jax.tree_util.keystr(path)
+
+
+def test_there_are_ten_factorisations():
+    assert len(set(FACTORISATIONS)) == 10
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), FACTORISATIONS)
+def test_losses_and_gradients_equal_one_device(data, fsdp, tensor):
+    compare(run(make_config(data, fsdp, tensor), jax.devices()), reference())
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(2, 2, 2), (1, 8, 1), (4, 1, 2)])
+def test_two_microbatches_equal_one_device_and_one_batch(data, fsdp, tensor):
+    compare(run(make_config(data, fsdp, tensor, accumulation=2), jax.devices()), reference())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"tie_embeddings": True, "attention_bias": True, "mlp_bias": True, "output_bias": True, "norm": "layernorm", "position": "learned"},
+        {"qk_norm": True, "pad_vocab_to": 104},
+    ],
+    ids=["gpt2-like", "qwen3-like"],
+)
+def test_biases_tables_and_head_norms_equal_one_device(model):
+    compare(run(make_config(2, 2, 2, **model), jax.devices()), reference(**model))
