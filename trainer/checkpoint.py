@@ -101,6 +101,7 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self._last_error: str | None = None
         self._current: int | None = None
+        self._saves = 0
         self._mended = False
 
     # -- saving ---------------------------------------------------------------------------------------------------------------------
@@ -124,7 +125,8 @@ class Checkpointer:
         if step == self._current:
             return SaveReport(step, waited_s, waited_s, saved=False)
         self._cadence.saved()
-        pending = _Pending(step, self._describe(step, state, metadata), start_s)
+        self._saves += 1
+        pending = _Pending(self._saves, step, self._describe(step, state, metadata), start_s)
         try:
             self._agreement.first(lambda: self._make_room(step))
             self._agreement.each(lambda: self._start(pending, state))
@@ -197,7 +199,7 @@ class Checkpointer:
 
     def _await_payload(self, pending: _Pending) -> None:
         """Wait until Orbax has written and committed in every process, or one has failed (Orbax would wait for it to its time limit)."""
-        alarm = str(pending.step)
+        alarm = str(pending.number)
         try:
             if pending.error is not None:
                 raise RuntimeError(pending.error)
@@ -228,14 +230,14 @@ class Checkpointer:
 
     def _report_failure(self, pending: _Pending) -> None:
         """Process 0: say it loudly and remove what was written, so that a full disk is not fuller than before."""
-        left = ""
         try:
             dirs.discard_unfinished(self.directory, pending.step)
             kept = dirs.complete_steps(self.directory)
+            after = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
         except OSError as error:
-            left, kept = f"; what it left could not be removed ({_text(error)})", []
-        last = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
-        self._log(f"WARNING: saving step {pending.step} FAILED: {pending.error}; {last}; training goes on{left}")
+            after = f"what it left could not be removed ({_text(error)})"
+        count = f"{self.failures + 1} in a row, {self.config.max_failures} stop the run"
+        self._log(f"WARNING: saving step {pending.step} FAILED ({count}): {pending.error}; {after}; training goes on")
         self._emit("checkpoint_failed", step=pending.step, error=pending.error)
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------
@@ -370,6 +372,8 @@ class Checkpointer:
 class _Pending:
     """A save in flight."""
 
+    number: int
+    """Counts the saves of this process, failed ones too: a step may be tried twice."""
     step: int
     metadata: dict[str, Any]
     start_s: float

@@ -83,6 +83,9 @@ saver.wait()
 findings["failures"] = saver.failures
 if process == 2:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+saver.save(2, state(2), {})  # the very step that failed
+saver.wait()
+findings["again"] = saver.failures
 saver.save(3, state(3), {})
 saver.close()
 findings["after_failure"] = [saver.failures, saver.latest_step()]

@@ -129,9 +129,11 @@ def test_nothing_good_is_refused_alike_in_every_process(four: Four) -> None:
 def test_a_save_that_fails_in_one_process_fails_in_all_and_the_next_works(four: Four) -> None:
     root, findings = four
     assert [found["failures"] for found in findings] == [1] * COUNT
+    assert [found["again"] for found in findings] == [0] * COUNT
     assert [found["after_failure"] for found in findings] == [[0, 3]] * COUNT
-    assert checkpoint_dirs.complete_steps(root / "one_fails") == [1, 3]
-    warnings = [line for line in findings[0]["said"] if "saving step 2 FAILED" in line]
+    assert checkpoint_dirs.complete_steps(root / "one_fails") == [2, 3]
+    assert all(integrity.verify(checkpoint_dirs.step_dir(root / "one_fails", step)) == [] for step in (2, 3))
+    warnings = [line for line in findings[0]["said"] if "saving step 2 FAILED (1 in a row, 3 stop the run)" in line]
     assert len(warnings) == 1
     assert "process 2: " in warnings[0]
     assert "File too large" in warnings[0]
