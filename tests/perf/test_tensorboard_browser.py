@@ -15,18 +15,47 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 WAIT_S = 90  # a bound for a loaded machine; pages render within seconds
 
-# All text of a page, through shadow roots, as TensorBoard's pages are made of them.
-PAGE_TEXT = """
-const texts = [];
-function walk(node) {
-  if (node.nodeType === 3 && node.textContent.trim()) texts.push(node.textContent.trim());
-  if (node.nodeType === 1 && ['STYLE', 'SCRIPT', 'NOSCRIPT'].includes(node.tagName)) return;
-  if (node.shadowRoot) walk(node.shadowRoot);
-  node.childNodes.forEach(walk);
+# Runs over a page through its shadow roots, of which TensorBoard's pages are made.
+WALK = """
+function walk(node, visit) {
+  visit(node);
+  if (['STYLE', 'SCRIPT', 'NOSCRIPT'].includes(node.tagName)) return;
+  if (node.shadowRoot) walk(node.shadowRoot, visit);
+  node.childNodes.forEach(child => walk(child, visit));
 }
-walk(document.body);
+"""
+PAGE_TEXT = (
+    WALK
+    + """
+const texts = [];
+walk(document.body, node => { if (node.nodeType === 3 && node.textContent.trim()) texts.push(node.textContent.trim()); });
 return texts.join('\\n');
 """
+)
+# Curves of the scalars page that are more than a point: length of each line's path.
+CURVES = (
+    WALK
+    + """
+const lengths = [];
+walk(document.body, node => {
+  if (node.tagName === 'path' && node.classList.contains('line')) lengths.push(node.getAttribute('d').length);
+});
+return lengths.filter(length => length > 200).length;
+"""
+)
+# Distinct colours drawn on the trace viewer's canvases.
+COLOURS = (
+    WALK
+    + """
+const colours = new Set();
+walk(document.body, node => {
+  if (node.tagName !== 'CANVAS' || !node.width || !node.height) return;
+  const data = node.getContext('2d').getImageData(0, 0, node.width, node.height).data;
+  for (let i = 0; i < data.length; i += 4) if (data[i + 3]) colours.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
+});
+return colours.size;
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +97,7 @@ def browser(tmp_path_factory):
         "--disable-background-networking",
         "--disable-component-update",
         "--disable-sync",
-        "--window-size=1400,2400",  # tall: TensorBoard draws what is in view
+        "--window-size=1400,1300",
         f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
     ):
         options.add_argument(argument)
@@ -96,6 +125,15 @@ def wait_for_text(browser, *texts):
     return shown
 
 
+def wait_for_drawing(browser, script, at_least):
+    """Wait until a script counts enough of what is drawn."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, WAIT_S, poll_frequency=0.2).until(
+        lambda driver: driver.execute_script(script) >= at_least, f"drawn: < {at_least}"
+    )
+
+
 def wait_for(browser, css):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support import expected_conditions
@@ -115,6 +153,7 @@ def test_the_scalars_page_draws_every_metric(browser, tensorboard_url):
     browser.get(tensorboard_url + "#scalars")
     # the two groups that matter most are open without a click
     wait_for_text(browser, "eval/val/loss", "eval/val/bits_per_byte", "train/loss", "train/grad_norm", "train_speed")
+    wait_for_drawing(browser, CURVES, 2)
     screenshot(browser, "scalars.png")
     browser.get("about:blank")
     browser.get(tensorboard_url + "#timeseries")  # this page lists each curve's last value and step
@@ -145,4 +184,5 @@ def test_the_profile_page_opens_the_capture_and_its_trace(browser, tensorboard_u
     next(option for option in browser.find_elements(By.CSS_SELECTOR, "mat-option") if option.text == "Trace Viewer").click()
     browser.switch_to.frame(wait_for(browser, "iframe"))
     wait_for_text(browser, "/host:CPU", "tf_XLAPjRtCpuClient")
+    wait_for_drawing(browser, COLOURS, 400)  # labelled bars, not just slivers
     screenshot(browser, "trace.png")
