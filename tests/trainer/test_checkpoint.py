@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from orbax.checkpoint._src.path import async_path
 
 from configs.errors import UserError
 from perf.events import EventLog
@@ -82,30 +84,39 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(
     assert_bitwise_equal(saver.restore(wanted)[0], kept)
 
 
+@pytest.mark.parametrize("stage", ["payload", "manifest"])
 def test_training_goes_on_while_the_save_is_written(
-    checkpointer: Make, make_state: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stage: str, checkpointer: Make, make_state: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The commit of the payload, or the manifest, is held back until training has gone on: only the order of events is looked at."""
     order: list[str] = []
-    may_commit, write_manifest = threading.Event(), integrity.write_manifest
+    may_commit, write_manifest, rename = threading.Event(), integrity.write_manifest, async_path.rename
 
-    def gated(*arguments: Any) -> None:
-        assert may_commit.wait(60)
+    def gated_manifest(*arguments: Any) -> None:
+        assert stage != "manifest" or may_commit.wait(60)
         write_manifest(*arguments)
         order.append("complete")
 
-    monkeypatch.setattr(integrity, "write_manifest", gated)
+    async def gated_rename(*arguments: Any) -> None:
+        assert stage != "payload" or await asyncio.to_thread(may_commit.wait, 60)
+        await rename(*arguments)
+        order.append("payload committed")
+
+    monkeypatch.setattr(integrity, "write_manifest", gated_manifest)
+    monkeypatch.setattr(async_path, "rename", gated_rename)
     saver, state = checkpointer(), make_state()
     report = saver.save(1, state, {})
-    order.append("save returned")
     assert report.saved
     assert report.waited_s <= report.blocking_s
     jax.block_until_ready(jax.jit(lambda x: x @ x.T)(state["params"]["matrix"]))
-    order.append("trained")
     assert saver.latest_step() is None
+    order.append("trained")
     may_commit.set()
     saver.close()
     order.append("closed")
-    assert order == ["save returned", "trained", "complete", "closed"]
+    order_wanted = ["trained", "payload committed", "complete", "closed"]
+    assert order == order_wanted if stage == "payload" else sorted(order, key=order_wanted.index) == order_wanted
+    assert order.index("trained") < order.index("complete")
     assert saver.latest_step() == 1
 
 
