@@ -1,0 +1,156 @@
+"""Every attention backend against the reference, forward and backward, for everything it claims; and its refusals.
+
+B batch, T sequence, N query heads, K key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.errors import UserError
+from models.attention import AttentionRequest, attend, backend_names, resolve_backend
+
+CHUNK = 16
+LENGTHS = {"whole blocks": 48, "odd": 37, "shorter than a block": 11}
+HEADS = {"multi-head": (4, 4), "grouped": (4, 2), "one kv head": (3, 1)}
+MASKS = {"causal": (True, None), "causal window": (True, 10), "full": (False, None), "symmetric window": (False, 7)}
+BACKENDS = ("xla", "chunked")
+
+
+def packed_rows(batch: int, length: int, rng: np.random.Generator) -> jax.Array:
+    """Rows of several segments of random length, the last part of some rows padding (0)."""
+    rows = np.zeros((batch, length), np.int32)
+    for row in rows:
+        cuts = np.sort(rng.choice(np.arange(1, length), size=3, replace=False))
+        for segment, (start, end) in enumerate(itertools.pairwise([0, *cuts]), start=1):
+            row[start:end] = segment
+    rows[0, rows[0] == 0] = 4  # one row without padding
+    return jnp.asarray(rows)
+
+
+def inputs(heads: tuple[int, int], length: int, dtype: str) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(length + heads[0])
+    arrays = [rng.standard_normal((2, length, n, 8)) for n in (heads[0], heads[1], heads[1], heads[0])]
+    return tuple(jnp.asarray(a, dtype) for a in arrays)
+
+
+def result_and_gradients(backend: str, arrays: tuple[jax.Array, ...], segment_ids: jax.Array | None, mask: tuple[bool, int | None]) -> list[np.ndarray]:
+    *qkv, cotangent = arrays
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        def call(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return attend(q, k, v, segment_ids=segment_ids, causal=mask[0], sliding_window=mask[1], backend=backend, chunk=CHUNK)
+
+        out, pullback = jax.vjp(call, q, k, v)
+        return out, *pullback(cotangent)
+
+    return [np.asarray(x, np.float32) for x in run(*qkv)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
+def test_backends_agree_with_the_reference_in_float32(length, heads, mask, packed) -> None:
+    arrays = inputs(heads, length, "float32")
+    segment_ids = packed_rows(2, length, np.random.default_rng(0)) if packed else None
+    expected = result_and_gradients("reference", arrays, segment_ids, mask)
+    for backend in BACKENDS:
+        for name, got, want in zip(("out", "dq", "dk", "dv"), result_and_gradients(backend, arrays, segment_ids, mask), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5, err_msg=f"{backend} {name}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_backends_agree_with_the_float32_reference_in_bfloat16(backend, mask) -> None:
+    arrays = inputs((4, 2), 37, "bfloat16")
+    segment_ids = packed_rows(2, 37, np.random.default_rng(1))
+    expected = result_and_gradients("reference", tuple(a.astype(jnp.float32) for a in arrays), segment_ids, mask)
+    for got, want in zip(result_and_gradients(backend, arrays, segment_ids, mask), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_padding_gives_zeros_and_no_gradient(backend) -> None:
+    arrays = inputs((4, 2), 24, "float32")
+    segment_ids = jnp.asarray([[1] * 10 + [0] * 14, [0] * 24], jnp.int32)
+    out, *gradients = result_and_gradients(backend, arrays, segment_ids, (True, None))
+    padding = np.asarray(segment_ids) == 0
+    assert np.all(np.isfinite(out))
+    assert np.all(out[padding] == 0)
+    assert np.any(out[~padding] != 0)
+    for gradient in gradients:
+        assert np.all(gradient[padding] == 0)
+        assert np.any(gradient[~padding] != 0)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_a_window_counts_the_token_itself(backend) -> None:
+    """With a window of 1 every token sees only itself, so the output is its value."""
+    q, k, v, _ = inputs((2, 2), 37, "float32")
+    out = attend(q, k, v, sliding_window=1, backend=backend, chunk=CHUNK)
+    np.testing.assert_allclose(out, v, rtol=1e-6)
+
+
+def test_chunked_keeps_no_scores() -> None:
+    """Temporary memory grows with T, not T squared: 16x the blocks of the reference's growth would show."""
+
+    def temporary_bytes(backend: str, length: int) -> int:
+        q = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+        grad = jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v, backend=backend, chunk=128) ** 2), argnums=(0, 1, 2))
+        return jax.jit(grad).lower(q, q, q).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes("chunked", 4096) < 6 * temporary_bytes("chunked", 1024)
+    assert temporary_bytes("reference", 4096) > 12 * temporary_bytes("reference", 1024)
+    assert temporary_bytes("chunked", 4096) < temporary_bytes("reference", 4096) / 10
+
+
+def request(**changes) -> AttentionRequest:
+    facts = {"platform": "gpu", "dtype": jnp.dtype(jnp.bfloat16), "head_dim": 128, "num_heads": 8, "num_kv_heads": 2}
+    return AttentionRequest(**{**facts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "NVIDIA GPUs only"),
+        ({"platform": "tpu"}, "NVIDIA GPUs only"),
+        ({"platform": "rocm"}, "NVIDIA GPUs only"),
+        ({"dtype": jnp.dtype(jnp.float32)}, "not float32"),
+        ({"head_dim": 36}, "not 36"),
+        ({"head_dim": 256}, "not 256"),
+        ({"causal": False, "sliding_window": 8}, "only with a causal mask"),
+    ],
+)
+def test_cudnn_refuses_what_it_does_not_support(changes, reason) -> None:
+    with pytest.raises(UserError, match=reason) as caught:
+        resolve_backend("cudnn", request(**changes))
+    assert "these can: reference, xla, chunked" in str(caught.value)
+    assert resolve_backend("auto", request(**changes)).name == "chunked"
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": jnp.dtype(jnp.float16)}, {"sliding_window": 8}, {"head_dim": 64}, {"causal": False}])
+def test_auto_takes_cudnn_where_it_is_supported(changes) -> None:
+    assert resolve_backend("auto", request(**changes)).name == "cudnn"
+
+
+def test_asking_for_cudnn_on_cpu_is_refused_at_the_call() -> None:
+    q = jnp.ones((1, 8, 2, 8), jnp.bfloat16)
+    with pytest.raises(UserError, match="the devices are cpu"):
+        attend(q, q, q, backend="cudnn")
+
+
+def test_unknown_backends_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match="did you mean 'chunked'"):
+        resolve_backend("chunkd", request())
+
+
+def test_every_backend_is_in_the_matrix() -> None:
+    """A new backend must join the comparison above (cudnn cannot: it needs a GPU, see tests/bench/gpu_attention.py)."""
+    assert set(backend_names()) == {"auto", "reference", "cudnn", *BACKENDS}
