@@ -1,0 +1,93 @@
+"""From windows of the token stream to the rows a step takes.
+
+Row i of a corpus covers stream tokens [i*T, i*T + T): inputs, and targets one further. Documents are cut where a row ends and go on in
+the next one; nothing is dropped, every token is a target once per epoch, and only the very last row may be padded. In a corpus packed
+ahead of time a row is one packed row, and no document is cut.
+
+N rows, T tokens per row.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from configs.errors import UserError
+from loaders.format import TokenReader, Windows
+from loaders.manifest import Manifest, read_manifest
+
+Rows = dict[str, np.ndarray]
+"""tokens, targets, positions, segment_ids (int32) and weights (float32), each [N, T]."""
+
+
+class RowSource:
+    """The rows of one corpus at one sequence length."""
+
+    def __init__(self, directory: Path, seq_len: int, *, document_masking: bool = True, manifest: Manifest | None = None) -> None:
+        self.directory, self.seq_len, self.document_masking = directory, seq_len, document_masking
+        self.manifest = read_manifest(directory) if manifest is None else manifest
+        packed = self.manifest.pack_length
+        if packed is not None and packed != seq_len:
+            raise UserError(f"{directory} is packed in rows of {packed} tokens: set data.seq_len={packed} (it is {seq_len})")
+        if packed is not None and not document_masking:
+            raise UserError(f"{directory} is packed in rows of whole documents, which data.document_masking=false would ignore")
+        self.reader = TokenReader(directory, self.manifest)
+        tokens = self.manifest.tokens
+        self.num_rows = tokens // packed if packed is not None else -(-(tokens - 1) // seq_len)
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Read rows by index [N]. Raises CorpusError naming file and record."""
+        overlap = 0 if self.manifest.pack_length is not None else 1
+        windows = self.reader.read(rows * self.seq_len, self.seq_len + overlap)
+        if not overlap:
+            windows = _with_padded_target(windows)
+        vocab = self.manifest.tokenizer.vocab_size
+        if int(windows.ids.max(initial=0)) >= vocab:
+            raise UserError(f"{self.directory} holds token id {int(windows.ids.max())}, its tokenizer has {vocab}")
+        return rows_of(windows, self.document_masking)
+
+
+def _with_padded_target(windows: Windows) -> Windows:
+    """Append one padding token: the last token of a packed row has no target."""
+
+    def widen(x: np.ndarray, value: object) -> np.ndarray:
+        return np.concatenate([x, np.full((len(x), 1), value, x.dtype)], axis=1)
+
+    padding = np.zeros(windows.ids.shape, bool) if windows.padding is None else windows.padding
+    mask = None if windows.mask is None else widen(windows.mask, True)
+    return Windows(widen(windows.ids, 0), widen(windows.starts, True), widen(padding, True), mask)
+
+
+def rows_of(windows: Windows, document_masking: bool) -> Rows:
+    """Turn windows of T + 1 tokens into rows.
+
+    Segments count the documents of a row from 1, padding is segment 0; positions restart with each segment. A target counts unless it
+    is the first token of another document, padding, or masked out; with `document_masking` off a row is one segment.
+    """
+    ids, starts = windows.ids, windows.starts
+    N, T = ids.shape[0], ids.shape[1] - 1
+    index = np.arange(T, dtype=np.int32)
+    if document_masking:
+        starts = starts.copy()
+        starts[:, 0] = True
+        segments = np.cumsum(starts[:, :-1], axis=1, dtype=np.int32)
+        positions = index - np.maximum.accumulate(np.where(starts[:, :-1], index, 0), axis=1)
+        counted = ~starts[:, 1:]
+    else:
+        segments = np.ones((N, T), np.int32)
+        positions = np.broadcast_to(index, (N, T)).copy()
+        counted = np.ones((N, T), bool)
+    if windows.padding is not None:
+        segments[windows.padding[:, :-1]] = 0
+        positions[windows.padding[:, :-1]] = 0
+        counted &= ~windows.padding[:, 1:] & ~windows.padding[:, :-1]
+    if windows.mask is not None:
+        counted &= windows.mask[:, 1:]
+    return {
+        "tokens": ids[:, :-1].copy(),
+        "targets": ids[:, 1:].copy(),
+        "positions": positions.astype(np.int32, copy=False),
+        "segment_ids": segments,
+        "weights": counted.astype(np.float32),
+    }
