@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
 from models.attention.layer import RotaryTable
@@ -107,5 +108,5 @@ class Decoder(nnx.Module):
 
 def platform_of(partitioner: Partitioner) -> str:
     """Return the platform of the mesh's devices (cpu, gpu, tpu), which need not be present when compiling ahead of time."""
-    devices = getattr(partitioner.mesh, "devices", None)
-    return jax.default_backend() if devices is None else str(devices.flat[0].platform)
+    mesh = partitioner.mesh
+    return jax.default_backend() if isinstance(mesh, AbstractMesh) else str(mesh.devices.flat[0].platform)

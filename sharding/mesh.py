@@ -63,7 +63,7 @@ def resolve_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
     if not wild and fixed == num_devices:
         return sizes
     named = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)) or "a mesh of 1"
-    works = "" if wild else f" = {fixed}"
+    works = f" = {fixed}" if " x " in named and not wild else ""
     relation = "does not divide" if wild else "is not"
     raise UserError(f"{named}{works} {relation} the {num_devices} devices there are; {_suggestion(sizes, num_devices)}")
 
@@ -81,7 +81,7 @@ def _suggestion(sizes: dict[str, int], num_devices: int) -> str:
         choices = [d for d in range(1, room + 1) if room % d == 0] if wild_elsewhere else [room]
         found += [(abs(math.log(choice / size)), f"mesh.{axis}={choice}") for choice in choices if choice != size]
     if not found:
-        return "mesh.fsdp=-1 with every other axis 1 always works"
+        return "what works: mesh.fsdp=-1 with every other axis 1"
     found.sort()
     return "what works: " + " or ".join(text for _, text in found[:2])
 

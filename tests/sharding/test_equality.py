@@ -27,6 +27,8 @@ from trainer.step import make_train_step
 
 FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
 BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+"""Machine code unoptimised: partitioning is the same, and these programs run for milliseconds."""
 
 
 def make_config(data: int, fsdp: int, tensor: int, accumulation: int = 1, **model) -> Config:
@@ -74,7 +76,7 @@ def run(config: Config, devices) -> tuple[list[float], dict]:
     state = init_state(config, spec, optimizer, abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner)
-    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=QUICK_COMPILE)
     losses = []
     for index in range(STEPS):
         state, metrics = step(state, jax.device_put(make_batch(index), partitioner.batch_sharding()))

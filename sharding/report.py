@@ -1,0 +1,97 @@
+"""How a model's state lies on a mesh, parameter by parameter, in bytes per device. Works for a mesh this machine does not have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from sharding.partition import Partitioner, optimizer_state_shardings, path_name
+from sharding.rules import LogicalAxes
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter (stacked over layers where the model scans)."""
+
+    path: str
+    axes: LogicalAxes
+    """Logical axis of each dim."""
+    spec: tuple[str | tuple[str, ...] | None, ...]
+    """Mesh axes of each dim."""
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class ShardingReport:
+    """The rows, and bytes per device of each kind of state between steps (gradients: the accumulated ones within a step)."""
+
+    rows: tuple[ParameterRow, ...]
+    parameters: int
+    """Number of parameters."""
+    parameter_bytes: int
+    """Of the whole model."""
+    parameter_bytes_per_device: int
+    gradient_bytes_per_device: int
+    optimizer_bytes_per_device: int
+
+    @property
+    def total_bytes_per_device(self) -> int:
+        """Parameters, gradients and optimiser state."""
+        return self.parameter_bytes_per_device + self.gradient_bytes_per_device + self.optimizer_bytes_per_device
+
+
+def sharding_report(partitioner: Partitioner, params: Any, axes: Any, opt_state: Any, gradient_dtype: str) -> ShardingReport:
+    """Report on abstract trees: parameters, their logical axes (same structure), and the optimiser state.
+
+    Raises UserError naming the parameter when a dim does not divide.
+    """
+    rows: list[ParameterRow] = []
+    jax.tree_util.tree_map_with_path(lambda path, leaf, of: rows.append(_row(partitioner, path_name(path), leaf, of)), params, axes)
+    shardings = optimizer_state_shardings(partitioner, opt_state, params, axes)
+    moments = sum(
+        _bytes(_local_shape(partitioner, leaf.shape, sharding.spec), leaf.dtype)
+        for leaf, sharding in zip(jax.tree.leaves(opt_state), jax.tree.leaves(shardings), strict=True)
+    )
+    return ShardingReport(
+        rows=tuple(rows),
+        parameters=sum(math.prod(row.shape) for row in rows),
+        parameter_bytes=sum(row.bytes for row in rows),
+        parameter_bytes_per_device=sum(row.bytes_per_device for row in rows),
+        gradient_bytes_per_device=sum(_bytes(row.local_shape, gradient_dtype) for row in rows),
+        optimizer_bytes_per_device=moments,
+    )
+
+
+def _row(partitioner: Partitioner, path: str, leaf: Any, axes: LogicalAxes) -> ParameterRow:
+    spec = partitioner.spec(axes, leaf.shape, path)
+    local = _local_shape(partitioner, leaf.shape, spec)
+    return ParameterRow(
+        path=path,
+        axes=tuple(axes),
+        spec=tuple(spec),
+        shape=tuple(leaf.shape),
+        local_shape=local,
+        dtype=str(jnp.dtype(leaf.dtype)),
+        bytes=_bytes(leaf.shape, leaf.dtype),
+        bytes_per_device=_bytes(local, leaf.dtype),
+    )
+
+
+def _local_shape(partitioner: Partitioner, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
+    pieces = [math.prod(partitioner.mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ())) for entry in spec]
+    pieces += [1] * (len(shape) - len(pieces))
+    return tuple(size // parts for size, parts in zip(shape, pieces, strict=True))
+
+
+def _bytes(shape: Sequence[int], dtype: Any) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
