@@ -6,6 +6,7 @@ keeps its dtype. Orbax itself would cast a checkpoint to another dtype without a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ _TIMEOUT_S = 1200
 """How long Orbax lets the processes of one save wait for each other."""
 _DATA_FILE_BYTES = 128 << 20
 """Payload files of about this size: sha256 cannot be split within a file, so this is the grain of parallel verification."""
+_STACKED = "params.blocks."
+"""Parameters with a leading dim of layers (models/params.py)."""
+_LAYER_CHUNKS_ABOVE_BYTES = 32 << 20
 _MAX_NAMED = 5
 
 
@@ -75,11 +79,20 @@ def _context(partial: bool = False) -> ocp.Context:
     # Trained weights hardly compress, and (de)compressing is slower than most disks.
     context.array_options.saving.use_compression = False
     context.array_options.saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
+    context.array_options.saving.scoped_storage_options_creator = _storage
     context.async_options.timeout_secs = _TIMEOUT_S
     # The checkpointer has made sure that the step does not exist; Orbax would wait for all processes to look.
     context.file_options.skip_sync_file_validations = True
     context.pytree_options.loading.partial_load = partial
     return context
+
+
+def _storage(keys: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
+    """Store large stacked parameters in chunks of one layer: an export reads layer by layer, and must not hold the whole stack."""
+    shard = leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+    stacked = jax.tree_util.keystr(keys, simple=True, separator=".").startswith(_STACKED)
+    large = math.prod(shard) * leaf.dtype.itemsize > _LAYER_CHUNKS_ABOVE_BYTES
+    return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,)) if stacked and large else None
 
 
 def _is_key(leaf: Any) -> bool:
