@@ -1,46 +1,51 @@
-"""manifest.json: what a prepared corpus is. Written last, so a directory without one is not a corpus.
-
-A corpus is a stream of documents, each `[BOS] t1 .. tn [EOS]`, cut into fixed-size token records over several shards (loaders/format.py).
-"""
+"""The manifest of a prepared corpus: what its shards hold and how they were made. Written last, so a directory with one is complete."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+FORMAT = "ridgeline-tokens"
+VERSION = 1
 
 
 class CorpusError(UserError):
-    """A prepared corpus is missing, foreign or damaged; names the file and, where it has one, the record."""
+    """A corpus that is missing, damaged, of another kind, or does not go with the others; the message names file and record."""
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One token file."""
+    """One shard file."""
 
     name: str
-    sha256: str
-    documents: int
-    tokens: int
-    """Padding included."""
-    text_bytes: int
-    size_bytes: int
     records: int
-    padding_tokens: int = 0
+    tokens: int
+    """Stored tokens, BOS and EOS included, padding not."""
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of the documents' text."""
+    bytes: int
+    """Size of the file."""
+    sha256: str
+    edge_crc32: int
+    """crc32 over the first and the last record: a foreign file of the same name is noticed when it is opened."""
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer the ids come from; a copy lies in the corpus's `tokenizer` directory."""
+    """The tokenizer that made the tokens; a copy of it lies in the corpus directory."""
 
     kind: str
+    path: str
+    """Path of the copy, relative to the corpus directory."""
     sha256: str
     vocab_size: int
     bos_id: int
@@ -49,92 +54,158 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole corpus."""
+    """Everything a reader must know about a corpus. No times, no host names: same input, same bytes."""
 
     tokenizer: TokenizerInfo
+    dtype: str
+    """uint16 or uint32."""
     record_tokens: int
-    """Tokens per record; only the last record of a shard is shorter."""
-    token_bytes: int
-    """2 (uint16) or 4 (uint32) per stored token."""
+    """Tokens per record; the last record of a shard may be shorter. Packed corpora: the row length."""
     pack_length: int | None
-    """Documents lie whole in rows of this length (then the only sequence length there is); None: a continuous stream."""
+    """Row length of a corpus packed ahead of time; None: a stream of documents."""
     shards: tuple[ShardInfo, ...]
-    bad_records: int = 0
     gzip9_bytes: int | None = None
-    """gzip -9 size of every document by itself, summed."""
-    created_with: dict[str, Any] = field(default_factory=dict)
-    """Parameters of the preparation."""
-    version: int = FORMAT_VERSION
-
-    @property
-    def documents(self) -> int:
-        """Documents in all shards."""
-        return sum(shard.documents for shard in self.shards)
+    """Sum over the documents of the size of `gzip -9` of their text; None: not measured."""
+    bad_records: int = 0
+    """Input records that were left out."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """How the corpus was made."""
 
     @property
     def tokens(self) -> int:
-        """Stored tokens in all shards, padding included."""
+        """Stored tokens over all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
-    def padding_tokens(self) -> int:
-        """Stored padding."""
-        return sum(shard.padding_tokens for shard in self.shards)
+    def documents(self) -> int:
+        """Documents over all shards (pieces of one that was longer than a packed row count once)."""
+        return sum(shard.documents for shard in self.shards)
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of the text."""
+        """UTF-8 bytes of text over all shards."""
         return sum(shard.text_bytes for shard in self.shards)
 
-    def to_json(self) -> str:
-        """Dump deterministically; totals are included for readers of the file."""
-        totals = {"documents": self.documents, "tokens": self.tokens, "padding_tokens": self.padding_tokens, "text_bytes": self.text_bytes}
-        return json.dumps({**asdict(self), "totals": totals}, indent=1, sort_keys=True) + "\n"
+    @property
+    def padding_share(self) -> float | None:
+        """Share of padding in a packed corpus; None for a stream."""
+        if self.pack_length is None:
+            return None
+        return 1 - self.tokens / (self.pack_length * sum(shard.records for shard in self.shards))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of manifest.json, with the digest that guards it."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "tokenizer": asdict(self.tokenizer),
+            "dtype": self.dtype,
+            "record_tokens": self.record_tokens,
+            "pack_length": self.pack_length,
+            "counts": {
+                "documents": self.documents,
+                "tokens": self.tokens,
+                "text_bytes": self.text_bytes,
+                "bad_records": self.bad_records,
+            },
+            "gzip9_bytes": self.gzip9_bytes,
+            "shards": [asdict(shard) for shard in self.shards],
+            "parameters": json.loads(json.dumps(dict(self.parameters), default=str)),
+        }
+        return {**content, "sha256": _digest(content)}
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read and check a corpus's manifest. Raises CorpusError naming the file and what is wrong."""
-    path = directory / MANIFEST
-    if not directory.is_dir():
-        raise CorpusError(f"corpus {directory} does not exist; make it with `ridge data prepare`")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CorpusError(
-            f"{directory} is not a prepared corpus (no {MANIFEST}): it was not made by `ridge data prepare`, or not finished"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"{path} cannot be read: {error}") from error
-    try:
-        if content["version"] != FORMAT_VERSION:
-            raise CorpusError(f"{path} has format version {content['version']}; this program reads {FORMAT_VERSION}")
-        content.pop("totals", None)
-        manifest = Manifest(
-            **{
-                **content,
-                "tokenizer": TokenizerInfo(**content["tokenizer"]),
-                "shards": tuple(ShardInfo(**shard) for shard in content["shards"]),
-            }
+    @property
+    def sha256(self) -> str:
+        """Digest of the whole content: the identity of the corpus."""
+        return str(self.to_json()["sha256"])
+
+    def write(self, directory: Path) -> Path:
+        """Write manifest.json atomically. Raises CorpusError for a corpus without tokens."""
+        if not self.tokens:
+            raise CorpusError(f"empty corpus: no document in {directory}")
+        path = directory / MANIFEST_NAME
+        partial = path.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+        return path
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read a corpus's manifest. Raises CorpusError when it is missing, damaged, of another version, or lists nothing."""
+        directory = Path(directory)
+        path = directory / MANIFEST_NAME
+        content = _read_json(directory, path)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise CorpusError(f"{path}: not the manifest of a prepared corpus")
+        if content.get("version") != VERSION:
+            raise CorpusError(f"{path}: corpus format version {content.get('version')}, this program reads {VERSION}; prepare it again")
+        stored = content.pop("sha256", None)
+        if stored != _digest(content):
+            raise CorpusError(f"{path}: was changed after it was written (its digest does not match); prepare the corpus again")
+        manifest = cls(
+            tokenizer=TokenizerInfo(**content["tokenizer"]),
+            dtype=content["dtype"],
+            record_tokens=content["record_tokens"],
+            pack_length=content["pack_length"],
+            shards=tuple(ShardInfo(**shard) for shard in content["shards"]),
+            gzip9_bytes=content["gzip9_bytes"],
+            bad_records=content["counts"]["bad_records"],
+            parameters=content["parameters"],
         )
-    except (KeyError, TypeError) as error:
-        raise CorpusError(f"{path} is not a manifest of Ridgeline: {error}") from error
-    if not manifest.shards or manifest.tokens < 2:
-        raise CorpusError(f"{path}: the corpus is empty")
-    return manifest
+        if not manifest.tokens:
+            raise CorpusError(f"{path}: empty corpus")
+        return manifest
 
 
-def check_tokenizer(manifests: Sequence[tuple[Path, Manifest]], vocab_size: int) -> TokenizerInfo:
-    """Return the tokenizer all corpora share; refuse different ones, and one whose ids do not fit the model's vocabulary."""
-    first_path, first = manifests[0]
-    for path, manifest in manifests[1:]:
+def check_tokenizer(
+    manifests: Mapping[str | Path, Manifest], *, vocab_size: int | None = None, sha256: str | None = None, where: str = "the model"
+) -> TokenizerInfo:
+    """Refuse corpora that cannot be trained on together, and return the tokenizer they share.
+
+    All must have the same tokenizer (by sha256; also equal to `sha256` when given, that of a checkpoint, say), and its vocabulary must
+    fit `vocab_size` (model.vocab_size). Raises CorpusError naming the corpora.
+    """
+    assert manifests
+    (first_path, first), *others = manifests.items()
+    for path, manifest in others:
         if manifest.tokenizer.sha256 != first.tokenizer.sha256:
-            raise UserError(
-                f"{path} and {first_path} were made with different tokenizers "
-                f"({manifest.tokenizer.kind} {manifest.tokenizer.sha256[:12]}, {first.tokenizer.kind} {first.tokenizer.sha256[:12]})"
+            raise CorpusError(
+                f"{path} was made with another tokenizer ({_name(manifest.tokenizer)}) than {first_path} ({_name(first.tokenizer)})"
             )
-    if first.tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"model.vocab_size={vocab_size} is smaller than the vocabulary of {first_path} "
-            f"({first.tokenizer.kind} tokenizer with {first.tokenizer.vocab_size} ids); set model.vocab_size={first.tokenizer.vocab_size}"
+    if sha256 is not None and first.tokenizer.sha256 != sha256:
+        raise CorpusError(f"{first_path} was made with another tokenizer ({_name(first.tokenizer)}) than {where} (sha256 {sha256[:12]})")
+    if vocab_size is not None and first.tokenizer.vocab_size > vocab_size:
+        raise CorpusError(
+            f"{first_path} holds tokens of a vocabulary of {first.tokenizer.vocab_size}, which does not fit "
+            f"model.vocab_size={vocab_size}; set model.vocab_size={first.tokenizer.vocab_size} or more"
         )
     return first.tokenizer
+
+
+def read_manifests(paths: Sequence[Path]) -> dict[str | Path, Manifest]:
+    """Read the manifests of several corpora, by path."""
+    return {path: Manifest.read(path) for path in paths}
+
+
+def _name(tokenizer: TokenizerInfo) -> str:
+    return f"{tokenizer.kind}, {tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read_json(directory: Path, path: Path) -> Any:
+    if not directory.exists():
+        raise CorpusError(f"corpus not found: {directory} (make one with `ridge data prepare`)")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CorpusError(f"{directory} is not a finished corpus: no {MANIFEST_NAME} (run `ridge data prepare` to its end)") from error
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CorpusError(f"{path}: damaged, not JSON ({error})") from error

@@ -1,27 +1,40 @@
-"""Best-fit packing ahead of time: whole documents in rows of one length, with little padding (arXiv 2404.10830)."""
+"""Packing documents whole into rows of a fixed length, ahead of time, so that rows stay addressable by one integer."""
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+WINDOW = 8192
+"""Documents considered together; more gives less padding and takes more memory."""
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put items into bins of `capacity` by best-fit decreasing; return the item indices of each bin, in order.
 
-    Deterministic: ties go to the earlier item and the bin that was opened first. Every length must be in 1..capacity.
+def best_fit(lengths: Sequence[int], capacity: int, window: int = WINDOW) -> list[list[int]]:
+    """Place items into rows by best-fit decreasing within windows of `window` consecutive items; returns item indices per row.
+
+    Every item lies in exactly one row and no row exceeds `capacity`. Inside a row the items keep their input order. An item goes to the
+    fullest row it fits (the lowest-numbered of equals), so the result is deterministic. Raises ValueError for an item above `capacity`.
     """
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free space, bin), ascending
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[item]
-        assert 0 < length <= capacity, (length, capacity)
-        at = bisect.bisect_left(room, (length, -1))
-        if at == len(room):
-            bins.append([])
-            free, index = capacity, len(bins) - 1
+    rows: list[list[int]] = []
+    for start in range(0, len(lengths), window):
+        rows += _pack_window(range(start, min(start + window, len(lengths))), lengths, capacity)
+    return rows
+
+
+def _pack_window(indices: range, lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for index in sorted(indices, key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > capacity:
+            raise ValueError(f"item {index} of length {length} does not fit a row of {capacity}")
+        place = bisect_left(free, (length, -1))
+        if place < len(free):
+            left, row = free.pop(place)
         else:
-            free, index = room.pop(at)
-        bins[index].append(item)
-        bisect.insort(room, (free - length, index))
-    return [sorted(items) for items in bins]
+            left, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if left > length:
+            insort(free, (left - length, row))
+    return [sorted(row) for row in rows]
