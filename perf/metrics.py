@@ -116,7 +116,12 @@ class StepTimer:
         self._paused_s = 0.0
         self._pause_depth = 0
         self._steps_s: list[float] = []
+        self._usual_step_s: float | None = None
         self._data_wait_s = 0.0
+
+    def usual_step_s(self) -> float | None:
+        """Return the median step time of the newest window with steps in it; None before the first step."""
+        return percentile(sorted(self._steps_s), 0.5) if self._steps_s else self._usual_step_s
 
     def start(self) -> None:
         """Begin the next step now, forgetting what came before (compilation, restore)."""
@@ -167,6 +172,7 @@ class StepTimer:
     def report(self) -> dict[str, float]:
         """Return the speed metrics of the window and begin a new one. Empty when no step ended in it."""
         steps_s, wait_s = sorted(self._steps_s), self._data_wait_s
+        self._usual_step_s = self.usual_step_s()
         self._steps_s, self._data_wait_s = [], 0.0
         total_s = math.fsum(steps_s)
         if not steps_s or total_s <= 0:

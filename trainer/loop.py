@@ -12,7 +12,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -74,6 +74,9 @@ class Loop:
     profiler: Profiler
     events: EventLog
     clock: Callable[[], float] = time.monotonic
+    _pending: _Pending | None = field(default=None, init=False)
+    _window_waits: int = field(default=0, init=False)
+    _started_s: float = field(default=0.0, init=False)
 
     def run(self, state: TrainState, start_step: int) -> Outcome:
         """Train from `start_step` to config.trainer.steps, or until asked to stop; save where due; return how it ended.
@@ -88,6 +91,7 @@ class Loop:
             batch = self._next_batch(batches)
             self._begin(step)
             while step < steps:
+                self._capture(step)
                 with step_annotation(step):
                     state, metrics = self.train_step(state, batch)
                 step += 1
@@ -100,31 +104,35 @@ class Loop:
                 stopped_by = stop.agreed(step)
                 last = step == steps or stopped_by is not None or self._past(deadline_s)
                 evaluate = self._evaluation_due(step)
-                save = self.checkpointer.should_save(step, last=last)
-                profile = self.profiler.due(step)
-                if last or evaluate or save or profile or step == start_step + 1:
+                save = self.checkpointer.should_save(step, last=last) or stopped_by is not None
+                if last or evaluate or save or step == start_step + 1:
                     self._read_pending()
                 if step == start_step + 1:
                     self._end_first_step()
-                if profile:
-                    with self.timer.paused():
-                        self.profiler.switch(step)
                 if evaluate:
                     results = self._evaluate(state, step)
                 if save:
                     self._save(state, step)
                 if last:
                     break
+            self.profiler.close(step)
         return Outcome(state, step, stopped_by, step >= steps, results)
 
     def _begin(self, step: int) -> None:
-        self._pending: _Pending | None = None
-        self._window_waits = 0
         self._started_s = self.clock()
         self.progress.start(step)
-        if self.profiler.due(step):
-            self.profiler.switch(step)
         self.timer.start()
+
+    def _capture(self, step: int) -> None:
+        """Begin or end a profile capture where one is due; its cost is no step's time."""
+        active = self.profiler.active
+        start_s = self.clock()
+        finished = self.profiler.before_step(step, drain=self._read_pending)
+        if finished is not None:
+            self.progress.note(f"step {step}: profile in {finished}")
+        if self.profiler.active != active or finished is not None:
+            self.events.total("profile", self.clock() - start_s, step=step, active=self.profiler.active)
+            self.timer.begin_step()
 
     def _end_first_step(self) -> None:
         """The first step pays for loading the program and first touches: it is recorded apart and kept out of the step times."""
@@ -208,12 +216,13 @@ class Loop:
         for name, result in results.items():
             self.writer.write(step, result.metrics(name))
             self.progress.note(f"step {step}: {name} {result.describe()}")
+        self.writer.flush()
         return results
 
     def _save(self, state: TrainState, step: int) -> None:
         with self.timer.paused(), self.events.phase("save", step=step), jax.transfer_guard("allow"):
             report = self.checkpointer.save(step, state, self.save_metadata(step))
-        self.writer.write(step, {"checkpoint/blocking_s": report.blocking_s})
+        self.writer.write(step, {"train_save/blocking_s": report.blocking_s})
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
 def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, partitioner: Partitioner) -> TrainState:
     """Return the state as ShapeDtypeStructs with shardings: what init fills and a restore reads into."""
     shapes = jax.eval_shape(lambda: _initial_state(config, spec, optimizer))
-    replicated = partitioner.replicated()
+    replicated: Any = partitioner.replicated()
     shardings = TrainState(
         step=replicated,
         params=spec.param_shardings,

@@ -1,0 +1,267 @@
+"""A training run, from the config to the last checkpoint: the way can be read here in one sitting.
+
+config -> data manifests -> mesh -> model -> run directory -> state (new or restored) -> compiled step -> loader -> loop
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configs.rules import check_devices
+from configs.schema import Config
+from loaders.loader import build_loader, read_manifests
+from loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
+from perf.events import EventLog, event_file, read_events
+from perf.metrics import StepTimer
+from perf.profiler import Profiler
+from perf.progress import Progress, build_progress
+from perf.summary import format_summary, summarize
+from perf.writers import build_writers
+from planner.flops import train_flops_per_token
+from planner.hardware import matmul_dtype, peak_flops
+from sharding.mesh import build_mesh, describe_mesh
+from sharding.partition import Partitioner
+from sharding.rules import Rules
+from trainer import config_guard
+from trainer.batches import local_rows, to_global
+from trainer.checkpoint import Checkpointer
+from trainer.evaluation import Evaluator
+from trainer.loop import Loop, Outcome
+from trainer.optimizers import build_optimizer
+from trainer.run_dir import RunDir, open_run_dir
+from trainer.schedules import build_schedule
+from trainer.state import ModelSpec, TrainState, abstract_state, init_state, model_spec
+from trainer.step import make_evaluation_step, make_train_step, param_norm
+
+
+def train(config: Config, *, command: Sequence[str]) -> signal.Signals | None:
+    """Train to the last step, or until asked to stop; return the signal it stopped for, if any.
+
+    Starts the run of `config.directory`, or continues it from its newest good checkpoint. Raises UserError for bad input,
+    NumericalFailure and CheckpointError for runs that cannot go on.
+    """
+    process = jax.process_index()
+    progress = build_progress(config.trainer.steps, process=process)
+    try:
+        tokenizer = check_data(config)
+        parts = prepare(config)
+        run = open_run_dir(config, command=command, log=progress.note)
+        events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart)
+        events.total("launch", process_age_s())
+        try:
+            outcome = _train(config, parts, run, tokenizer, events, progress)
+        finally:
+            events.close()
+    finally:
+        progress.close()
+    if process == 0 and outcome is not None:
+        _report(run, outcome)
+    return None if outcome is None else outcome.stopped_by
+
+
+def _train(config: Config, parts: Prepared, run: RunDir, tokenizer: TokenizerInfo, events: EventLog, progress: Progress) -> Outcome | None:
+    checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note)
+    state, start_step = _restore(parts, checkpointer, tokenizer, events, progress)
+    if start_step >= config.trainer.steps:
+        progress.note(f"{run.path}: complete at step {start_step}; raise trainer.steps (now {config.trainer.steps}) to train on")
+        return None
+    if state is None:
+        with events.phase("init"):
+            state = jax.block_until_ready(parts.make_state())
+    if jax.process_index() == 0:
+        shutil.copytree(config.data.train[0].path / "tokenizer", run.path / "tokenizer", dirs_exist_ok=True)
+
+    batch = abstract_batch(config, parts.partitioner)
+    with events.phase("compile", program="train_step"):
+        train_step = parts.train_step.lower(parts.abstract, batch).compile()
+        norm = jax.jit(param_norm).lower(parts.abstract.params).compile()
+    _say_what_runs(config, parts, progress)
+
+    rows = local_rows(config.data.batch_size, parts.partitioner)
+    loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows, start_step=start_step)
+    timer = _step_timer(config, parts)
+    writer = build_writers(
+        config.logging,
+        run.path,
+        name=config.name,
+        run=run.id,
+        config=config.model_dump(mode="json"),
+        process=jax.process_index(),
+        restart=run.restart,
+        resume_step=start_step or None,
+    )
+    profiler = Profiler(
+        config.profiler,
+        run.path,
+        process=jax.process_index(),
+        num_processes=jax.process_count(),
+        restart=run.restart,
+        hlo_text=train_step.as_text,
+        step_time_s=timer.usual_step_s,
+    )
+    profiler.install_signal()
+    loop = Loop(
+        config=config,
+        train_step=train_step,
+        param_norm=norm,
+        put=lambda rows: to_global(rows, parts.partitioner),
+        loader=loader,
+        evaluator=Evaluator(config, parts.partitioner, _CompiledOnce(parts.evaluation_step, events, "evaluation_step")),
+        checkpointer=checkpointer,
+        save_metadata=lambda step: save_metadata(config, step, tokenizer),
+        timer=timer,
+        writer=writer,
+        progress=progress,
+        profiler=profiler,
+        events=events,
+    )
+    try:
+        outcome = loop.run(state, start_step)
+    finally:
+        with events.phase("teardown"):
+            profiler.close()
+            loader.close()
+            writer.close()
+            checkpointer.wait()
+    checkpointer.close()
+    return outcome
+
+
+def _restore(
+    parts: Prepared, checkpointer: Checkpointer, tokenizer: TokenizerInfo, events: EventLog, progress: Progress
+) -> tuple[TrainState | None, int]:
+    """Return the newest good state and its step, or (None, 0) for a new run."""
+    if not checkpointer.has_checkpoints():
+        return None, 0
+    with events.phase("restore") as record:
+        state, metadata = checkpointer.restore(parts.abstract)
+        record["step"] = metadata["step"]
+    config_guard.check_tokenizer(metadata.get("tokenizer"), tokenizer.sha256, str(checkpointer.directory))
+    progress.note(f"resuming from the checkpoint of step {metadata['step']}")
+    return state, int(metadata["step"])
+
+
+def save_metadata(config: Config, step: int, tokenizer: TokenizerInfo) -> dict[str, Any]:
+    """Return what a checkpoint says of itself beside its arrays."""
+    return {
+        "kind": "train",
+        "data_position": step,
+        "config_sha256": hashlib.sha256(config.model_dump_json().encode()).hexdigest(),
+        "tokenizer": tokenizer.sha256,
+        "mesh": config.mesh.sizes,
+    }
+
+
+def check_data(config: Config) -> TokenizerInfo:
+    """Open every manifest of the config before anything is built; return the tokenizer they share."""
+    manifests = read_manifests(config.data)
+    manifests += [(path, read_manifest(path)) for path in config.evaluation.sets.values()]
+    return check_tokenizer(manifests, config.model.vocab_size)
+
+
+def _say_what_runs(config: Config, parts: Prepared, progress: Progress) -> None:
+    count = sum(leaf.size for leaf in jax.tree.leaves(parts.abstract.params))
+    tokens = config.data.batch_size * config.data.seq_len
+    progress.note(
+        f"{config.name}: {config.model.family}, {count:,} parameters, {tokens:,} tokens per step; {describe_mesh(parts.mesh)}; "
+        f"run directory {config.directory}"
+    )
+
+
+def _step_timer(config: Config, parts: Prepared) -> StepTimer:
+    dtype = matmul_dtype(config.precision.compute, config.compute.matmul_precision)
+    return StepTimer(
+        tokens_per_step=config.data.batch_size * config.data.seq_len,
+        num_devices=parts.mesh.size,
+        flops_per_token=train_flops_per_token(config.model, config.data.seq_len).total,
+        peak_flops=peak_flops(jax.devices()[0].device_kind, dtype),
+    )
+
+
+def _report(run: RunDir, outcome: Outcome) -> None:
+    """Print the end of a run: where the time went, and how to go on."""
+    print(format_summary(summarize(read_events(event_file(run.path, 0)))), flush=True)
+    if not outcome.finished:
+        print(f"stopped at step {outcome.steps}; run the same command again to continue", flush=True)
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started (Linux; 0 elsewhere)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
+class _CompiledOnce:
+    """A jitted function whose compilation is recorded as a phase of its own."""
+
+    def __init__(self, function: Any, events: EventLog, program: str) -> None:
+        self._function, self._events, self._program = function, events, program
+        self._compiled: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is None:
+            with self._events.phase("compile", program=self._program):
+                self._compiled = self._function.lower(*args).compile()
+        return self._compiled(*args)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run up to its first step: everything that is built before the loop."""
+
+    mesh: jax.sharding.Mesh
+    partitioner: Partitioner
+    spec: ModelSpec
+    abstract: TrainState
+    train_step: Any
+    """jit of the step, state donated; not compiled yet."""
+    evaluation_step: Any
+    make_state: Callable[[], TrainState]
+
+
+def prepare(config: Config) -> Prepared:
+    """Build mesh, model description and step functions of a config. Nothing is allocated or compiled."""
+    check_devices(config, jax.device_count())
+    precision = config.compute.matmul_precision
+    jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
+    mesh = build_mesh(config.mesh)
+    partitioner = Partitioner(mesh, Rules.from_config(config.mesh))
+    spec = model_spec(config, partitioner)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
+    schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
+    abstract = abstract_state(config, spec, optimizer, partitioner)
+    step = make_train_step(spec, config, optimizer, schedule, partitioner)
+    return Prepared(
+        mesh=mesh,
+        partitioner=partitioner,
+        spec=spec,
+        abstract=abstract,
+        train_step=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None)),
+        evaluation_step=jax.jit(make_evaluation_step(spec, config, partitioner)),
+        make_state=lambda: init_state(config, spec, optimizer, abstract),
+    )
+
+
+def abstract_batch(config: Config, partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes [B, T] and shardings of a training batch."""
+    shape = (config.data.batch_size, config.data.seq_len)
+    dtypes = {"tokens": "int32", "targets": "int32", "positions": "int32", "segment_ids": "int32", "weights": "float32"}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding()) for name, dtype in dtypes.items()}
+
+
+def data_seed(config: Config) -> int:
+    """Return the seed of the data order."""
+    return config.seed if config.data.seed is None else config.data.seed
