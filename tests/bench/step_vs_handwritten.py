@@ -1,0 +1,226 @@
+"""Our training step against a straightforward hand-written JAX version of the same model, alternating in one run.
+
+`python tests/bench/step_vs_handwritten.py [--shape reference|quickstart] [--dtype float32|bfloat16] [--steps 5] [--set compute.loss_chunk=512]`
+
+Both start from the same parameters and take the same batches; their losses are compared first. The machine may be shared, so the figures
+are medians over steps taken in turn, and the requirement is a ratio: ours / hand-written <= 1.0 (scan over layers, both).
+
+Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, G = N/K, H head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from configs.schema import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from sharding.mesh import build_mesh
+from sharding.partition import Partitioner
+from sharding.rules import Rules
+from trainer.optimizers import build_optimizer
+from trainer.schedules import build_schedule
+from trainer.state import abstract_state, init_state, model_spec
+from trainer.step import make_train_step
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reference": (
+        {"num_layers": 4, "embed_dim": 512, "num_heads": 8, "mlp_dim": 1376, "vocab_size": 32000, "max_seq_len": 512},
+        {"batch_size": 4, "seq_len": 512},
+    ),
+    "quickstart": (
+        {"num_layers": 4, "embed_dim": 192, "num_heads": 6, "num_kv_heads": 3, "mlp_dim": 512, "vocab_size": 4096, "max_seq_len": 256}
+        | {"tie_embeddings": True},
+        {"batch_size": 16, "seq_len": 256},
+    ),
+    "tiny": (
+        {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64, "vocab_size": 128, "max_seq_len": 64},
+        {"batch_size": 2, "seq_len": 64},
+    ),
+}
+Tree = Any
+Step = Callable[[Tree, dict[str, jax.Array]], tuple[Tree, jax.Array]]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm in float32."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+
+def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
+    """Rotary embedding of positions 0..T-1, rotate-half layout."""
+    length, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
+    angles = jnp.arange(length)[:, None] * theta ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def hand_written_loss(model: ModelConfig, dtype: Any, layers: str, params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+    """Mean cross-entropy of a Llama as one would write it down: materialised scores with a causal mask, whole logits, optax's loss."""
+
+    def block(x_BTD: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+        layer = jax.tree.map(lambda w: w.astype(dtype), layer)
+        attention, mlp = layer["attention"], layer["mlp"]
+        h = rms_norm(x_BTD, layer["attention_norm"]["scale"], model.norm_eps)
+        q = rotate(jnp.einsum("btd,dnh->btnh", h, attention["query"]), model.rope_theta)
+        k = rotate(jnp.einsum("btd,dkh->btkh", h, attention["key"]), model.rope_theta)
+        v = jnp.einsum("btd,dkh->btkh", h, attention["value"])
+        groups = q.shape[2] // k.shape[2]
+        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        context = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores).astype(dtype), v)
+        x_BTD = x_BTD + jnp.einsum("btnh,nhd->btd", context, attention["out"])
+        h = rms_norm(x_BTD, layer["mlp_norm"]["scale"], model.norm_eps)
+        return x_BTD + (jax.nn.silu(h @ mlp["gate"]) * (h @ mlp["up"])) @ mlp["down"], None
+
+    x_BTD = params["embedding"].astype(dtype)[batch["tokens"]]
+    if layers == "unrolled":
+        for index in range(model.num_layers):
+            x_BTD, _ = block(x_BTD, jax.tree.map(lambda w, at=index: w[at], params["blocks"]))
+    else:
+        x_BTD, _ = jax.lax.scan(jax.checkpoint(block) if layers == "scan, remat" else block, x_BTD, params["blocks"])
+    x_BTD = rms_norm(x_BTD, params["final_norm"]["scale"], model.norm_eps)
+    unembedding = params["embedding"].T if model.tie_embeddings else params["output"]
+    logits = (x_BTD @ unembedding.astype(dtype)).astype(jnp.float32)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))
+
+
+def hand_written_step(config: Config, layers: str) -> tuple[optax.GradientTransformation, Step]:
+    """AdamW with clipping around `hand_written_loss`; state is (params, optimiser state)."""
+    o = config.optimizer
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(o.clip_norm or 1.0),
+        optax.adamw(
+            o.learning_rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=lambda p: jax.tree_util.tree_map_with_path(_is_matrix, p)
+        ),
+    )
+    loss_of = partial(hand_written_loss, config.model, jnp.dtype(config.precision.compute), layers)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: Tree, batch: dict[str, jax.Array]) -> tuple[Tree, jax.Array]:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return optimizer, step
+
+
+def _is_matrix(path: Any, leaf: jax.Array) -> bool:
+    return "norm" not in jax.tree_util.keystr(path)
+
+
+def batches(config: Config, count: int) -> list[dict[str, jax.Array]]:
+    """Random tokens, one document per row."""
+    rng = np.random.default_rng(0)
+    rows, length = config.data.batch_size, config.data.seq_len
+    made = []
+    for _ in range(count):
+        tokens = rng.integers(0, config.model.vocab_size, (rows, length + 1), dtype=np.int32)
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((rows, length), np.float32)}
+        batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+        batch["segment_ids"] = np.ones((rows, length), np.int32)
+        made.append({name: jax.device_put(x) for name, x in batch.items()})
+    return made
+
+
+def contenders(config: Config, names: list[str]) -> dict[str, tuple[Tree, Step]]:
+    """Name -> (state, step), all from the same initial parameters."""
+    partitioner = Partitioner(build_mesh(config.mesh, jax.devices()[:1]), Rules.from_config(config.mesh))
+    spec = model_spec(config, partitioner)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
+    abstract = abstract_state(config, spec, optimizer, partitioner)
+    schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
+    train_step = jax.jit(make_train_step(spec, config, optimizer, schedule, partitioner), donate_argnums=0)
+
+    def ours(state: Tree, batch: dict[str, jax.Array]) -> tuple[Tree, jax.Array]:
+        state, metrics = train_step(state, batch)
+        return state, metrics["loss"]
+
+    found: dict[str, tuple[Tree, Step]] = {"ours": (init_state(config, spec, optimizer, abstract), ours)}
+    for name in names:
+        optimizer, step = hand_written_step(config, name)
+        params = init_state(config, spec, optimizer, abstract).params
+        found[f"hand-written, {name}"] = ((params, optimizer.init(params)), step)
+    return found
+
+
+def measure(config: Config, names: list[str], steps: int) -> dict[str, dict[str, Any]]:
+    """Median step time, seconds to the first finished step (tracing and compiling included) and the losses of every contender."""
+    data = batches(config, steps + 1)
+    running = contenders(config, names)
+    times_s: dict[str, list[float]] = {name: [] for name in running}
+    losses: dict[str, list[float]] = {name: [] for name in running}
+    for batch in data:
+        for name, (state, step) in running.items():
+            start_s = time.perf_counter()
+            state, loss = step(state, batch)
+            losses[name].append(float(loss))
+            jax.block_until_ready(state)
+            times_s[name].append(time.perf_counter() - start_s)
+            running[name] = (state, step)
+    return {
+        name: {"step_s": statistics.median(times[1:]), "best_s": min(times[1:]), "first_step_s": times[0], "losses": losses[name]}
+        for name, times in times_s.items()
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a table and one JSON line; 1 when ours is slower than the hand-written scan or the losses differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="reference")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--against", nargs="*", default=["scan", "unrolled"], help="scan; scan, remat; unrolled")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of ours, as in `compute.loss_chunk=512`")
+    args = parser.parse_args(arguments)
+    model, data = SHAPES[args.shape]
+    config = Config(
+        model=ModelConfig(**model),
+        precision=PrecisionConfig(compute=args.dtype),
+        data=DataConfig(**data),
+        optimizer=OptimizerConfig(kind="adamw"),
+        schedule=ScheduleConfig(kind="constant"),
+    )
+    for setting in args.set:
+        keys, _, text = setting.partition("=")
+        config = _with(config, keys.split("."), json.loads(text) if text[:1] in '0123456789"tfn[' else text)
+    results = measure(config, args.against, args.steps)
+    ours = results["ours"]
+    tolerance = 1e-3 if args.dtype == "float32" else 2e-2
+    print(f"{args.shape}, {args.dtype}, {data['batch_size']} x {data['seq_len']} tokens, median of {args.steps} steps in turn")
+    print(f"{'':28}{'step ms':>10}{'best ms':>10}{'first s':>10}{'ours / it':>10}{'loss':>9}")
+    good = True
+    for name, r in results.items():
+        r["ratio"] = ours["step_s"] / r["step_s"]
+        cells = f"{r['step_s'] * 1e3:10.0f}{r['best_s'] * 1e3:10.0f}{r['first_step_s']:10.1f}{r['ratio']:10.2f}{r['losses'][-1]:9.4f}"
+        print(f"{name:28}{cells}")
+        good &= bool(np.allclose(r["losses"], ours["losses"], rtol=tolerance))
+    good &= all(r["ratio"] <= 1.0 for name, r in results.items() if name.endswith("scan"))
+    print(json.dumps({"shape": args.shape, "dtype": args.dtype, "steps": args.steps, "set": args.set, "results": results}))
+    return 0 if good else 1
+
+
+def _with(section: Any, keys: list[str], value: Any) -> Any:
+    inner = value if len(keys) == 1 else _with(getattr(section, keys[0]), keys[1:], value)
+    return section.model_copy(update={keys[0]: inner})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
