@@ -154,9 +154,7 @@ def main() -> int:
     print(json.dumps(figures, indent=1))
     shares = figures["of_sequential_read"]
     assert isinstance(shares, dict)
-    slow = {
-        name: round(shares[name], 3) for name in ("verify", "load_without_verification") if shares[name] < 0.5
-    }
+    slow = {name: round(shares[name], 3) for name in ("verify", "load_without_verification") if shares[name] < 0.5}
     print(f"TOO SLOW, less than half of the sequential read speed: {slow}" if slow else "ok: at least half of the sequential read speed")
     return 1 if slow else 0
 
