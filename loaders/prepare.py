@@ -1,0 +1,302 @@
+"""Prepare a corpus: text in, sharded token files and a manifest out.
+
+The input is divided into shards by names and sizes alone, and a shard is made by one worker from start to end, so the output does not
+depend on the number of workers, on slices made elsewhere (a job array), or on being killed and started again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from loaders.holdout import TRAIN
+from loaders.inputs import InputOptions, Listing, Unit, list_inputs
+from loaders.prepare_state import BAD_RECORDS_FILE, State, write_atomically
+from loaders.records import RecordFields
+from loaders.shard_work import Advance, ShardResult, ShardTask, make_shard
+from loaders.tokenizers import Tokenizer, load_tokenizer
+from loaders.workers import run_tasks
+
+MAX_BAD = 100
+BAD_EXAMPLES = 20
+"""Bad records told of in the summary; all of them are in OUTPUT/bad_records.jsonl."""
+SMALL_SHARD_BYTES = 4 << 20
+SMALL_SHARDS = 16
+LARGE_SHARD_BYTES = 256 << 20
+"""Without a given number: a shard per 4 MiB of input up to 16 shards (work for every core), and no shard above 256 MiB of input."""
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What decides the bytes of the corpus."""
+
+    inputs: tuple[Path, ...]
+    output: Path
+    tokenizer: str
+    """`bytes`, or the path of a tokenizer."""
+    options: InputOptions = field(default_factory=InputOptions)
+    fields: RecordFields = field(default_factory=RecordFields)
+    holdouts: Mapping[str, float] = field(default_factory=dict)
+    """Set name to its share of the documents; with holdouts the sets lie in OUTPUT/train and OUTPUT/<name>."""
+    shards: int | None = None
+    pack_length: int | None = None
+    gzip_baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Part `index` of `count` of the shards, made by one of several independent runs."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    input_bytes: int
+    total_bytes: int
+    documents: int
+    tokens: int
+    bad: int
+    shards: int
+    total_shards: int
+
+
+@dataclass(frozen=True)
+class SetSummary:
+    """One finished corpus."""
+
+    name: str
+    path: str
+    shards: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    gzip9_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of a run. `sets` is empty after a slice: the corpus is complete only after the merge."""
+
+    sets: tuple[SetSummary, ...]
+    bad: int
+    bad_examples: tuple[tuple[str, str], ...]
+    empty_documents: int
+    notes: tuple[str, ...] = ()
+    already_done: bool = False
+    kept_shards: int = 0
+    made_shards: int = 0
+
+
+def prepare(
+    settings: PrepareSettings,
+    *,
+    workers: int | None = None,
+    max_bad: int = MAX_BAD,
+    overwrite: bool = False,
+    slice: Slice | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Summary:
+    """Prepare a corpus, continuing where an earlier run with the same settings was stopped.
+
+    With `slice` only that part of the shards is made; a run without it then merges (and makes what is missing).
+    Raises UserError for missing, empty or changed input, more than `max_bad` bad records, an output that holds something else, and an
+    output that cannot be written.
+    """
+    _check(settings, workers, max_bad, overwrite, slice)
+    listing = list_inputs(settings.inputs, settings.options)
+    tokenizer = load_tokenizer(settings.tokenizer)
+    state = State(settings.output, describe(settings, listing, tokenizer))
+    finished = None if overwrite else state.finished()
+    if finished is not None:
+        return _finished_summary(finished, listing)
+    try:
+        with state.claimed(overwrite, f"{slice.index}-of-{slice.count}" if slice else None):
+            run = _Run(settings, state, listing, tokenizer, max_bad, on_progress)
+            run.make(slice, workers or available_cores())
+            return run.slice_summary() if slice else run.merge()
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or settings.output}: {error.strerror or error}") from error
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def describe(settings: PrepareSettings, listing: Listing, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Everything that decides the output's bytes, as JSON values."""
+    return {
+        "inputs": [os.path.abspath(path) for path in settings.inputs],
+        **asdict(settings.options),
+        "text_field": settings.fields.text,
+        "sft": settings.fields.sft,
+        "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256},
+        "holdouts": dict(settings.holdouts),
+        "shards": settings.shards,
+        "pack_length": settings.pack_length,
+        "gzip_baseline": settings.gzip_baseline,
+        "sets": [name for name in set_directories(settings) if settings.holdouts],
+        "input_fingerprint": listing.fingerprint,
+    }
+
+
+def set_directories(settings: PrepareSettings) -> dict[str, Path]:
+    """Set name to its corpus directory."""
+    if not settings.holdouts:
+        return {TRAIN: settings.output}
+    return {name: settings.output / name for name in (TRAIN, *settings.holdouts)}
+
+
+def _check(settings: PrepareSettings, workers: int | None, max_bad: int, overwrite: bool, slice: Slice | None) -> None:
+    limits = (("shards", settings.shards, 1), ("pack length", settings.pack_length, 2), ("workers", workers, 1), ("max bad", max_bad, 0))
+    for name, value, least in limits:
+        if value is not None and value < least:
+            raise UserError(f"{name} must be at least {least}, not {value}")
+    if slice is not None and not 0 <= slice.index < slice.count:
+        raise UserError(f"slice {slice.index}/{slice.count}: the first number must lie in 0..{slice.count - 1}")
+    if slice is not None and overwrite:
+        raise UserError("--overwrite would remove what other slices made; clear the output once before the slices start")
+
+
+def divide(units: Sequence[Unit], shards: int | None) -> list[tuple[Unit, ...]]:
+    """Divide units into contiguous shards of about equal input bytes, none empty. Raises UserError for more shards than units."""
+    total = sum(unit.size_bytes for unit in units)
+    if shards is None:
+        wanted = max(min(SMALL_SHARDS, math.ceil(total / SMALL_SHARD_BYTES)), math.ceil(total / LARGE_SHARD_BYTES), 1)
+        shards = min(wanted, len(units))
+    if shards > len(units):
+        raise UserError(f"--shards {shards}: the input divides into at most {len(units)} shards")
+    divided: list[tuple[Unit, ...]] = []
+    start = done = 0
+    for position, unit in enumerate(units, start=1):
+        done += unit.size_bytes
+        missing = shards - len(divided) - 1
+        full = done * shards >= total * (len(divided) + 1)
+        if (missing and (full or len(units) - position == missing)) or position == len(units):
+            divided.append(tuple(units[start:position]))
+            start = position
+    return divided
+
+
+class _Run:
+    """One run of the command over a claimed output."""
+
+    def __init__(
+        self,
+        settings: PrepareSettings,
+        state: State,
+        listing: Listing,
+        tokenizer: Tokenizer,
+        max_bad: int,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self.settings, self.state, self.listing, self.tokenizer = settings, state, listing, tokenizer
+        self.max_bad, self.on_progress = max_bad, on_progress
+        tokenizer.save_copy(state.tokenizer)
+        self.directories = set_directories(settings)
+        self.tasks = [self._task(index, units) for index, units in enumerate(divide(listing.units(), settings.shards))]
+        self.results: dict[int, ShardResult] = {}
+        self.advance = Advance()
+        self.bad: list[tuple[str, str]] = []
+
+    def _task(self, index: int, units: tuple[Unit, ...]) -> ShardTask:
+        return ShardTask(
+            index=index,
+            units=units,
+            sets=self.directories,
+            holdouts=self.settings.holdouts,
+            fields=self.settings.fields,
+            tokenizer=(self.state.tokenizer, self.tokenizer.kind),
+            pack_length=self.settings.pack_length,
+            gzip_baseline=self.settings.gzip_baseline,
+            work=self.state.work,
+        )
+
+    def make(self, slice: Slice | None, workers: int) -> None:
+        """Make the shards of the slice, or all; those already there are verified and kept."""
+        self.mine = [task for task in self.tasks if slice is None or task.index % slice.count == slice.index]
+        self.total_bytes = sum(unit.size_bytes for task in self.mine for unit in task.units)
+        for directory in self.directories.values():
+            directory.mkdir(parents=True, exist_ok=True)
+        self._report()
+        run_tasks(make_shard, self.mine, workers, self._take_result, self._take_advance, self._report)
+        if list_inputs(self.settings.inputs, self.settings.options).fingerprint != self.listing.fingerprint:
+            raise UserError("the input changed while it was read; run again with --overwrite once it is at rest")
+
+    def _take_result(self, task: ShardTask, result: ShardResult) -> None:
+        self.results[task.index] = result
+
+    def _take_advance(self, step: Advance) -> None:
+        now = self.advance
+        self.advance = Advance(now.input_bytes + step.input_bytes, now.documents + step.documents, now.tokens + step.tokens)
+        self.bad += step.bad
+        if len(self.bad) > self.max_bad:
+            place, reason = self.bad[-1]
+            raise UserError(f"more than {self.max_bad} bad records (--max-bad); the last: {place}: {reason}")
+
+    def _report(self) -> None:
+        now = self.advance
+        finished, total = len(self.results), len(self.mine)
+        self.on_progress(Progress(now.input_bytes, self.total_bytes, now.documents, now.tokens, len(self.bad), finished, total))
+
+    def slice_summary(self) -> Summary:
+        """Report a slice: its shards are on disk, the corpus is not complete."""
+        results = [self.results[index] for index in sorted(self.results)]
+        return self._summary((), results)
+
+    def merge(self) -> Summary:
+        """Write the manifests over all shards and mark the output complete."""
+        results = [self.results[task.index] for task in self.tasks]
+        for name in self.directories:
+            if not any(result.sets[name].documents for result in results):
+                self._refuse_empty_set(name, results)
+        sets = tuple(self._write_set(name, directory, results) for name, directory in self.directories.items())
+        if self.bad:
+            lines = [json.dumps({"place": place, "reason": reason}) for result in results for place, reason in result.bad]
+            write_atomically(self.settings.output / BAD_RECORDS_FILE, "\n".join(lines) + "\n")
+        summary = self._summary(sets, results)
+        self.state.finish(asdict(replace(summary, notes=(), kept_shards=0, made_shards=0)))
+        return summary
+
+    def _refuse_empty_set(self, name: str, results: Sequence[ShardResult]) -> None:
+        documents = sum(part.documents for result in results for part in result.sets.values())
+        bad, empty = len(self.bad), sum(result.empty_documents for result in results)
+        self.state.discard()
+        if not documents:
+            raise UserError(
+                f"empty corpus: no text in {', '.join(map(str, self.settings.inputs))} ({bad} bad records, {empty} empty documents)"
+            )
+        raise UserError(f"the set '{name}' got none of the {documents} documents; change the fractions of --holdout")
+
+    def _write_set(self, name: str, directory: Path, results: Sequence[ShardResult]) -> SetSummary:
+        parts = [part for result in results if (part := result.sets[name]).info is not None]
+        tokens = sum(part.info.tokens for part in parts)
+        documents=sum(part.documents for part in parts)
+        text_bytes=sum(part.text_bytes for part in parts)
+        gz=sum(part.gzip9_bytes for part in parts) if self.settings.gzip_baseline else None
+        write_atomically(directory/"manifest.json", json.dumps([asdict(p) for p in parts]))
+        self.tokenizer.save_copy(directory/"tokenizer")
+        return SetSummary(name, str(directory), len(parts), documents, tokens, text_bytes, gz)
+
+    def _summary(self, sets: tuple[SetSummary, ...], results: Sequence[ShardResult]) -> Summary:
+        bad = [record for result in results for record in result.bad]
+        kept = sum(result.kept for result in results)
+        empty = sum(result.empty_documents for result in results)
+        return Summary(sets, len(bad), tuple(bad[:BAD_EXAMPLES]), empty, self.listing.notes, False, kept, len(results) - kept)
+
+
+def _finished_summary(finished: Mapping[str, Any], listing: Listing) -> Summary:
+    """Report a corpus that was already complete. Raises UserError when a file of it is gone."""
+    sets = tuple(SetSummary(**part) for part in finished["sets"])
+    examples = tuple((place, reason) for place, reason in finished["bad_examples"])
+    return Summary(sets, finished["bad"], examples, finished["empty_documents"], listing.notes, already_done=True)

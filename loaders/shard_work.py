@@ -1,0 +1,242 @@
+"""Making one shard: read its units, tokenize, write one token file per set. Runs in a worker process."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.errors import UserError
+from loaders.format import ShardInfo, TokenWriter
+from loaders.holdout import set_of
+from loaders.inputs import Unit
+from loaders.prepare_state import SHARD_SUFFIX
+from loaders.readers import read_unit
+from loaders.records import BadRecord, Document, RecordFields
+from loaders.tokenizers import Tokenizer, load_tokenizer
+
+BATCH_DOCUMENTS = 256
+BATCH_CHARACTERS = 1 << 20
+"""Documents are tokenized together until one of these is reached."""
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard to make. Everything here but the paths decides its bytes."""
+
+    index: int
+    units: tuple[Unit, ...]
+    sets: Mapping[str, Path]
+    """Set name to the corpus directory that holds it."""
+    holdouts: Mapping[str, float]
+    fields: RecordFields
+    tokenizer: tuple[Path, str]
+    """Directory of the tokenizer's copy, and its kind."""
+    pack_length: int | None
+    gzip_baseline: bool
+    work: Path
+    """Directory of partial files and of finished shards' results."""
+
+
+@dataclass(frozen=True)
+class SetShard:
+    """A set's share of a shard; `info` is None when no document fell to it."""
+
+    info: ShardInfo | None
+    documents: int
+    text_bytes: int
+    gzip9_bytes: int
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """What a finished shard holds; kept on disk, so that a later run can take the shard over."""
+
+    index: int
+    sets: dict[str, SetShard]
+    bad: list[tuple[str, str]]
+    """Bad records in order: (place, reason)."""
+    empty_documents: int
+    kept: bool = False
+    """Whether an earlier run made it."""
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Progress since the last message."""
+
+    input_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+    bad: tuple[tuple[str, str], ...] = ()
+
+
+Send = Callable[[Advance], None]
+
+
+def make_shard(task: ShardTask, send: Send) -> ShardResult:
+    """Make a shard, or take over what an earlier run finished after checking its checksum."""
+    kept = _finished_result(task)
+    if kept is not None:
+        tokens = sum(part.info.tokens for part in kept.sets.values() if part.info)
+        send(Advance(sum(unit.size_bytes for unit in task.units), sum(p.documents for p in kept.sets.values()), tokens, tuple(kept.bad)))
+        return kept
+    for stale in task.work.glob(f"partial-{task.index:05d}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = task.work / f"partial-{task.index:05d}-{os.getpid()}"
+    try:
+        result = _Shard(task, partial, send).run()
+        _write_result(task, result)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or task.work}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return result
+
+
+class _Shard:
+    """A shard in the making."""
+
+    def __init__(self, task: ShardTask, partial: Path, send: Send) -> None:
+        self.task, self.partial, self.send = task, partial, send
+        self.tokenizer = _load_tokenizer(*task.tokenizer)
+        self.writers: dict[str, TokenWriter] = {}
+        self.counts = {name: [0, 0, 0] for name in task.sets}  # documents, text bytes, gzip bytes
+        self.bad: list[tuple[str, str]] = []
+        self.empty_documents = 0
+
+    def run(self) -> ShardResult:
+        for unit in self.task.units:
+            for documents in self._batches(unit):
+                tokens = self._write(documents)
+                self.send(Advance(0, len(documents), tokens))
+            self.send(Advance(unit.size_bytes))
+        infos = {name: self._finish(name, writer) for name, writer in self.writers.items()}
+        sets = {name: SetShard(infos.get(name), *counts) for name, counts in self.counts.items()}
+        return ShardResult(self.task.index, sets, self.bad, self.empty_documents)
+
+    def _batches(self, unit: Unit) -> Iterator[list[Document]]:
+        documents: list[Document] = []
+        characters = 0
+        for item in read_unit(unit, self.task.fields):
+            if isinstance(item, BadRecord):
+                self.bad.append((str(item.source), item.reason))
+                self.send(Advance(bad=(self.bad[-1],)))
+                continue
+            if not item.text:
+                self.empty_documents += 1
+                continue
+            documents.append(item)
+            characters += len(item.text)
+            if len(documents) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+                yield documents
+                documents, characters = [], 0
+        if documents:
+            yield documents
+
+    def _write(self, documents: list[Document]) -> int:
+        tokens = 0
+        for document, (ids, loss_mask) in zip(documents, encode_documents(self.tokenizer, documents), strict=True):
+            name = set_of(document.text, self.task.holdouts)
+            data = document.text.encode()
+            if name not in self.writers:
+                self.writers[name] = self._open(name)
+            self.writers[name].add(ids, loss_mask=loss_mask, text_bytes=len(data))
+            counts = self.counts[name]
+            counts[0] += 1
+            counts[1] += len(data)
+            if self.task.gzip_baseline:
+                counts[2] += gzip9_size_bytes(data)
+            tokens += len(ids)
+        return tokens
+
+    def _open(self, name: str) -> TokenWriter:
+        return TokenWriter(self.partial / name, f"shard-{self.task.index:05d}{SHARD_SUFFIX}")
+
+    def _finish(self, name: str, writer: TokenWriter) -> ShardInfo:
+        info = writer.close()
+        (self.partial / name / info.name).replace(self.task.sets[name] / info.name)
+        return info
+
+
+def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yield per document its ids, int32 [n] with BOS and EOS, and which of them the loss counts, bool [n] (None: all).
+
+    EOS counts when the document ends in loss text; BOS never does.
+    """
+    segments = [document.segments() for document in documents]
+    encoded = iter(tokenizer.encode_batch([text for pieces in segments for text, _ in pieces]))
+    for document, pieces in zip(documents, segments, strict=True):
+        ids: list[int] = [tokenizer.bos_id]
+        mask: list[bool] = [False]
+        for _, counts in pieces:
+            piece_ids = next(encoded)
+            ids += piece_ids
+            mask += [counts] * len(piece_ids)
+        ids.append(tokenizer.eos_id)
+        mask.append(pieces[-1][1])
+        yield np.array(ids, np.int32), None if document.loss_spans is None else np.array(mask, bool)
+
+
+def gzip9_size_bytes(data: bytes) -> int:
+    """Size of the file that `gzip -9 -n` makes of `data`: 10 bytes of header, deflate at level 9, 8 bytes of trailer."""
+    return len(gzip.compress(data, 9, mtime=0))
+
+
+@lru_cache(maxsize=1)
+def _load_tokenizer(directory: Path, kind: str) -> Tokenizer:
+    return load_tokenizer(directory, kind)  # once per worker, not once per shard
+
+
+def result_path(work: Path, index: int) -> Path:
+    """Where the result of a finished shard is kept."""
+    return work / f"finished-{index:05d}.json"
+
+
+def read_result(path: Path) -> ShardResult | None:
+    """Read a finished shard's result; None when there is none or it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sets = {
+            name: SetShard(**{**part, "info": None if part["info"] is None else ShardInfo(**part["info"])})
+            for name, part in content["sets"].items()
+        }
+        return ShardResult(content["index"], sets, [(place, reason) for place, reason in content["bad"]], content["empty_documents"], True)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_result(task: ShardTask, result: ShardResult) -> None:
+    path = result_path(task.work, task.index)
+    partial = path.with_suffix(f".{os.getpid()}")
+    content: dict[str, Any] = asdict(result)
+    del content["kept"]
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
+
+
+def _finished_result(task: ShardTask) -> ShardResult | None:
+    result = read_result(result_path(task.work, task.index))
+    if result is None:
+        return None
+    for name, part in result.sets.items():
+        if part.info is not None and not _intact(task.sets[name] / part.info.name, part.info.sha256):
+            return None
+    return result
+
+
+def _intact(path: Path, sha256: str) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == sha256
+    except OSError:
+        return False
