@@ -10,20 +10,25 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from loaders.format import RECORD_TOKENS, Shard
 from loaders.holdout import TRAIN
 from loaders.inputs import InputOptions, Listing, Unit, list_inputs
+from loaders.manifest import CorpusError, Manifest, TokenizerInfo
 from loaders.prepare_state import BAD_RECORDS_FILE, State, write_atomically
+from loaders.record_codec import token_dtype
 from loaders.records import RecordFields
 from loaders.shard_work import Advance, ShardResult, ShardTask, make_shard
 from loaders.tokenizers import Tokenizer, load_tokenizer
 from loaders.workers import run_tasks
 
 MAX_BAD = 100
+TOKENIZER_DIRECTORY = "tokenizer"
+"""Where in a corpus the copy of its tokenizer lies."""
 BAD_EXAMPLES = 20
 """Bad records told of in the summary; all of them are in OUTPUT/bad_records.jsonl."""
 SMALL_SHARD_BYTES = 4 << 20
@@ -79,6 +84,8 @@ class SetSummary:
     shards: int
     documents: int
     tokens: int
+    padding_share: float | None
+    """Of packed rows."""
     text_bytes: int
     gzip9_bytes: int | None
 
@@ -118,7 +125,7 @@ def prepare(
     state = State(settings.output, describe(settings, listing, tokenizer))
     finished = None if overwrite else state.finished()
     if finished is not None:
-        return _finished_summary(finished, listing)
+        return _finished_summary(settings, finished, listing)
     try:
         with state.claimed(overwrite, f"{slice.index}-of-{slice.count}" if slice else None):
             run = _Run(settings, state, listing, tokenizer, max_bad, on_progress)
@@ -265,7 +272,7 @@ class _Run:
             lines = [json.dumps({"place": place, "reason": reason}) for result in results for place, reason in result.bad]
             write_atomically(self.settings.output / BAD_RECORDS_FILE, "\n".join(lines) + "\n")
         summary = self._summary(sets, results)
-        self.state.finish(asdict(replace(summary, notes=(), kept_shards=0, made_shards=0)))
+        self.state.finish({"bad": summary.bad, "bad_examples": summary.bad_examples, "empty_documents": summary.empty_documents})
         return summary
 
     def _refuse_empty_set(self, name: str, results: Sequence[ShardResult]) -> None:
@@ -280,13 +287,27 @@ class _Run:
 
     def _write_set(self, name: str, directory: Path, results: Sequence[ShardResult]) -> SetSummary:
         parts = [part for result in results if (part := result.sets[name]).info is not None]
-        tokens = sum(part.info.tokens for part in parts)
-        documents=sum(part.documents for part in parts)
-        text_bytes=sum(part.text_bytes for part in parts)
-        gz=sum(part.gzip9_bytes for part in parts) if self.settings.gzip_baseline else None
-        write_atomically(directory/"manifest.json", json.dumps([asdict(p) for p in parts]))
-        self.tokenizer.save_copy(directory/"tokenizer")
-        return SetSummary(name, str(directory), len(parts), documents, tokens, text_bytes, gz)
+        tokenizer = self.tokenizer
+        tokenizer.save_copy(directory / TOKENIZER_DIRECTORY)
+        manifest = Manifest(
+            tokenizer=TokenizerInfo(
+                kind=tokenizer.kind,
+                path=TOKENIZER_DIRECTORY,
+                sha256=tokenizer.sha256,
+                vocab_size=tokenizer.vocab_size,
+                bos_id=tokenizer.bos_id,
+                eos_id=tokenizer.eos_id,
+            ),
+            dtype=token_dtype(tokenizer.vocab_size).name,
+            record_tokens=self.settings.pack_length or RECORD_TOKENS,
+            pack_length=self.settings.pack_length,
+            shards=tuple(part.info for part in parts if part.info is not None),
+            gzip9_bytes=sum(part.gzip9_bytes for part in parts) if self.settings.gzip_baseline else None,
+            bad_records=len(self.bad),
+            parameters={key: value for key, value in self.state.described.items() if key != "input_fingerprint"},
+        )
+        manifest.write(directory)
+        return _set_summary(name, directory, manifest)
 
     def _summary(self, sets: tuple[SetSummary, ...], results: Sequence[ShardResult]) -> Summary:
         bad = [record for result in results for record in result.bad]
@@ -295,8 +316,29 @@ class _Run:
         return Summary(sets, len(bad), tuple(bad[:BAD_EXAMPLES]), empty, self.listing.notes, False, kept, len(results) - kept)
 
 
-def _finished_summary(finished: Mapping[str, Any], listing: Listing) -> Summary:
-    """Report a corpus that was already complete. Raises UserError when a file of it is gone."""
-    sets = tuple(SetSummary(**part) for part in finished["sets"])
+def _set_summary(name: str, directory: Path, manifest: Manifest) -> SetSummary:
+    return SetSummary(
+        name=name,
+        path=str(directory),
+        shards=len(manifest.shards),
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        padding_share=manifest.padding_share,
+        text_bytes=manifest.text_bytes,
+        gzip9_bytes=manifest.gzip9_bytes,
+    )
+
+
+def _finished_summary(settings: PrepareSettings, finished: Mapping[str, Any], listing: Listing) -> Summary:
+    """Report a corpus that was already complete. Raises UserError when a file of it is gone or cut short."""
+    sets = []
+    for name, directory in set_directories(settings).items():
+        try:
+            manifest = Manifest.read(directory)
+            for info in manifest.shards:
+                Shard(directory, info, manifest).close()  # looks at size and edges
+        except CorpusError as error:
+            raise UserError(f"{settings.output} was complete and is now damaged ({error}); give --overwrite to make it again") from error
+        sets.append(_set_summary(name, directory, manifest))
     examples = tuple((place, reason) for place, reason in finished["bad_examples"])
-    return Summary(sets, finished["bad"], examples, finished["empty_documents"], listing.notes, already_done=True)
+    return Summary(tuple(sets), finished["bad"], examples, finished["empty_documents"], listing.notes, already_done=True)

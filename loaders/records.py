@@ -5,8 +5,8 @@ Two layouts of fine-tuning records (`sft`), with the loss on what the model is t
     {"prompt": P, "completion": C}                     ->  P C                     loss on C
     {"messages": [{"role": R, "content": T}, ...]}     ->  <|R|> newline T, joined by newlines; loss on the T of assistant messages
 
-The role markers are plain text, so any tokenizer can write them. When a document ends in loss text, its EOS counts too: the model
-learns to stop.
+The role markers are plain text, so any tokenizer can write them. An EOS token follows each text with loss, and counts: the model learns
+to stop.
 """
 
 from __future__ import annotations

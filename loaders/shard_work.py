@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from configs.errors import UserError
-from loaders.format import ShardInfo, TokenWriter
+from loaders.format import TokenWriter
 from loaders.holdout import set_of
 from loaders.inputs import Unit
+from loaders.manifest import ShardInfo
 from loaders.prepare_state import SHARD_SUFFIX
 from loaders.readers import read_unit
 from loaders.records import BadRecord, Document, RecordFields
@@ -150,7 +152,8 @@ class _Shard:
             data = document.text.encode()
             if name not in self.writers:
                 self.writers[name] = self._open(name)
-            self.writers[name].add(ids, loss_mask=loss_mask, text_bytes=len(data))
+            with _writing(self.task.sets[name]):
+                self.writers[name].add(ids, loss_mask=loss_mask, text_bytes=len(data))
             counts = self.counts[name]
             counts[0] += 1
             counts[1] += len(data)
@@ -160,30 +163,46 @@ class _Shard:
         return tokens
 
     def _open(self, name: str) -> TokenWriter:
-        return TokenWriter(self.partial / name, f"shard-{self.task.index:05d}{SHARD_SUFFIX}")
+        shard_name = f"shard-{self.task.index:05d}{SHARD_SUFFIX}"
+        with _writing(self.task.sets[name]):
+            return TokenWriter(self.partial / name, shard_name, vocab_size=self.tokenizer.vocab_size, pack_length=self.task.pack_length)
 
     def _finish(self, name: str, writer: TokenWriter) -> ShardInfo:
-        info = writer.close()
+        with _writing(self.task.sets[name]):
+            info = writer.close()
         (self.partial / name / info.name).replace(self.task.sets[name] / info.name)
         return info
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Turn a failing write into a UserError. ArrayRecord reports a full disk as RuntimeError or ValueError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
+        raise UserError(reason if reason.startswith("cannot write") else f"cannot write {directory}: {reason}") from error
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """Yield per document its ids, int32 [n] with BOS and EOS, and which of them the loss counts, bool [n] (None: all).
 
-    EOS counts when the document ends in loss text; BOS never does.
+    In a document with loss spans each span is followed by an EOS that counts: the model learns to stop. BOS never counts.
     """
     segments = [document.segments() for document in documents]
     encoded = iter(tokenizer.encode_batch([text for pieces in segments for text, _ in pieces]))
     for document, pieces in zip(documents, segments, strict=True):
         ids: list[int] = [tokenizer.bos_id]
         mask: list[bool] = [False]
-        for _, counts in pieces:
+        for place, (_, counts) in enumerate(pieces, start=1):
             piece_ids = next(encoded)
             ids += piece_ids
             mask += [counts] * len(piece_ids)
-        ids.append(tokenizer.eos_id)
-        mask.append(pieces[-1][1])
+            if counts or place == len(pieces):
+                ids.append(tokenizer.eos_id)
+                mask.append(counts)
         yield np.array(ids, np.int32), None if document.loss_spans is None else np.array(mask, bool)
 
 

@@ -75,6 +75,7 @@ def train_tokenizer(settings: TokenizerSettings, overwrite: bool = False) -> Tra
     earlier = _finished(settings.output, sidecar, identity, overwrite)
     if earlier is not None:
         return TrainedTokenizer(settings.output, **earlier, bad=[], notes=listing.notes, reused=True)
+    _make_writable(settings.output.parent)
     stream = _TrainingText(settings, listing)
     tokenizer = _train(stream, settings)
     if stream.documents == 0:
@@ -159,10 +160,19 @@ def _finished(output: Path, sidecar: Path, identity: dict[str, Any], overwrite: 
     return earlier["result"]
 
 
+def _make_writable(directory: Path) -> None:
+    """Find out before the work, not after it, that the result cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {directory}: {error.strerror}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {directory}: permission denied")
+
+
 def _write(path: Path, content: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(content, encoding="utf-8")
         partial.replace(path)
     except OSError as error:

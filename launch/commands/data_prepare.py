@@ -274,6 +274,7 @@ def _print_summary(summary: Summary, output: Path, slice_text: str | None, wall_
         Column("text_bytes", "text bytes", "{:,}".format),
         Column("bytes_per_token", "bytes/token", "{:.2f}".format),
         Column("gzip9_bits_per_byte", "gzip -9 bits/byte", "{:.3f}".format),
+        *([Column("padding_share", "padding", "{:.1%}".format)] if any(part.padding_share is not None for part in summary.sets) else []),
         Column("path"),
     ]
     rows = [

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+from array_record.python.array_record_module import ArrayRecordReader
 
-def write_records(path: Path, count: int, seed: int = 0, words: int = 60) -> Path:
+from loaders.manifest import Manifest
+from loaders.record_codec import decode_record
+
+
+def write_records(path: Path, count: int, seed: int = 0, words: int = 40) -> Path:
     """Write JSON lines of random words, the same for the same seed."""
     source = random.Random(seed)
     vocabulary = ["def", "return", "größe", "x", "世界", "\n    ", "if", "(", ")", "🙂", "print", "value"]
@@ -35,3 +41,22 @@ def tree_digests(root: Path) -> dict[str, str]:
 def manifest(corpus: Path) -> dict[str, Any]:
     """The manifest as plain JSON."""
     return json.loads((corpus / "manifest.json").read_text())
+
+
+def read_documents(corpus: Path) -> list[tuple[list[int], list[bool] | None]]:
+    """Documents of a corpus in order: ids, and which of them the loss counts (None when no record has a mask)."""
+    documents: list[tuple[list[int], list[bool]]] = []
+    has_mask = False
+    for shard in Manifest.read(corpus).shards:
+        for blob in ArrayRecordReader(str(corpus / shard.name)).read_all():
+            record = decode_record(blob)
+            ids = record.tokens.tolist()
+            mask = [True] * len(ids) if record.loss_mask is None else record.loss_mask.tolist()
+            has_mask |= record.loss_mask is not None
+            starts = record.doc_starts.tolist()
+            for start, stop in itertools.pairwise(sorted({0, *starts, len(ids)})):
+                if start in starts:
+                    documents.append(([], []))
+                documents[-1][0].extend(ids[start:stop])
+                documents[-1][1].extend(mask[start:stop])
+    return [(ids, mask if has_mask else None) for ids, mask in documents]

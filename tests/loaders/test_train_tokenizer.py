@@ -124,10 +124,11 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     assert not wanted.output.exists()
 
 
-def test_unwritable_output_is_one_clear_line(tmp_path: Path) -> None:
+def test_unwritable_output_is_one_clear_line_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_records(tmp_path / "a.jsonl", 10)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write .*/file/t\.json: "):
+    monkeypatch.setattr(module, "_train", None)
+    with pytest.raises(UserError, match=r"cannot write .*/file: File exists"):
         train_tokenizer(TokenizerSettings((path,), tmp_path / "file" / "t.json", vocab_size=270))
 
 
