@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -96,6 +100,19 @@ def test_the_imported_run_and_the_directory_load_as_the_same_model(hf, imported)
     assert other.eos_ids == [0]
     equal = jax.tree.map(lambda a, b: bool((a == b).all()), one.params, other.params)
     assert all(jax.tree.leaves(equal))
+
+
+def test_conversion_holds_a_few_tensors_and_not_the_model(tmp_path):
+    script = Path(__file__).with_name("conversion_memory.py")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path), "40", "384"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.split("figures ")[1])
+    assert figures["model_bytes"] > 9 * figures["largest_bytes"]
+    allowed_bytes = 3 * figures["largest_bytes"] + 64 * 2**20  # buffers, threads, the checkpoint's index
+    assert allowed_bytes < figures["model_bytes"] / 2
+    assert figures["from_hf_bytes"] < allowed_bytes
+    assert figures["to_hf_bytes"] < allowed_bytes
+    assert filecmp.cmp(tmp_path / "hf" / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False)
 
 
 def test_import_reads_into_the_dtype_asked_for(hf, tmp_path):

@@ -1,0 +1,314 @@
+"""Reading Hugging Face directories: sharded, padded, and with everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs.errors import UserError
+from configs.schema import MeshConfig, ModelConfig
+from models.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
+from models.safetensors_stream import read_header
+from models.tensor_map import TensorRule
+from sharding.mesh import build_mesh
+
+LLAMA = ModelConfig(vocab_size=40, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=4, head_dim=6, mlp_dim=48, max_seq_len=64)
+GPT2 = ModelConfig.model_validate(
+    {
+        "family": "gpt2",
+        "vocab_size": 40,
+        "num_layers": 2,
+        "embed_dim": 32,
+        "num_heads": 4,
+        "mlp_dim": 64,
+        "max_seq_len": 32,
+        "norm": "layernorm",
+        "position": "learned",
+        "gated_mlp": False,
+        "activation": "gelu_tanh",
+        "attention_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+    }
+)
+ROOT = "model.layers.1.self_attn.q_proj.weight"
+
+
+def random_values(model):
+    rng = np.random.default_rng(0)
+    return {path: rng.standard_normal(shape, dtype=np.float32) for path, shape in parameter_shapes(model).items()}
+
+
+def write_hf(directory, model, **changes):
+    values = random_values(model)
+    directory.mkdir(exist_ok=True)
+    export_weights(model, lambda path, layer: values[path] if layer is None else values[path][layer], directory, "float32")
+    (directory / "config.json").write_text(json.dumps({**hf_config(model, "float32", {}), **changes}))
+    return values
+
+
+def rewrite(directory, change):
+    """Apply `change` to the dict of tensors, through the reference implementation of safetensors."""
+    path = directory / "model.safetensors"
+    tensors = dict(safetensors.numpy.load_file(path))
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}], ids=str)
+def test_every_device_gets_its_block_whatever_the_sharding(tmp_path, model, mesh):
+    values = write_hf(tmp_path, model)
+    checkpoint = open_hf(tmp_path)
+    devices = build_mesh(MeshConfig(**{"fsdp": 1, **mesh}))
+
+    def sharding(shape):
+        """Split the two largest dims that divide, so that columns, rows, heads and layers are all cut."""
+        spec = [None] * len(shape)
+        free = [axis for axis in ("fsdp", "tensor") if devices.shape[axis] > 1]
+        for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
+            if free and shape[dim] % devices.shape[free[0]] == 0:
+                spec[dim] = free.pop(0)
+        return NamedSharding(devices, PartitionSpec(*spec))
+
+    abstract = {path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding(shape)) for path, shape in checkpoint.shapes.items()}
+    for path, array in checkpoint.load(abstract).items():
+        assert array.sharding == abstract[path].sharding
+        np.testing.assert_array_equal(np.asarray(array), values[path], err_msg=path)
+
+
+@pytest.mark.parametrize("path", ["blocks.attention.query", "blocks.attention.out", "blocks.mlp.down", "output", "embedding"])
+def test_any_block_of_a_parameter_can_be_read(tmp_path, path):
+    values = write_hf(tmp_path, LLAMA)
+    checkpoint = open_hf(tmp_path)
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        cuts = [sorted(rng.integers(0, size, 2)) for size in values[path].shape]
+        index = tuple(slice(int(a), int(b) + 1) for a, b in cuts)
+        np.testing.assert_array_equal(checkpoint.read(path, np.dtype(np.float32), index), values[path][index])
+
+
+def test_a_padded_vocabulary_is_filled_with_zeros_and_dropped_on_the_way_back(tmp_path):
+    values = write_hf(tmp_path / "hf", LLAMA)
+    padded = LLAMA.model_copy(update={"pad_vocab_to": 48})
+    checkpoint = open_hf(tmp_path / "hf", padded)
+    float32 = np.dtype(np.float32)
+    for path, axis in (("embedding", 0), ("output", 1)):
+        table = checkpoint.read(path, float32)
+        assert table.shape[axis] == 48
+        np.testing.assert_array_equal(np.take(table, range(40), axis), values[path])
+        assert not np.take(table, range(40, 48), axis).any()
+    (tmp_path / "back").mkdir()
+    export_weights(padded, lambda path, layer: checkpoint.read_layer(path, layer, float32), tmp_path / "back", "float32")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (tmp_path / "hf" / "model.safetensors").read_bytes()
+
+
+def test_the_reference_implementation_reads_what_we_write(tmp_path):
+    values = write_hf(tmp_path, LLAMA)
+    theirs = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(theirs["model.layers.1.mlp.up_proj.weight"], values["blocks.mlp.up"][1].T)
+    np.testing.assert_array_equal(theirs[ROOT], values["blocks.attention.query"][1].reshape(32, 48).T)
+    assert len(theirs) == 3 + 2 * 9
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_rules_hold_every_parameter_once(model):
+    held = [path for rule in tensor_rules(model) for path in rule.params]
+    assert sorted(held) == sorted(parameter_shapes(model))
+
+
+def test_checkpoints_of_the_bare_model_and_old_buffers_are_read(tmp_path):
+    values = write_hf(tmp_path, GPT2)
+
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = np.tril(np.ones((1, 1, 32, 32), np.float32))
+        tensors["lm_head.weight"] = tensors["wte.weight"]
+
+    rewrite(tmp_path, strip)
+    np.testing.assert_array_equal(open_hf(tmp_path).read("blocks.attention.key", np.dtype(np.float32)), values["blocks.attention.key"])
+
+
+def drop(tensors):
+    del tensors[ROOT], tensors["model.norm.weight"]
+
+
+def add(tensors):
+    tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
+
+
+def misshape(tensors):
+    tensors[ROOT] = np.zeros((48, 31), np.float32)
+
+
+def quantise(tensors):
+    tensors[ROOT] = np.zeros((48, 32), np.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop, f"lacks 2 of 21 tensors: model.norm.weight, {ROOT}"),
+        (add, "1 tensors that have no place in the model: model.layers.2.mlp.up_proj.weight"),
+        (misshape, rf"{ROOT} is \[48, 31\], not \[48, 32\]"),
+        (quantise, rf"unsupported dtype: {ROOT} \(I8\)"),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path, change, said):
+    write_hf(tmp_path, LLAMA)
+    rewrite(tmp_path, change)
+    with pytest.raises(UserError, match=said):
+        open_hf(tmp_path)
+
+
+def test_a_tied_model_with_another_head_is_refused(tmp_path):
+    write_hf(tmp_path, GPT2)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": np.ones((40, 32), np.float32)}))
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        open_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["LlamaForCasualLM"]}, "did you mean 'LlamaForCausalLM'.*allowed: GPT2LMHeadModel"),
+        ({"architectures": None, "model_type": "mamba"}, "unknown Hugging Face architecture 'mamba'"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"hidden_size": "32"}, "'hidden_size' is '32', not int"),
+        ({"num_hidden_layers": 0}, "model.num_layers = 0"),
+        ({"hidden_act": "silo"}, "unknown activation.*did you mean 'silu'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "unknown rope type.*'longrope'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}}, "beta_fast = 16 is not supported"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights.*gptq"),
+        ({"attention_bias": "yes"}, "'attention_bias' is 'yes'"),
+    ],
+)
+def test_config_features_we_lack_are_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        model_from_hf({**hf_config(LLAMA, "float32", {}), **changes})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "max_window_layers = 1"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types mixes"),
+    ],
+)
+def test_family_features_we_lack_are_refused(family, changes, said):
+    model = GPT2 if family == "gpt2" else LLAMA.model_copy(update={"family": family, "attention_bias": True})
+    with pytest.raises(UserError, match=said):
+        model_from_hf({**hf_config(model, "float32", {}), **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (LLAMA.model_copy(update={"attention_bias": True}), r"model.output_bias = false .* LlamaForCausalLM \(only true\)"),
+        (LLAMA.model_copy(update={"qk_norm": True}), "model.qk_norm = true"),
+        (LLAMA.model_copy(update={"sliding_window": 8}), r"model.sliding_window = 8 .* \(only null\)"),
+        (LLAMA.model_copy(update={"norm": "layernorm"}), "model.norm = layernorm"),
+        (LLAMA.model_copy(update={"family": "qwen2"}), "model.attention_bias = false"),
+        (LLAMA.model_copy(update={"family": "qwen3"}), "model.qk_norm = false"),
+        (GPT2.model_copy(update={"sliding_window": 4}), "model.sliding_window = 4"),
+        (GPT2.model_copy(update={"num_kv_heads": 2}), "model.kv_heads = 2"),
+    ],
+)
+def test_models_an_architecture_cannot_express_are_refused_by_key(model, said):
+    with pytest.raises(UserError, match=said):
+        hf_config(model, "float32", {})
+
+
+def test_directories_that_are_no_checkpoint_are_refused(tmp_path):
+    with pytest.raises(UserError, match="no such Hugging Face directory"):
+        open_hf(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        open_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json cannot be read"):
+        open_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(LLAMA, "float32", {})))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"no weights in .*found pytorch_model.bin"):
+        open_hf(tmp_path)
+
+
+def test_truncated_and_foreign_weights_are_refused(tmp_path):
+    write_hf(tmp_path, LLAMA)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"truncated: tensor '.*' ends at byte"):
+        open_hf(tmp_path)
+    no_json = b"\x08" + bytes(7) + b"not json"
+    for content, said in ((whole[:100], "not a whole safetensors file"), (b"", "not a whole"), (no_json, "not JSON")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            open_hf(tmp_path)
+
+
+def test_a_missing_shard_and_a_lying_index_are_refused(tmp_path):
+    values = random_values(LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(LLAMA, "float32", {})))
+    read = lambda path, layer: values[path] if layer is None else values[path][layer]  # noqa: E731
+    export_weights(LLAMA, read, tmp_path, "float32", max_shard_bytes=20_000)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 3
+    assert all(path.stat().st_size < 22_000 for path in shards)
+    open_hf(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": {**content["weight_map"], "ghost": shards[0].name}}))
+    with pytest.raises(UserError, match="shards lack: ghost"):
+        open_hf(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**content["weight_map"], "ghost": "../other.safetensors"}}))
+    with pytest.raises(UserError, match="outside its directory"):
+        open_hf(tmp_path)
+    index.write_text(json.dumps(content))
+    shards[1].unlink()
+    with pytest.raises(UserError, match=r"cannot read weights file .*00002"):
+        open_hf(tmp_path)
+
+
+def test_weights_of_another_model_are_refused_with_the_differences(tmp_path):
+    write_hf(tmp_path, LLAMA)
+    wanted = LLAMA.model_copy(update={"num_layers": 3, "rope_theta": 500000.0})
+    with pytest.raises(UserError, match=r"model.num_layers = 3 \(there: 2\), model.rope_theta = 500000.0 \(there: 10000.0\)"):
+        open_hf(tmp_path, wanted)
+
+
+def test_weights_too_large_for_float16_are_refused(tmp_path):
+    values = random_values(LLAMA)
+    values["output"][0, 0] = 1e6
+    read = lambda path, layer: values[path] if layer is None else values[path][layer]  # noqa: E731
+    with pytest.raises(UserError, match="'output' holds weights too large for float16"):
+        export_weights(LLAMA, read, tmp_path, "float16")
+
+
+def test_column_blocks_read_little_more_than_a_buffer(tmp_path, monkeypatch):
+    import models.safetensors_stream as stream
+
+    values = write_hf(tmp_path, LLAMA)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 256)
+    tensor = read_header(tmp_path / "model.safetensors")[ROOT]
+    expected = values["blocks.attention.query"][1].reshape(32, 48).T
+    np.testing.assert_array_equal(tensor.read((slice(3, 40), slice(5, 9))), expected[3:40, 5:9])
+
+
+def test_fused_tensors_put_the_parts_side_by_side():
+    rule = TensorRule("c_attn.weight", ("q", "k"), "in_out")
+    shapes = {"q": (2, 3, 4), "k": (2, 3, 4)}
+    values = {name: np.random.default_rng(i).random((2, 3, 4)) for i, name in enumerate(shapes)}
+    fused = rule.export(values, vocab_size=1)
+    assert fused.shape == rule.hf_shape(shapes, 1) == (2, 24)
+    np.testing.assert_array_equal(fused[:, 12:], values["k"].reshape(2, 12))
