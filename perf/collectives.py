@@ -138,9 +138,19 @@ def _mesh_groups(text: str) -> np.ndarray:
             done = before * length
         split.append(size // done)
     total = math.prod(sizes)
-    ids = _iota(found.group(2)) if found.group(2) else np.arange(total)
+    ids = _device_order(found.group(2)) if found.group(2) else np.arange(total)
     kept = [dim for dim in range(len(split)) if dim not in grouped]
     return ids.reshape(split).transpose(kept + grouped).reshape(-1, math.prod(split[dim] for dim in grouped))
+
+
+def _device_order(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: counting through a [2,4] grid in transposed order; otherwise a plain list of ids."""
+    grid = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if not grid:
+        return np.array([int(n) for n in text.split(",")])
+    dims = [int(n) for n in grid.group(1).split(",")]
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose([int(n) for n in grid.group(2).split(",")]).ravel() if grid.group(2) else ids.ravel()
 
 
 def group_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:

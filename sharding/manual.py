@@ -22,6 +22,11 @@ def on_shards(partitioner: Partitioner, fn: Callable[..., Any], in_specs: Any, o
     return jax.shard_map(fn, mesh=partitioner.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def active(partitioner: Partitioner, axes: Axes) -> Axes:
+    """The axes with more than one device: XLA's CPU backend copies through a collective over one."""
+    return tuple(axis for axis in axes if partitioner.mesh.shape[axis] > 1)
+
+
 def gather_fsdp(partitioner: Partitioner, w: jax.Array, axes: LogicalAxes) -> jax.Array:
     """All-gather a local parameter shard over fsdp (inside `on_shards`)."""
     dim = _fsdp_dim(partitioner, axes)
@@ -40,7 +45,7 @@ def reduce_gradient(partitioner: Partitioner, grad: jax.Array, axes: LogicalAxes
         else:
             size = grad.shape[dim] // jax.lax.axis_size(FSDP_AXIS)
             grad = jax.lax.dynamic_slice_in_dim(grad, jax.lax.axis_index(FSDP_AXIS) * size, size, dim)
-    rest = tuple(axis for axis in partial_over if dim is None or axis != FSDP_AXIS)
+    rest = active(partitioner, tuple(axis for axis in partial_over if dim is None or axis != FSDP_AXIS))
     return jax.lax.psum(grad, rest) if rest else grad
 
 
@@ -117,7 +122,7 @@ def _layout(partitioner: Partitioner, rows_axis: str) -> tuple[Axes, Axes, Axes]
     scattered = tuple(axis for axis in residual if axis in vocab)
     cut = tuple(axis for axis in residual if axis not in vocab)
     assert residual == (*cut, *scattered) and set(seq) <= set(cut), (seq, residual, vocab)
-    return vocab, cut, scattered
+    return active(partitioner, vocab), cut, active(partitioner, scattered)
 
 
 def _local_rows(vocab: Axes, rows: int, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -129,5 +134,7 @@ def _local_rows(vocab: Axes, rows: int, tokens: jax.Array) -> tuple[jax.Array, j
 
 
 def _fsdp_dim(partitioner: Partitioner, axes: LogicalAxes) -> int | None:
-    """The dim of a parameter that fsdp cuts, which Rules keeps to fsdp alone."""
+    """The dim of a parameter that fsdp cuts, which Rules keeps to fsdp alone; None also when fsdp is one device."""
+    if partitioner.mesh.shape[FSDP_AXIS] == 1:
+        return None
     return next((dim for dim, logical in enumerate(axes) if FSDP_AXIS in partitioner.rules.mesh_axes(logical)), None)

@@ -1,0 +1,81 @@
+"""The compiled gradient holds exactly the planned collectives, with the planned bytes, and nothing else."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs.schema import AttentionConfig, ComputeConfig, Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainerConfig
+from perf.collectives import Collective, collectives
+from perf.hlo import is_backward, parse
+from planner.collectives import as_compiled_for_cpu, planned_collectives
+from sharding.mesh import build_mesh
+from sharding.partition import Partitioner, param_shardings
+from trainer.state import model_spec
+from trainer.step import loss_sums
+
+LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+def make_config(data: int, fsdp: int, tensor: int, compute: str = "float32") -> Config:
+    return Config(
+        model=ModelConfig(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=D, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=F),
+        compute=ComputeConfig(attention=AttentionConfig(backend="chunked", chunk=16), loss_chunk=BATCH * SEQ),
+        precision=PrecisionConfig(compute=compute),
+        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+        data=DataConfig(batch_size=BATCH, seq_len=SEQ),
+        trainer=TrainerConfig(accumulation=1),
+    )
+
+
+def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
+    partitioner = Partitioner(build_mesh(config.mesh))
+    spec = model_spec(config, partitioner)
+    shardings = param_shardings(partitioner, spec.abstract_params, spec.param_axes)
+    params = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), spec.abstract_params, shardings)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct((BATCH, SEQ), dtype, sharding=partitioner.batch_sharding()) for name, dtype in dtypes.items()}
+
+    def objective(params, batch):
+        sums = loss_sums(spec, config, partitioner, params, batch)
+        return sums.nats + sums.z
+
+    jitted = jax.jit(jax.value_and_grad(objective), out_shardings=(partitioner.replicated(), shardings), compiler_options=QUICK_COMPILE)
+    return jitted.lower(params, batch).compile().as_text(), dict(partitioner.mesh.shape)
+
+
+def array_bytes(found: Collective) -> int:
+    """Bytes without single numbers (loss and token weight), which are not planned but may be combined with arrays."""
+    return found.bytes - 4 * sum(dims == () for dims in found.operands)
+
+
+def where(found: Collective) -> str:
+    """Layers run LAYERS times; everything else runs once."""
+    return "layer" if found.count == LAYERS else "once"
+
+
+def budget(items) -> dict[tuple, int]:
+    """Bytes per (place, phase, kind, axes) and step."""
+    total: Counter = Counter()
+    for key, size in items:
+        total[key] += size
+    return dict(total)
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), MESHES)
+def test_gradient_contains_exactly_the_planned_collectives(data, fsdp, tensor):
+    config = make_config(data, fsdp, tensor)
+    text, mesh_shape = compile_gradient(config)
+    module = parse(text)
+    found = [c for c in collectives(module, mesh_shape) if array_bytes(c)]
+    planned = [as_compiled_for_cpu(item) for item in planned_collectives(config, mesh_shape)]
+    layer_phase = lambda c: "backward" if is_backward(c.op_name) else "forward"  # noqa: E731
+    assert budget((("layer", layer_phase(c), c.kind, c.axes), array_bytes(c) * c.count) for c in found if where(c) == "layer") == budget(
+        (("layer", item.phase, item.kind, item.axes), item.bytes * item.count) for item in planned if item.where == "layer"
+    )
+    assert budget((("once", c.kind, c.axes), array_bytes(c) * c.count) for c in found if where(c) == "once") == budget(
+        (("once", item.kind, item.axes), item.bytes * item.count) for item in planned if item.where != "layer"
+    )
