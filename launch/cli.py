@@ -19,8 +19,8 @@ from launch.exit_codes import DONE, INTERRUPTED, USAGE
 Table = dict[str, "tuple[str, str] | tuple[str, Table]"]
 
 _DATA: Table = {
-    "prepare": ("launch.commands.data:prepare", "Tokenise text into a corpus of token files."),
-    "train-tokenizer": ("launch.commands.data:train_tokenizer", "Train a BPE tokenizer on text."),
+    "prepare": ("launch.commands.data_prepare:prepare", "Tokenise text into a corpus of token files."),
+    "train-tokenizer": ("launch.commands.data_prepare:train_tokenizer", "Train a BPE tokenizer on text."),
     "inspect": ("launch.commands.data:inspect", "Show a corpus: counts, shards, sample rows."),
     "bench": ("launch.commands.data:bench", "Measure tokens/s and waiting time of the loader."),
 }

@@ -12,13 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from configs.errors import UserError
 from configs.schema import Config
 from loaders.evaluation import EvaluationSet, open_evaluation_set
+from loaders.manifest import check_tokenizer, read_manifest
 from perf.metrics import evaluation_metrics, perplexity
 from sharding.partition import Partitioner
+from trainer import config_guard
 from trainer.batches import local_rows, to_global
-from trainer.state import Tree
-from trainer.step import Metrics
+from trainer.state import ModelSpec, Tree
+from trainer.step import Metrics, make_evaluation_step
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with set name, batches done, batches in all."""
@@ -126,6 +129,34 @@ class Evaluator:
             gzip9_bytes=held_out.gzip9_bytes if whole else None,
             duration_s=time.monotonic() - start_s,
         )
+
+
+def evaluate_model(
+    config: Config,
+    spec: ModelSpec,
+    partitioner: Partitioner,
+    params: Tree,
+    sets: Mapping[str, Path],
+    *,
+    tokenizer_sha256: str | None,
+    seq_len: int,
+    batch_size: int | None = None,
+) -> dict[str, SetResult]:
+    """Evaluate parameters on whole sets, outside a run.
+
+    Raises UserError: a set is missing or damaged, was made with another tokenizer than `tokenizer_sha256` (None: not known), its ids do
+    not fit the vocabulary, or seq_len is longer than the model allows.
+    """
+    if seq_len > config.model.max_seq_len:
+        raise UserError(f"rows of {seq_len} tokens are longer than model.max_seq_len={config.model.max_seq_len}")
+    for path in sets.values():
+        tokenizer = check_tokenizer([(path, read_manifest(path))], config.model.vocab_size)
+        config_guard.check_tokenizer(tokenizer_sha256, tokenizer.sha256, "the model")
+    data = config.data.model_copy(update={"seq_len": seq_len, **({} if batch_size is None else {"batch_size": batch_size})})
+    step = jax.jit(make_evaluation_step(spec, config, partitioner))
+    evaluation = config.evaluation.model_copy(update={} if batch_size is None else {"batch_size": batch_size})
+    evaluator = Evaluator(config.model_copy(update={"data": data, "evaluation": evaluation}), partitioner, step, sets)
+    return evaluator.evaluate(params)
 
 
 def _take(batches: Iterable[dict[str, np.ndarray]], count: int) -> Iterable[dict[str, np.ndarray]]:

@@ -38,6 +38,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator
 from trainer.loop import Loop, Outcome
 from trainer.optimizers import build_optimizer
+from trainer.pretrained import holds_only_params, start_from
 from trainer.run_dir import RunDir, open_run_dir
 from trainer.schedules import build_schedule
 from trainer.state import ModelSpec, TrainState, abstract_state, init_state, model_spec
@@ -71,13 +72,19 @@ def train(config: Config, *, command: Sequence[str]) -> signal.Signals | None:
 
 def _train(config: Config, parts: Prepared, run: RunDir, tokenizer: TokenizerInfo, events: EventLog, progress: Progress) -> Outcome | None:
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note)
-    state, start_step = _restore(parts, checkpointer, tokenizer, events, progress)
-    if start_step >= config.trainer.steps:
-        progress.note(f"{run.path}: complete at step {start_step}; raise trainer.steps (now {config.trainer.steps}) to train on")
+    reached = checkpointer.latest_step()
+    if reached is not None and reached >= config.trainer.steps:
+        progress.note(f"{run.path}: complete at step {reached}; raise trainer.steps (now {config.trainer.steps}) to train on")
         return None
+    state, start_step = _restore(parts, checkpointer, tokenizer, events, progress)
     if state is None:
         with events.phase("init"):
-            state = jax.block_until_ready(parts.make_state())
+            state = parts.make_state()
+            source = run.path if checkpointer.has_checkpoints() else config.init_from
+            if source is not None:
+                state = start_from(source, config.model, tokenizer.sha256, parts.spec, state)
+                progress.note(f"starting from the parameters of {source}")
+            jax.block_until_ready(state)
     if jax.process_index() == 0:
         shutil.copytree(config.data.train[0].path / "tokenizer", run.path / "tokenizer", dirs_exist_ok=True)
 
@@ -100,6 +107,7 @@ def _train(config: Config, parts: Prepared, run: RunDir, tokenizer: TokenizerInf
         restart=run.restart,
         resume_step=start_step or None,
     )
+    writer.flush()  # opens the files now: the first write would otherwise lengthen a step
     profiler = Profiler(
         config.profiler,
         run.path,
@@ -140,8 +148,8 @@ def _train(config: Config, parts: Prepared, run: RunDir, tokenizer: TokenizerInf
 def _restore(
     parts: Prepared, checkpointer: Checkpointer, tokenizer: TokenizerInfo, events: EventLog, progress: Progress
 ) -> tuple[TrainState | None, int]:
-    """Return the newest good state and its step, or (None, 0) for a new run."""
-    if not checkpointer.has_checkpoints():
+    """Return the newest good state and its step, or (None, 0) for a new run, also one that has only imported parameters."""
+    if not checkpointer.has_checkpoints() or holds_only_params(checkpointer):
         return None, 0
     with events.phase("restore") as record:
         state, metadata = checkpointer.restore(parts.abstract)
