@@ -182,7 +182,7 @@ def _writing(directory: Path) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
+        reason = " ".join((getattr(error, "strerror", None) or str(error)).split()).partition("; writing ")[0]  # it repeats the path
         raise UserError(reason if reason.startswith("cannot write") else f"cannot write {directory}: {reason}") from error
 
 

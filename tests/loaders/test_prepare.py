@@ -334,6 +334,7 @@ def test_full_disk_is_one_clear_line_and_the_same_command_continues(source: Path
     assert failed.stderr.startswith("refused: cannot write ")
     assert os.strerror(errno.EFBIG) in failed.stderr
     assert failed.stderr.count("\n") == 1
+    assert failed.stderr.count(str(tmp_path)) == 1
     subprocess.run([sys.executable, str(WORKER), str(source), str(tmp_path / "out"), "1", "1"], check=True, stdout=subprocess.DEVNULL)
     subprocess.run([sys.executable, str(WORKER), str(source), str(tmp_path / "whole"), "1", "1"], check=True, stdout=subprocess.DEVNULL)
     assert tree_digests(tmp_path / "out") == tree_digests(tmp_path / "whole")
