@@ -357,6 +357,8 @@ class Config(Section):
     """Seed of initialisation and, unless data.seed is set, of the data order."""
     run_dir: LocalPath | None = env_allowed(default=None)
     """Run directory; null: runs/<name>."""
+    init_from: LocalPath | None = env_allowed(default=None)
+    """Start from the parameters of this run directory or Hugging Face directory (while the run has no checkpoint); null: random."""
     model: ModelConfig = ModelConfig()
     compute: ComputeConfig = ComputeConfig()
     precision: PrecisionConfig = PrecisionConfig()

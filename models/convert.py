@@ -187,7 +187,7 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
     config = read_config(directory)
     described = model_from_hf(config)
     if model is not None:
-        _check_same_model(directory, described, model)
+        check_same_model(directory, described, model)
     model = model or described
     tensors = read_directory(directory)
     rules, shapes = _with_stored_prefix(tensor_rules(model), tensors), parameter_shapes(model)
@@ -247,7 +247,7 @@ def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTen
     return rules if any(name.startswith(prefix) for name in tensors) else [rule.with_prefix(prefix, "") for rule in rules]
 
 
-def _check_same_model(directory: Path, described: ModelConfig, wanted: ModelConfig) -> None:
+def check_same_model(directory: Path, described: ModelConfig, wanted: ModelConfig) -> None:
     """Refuse weights of another model; how it is initialised and padded does not matter."""
     free = {"init_std", "pad_vocab_to", "num_kv_heads", "head_dim"}
     ours = {**wanted.model_dump(exclude=free), "num_kv_heads": wanted.kv_heads, "head_dim": wanted.head_width}

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 from configs.errors import UserError
 from configs.load import from_resolved
 from configs.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
-from models.convert import CONFIG_NAME, HfCheckpoint, open_hf
+from loaders.tokenizers import load_tokenizer
+from models.convert import CONFIG_NAME, HfCheckpoint, check_same_model, open_hf
 from trainer.checkpoint import Checkpointer
+from trainer.config_guard import check_tokenizer
+from trainer.param_slices import PARAMS_ONLY
 from trainer.payload import named_leaves
 from trainer.state import ModelSpec, TrainState
 
@@ -75,15 +78,25 @@ def load_params(source: Source, spec: ModelSpec, step: int | None = None) -> tup
     return params, int(metadata["step"])
 
 
-def start_from(path: Path, model: ModelConfig, spec: ModelSpec, state: TrainState) -> TrainState:
+def start_from(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec, state: TrainState) -> TrainState:
     """Return a new run's state with the parameters of another model in place of the random ones (`init_from`).
 
-    Raises UserError when `path` holds no model, or one that differs from the run's.
+    Raises UserError when `path` holds no model, one that differs from the run's, or one with another tokenizer than the data's.
     """
     source = open_source(path)
+    if source.tokenizer_dir is not None:
+        check_tokenizer(load_tokenizer(source.tokenizer_dir).sha256, tokenizer_sha256, str(path))
     if source.hf is not None:
         source = replace(source, hf=open_hf(path, model))
+    else:
+        check_same_model(path, source.config.model, model)
     return replace(state, params=load_params(source, spec)[0])
+
+
+def holds_only_params(checkpointer: Checkpointer) -> bool:
+    """Whether the newest checkpoint is an import: parameters to start from, without optimiser state."""
+    step = checkpointer.latest_step()
+    return step is not None and checkpointer.read_metadata(step).get("kind") == PARAMS_ONLY
 
 
 def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,100 @@
+"""Starting from the parameters of a run, of an import, and of a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+from configs.dump import to_yaml
+from configs.errors import UserError
+from configs.schema import CheckpointConfig, ComputeConfig, Config, ModelConfig, PrecisionConfig
+from loaders.tokenizers import ByteTokenizer
+from models.convert import export_weights, hf_config
+from sharding.mesh import build_mesh
+from sharding.partition import Partitioner
+from sharding.rules import Rules
+from trainer.checkpoint import Checkpointer
+from trainer.optimizers import build_optimizer
+from trainer.pretrained import load_params, open_source, start_from
+from trainer.state import abstract_state, init_state, model_spec
+
+MODEL = ModelConfig(vocab_size=258, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=48, max_seq_len=64)
+
+
+def fresh_state(config):
+    partitioner = Partitioner(build_mesh(config.mesh), Rules.from_config(config.mesh))
+    spec = model_spec(config, partitioner)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
+    return spec, init_state(config, spec, optimizer, abstract_state(config, spec, optimizer, partitioner))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run directory with one checkpoint of seed 7, and its parameters."""
+    path = tmp_path_factory.mktemp("pretrained") / "run"
+    path.mkdir()
+    config = Config.model_validate({"model": MODEL, "seed": 7, "mesh": {"fsdp": 8}})
+    (path / "config.yaml").write_text(to_yaml(config))
+    _, state = fresh_state(config)
+    checkpointer = Checkpointer(path / "checkpoints", CheckpointConfig())
+    checkpointer.save(5, state, {"kind": "train"}, block=True)
+    checkpointer.close()
+    ByteTokenizer().save_copy(path / "tokenizer")
+    return path, jax.device_get(state.params)
+
+
+def equal(one, other):
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), one, other)))
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2, "data": 2}, {"fsdp": 8}], ids=str)
+def test_a_run_starts_from_another_runs_parameters_on_its_own_mesh(run, mesh):
+    path, params = run
+    spec, state = fresh_state(Config.model_validate({"model": MODEL, "seed": 1, "mesh": mesh}))
+    assert not equal(state.params, params)
+    started = start_from(path, MODEL, ByteTokenizer().sha256, spec, state)
+    assert equal(started.params, params)
+    assert jax.tree.map(lambda leaf: leaf.sharding, started.params) == spec.param_shardings
+    assert int(started.step) == 0
+
+
+def test_parameters_are_read_into_the_dtype_of_the_run(run):
+    path, params = run
+    config = Config.model_validate({"model": MODEL, "precision": {"params": "bfloat16"}, "mesh": {"fsdp": 8}})
+    spec, _ = fresh_state(config)
+    loaded, step = load_params(open_source(path), spec)
+    assert step == 5
+    assert equal(loaded, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params))
+
+
+def test_a_run_starts_from_a_hugging_face_directory(tmp_path):
+    decoder = models.build(MODEL, ComputeConfig(), PrecisionConfig(), Partitioner.single(), nnx.Rngs(params=3))
+    params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    values = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
+    export_weights(MODEL, lambda path, layer: values[path] if layer is None else values[path][layer], tmp_path, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(MODEL, "float32", {})))
+    ByteTokenizer().save_copy(tmp_path)
+    spec, state = fresh_state(Config.model_validate({"model": MODEL, "mesh": {"fsdp": 4, "tensor": 2}}))
+    assert equal(start_from(tmp_path, MODEL, ByteTokenizer().sha256, spec, state).params, params)
+
+
+def test_another_model_another_tokenizer_and_no_model_are_refused(run, tmp_path):
+    path, _ = run
+    spec, state = fresh_state(Config.model_validate({"model": MODEL, "mesh": {"fsdp": 8}}))
+    other = MODEL.model_copy(update={"embed_dim": 64, "rope_theta": 5e5})
+    with pytest.raises(UserError, match=r"model.embed_dim = 64 \(there: 32\), model.rope_theta"):
+        start_from(path, other, ByteTokenizer().sha256, spec, state)
+    with pytest.raises(UserError, match="tokenizer"):
+        start_from(path, MODEL, "f" * 64, spec, state)
+    with pytest.raises(UserError, match="is no model"):
+        start_from(tmp_path, MODEL, ByteTokenizer().sha256, spec, state)
+    shutil.copyfile(path / "config.yaml", tmp_path / "config.yaml")
+    with pytest.raises(UserError, match="no checkpoint"):
+        start_from(tmp_path, MODEL, ByteTokenizer().sha256, spec, state)
