@@ -1,4 +1,4 @@
-"""Token shards: written document by document, read at any offset.
+"""Token shards: written document by document here, read at any offset by loaders/token_reader.py.
 
 A corpus is a directory of ArrayRecord shards and a manifest (loaders/manifest.py). Documents arrive as [BOS] t1..tn [EOS].
 *Stream* corpora cut the concatenated documents of a shard into records of `record_tokens`, so token k lies in record k // record_tokens
@@ -12,25 +12,22 @@ zstd:1 84 M; 16,384 with zstd:1 52 M. All are far above what training eats, so t
 from __future__ import annotations
 
 import hashlib
-import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from configs.errors import UserError
 from loaders.manifest import CorpusError, Manifest, ShardInfo, TokenizerInfo
 from loaders.packing import WINDOW, best_fit
-from loaders.record_codec import TokenRecord, decode_record, encode_record, token_dtype
+from loaders.record_codec import TokenRecord, edge_crc32, encode_record, token_dtype
+from loaders.token_reader import Shard, TokenReader, Windows, verify_shards
 
-__all__ = ["CorpusError", "Manifest", "Shard", "ShardInfo", "TokenWriter", "TokenizerInfo", "verify_shards"]
+__all__ = ["CorpusError", "Manifest", "Shard", "ShardInfo", "TokenReader", "TokenWriter", "TokenizerInfo", "Windows", "verify_shards"]
 
 RECORD_TOKENS = 4096
 WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
-READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-READER_BUFFER_BYTES = 32768
 PACK_WINDOW_TOKENS = 1 << 22
 """Packing also stops collecting documents here, which bounds the writer's memory."""
 
@@ -200,87 +197,3 @@ class _Row:
             first_position=self._first_position,
             vocab_size=vocab_size,
         )
-
-
-def edge_crc32(first: bytes, last: bytes) -> int:
-    """crc32 over the first and the last record of a shard."""
-    return zlib.crc32(last, zlib.crc32(first))
-
-
-class Shard:
-    """One open shard. Safe to use from several threads."""
-
-    def __init__(self, directory: Path, info: ShardInfo, manifest: Manifest) -> None:
-        """Open the file and check that it is the one the manifest lists. Raises CorpusError."""
-        self.path, self.info = Path(directory) / info.name, info
-        self._vocab_size = manifest.tokenizer.vocab_size
-        self._stride = manifest.record_tokens if manifest.pack_length is None else None
-        try:
-            size = self.path.stat().st_size
-        except FileNotFoundError as error:
-            raise CorpusError(f"missing shard: {self.path} (listed in {self.path.parent}/manifest.json)") from error
-        except OSError as error:
-            raise CorpusError(f"cannot read {self.path}: {error.strerror}") from error
-        if size != info.bytes:
-            raise CorpusError(f"damaged shard: {self.path} has {size} bytes, the manifest says {info.bytes}")
-        try:
-            self._reader = ArrayRecordReader(str(self.path), options=READER_OPTIONS, file_reader_buffer_size=READER_BUFFER_BYTES)
-            records = self._reader.num_records()
-        except Exception as error:  # the library raises RuntimeError or ValueError, by version
-            raise CorpusError(f"damaged shard: {self.path} cannot be opened ({_one_line(error)})") from error
-        if records != info.records:
-            raise CorpusError(f"damaged shard: {self.path} has {records} records, the manifest says {info.records}")
-        if edge_crc32(*self._read_bytes([0]), *self._read_bytes([records - 1])) != info.edge_crc32:
-            raise CorpusError(f"foreign shard: {self.path} is not the file the manifest lists (its first or last record differs)")
-
-    def read(self, records: list[int]) -> list[TokenRecord]:
-        """Read records by number, checking each. Raises CorpusError naming file and record."""
-        return [self._decode(index, data) for index, data in zip(records, self._read_bytes(records), strict=True)]
-
-    def close(self) -> None:
-        """Close the file."""
-        self._reader.close()
-
-    def _decode(self, index: int, data: bytes) -> TokenRecord:
-        try:
-            record = decode_record(data)
-        except ValueError as error:
-            raise CorpusError(f"damaged record {index} of {self.path}: {error}") from error
-        moved = self._stride is not None and record.first_token != index * self._stride
-        if moved or record.vocab_size != self._vocab_size:
-            raise CorpusError(f"foreign record {index} of {self.path}: it belongs to another corpus or another place")
-        return record
-
-    def _read_bytes(self, records: list[int]) -> list[bytes]:
-        try:
-            found: list[bytes] = self._reader.read(records)
-        except Exception as error:
-            self._name_the_bad_record(records, error)
-        if len(found) != len(records):
-            raise CorpusError(f"damaged shard: {self.path} gave {len(found)} of {len(records)} records asked for")
-        return found
-
-    def _name_the_bad_record(self, records: list[int], error: Exception) -> NoReturn:
-        """Find which of several records cannot be read; the library's message does not say."""
-        for index in records if len(records) > 1 else []:
-            self._read_bytes([index])
-        raise CorpusError(f"damaged record {records[0]} of {self.path}: {_one_line(error)}") from error
-
-
-def verify_shards(directory: Path, manifest: Manifest) -> None:
-    """Compare size and sha256 of every shard with the manifest. Raises CorpusError naming the first that differs."""
-    for info in manifest.shards:
-        path = Path(directory) / info.name
-        try:
-            with path.open("rb") as stream:
-                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        except FileNotFoundError as error:
-            raise CorpusError(f"missing shard: {path}") from error
-        except OSError as error:
-            raise CorpusError(f"cannot read {path}: {error.strerror}") from error
-        if sha256 != info.sha256:
-            raise CorpusError(f"damaged shard: {path} does not have the sha256 of the manifest")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -86,12 +86,19 @@ class Manifest:
         """UTF-8 bytes of text over all shards."""
         return sum(shard.text_bytes for shard in self.shards)
 
+    def shard_length(self, shard: ShardInfo) -> int:
+        """Places in a shard's stream: its tokens, and in a packed corpus the padding of its rows."""
+        return shard.tokens if self.pack_length is None else shard.records * self.pack_length
+
+    @property
+    def stream_length(self) -> int:
+        """Places in the stream of all shards."""
+        return sum(self.shard_length(shard) for shard in self.shards)
+
     @property
     def padding_share(self) -> float | None:
         """Share of padding in a packed corpus; None for a stream."""
-        if self.pack_length is None:
-            return None
-        return 1 - self.tokens / (self.pack_length * sum(shard.records for shard in self.shards))
+        return None if self.pack_length is None else 1 - self.tokens / self.stream_length
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of manifest.json, with the digest that guards it."""
@@ -160,34 +167,30 @@ class Manifest:
         return manifest
 
 
-def check_tokenizer(
-    manifests: Mapping[str | Path, Manifest], *, vocab_size: int | None = None, sha256: str | None = None, where: str = "the model"
-) -> TokenizerInfo:
-    """Refuse corpora that cannot be trained on together, and return the tokenizer they share.
+def read_manifest(directory: Path) -> Manifest:
+    """Read a corpus's manifest. Raises CorpusError (see Manifest.read)."""
+    return Manifest.read(directory)
 
-    All must have the same tokenizer (by sha256; also equal to `sha256` when given, that of a checkpoint, say), and its vocabulary must
-    fit `vocab_size` (model.vocab_size). Raises CorpusError naming the corpora.
+
+def check_tokenizer(manifests: Sequence[tuple[Path, Manifest]], vocab_size: int | None = None) -> TokenizerInfo:
+    """Refuse corpora that do not go together, and return the tokenizer they share.
+
+    All must have the same tokenizer (by sha256), and its vocabulary must fit `vocab_size` (model.vocab_size). Raises CorpusError naming
+    the corpora.
     """
     assert manifests
-    (first_path, first), *others = manifests.items()
+    (first_path, first), *others = manifests
     for path, manifest in others:
         if manifest.tokenizer.sha256 != first.tokenizer.sha256:
             raise CorpusError(
                 f"{path} was made with another tokenizer ({_name(manifest.tokenizer)}) than {first_path} ({_name(first.tokenizer)})"
             )
-    if sha256 is not None and first.tokenizer.sha256 != sha256:
-        raise CorpusError(f"{first_path} was made with another tokenizer ({_name(first.tokenizer)}) than {where} (sha256 {sha256[:12]})")
     if vocab_size is not None and first.tokenizer.vocab_size > vocab_size:
         raise CorpusError(
             f"{first_path} holds tokens of a vocabulary of {first.tokenizer.vocab_size}, which does not fit "
             f"model.vocab_size={vocab_size}; set model.vocab_size={first.tokenizer.vocab_size} or more"
         )
     return first.tokenizer
-
-
-def read_manifests(paths: Sequence[Path]) -> dict[str | Path, Manifest]:
-    """Read the manifests of several corpora, by path."""
-    return {path: Manifest.read(path) for path in paths}
 
 
 def _name(tokenizer: TokenizerInfo) -> str:

@@ -85,3 +85,8 @@ def decode_record(data: bytes) -> TokenRecord:
         bits = np.frombuffer(data, np.uint8, -1, HEADER_BYTES + width * n + 4 * d)
         mask = np.unpackbits(bits, count=n).view(bool)
     return TokenRecord(tokens, doc_starts, mask, first_token, first_position, vocab_size)
+
+
+def edge_crc32(first: bytes, last: bytes) -> int:
+    """crc32 over the first and the last record of a shard."""
+    return zlib.crc32(last, zlib.crc32(first))

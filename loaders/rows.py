@@ -33,8 +33,8 @@ class RowSource:
         if packed is not None and not document_masking:
             raise UserError(f"{directory} is packed in rows of whole documents, which data.document_masking=false would ignore")
         self.reader = TokenReader(directory, self.manifest)
-        tokens = self.manifest.tokens
-        self.num_rows = tokens // packed if packed is not None else -(-(tokens - 1) // seq_len)
+        length = self.manifest.stream_length
+        self.num_rows = length // packed if packed is not None else -(-(length - 1) // seq_len)
 
     def read(self, rows: np.ndarray) -> Rows:
         """Read rows by index [N]. Raises CorpusError naming file and record."""
