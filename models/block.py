@@ -45,11 +45,16 @@ class Block(nnx.Module):
         constrain = self.partitioner.constrain
         x_BTD = checkpoint_name(constrain(x_BTD, "batch", "residual_seq", "act_embed"), "block_input")
         with jax.named_scope("attention"):
-            normed_BTD = constrain(self.attention_norm(x_BTD), "batch", "seq", "act_embed")
+            normed_BTD = self._whole_sequence(self.attention_norm(x_BTD))
             update_BTD = self.attention(normed_BTD, rotary, segment_ids_BT, attend_with)
             x_BTD += checkpoint_name(constrain(update_BTD, "batch", "residual_seq", "act_embed"), "attention_out")
         with jax.named_scope("mlp"):
-            normed_BTD = constrain(self.mlp_norm(x_BTD), "batch", "seq", "act_embed")
+            normed_BTD = self._whole_sequence(self.mlp_norm(x_BTD))
             update_BTD = self.mlp(normed_BTD)
             x_BTD += checkpoint_name(constrain(update_BTD, "batch", "residual_seq", "act_embed"), "mlp_out")
         return x_BTD
+
+    def _whole_sequence(self, x_BTD: jax.Array) -> jax.Array:
+        # Pinned on both sides: otherwise XLA gathers before the norm's last cast, in float32.
+        constrain = self.partitioner.constrain
+        return constrain(constrain(x_BTD, "batch", "residual_seq", "act_embed"), "batch", "seq", "act_embed")

@@ -85,11 +85,12 @@ class Partitioner:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(w, gathered)
+    # Pinned on both sides: otherwise XLA may gather before the cast that precedes this, in the wider dtype.
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(w, sharded), gathered)
 
 
 def _gather_forward(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding) -> tuple[jax.Array, None]:
-    return jax.lax.with_sharding_constraint(w, gathered), None
+    return _gather(w, sharded, gathered), None
 
 
 def _gather_backward(sharded: NamedSharding, gathered: NamedSharding, residuals: None, grad: jax.Array) -> tuple[jax.Array]:

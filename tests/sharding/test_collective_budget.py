@@ -79,3 +79,13 @@ def test_gradient_contains_exactly_the_planned_collectives(data, fsdp, tensor):
     assert budget((("once", c.kind, c.axes), array_bytes(c) * c.count) for c in found if where(c) == "once") == budget(
         (("once", item.kind, item.axes), item.bytes * item.count) for item in planned if item.where != "layer"
     )
+
+
+def test_half_precision_compute_gathers_in_half_precision():
+    """A gather before the cast would move twice the bytes. float16, because the CPU backend widens every bfloat16 collective."""
+    config = make_config(2, 2, 2, compute="float16")
+    text, mesh_shape = compile_gradient(config)
+    found = [c for c in collectives(text, mesh_shape) if c.kind == "all-gather"]
+    assert {c.dtype for c in found} == {"f16"}
+    planned = [item for item in planned_collectives(config, mesh_shape) if item.kind == "all-gather"]
+    assert budget((c.axes, c.total_bytes) for c in found) == budget((item.axes, item.bytes * item.count) for item in planned)
