@@ -107,6 +107,11 @@ class Decoder(nnx.Module):
 
 
 def platform_of(partitioner: Partitioner) -> str:
-    """Return the platform of the mesh's devices (cpu, gpu, tpu), which need not be present when compiling ahead of time."""
+    """Return the platform of the mesh's devices (cpu, gpu, rocm, tpu), which need not be present when compiling ahead of time."""
     mesh = partitioner.mesh
-    return jax.default_backend() if isinstance(mesh, AbstractMesh) else str(mesh.devices.flat[0].platform)
+    if isinstance(mesh, AbstractMesh):
+        return jax.default_backend()
+    device = mesh.devices.flat[0]
+    # JAX calls NVIDIA and AMD devices "gpu"; only the runtime's version text tells them apart.
+    rocm = device.platform == "gpu" and "rocm" in str(getattr(getattr(device, "client", None), "platform_version", "")).lower()
+    return "rocm" if rocm else str(device.platform)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention.interface import AttentionRequest
 from models.attention.masks import whole_mask, zero_padding
@@ -23,7 +24,7 @@ class Cudnn:
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Refuse what the kernels do not compute."""
-        if request.platform not in ("gpu", "cuda"):
+        if request.platform not in ("gpu", "cuda"):  # JAX says gpu, a compilation-only topology says cuda
             return f"runs on NVIDIA GPUs only, and the devices are {request.platform}"
         if request.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             return f"computes in bfloat16 or float16 only, not {request.dtype.name} (precision.compute)"
@@ -48,8 +49,9 @@ class Cudnn:
         if segment_ids_BT is None:
             # JAX counts the keys to the left of the query, we count the query too.
             window = None if sliding_window is None else (sliding_window - 1, 0)
-            return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, local_window_size=window, implementation="cudnn")
+            out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, local_window_size=window, implementation="cudnn")
+            return checkpoint_name(out, "attention_context")
         mask_BTS = whole_mask(q_BTNH.shape[1], segment_ids_BT, causal, sliding_window)
         assert mask_BTS is not None
         out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], is_causal=causal, implementation="cudnn")
-        return zero_padding(out, segment_ids_BT)
+        return checkpoint_name(zero_padding(out, segment_ids_BT), "attention_context")

@@ -21,7 +21,7 @@ class AttentionRequest:
     """The static facts a backend decides on."""
 
     platform: str
-    """Of the devices that will run it: cpu, gpu (cuda and rocm devices both say gpu), tpu."""
+    """Of the devices that will run it: cpu, gpu (NVIDIA), rocm or tpu (see models.decoder.platform_of)."""
     dtype: jnp.dtype
     head_dim: int
     num_heads: int
@@ -33,7 +33,7 @@ class AttentionRequest:
 
 
 class Backend(Protocol):
-    """One implementation of attention."""
+    """One implementation of attention. It tags its result "attention_context" (see models/remat.py)."""
 
     name: str
 

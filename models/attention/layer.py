@@ -73,7 +73,7 @@ class Attention(nnx.Module):
                 q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, sliding_window=window, backend=backend, chunk=chunk, platform=platform
             )
 
-        context_BTNH = checkpoint_name((attend_with or self.remat.wrap_attention(run))(q_BTNH, k_BTKH, v_BTKH), "attention_context")
+        context_BTNH = (attend_with or self.remat.wrap_attention(run))(q_BTNH, k_BTKH, v_BTKH)
         context_BTNH = self.project.partitioner.constrain(context_BTNH, "batch", "seq", "act_heads", None)
         return self.project.add_bias(self.project("btnh,nhd->btd", context_BTNH, self.out), self.out_bias)
 

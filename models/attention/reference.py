@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention.interface import AttentionRequest
 from models.attention.masks import whole_mask, zero_padding
@@ -42,4 +43,4 @@ class Reference:
             scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
         out = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH.astype(jnp.float32)).reshape(batch, length, heads, width)
-        return zero_padding(out, segment_ids_BT).astype(q_BTNH.dtype)
+        return checkpoint_name(zero_padding(out, segment_ids_BT).astype(q_BTNH.dtype), "attention_context")

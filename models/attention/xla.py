@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention.interface import AttentionRequest
 from models.attention.masks import whole_mask, zero_padding
@@ -32,4 +33,4 @@ class Xla:
         mask_BTS = whole_mask(q_BTNH.shape[1], segment_ids_BT, causal, sliding_window)
         mask = None if mask_BTS is None else mask_BTS[:, None]
         out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask, implementation="xla")
-        return zero_padding(out, segment_ids_BT)
+        return checkpoint_name(zero_padding(out, segment_ids_BT), "attention_context")
