@@ -14,6 +14,7 @@ from typing import Any
 
 import grain
 import numpy as np
+from absl import flags
 
 from configs.errors import UserError
 from configs.schema import DataConfig
@@ -37,6 +38,8 @@ class Loader:
             grain.ReadOptions(num_threads=data.threads if data.workers == 0 else 1, prefetch_buffer_size=data.prefetch)
         )
         if data.workers:
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()  # Grain reads absl flags to start workers, which fails in a program that has none
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.workers, per_worker_buffer_size=data.prefetch))
         self._iterator: Any = iter(dataset)
 
