@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,21 @@ _NOTES = {
 }
 
 
+_DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "model.num_kv_heads": lambda model: model["num_kv_heads"] or model["num_heads"],
+    "model.head_dim": lambda model: model["head_dim"] or model["embed_dim"] // model["num_heads"],
+    "model.pad_vocab_to": lambda model: model["pad_vocab_to"] or model["vocab_size"],
+}
+"""Keys whose null stands for a value that follows from others."""
+
+
 def _judge(key: str, old: dict[str, Any], new: dict[str, Any]) -> tuple[bool, str]:
     if key in _NOTES:
         return True, _NOTES[key]
     if key == "model.max_seq_len" and all(config.get("model", {}).get("position") == "rope" for config in (old, new)):
         return True, "rotary positions have no table: parameters stay as they are"
+    if key in _DERIVED and _DERIVED[key](old["model"]) == _DERIVED[key](new["model"]):
+        return True, "the same value, left out or spelt out"
     if _under(key, ["model"]):
         return False, "the checkpoint's parameters belong to the other model"
     if key in _REFUSED:

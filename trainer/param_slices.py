@@ -44,6 +44,7 @@ def write_params_only(
     shapes: dotted path -> shape; slices: (path, layer, values) covering every parameter, layer None for a whole one.
     Single-process. Raises UserError when the directory cannot be written.
     """
+    checkpoints = checkpoints.absolute()  # Orbax takes no other
     root = checkpoint_dirs.step_dir(checkpoints, 0)
     try:
         checkpoint_dirs.create(checkpoints)

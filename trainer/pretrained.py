@@ -50,8 +50,9 @@ def open_source(path: Path) -> Source:
         hf = open_hf(path)
         dtype = hf.stored_dtype
         return Source(path, Config(model=hf.model, precision=PrecisionConfig(params=dtype, compute=dtype)), hf)
-    found = "has neither" if path.is_dir() else "does not exist; expected"
-    raise UserError(f"{path} is no model: it {found} config.yaml (a run directory) nor {CONFIG_NAME} (a Hugging Face directory)")
+    if not path.exists():
+        raise UserError(f"no such run directory or Hugging Face directory: {path}")
+    raise UserError(f"{path} is no model: it has neither config.yaml (a run directory) nor {CONFIG_NAME} (a Hugging Face directory)")
 
 
 def load_params(source: Source, spec: ModelSpec, step: int | None = None) -> tuple[Tree, int | None]:

@@ -35,7 +35,7 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed: a GPU would only be held
     from configs.dump import to_yaml
-    from configs.schema import Config, PrecisionConfig
+    from configs.schema import Config, DataConfig, PrecisionConfig
     from launch.hf_files import copy_files
     from models.convert import open_hf
     from models.safetensors_stream import FLOAT_DTYPES
@@ -47,7 +47,8 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
     kept = dtype or checkpoint.stored_dtype
     kind = next(known for known in FLOAT_DTYPES.values() if known.name == kept)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.absolute().name).lstrip("._-") or "imported"
-    config = Config(name=name, run_dir=output, model=checkpoint.model, precision=PrecisionConfig(params=kept, compute=kept))
+    data = DataConfig(seq_len=min(DataConfig().seq_len, checkpoint.model.max_seq_len))
+    config = Config(name=name, run_dir=output, model=checkpoint.model, precision=PrecisionConfig(params=kept, compute=kept), data=data)
 
     def slices() -> Iterator[tuple[str, int | None, np.ndarray]]:
         for path, shape in checkpoint.shapes.items():

@@ -115,9 +115,10 @@ def test_conversion_holds_a_few_tensors_and_not_the_model(tmp_path):
     assert filecmp.cmp(tmp_path / "hf" / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False)
 
 
-def test_import_reads_into_the_dtype_asked_for(hf, tmp_path):
-    run(from_hf, hf, "--output", tmp_path / "run", "--dtype", "bfloat16")
-    loaded = load_model(tmp_path / "run")
+def test_import_reads_into_the_dtype_asked_for_at_a_relative_path(hf, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(from_hf, hf, "--output", "run", "--dtype", "bfloat16")
+    loaded = load_model(Path("run"))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)} == {"bfloat16"}
 
 
@@ -164,7 +165,7 @@ def test_outputs_are_never_overwritten_and_failures_leave_nothing(hf, imported, 
         (to_hf, ["{run}", "{tmp}/out", "--step", "7"], "no complete checkpoint of step 7"),
         (to_hf, ["{run}", "{tmp}/out", "--max-shard-gb", "0"], "above 0"),
         (from_hf, ["{tmp}/absent", "--output", "{tmp}/out"], "no such Hugging Face directory"),
-        (generate, ["{tmp}/absent"], "is no model"),
+        (generate, ["{tmp}/absent"], "no such run directory"),
         (generate, ["{hf}", "--step", "3"], "no steps to choose from"),
         (generate, ["{hf}", "--max-tokens", "400"], "model.max_seq_len is 64"),
         (generate, ["{hf}", "--temperature", "-1"], "temperature"),

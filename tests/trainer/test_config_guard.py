@@ -65,3 +65,11 @@ def test_another_tokenizer_is_refused() -> None:
     check_tokenizer(None, "a" * 64, "the checkpoint")
     with pytest.raises(UserError, match=r"tokenizer .sha256 bbbbbbbbbbbb. is not the one of the checkpoint .sha256 aaaaaaaaaaaa."):
         check_tokenizer("a" * 64, "b" * 64, "the checkpoint")
+
+
+def test_a_derived_value_may_be_left_out_or_spelt_out() -> None:
+    old = Config.model_validate({"model": {"embed_dim": 64, "num_heads": 4, "head_dim": 16, "num_kv_heads": 4}}).model_dump(mode="json")
+    new = Config.model_validate({"model": {"embed_dim": 64, "num_heads": 4}}).model_dump(mode="json")
+    assert all("spelt out" in line for line in check_resume(old, new))
+    with pytest.raises(UserError, match=r"model\.head_dim"):
+        check_resume(old, Config.model_validate({"model": {"embed_dim": 64, "num_heads": 4, "head_dim": 32}}).model_dump(mode="json"))
