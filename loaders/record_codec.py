@@ -76,6 +76,8 @@ def decode_record(data: bytes) -> TokenRecord:
         raise ValueError("checksum mismatch")
     n, d, vocab_size, first_token, first_position = _FIELDS.unpack_from(data, _GUARD.size)
     width = 4 if flags & WIDE else 2
+    if flags & ~(WIDE | MASKED):
+        raise ValueError(f"unknown flags {flags:#x}")
     if len(data) != HEADER_BYTES + width * n + 4 * d + (-(-n // 8) if flags & MASKED else 0):
         raise ValueError("length does not match the header")
     tokens = np.frombuffer(data, "<u4" if flags & WIDE else "<u2", n, HEADER_BYTES)
