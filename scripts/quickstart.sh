@@ -12,10 +12,10 @@ set -f   # the globs are for ridge, not for the shell
 say() { printf '\n== %s\n' "$*"; }
 
 say "1/5 tokenizer: byte-pair encoding trained on the Python standard library ($stdlib)"
-"$ridge" data train-tokenizer --input "$stdlib" $select --vocab-size 4096 --output "$CORPUS/tokenizer.json"
+"$ridge" data train-tokenizer --input "$stdlib" $select --vocab-size 4096 --output "$CORPUS-tokenizer/tokenizer.json"
 
 say "2/5 corpus: the standard library's source files as token shards, some files held out for validation"
-"$ridge" data prepare --input "$stdlib" $select --tokenizer "$CORPUS/tokenizer.json" --gzip-baseline --output "$CORPUS"
+"$ridge" data prepare --input "$stdlib" $select --tokenizer "$CORPUS-tokenizer/tokenizer.json" --gzip-baseline --output "$CORPUS"
 
 say "3/5 training (Ctrl-C saves and stops; the same command resumes)"
 "$ridge" train "$config" "$@"

@@ -77,7 +77,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, loss, weight = gradient(state.params, batch)
         with jax.named_scope("optimizer"):
-            grad_norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+            grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
             if config.optimizer.clip_norm is not None:
                 scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
@@ -140,4 +140,4 @@ def constrain_params(tree: Tree, spec: ModelSpec, partitioner: Partitioner) -> T
 
 def param_norm(params: Tree) -> Any:
     """Global L2 norm of the parameters (fp32 scalar)."""
-    return optax.global_norm(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+    return optax.tree.norm(jax.tree.map(lambda p: p.astype(jnp.float32), params))
