@@ -121,7 +121,7 @@ def _layout(partitioner: Partitioner, rows_axis: str) -> tuple[Axes, Axes, Axes]
     vocab, seq, residual = (rules.mesh_axes(logical) for logical in (rows_axis, "seq", "residual_seq"))
     scattered = tuple(axis for axis in residual if axis in vocab)
     cut = tuple(axis for axis in residual if axis not in vocab)
-    assert residual == (*cut, *scattered) and set(seq) <= set(cut), (seq, residual, vocab)
+    assert residual == (*cut, *scattered) and set(active(partitioner, seq)) <= set(cut), (seq, residual, vocab)
     return active(partitioner, vocab), cut, active(partitioner, scattered)
 
 

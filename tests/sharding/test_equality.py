@@ -21,24 +21,30 @@ from configs.schema import (
 )
 from sharding.mesh import build_mesh
 from sharding.partition import Partitioner
+from sharding.rules import Rules
 from trainer.optimizers import build_optimizer
 from trainer.state import abstract_state, init_state, model_spec
 from trainer.step import make_train_step
 
 FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
 BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-"""Machine code unoptimised: partitioning is the same, and these programs run for milliseconds."""
 
 
-def make_config(data: int, fsdp: int, tensor: int, accumulation: int = 1, **model) -> Config:
+@pytest.fixture(autouse=True)
+def quick_compile():
+    """Leave machine code unoptimised: partitioning is the same, and these programs run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def make_config(data: int, fsdp: int, tensor: int, accumulation: int = 1, rules: dict | None = None, **model) -> Config:
+    sizes = {"vocab_size": VOCAB, "num_layers": 2, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_dim": 64}
     return Config(
-        model=ModelConfig(
-            vocab_size=VOCAB, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=64, max_seq_len=SEQ, **model
-        ),
+        model=ModelConfig(**{**sizes, "max_seq_len": SEQ, **model}),
         compute=ComputeConfig(attention=AttentionConfig(backend="chunked", chunk=8), loss_chunk=16),
         precision=PrecisionConfig(compute="float32"),
-        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor, rules=rules or {}),
         data=DataConfig(batch_size=BATCH, seq_len=SEQ),
         optimizer=OptimizerConfig(kind="adamw"),
         trainer=TrainerConfig(accumulation=accumulation),
@@ -69,14 +75,14 @@ def remember_gradient() -> optax.GradientTransformation:
 
 def run(config: Config, devices) -> tuple[list[float], dict]:
     """Losses and gradient norms of STEPS steps, and the gradient of the first one on the host."""
-    partitioner = Partitioner(build_mesh(config.mesh, devices))
+    partitioner = Partitioner(build_mesh(config.mesh, devices), Rules.from_config(config.mesh))
     spec = model_spec(config, partitioner)
     optimizer = optax.chain(remember_gradient(), build_optimizer(config.optimizer, config.precision, spec.param_axes))
     abstract = abstract_state(config, spec, optimizer, partitioner)
     state = init_state(config, spec, optimizer, abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner)
-    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=QUICK_COMPILE)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     losses = []
     for index in range(STEPS):
         state, metrics = step(state, jax.device_put(make_batch(index), partitioner.batch_sharding()))
@@ -125,3 +131,17 @@ def test_two_microbatches_equal_one_device_and_one_batch(data, fsdp, tensor):
 )
 def test_biases_tables_and_head_norms_equal_one_device(model):
     compare(run(make_config(2, 2, 2, **model), jax.devices()), reference(**model))
+
+
+@pytest.mark.parametrize(
+    ("rules", "model"),
+    [
+        ({"vocab": [], "act_vocab": []}, {"vocab_size": 95}),
+        ({"kv_heads": [], "act_kv_heads": []}, {"num_kv_heads": 1}),
+        ({"embed": []}, {}),
+        ({"residual_seq": []}, {}),
+    ],
+    ids=["vocabulary replicated", "one key/value head", "parameters replicated over fsdp", "norms not sequence-parallel"],
+)
+def test_other_rules_equal_one_device(rules, model):
+    compare(run(make_config(2, 2, 2, rules=rules, **model), jax.devices()), reference(**model))
