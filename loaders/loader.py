@@ -26,14 +26,14 @@ from loaders.rows import Rows, RowSource
 class Loader:
     """Iterates over local batches from `start_step` on, without end. Made by `build_loader`.
 
-    `wait_s` is the total time the caller has waited in `next`.
+    `wait_s` is the total time the caller has waited in `next`, `last_wait_s` that of the last batch.
     """
 
     def __init__(self, steps: StepRows, tokenizer: TokenizerInfo, data: DataConfig, start_step: int) -> None:
         self.tokenizer = tokenizer
         self.rows_per_epoch = sum(source.num_rows for source in steps.sources)
         """Rows of all corpora together."""
-        self.wait_s = 0.0
+        self.wait_s = self.last_wait_s = 0.0
         dataset: Any = steps[start_step:].to_iter_dataset(
             grain.ReadOptions(num_threads=data.threads if data.workers == 0 else 1, prefetch_buffer_size=data.prefetch)
         )
@@ -49,7 +49,8 @@ class Loader:
     def __next__(self) -> Rows:
         start_s = time.perf_counter()
         rows: Rows = next(self._iterator)
-        self.wait_s += time.perf_counter() - start_s
+        self.last_wait_s = time.perf_counter() - start_s
+        self.wait_s += self.last_wait_s
         return rows
 
     def close(self) -> None:

@@ -1,0 +1,119 @@
+"""Looking at a prepared corpus: what the manifest says, how long its documents are, and what rows of it look like as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loaders.manifest import CorpusError, Manifest, ShardInfo
+from loaders.rows import Rows, RowSource
+from loaders.token_reader import Shard
+from loaders.tokenizers import Tokenizer, load_tokenizer
+
+STATISTICS_TOKENS = 1 << 26
+"""Length statistics read whole shards until this many tokens are passed."""
+READ_RECORDS = 256
+PERCENTILES = (5, 25, 50, 75, 95)
+
+
+@dataclass(frozen=True)
+class LengthStatistics:
+    """Lengths of documents in tokens, BOS and EOS included. In packed corpora: of documents and pieces of those longer than a row."""
+
+    shards: int
+    """Shards that were read, from the first on."""
+    documents: int
+    mean: float
+    shortest: int
+    percentiles: dict[int, float]
+    longest: int
+    counted_share: float
+    """Share of the tokens that the loss mask lets count as targets."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A document, or the part of one, in a row."""
+
+    text: str
+    tokens: int
+    counted: int
+    """Targets in it that count."""
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One row as a model gets it."""
+
+    row: int
+    segments: tuple[Segment, ...]
+    padding: int
+    """Tokens of padding."""
+
+
+def length_statistics(directory: Path, manifest: Manifest, limit_tokens: int = STATISTICS_TOKENS) -> LengthStatistics:
+    """Read shards from the first on until `limit_tokens` are passed, checking every record. Raises CorpusError naming file and record."""
+    lengths: list[np.ndarray] = []
+    shards = tokens = counted = 0
+    for info in manifest.shards:
+        shard_lengths, shard_counted = _lengths(directory, info, manifest)
+        lengths.append(shard_lengths)
+        shards, tokens, counted = shards + 1, tokens + info.tokens, counted + shard_counted
+        if tokens >= limit_tokens:
+            break
+    found = np.concatenate(lengths)
+    return LengthStatistics(
+        shards=shards,
+        documents=len(found),
+        mean=float(found.mean()),
+        shortest=int(found.min()),
+        percentiles={q: float(value) for q, value in zip(PERCENTILES, np.percentile(found, PERCENTILES), strict=True)},
+        longest=int(found.max()),
+        counted_share=counted / tokens,
+    )
+
+
+def _lengths(directory: Path, info: ShardInfo, manifest: Manifest) -> tuple[np.ndarray, int]:
+    """Return the documents' lengths int64 [documents] of a shard, and how many of its tokens count."""
+    shard = Shard(directory, info, manifest)
+    starts: list[np.ndarray] = []
+    counted = end = 0
+    for first in range(0, info.records, READ_RECORDS):
+        for record in shard.read(list(range(first, min(first + READ_RECORDS, info.records)))):
+            starts.append(record.doc_starts.astype(np.int64) + end)  # stored tokens only, so a packed row's padding adds no length
+            end += len(record.tokens)
+            counted += len(record.tokens) if record.loss_mask is None else int(record.loss_mask.sum())
+    shard.close()
+    return np.diff(np.concatenate([*starts, [end]])), counted
+
+
+def load_corpus_tokenizer(directory: Path, manifest: Manifest) -> Tokenizer:
+    """Load the copy of the tokenizer in the corpus. Raises CorpusError when it is not the one that made the tokens."""
+    tokenizer = load_tokenizer(Path(directory) / manifest.tokenizer.path, manifest.tokenizer.kind)
+    if tokenizer.sha256 != manifest.tokenizer.sha256:
+        raise CorpusError(
+            f"{Path(directory) / manifest.tokenizer.path} is not the tokenizer that made {directory} "
+            f"(sha256 {tokenizer.sha256[:12]}, the manifest says {manifest.tokenizer.sha256[:12]})"
+        )
+    return tokenizer
+
+
+def sample_rows(directory: Path, manifest: Manifest, *, seq_len: int, count: int, seed: int = 0) -> Iterator[SampleRow]:
+    """Yield `count` random rows of `seq_len` tokens (fewer when there are fewer), cut into segments and decoded."""
+    source = RowSource(directory, seq_len, manifest=manifest)
+    tokenizer = load_corpus_tokenizer(directory, manifest)
+    chosen = np.sort(np.random.default_rng(seed).choice(source.num_rows, min(count, source.num_rows), replace=False))
+    rows = source.read(chosen)
+    for index, row in enumerate(chosen):
+        yield SampleRow(int(row), tuple(_segments(rows, index, tokenizer)), int((rows["segment_ids"][index] == 0).sum()))
+
+
+def _segments(rows: Rows, index: int, tokenizer: Tokenizer) -> Iterator[Segment]:
+    ids = rows["segment_ids"][index]
+    for segment in range(1, int(ids.max()) + 1):
+        inside = ids == segment
+        text = tokenizer.decode(rows["tokens"][index, inside].tolist())
+        yield Segment(text, int(inside.sum()), int(rows["weights"][index, inside].sum()))
