@@ -8,7 +8,6 @@ so that the sum over devices happens in that dtype whatever the compute dtype is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -45,15 +44,18 @@ class Projector:
         return x + self.partitioner.gather_param(param[...].astype(self.compute_dtype), *axes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _project(projector: Projector, equation: str, axes: tuple[str, ...], x: jax.Array, w: jax.Array) -> jax.Array:
+def _product(projector: Projector, equation: str, axes: tuple[str, ...], x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(equation, x, projector.partitioner.gather_param(w.astype(projector.compute_dtype), *axes))
+
+
+_project = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
 
 
 def _project_forward(
     projector: Projector, equation: str, axes: tuple[str, ...], x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _project(projector, equation, axes, x, w), (x, w)
+    # Not through _project: a rematerialisation policy looks for the product itself and cannot see into a nested custom_vjp.
+    return _product(projector, equation, axes, x, w), (x, w)
 
 
 def _project_backward(

@@ -1,0 +1,139 @@
+"""Every rematerialisation policy: the same numbers, and what it claims to keep and recompute."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.errors import UserError
+from configs.schema import AttentionConfig, ComputeConfig, ModelConfig, RematConfig
+from models.decoder import Decoder
+from models.remat import NAMES, POLICIES, Remat
+from tests.models.tiny import BASE, build, tokens, value_and_grad
+
+LAYERS, ROWS, LENGTH = 3, 2, 16
+STREAM_BYTES = 4 * LAYERS * ROWS * LENGTH * BASE["embed_dim"]
+HIDDEN_BYTES = 4 * LAYERS * ROWS * LENGTH * BASE["mlp_dim"]
+CONTEXT_BYTES = STREAM_BYTES  # num_heads * head_dim = embed_dim
+LSE_BYTES = 4 * LAYERS * ROWS * LENGTH * BASE["num_heads"]
+
+CONFIGS = {
+    "none": RematConfig(policy="none"),
+    "full": RematConfig(policy="full"),
+    "dots": RematConfig(policy="dots"),
+    "attention-only": RematConfig(policy="attention-only"),
+    "names": RematConfig(policy="names", names=["attention_context", "attention_lse", "mlp_up"]),
+    "one name": RematConfig(policy="names", names=["mlp_up"]),
+}
+
+
+@functools.cache
+def decoder_with(policy: str, backend: str = "chunked") -> Decoder:
+    return build(ModelConfig(**BASE), ComputeConfig(remat=CONFIGS[policy], attention=AttentionConfig(backend=backend, chunk=8)))
+
+
+def kept_bytes(decoder: Decoder) -> int:
+    """Bytes that the forward pass of the blocks leaves for the backward pass, parameters and inputs aside."""
+    blocks, state = nnx.split(decoder)
+
+    def forward(state: nnx.State, x_BTD: jax.Array) -> jax.Array:
+        return nnx.merge(blocks, state)._run_blocks(x_BTD, None, None)
+
+    x_BTD = jax.ShapeDtypeStruct((ROWS, LENGTH, BASE["embed_dim"]), jnp.float32)
+    pullback = jax.eval_shape(lambda state, x: jax.vjp(forward, state, x)[1], state, x_BTD)
+    inputs = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(state.blocks))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback)) - inputs
+
+
+def products(decoder: Decoder) -> int:
+    """Matrix products in the program of loss and gradients (each layer's loop body once)."""
+    graphdef, state = nnx.split(decoder)
+    tokens_BT = tokens(ROWS, LENGTH)
+    return str(jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens_BT))))(state)).count("dot_general")
+
+
+@functools.cache
+def expected() -> tuple[jax.Array, Any]:
+    return value_and_grad(decoder_with("none"), tokens(ROWS, LENGTH))
+
+
+@pytest.mark.parametrize("policy", [policy for policy in CONFIGS if policy != "none"])
+def test_every_policy_gives_the_same_loss_and_gradients(policy) -> None:
+    want, want_grads = expected()
+    value, grads = value_and_grad(decoder_with(policy), tokens(ROWS, LENGTH))
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, want_grads)
+
+
+def test_policies_keep_what_they_claim() -> None:
+    kept = {policy: kept_bytes(decoder_with(policy)) for policy in CONFIGS}
+    small = LSE_BYTES  # norms and scalars
+    assert kept["full"] <= STREAM_BYTES + small
+    assert kept["one name"] == kept["full"] + HIDDEN_BYTES
+    assert kept["names"] == kept["one name"] + CONTEXT_BYTES + LSE_BYTES
+    assert kept["full"] < kept["names"] < kept["dots"] < kept["none"]
+    assert kept["none"] - kept["attention-only"] >= LSE_BYTES
+
+
+def test_attention_only_keeps_no_scores() -> None:
+    scores_bytes = 4 * LAYERS * ROWS * BASE["num_heads"] * LENGTH * LENGTH
+    assert kept_bytes(decoder_with("none", "reference")) - kept_bytes(decoder_with("attention-only", "reference")) >= scores_bytes
+
+
+def test_policies_recompute_what_they_claim() -> None:
+    count = {policy: products(decoder_with(policy)) for policy in CONFIGS}
+    projections, attention = 7, 2  # query, key, value, out, gate, up, down; scores and context
+    assert count["attention-only"] == count["none"] + attention
+    assert count["dots"] == count["none"] + attention
+    # Nobody reads the recomputed MLP output: its product is not repeated.
+    assert count["full"] == count["none"] + projections - 1 + attention
+    assert count["one name"] == count["full"] - 1
+    assert count["names"] == count["one name"] - attention
+
+
+def test_offload_moves_the_named_values_to_host_memory() -> None:
+    """On a device with host memory; here the program is only traced, because on CPU both memories are the same."""
+    remat = Remat.resolve(RematConfig(policy="offload", names=["mlp_up"]), platform="gpu")
+    decoder = build(compute=ComputeConfig(remat=CONFIGS["one name"]))
+    decoder.remat = remat
+    graphdef, state = nnx.split(decoder)
+    program = str(jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state))
+    hidden = f"{ROWS},{LENGTH},{BASE['mlp_dim']}"
+    assert f"f32<host>[{hidden}]" in program
+    want, want_grads = expected()
+    value, grads = value_and_grad(decoder, tokens(ROWS, LENGTH))
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, want_grads)
+
+
+@pytest.mark.parametrize(
+    ("config", "platform", "message"),
+    [
+        ({"policy": "ful"}, "cpu", "did you mean 'full'"),
+        ({"policy": "names", "names": ["mlp_upp"]}, "cpu", "did you mean 'mlp_up'"),
+        ({"policy": "names"}, "cpu", "needs compute.remat.names"),
+        ({"policy": "full", "names": ["mlp_up"]}, "cpu", "read only by the policies names and offload"),
+        ({"policy": "offload", "names": ["mlp_up"]}, "cpu", "on cpu they are the same; use names"),
+    ],
+)
+def test_bad_settings_are_refused(config, platform, message) -> None:
+    with pytest.raises(UserError, match=message):
+        Remat.resolve(RematConfig(**config), platform)
+
+
+def test_the_documented_names_are_those_tagged() -> None:
+    graphdef, state = nnx.split(decoder_with("none"))
+    program = str(jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state))
+    assert set(re.findall(r"name\[name=(\w+)\]", program)) == set(NAMES)
+
+
+def test_every_policy_is_tested() -> None:
+    assert {config.policy for config in CONFIGS.values()} | {"offload"} == set(POLICIES)
