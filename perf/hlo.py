@@ -167,8 +167,8 @@ class Module:
 
 
 def scope(op_name: str, known: tuple[str, ...] = ("embed", "attention", "mlp", "norm", "unembed", "loss", "optimizer")) -> str | None:
-    """Return the innermost known `jax.named_scope` in an op_name path."""
-    parts = re.split(r"[/()]", op_name)
+    """Return the innermost known `jax.named_scope` in an op_name path (the name of a jitted function is none)."""
+    parts = re.split(r"[/()]", re.sub(r"\bjit\([^()]*\)", "", op_name))
     return next((part for part in reversed(parts) if part in known), None)
 
 

@@ -28,7 +28,7 @@ class PlannedCollective:
     what: str
     """What moves, e.g. `mlp parameters`."""
     where: Literal["layer", "embed", "loss"]
-    """`layer`: once per layer; the others once per microbatch, `loss` chunks apart."""
+    """`layer`: inside the blocks; `embed`: the token lookup; `loss`: final norm, unembedding and cross-entropy."""
     phase: Literal["forward", "backward"]
     kind: Kind
     axes: tuple[str, ...]
@@ -42,6 +42,8 @@ class PlannedCollective:
     by_hand: bool = False
     """Written with shard_map: the kind is what it says on every backend. Otherwise XLA forms a reduce-scatter from an all-reduce and a
     slice, which its GPU backend does and its CPU backend does not."""
+    loop_invariant: bool = False
+    """No microbatch changes its result: XLA's CPU backend moves it out of their loop, the GPU backend does not."""
 
 
 def planned_collectives(config: Config, sizes: Mapping[str, int]) -> list[PlannedCollective]:
@@ -58,7 +60,7 @@ def planned_collectives(config: Config, sizes: Mapping[str, int]) -> list[Planne
 def as_compiled_for_cpu(item: PlannedCollective) -> PlannedCollective:
     """Return what XLA's CPU backend makes of a planned collective."""
     kind: Kind = "all-reduce" if item.kind == "reduce-scatter" and not item.by_hand else item.kind
-    return replace(item, kind=kind, bytes=item.bytes * item.parts, parts=1)
+    return replace(item, kind=kind, bytes=item.bytes * item.parts, parts=1, count=1 if item.loop_invariant else item.count)
 
 
 class _Plan:
@@ -149,7 +151,7 @@ class _Plan:
         local, grad = weights // self.tensor, grad or self.grad
         fsdp, data = self.over("fsdp"), self.over("data")
         planned = [
-            PlannedCollective(what, where, "forward", "all-gather", fsdp, local * self.act, count, 1, by_hand),
+            PlannedCollective(what, where, "forward", "all-gather", fsdp, local * self.act, count, 1, by_hand, where != "layer"),
             PlannedCollective(what, where, "backward", "all-gather", fsdp, local * self.act, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "reduce-scatter", fsdp, local * grad, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "all-reduce", data, local // self.fsdp * grad, count, 1, by_hand),

@@ -12,39 +12,56 @@ from perf.hlo import is_backward, parse
 from planner.collectives import as_compiled_for_cpu, planned_collectives
 from sharding.mesh import build_mesh
 from sharding.partition import Partitioner, param_shardings
-from trainer.state import model_spec
-from trainer.step import loss_sums
+from trainer.optimizers import build_optimizer
+from trainer.state import abstract_state, model_spec
+from trainer.step import loss_sums, make_train_step
 
 LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 
 
-def make_config(data: int, fsdp: int, tensor: int, compute: str = "float32") -> Config:
+def make_config(data: int, fsdp: int, tensor: int, compute: str = "float32", accumulation: int = 1) -> Config:
     return Config(
         model=ModelConfig(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=D, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=F),
         compute=ComputeConfig(attention=AttentionConfig(backend="chunked", chunk=16), loss_chunk=BATCH * SEQ),
         precision=PrecisionConfig(compute=compute),
         mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
         data=DataConfig(batch_size=BATCH, seq_len=SEQ),
-        trainer=TrainerConfig(accumulation=1),
+        trainer=TrainerConfig(accumulation=accumulation),
     )
 
 
+def abstract_batch(partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
+    return {name: jax.ShapeDtypeStruct((BATCH, SEQ), dtype, sharding=partitioner.batch_sharding()) for name, dtype in dtypes.items()}
+
+
+def compile_step(config: Config) -> tuple[str, dict[str, int]]:
+    """The whole optimiser step."""
+    partitioner = Partitioner(build_mesh(config.mesh))
+    spec = model_spec(config, partitioner)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
+    state = abstract_state(config, spec, optimizer, partitioner)
+    step = make_train_step(spec, config, optimizer, lambda step: jnp.float32(1e-3), partitioner)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=QUICK_COMPILE)
+    return jitted.lower(state, abstract_batch(partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
+
+
 def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
+    """Loss and gradient of one batch."""
     partitioner = Partitioner(build_mesh(config.mesh))
     spec = model_spec(config, partitioner)
     shardings = param_shardings(partitioner, spec.abstract_params, spec.param_axes)
     params = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), spec.abstract_params, shardings)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
-    batch = {name: jax.ShapeDtypeStruct((BATCH, SEQ), dtype, sharding=partitioner.batch_sharding()) for name, dtype in dtypes.items()}
 
     def objective(params, batch):
         sums = loss_sums(spec, config, partitioner, params, batch)
         return sums.nats + sums.z
 
     jitted = jax.jit(jax.value_and_grad(objective), out_shardings=(partitioner.replicated(), shardings), compiler_options=QUICK_COMPILE)
-    return jitted.lower(params, batch).compile().as_text(), dict(partitioner.mesh.shape)
+    return jitted.lower(params, abstract_batch(partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
 
 
 def array_bytes(found: Collective) -> int:
@@ -89,3 +106,15 @@ def test_half_precision_compute_gathers_in_half_precision():
     assert {c.dtype for c in found} == {"f16"}
     planned = [item for item in planned_collectives(config, mesh_shape) if item.kind == "all-gather"]
     assert budget((c.axes, c.total_bytes) for c in found) == budget((item.axes, item.bytes * item.count) for item in planned)
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(1, 8, 1), (2, 2, 2)])
+def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_gradients(data, fsdp, tensor):
+    """Clipping, AdamW, the skip of bad steps and the split into microbatches add single numbers only."""
+    config = make_config(data, fsdp, tensor, accumulation=2)
+    text, mesh_shape = compile_step(config)
+    found = [c for c in collectives(text, mesh_shape) if array_bytes(c)]
+    planned = [as_compiled_for_cpu(item) for item in planned_collectives(config, mesh_shape)]
+    assert budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in found) == budget(
+        ((item.kind, item.axes), item.bytes * item.count) for item in planned
+    )

@@ -116,7 +116,7 @@ def test_losses_and_gradients_equal_one_device(data, fsdp, tensor):
     compare(run(make_config(data, fsdp, tensor), jax.devices()), reference())
 
 
-@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(2, 2, 2), (1, 8, 1), (4, 1, 2)])
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(2, 2, 2), (1, 8, 1)])
 def test_two_microbatches_equal_one_device_and_one_batch(data, fsdp, tensor):
     compare(run(make_config(data, fsdp, tensor, accumulation=2), jax.devices()), reference())
 
