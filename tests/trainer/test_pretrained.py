@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,33 +22,36 @@ from sharding.mesh import build_mesh
 from sharding.partition import Partitioner
 from sharding.rules import Rules
 from trainer.checkpoint import Checkpointer
-from trainer.optimizers import build_optimizer
 from trainer.pretrained import load_params, open_source, start_from
-from trainer.state import abstract_state, init_state, model_spec
+from trainer.state import TrainState, model_spec
 
 MODEL = ModelConfig(vocab_size=258, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=48, max_seq_len=64)
 
 
-def fresh_state(config):
-    partitioner = Partitioner(build_mesh(config.mesh), Rules.from_config(config.mesh))
-    spec = model_spec(config, partitioner)
-    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
-    return spec, init_state(config, spec, optimizer, abstract_state(config, spec, optimizer, partitioner))
+def new_run(**sections):
+    """The spec of a run, and a state whose parameters are still to come (nothing here needs a compiled initialisation)."""
+    config = Config.model_validate({"model": MODEL, "mesh": {"fsdp": 8}, **sections})
+    spec = model_spec(config, Partitioner(build_mesh(config.mesh), Rules.from_config(config.mesh)))
+    zero = jnp.zeros((), jnp.int32)
+    return spec, TrainState(
+        step=zero, params=None, opt_state=(), skipped=zero, bad_in_a_row=zero, rng=jax.random.key_data(jax.random.key(0))
+    )
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run directory with one checkpoint of seed 7, and its parameters."""
+    """A run directory with one checkpoint, and its parameters."""
     path = tmp_path_factory.mktemp("pretrained") / "run"
     path.mkdir()
-    config = Config.model_validate({"model": MODEL, "seed": 7, "mesh": {"fsdp": 8}})
-    (path / "config.yaml").write_text(to_yaml(config))
-    _, state = fresh_state(config)
+    (path / "config.yaml").write_text(to_yaml(Config.model_validate({"model": MODEL, "mesh": {"fsdp": 8}})))
+    spec, state = new_run()
+    rng = np.random.default_rng(7)
+    params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, dtype=np.float32), spec.abstract_params)
     checkpointer = Checkpointer(path / "checkpoints", CheckpointConfig())
-    checkpointer.save(5, state, {"kind": "train"}, block=True)
+    checkpointer.save(5, replace(state, params=jax.device_put(params, spec.param_shardings)), {"kind": "train"}, block=True)
     checkpointer.close()
     ByteTokenizer().save_copy(path / "tokenizer")
-    return path, jax.device_get(state.params)
+    return path, params
 
 
 def equal(one, other):
@@ -56,8 +61,7 @@ def equal(one, other):
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2, "data": 2}, {"fsdp": 8}], ids=str)
 def test_a_run_starts_from_another_runs_parameters_on_its_own_mesh(run, mesh):
     path, params = run
-    spec, state = fresh_state(Config.model_validate({"model": MODEL, "seed": 1, "mesh": mesh}))
-    assert not equal(state.params, params)
+    spec, state = new_run(mesh=mesh)
     started = start_from(path, MODEL, ByteTokenizer().sha256, spec, state)
     assert equal(started.params, params)
     assert jax.tree.map(lambda leaf: leaf.sharding, started.params) == spec.param_shardings
@@ -66,8 +70,7 @@ def test_a_run_starts_from_another_runs_parameters_on_its_own_mesh(run, mesh):
 
 def test_parameters_are_read_into_the_dtype_of_the_run(run):
     path, params = run
-    config = Config.model_validate({"model": MODEL, "precision": {"params": "bfloat16"}, "mesh": {"fsdp": 8}})
-    spec, _ = fresh_state(config)
+    spec, _ = new_run(precision={"params": "bfloat16"})
     loaded, step = load_params(open_source(path), spec)
     assert step == 5
     assert equal(loaded, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params))
@@ -81,13 +84,13 @@ def test_a_run_starts_from_a_hugging_face_directory(tmp_path):
     export_weights(MODEL, lambda path, layer: values[path] if layer is None else values[path][layer], tmp_path, "float32")
     (tmp_path / "config.json").write_text(json.dumps(hf_config(MODEL, "float32", {})))
     ByteTokenizer().save_copy(tmp_path)
-    spec, state = fresh_state(Config.model_validate({"model": MODEL, "mesh": {"fsdp": 4, "tensor": 2}}))
+    spec, state = new_run(mesh={"fsdp": 4, "tensor": 2})
     assert equal(start_from(tmp_path, MODEL, ByteTokenizer().sha256, spec, state).params, params)
 
 
 def test_another_model_another_tokenizer_and_no_model_are_refused(run, tmp_path):
     path, _ = run
-    spec, state = fresh_state(Config.model_validate({"model": MODEL, "mesh": {"fsdp": 8}}))
+    spec, state = new_run()
     other = MODEL.model_copy(update={"embed_dim": 64, "rope_theta": 5e5})
     with pytest.raises(UserError, match=r"model.embed_dim = 64 \(there: 32\), model.rope_theta"):
         start_from(path, other, ByteTokenizer().sha256, spec, state)
