@@ -132,8 +132,8 @@ class AttentionConfig(Section):
 
     backend: str = "auto"
     """auto, reference, xla, chunked or cudnn (see models/attention). auto: cudnn on a supported GPU, else chunked."""
-    chunk: PositiveInt = 512
-    """chunked backend: queries and keys per block."""
+    chunk: PositiveInt = 128
+    """chunked backend: queries and keys per block. 64-128 suit a CPU's caches; on a GPU without cuDNN try 512."""
 
 
 class RematConfig(Section):
