@@ -32,6 +32,8 @@ class Cudnn:
             return f"needs a head width that is a multiple of 8 and at most {MAX_HEAD_DIM}, not {request.head_dim}"
         if request.sliding_window is not None and not request.causal:
             return "supports a sliding window only with a causal mask"
+        if request.packed and request.length is not None and request.length % 2:
+            return f"supports packing only in rows of even length, not {request.length}"
         return None
 
     def __call__(

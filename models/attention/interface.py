@@ -30,6 +30,8 @@ class AttentionRequest:
     sliding_window: int | None = None
     packed: bool = True
     """Segment ids restrict who sees whom."""
+    length: int | None = None
+    """Tokens per row; None where it is not known yet (at construction of a model)."""
 
 
 class Backend(Protocol):
@@ -112,6 +114,7 @@ def attend(
         causal=causal,
         sliding_window=sliding_window,
         packed=segment_ids is not None,
+        length=q_BTNH.shape[1],
     )
     run = resolve_backend(backend, request)
     return run(q_BTNH, k_BSKH, v_BSKH, segment_ids, causal=causal, sliding_window=sliding_window, chunk=chunk)

@@ -187,6 +187,7 @@ def request(**changes) -> AttentionRequest:
         ({"head_dim": 36}, "not 36"),
         ({"head_dim": 256}, "not 256"),
         ({"causal": False, "sliding_window": 8}, "only with a causal mask"),
+        ({"length": 37}, "rows of even length, not 37"),
     ],
 )
 def test_cudnn_refuses_what_it_does_not_support(changes, reason) -> None:
@@ -196,7 +197,9 @@ def test_cudnn_refuses_what_it_does_not_support(changes, reason) -> None:
     assert resolve_backend("auto", request(**changes)).name == "chunked"
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": jnp.dtype(jnp.float16)}, {"sliding_window": 8}, {"head_dim": 64}, {"causal": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"dtype": jnp.dtype(jnp.float16)}, {"sliding_window": 8}, {"head_dim": 64}, {"causal": False}, {"length": 36}]
+)
 def test_auto_takes_cudnn_where_it_is_supported(changes) -> None:
     assert resolve_backend("auto", request(**changes)).name == "cudnn"
 
