@@ -31,6 +31,7 @@ class Loader:
 
     def __init__(self, steps: StepRows, tokenizer: TokenizerInfo, data: DataConfig, start_step: int) -> None:
         self.tokenizer = tokenizer
+        self._steps = steps
         self.rows_per_epoch = sum(source.num_rows for source in steps.sources)
         """Rows of all corpora together."""
         self.wait_s = self.last_wait_s = 0.0
@@ -53,6 +54,10 @@ class Loader:
         self.wait_s += self.last_wait_s
         return rows
 
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often each corpus (by its path) has been gone through after `step` steps."""
+        return self._steps.epochs(step)
+
     def close(self) -> None:
         """Stop the reader threads and worker processes."""
         close = getattr(self._iterator, "close", None)
@@ -70,6 +75,13 @@ class StepRows(grain.MapDataset):
 
     def __len__(self) -> int:
         return sys.maxsize // self._batch_size
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Rows drawn from each corpus after `step` steps, in epochs."""
+        drawn = step * self._batch_size
+        return {
+            str(source.directory): drawn * share / source.num_rows for source, share in zip(self.sources, self._order.shares, strict=True)
+        }
 
     def __getitem__(self, step: Any) -> Any:
         if isinstance(step, slice):

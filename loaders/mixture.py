@@ -1,7 +1,8 @@
 """Which row of which corpus is row r of step s: a pure function, built from Grain's index transformations.
 
 Element g = s*B + r of a Grain `MapDataset` of row indices: per corpus a global shuffle (anew each epoch) repeated without end, then a
-deterministic weighted mix. Only indices flow through it, so a process looks up just the rows its devices own.
+deterministic weighted mix, in which every corpus has its share of the rows from the first rows on. Grain holds weights in hundredths of
+the smallest, so shares differ from the weights by at most 1 %. Only indices flow through it: a process looks up just its own rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class Order:
         for count in num_rows:
             if count > MAX_ROWS:
                 raise UserError(f"a corpus of {count} rows is more than the shuffle's {MAX_ROWS}: split it into several in data.train")
+        kept = [int(weight * (100 / min(weights))) for weight in weights]  # as Grain's mix does
+        self.shares = tuple(weight / sum(kept) for weight in kept)
+        """Share of each corpus in the rows."""
         sources = [self._endless(count, index, seed, shuffle) for index, count in enumerate(num_rows)]
         self._dataset: Any = sources[0] if len(sources) == 1 else grain.MapDataset.mix(sources, weights=list(weights))
 

@@ -153,8 +153,7 @@ def _print_facts(summary: dict[str, Any]) -> None:
         "corpus": summary["path"],
         "tokenizer": kind,
         "stored as": layout,
-        "documents": f"{summary['documents']:,}"
-        + (f" ({summary['bad_records']:,} bad records left out)" if summary["bad_records"] else ""),
+        "documents": f"{summary['documents']:,}{bad}",
         "tokens": f"{summary['tokens']:,}",
         "text": f"{summary['text_bytes']:,} bytes, {summary['bytes_per_token']:.2f} per token",
         "gzip -9": "n/a" if summary["gzip9_bits_per_byte"] is None else f"{summary['gzip9_bits_per_byte']:.3f} bits/byte",

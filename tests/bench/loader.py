@@ -67,7 +67,8 @@ def main() -> int:
         for title, sources, settings, step_s, required in cases:
             result = best(DataConfig(train=sources, seq_len=SEQ_LEN, batch_size=BATCH, **settings), step_s)
             missed |= required and result.tokens_per_s < REQUIRED_TOKENS_PER_S
-            rows.append({"case": title, "tokens_per_s": result.tokens_per_s, "wait_share": result.wait_share, "first": result.first_batch_s})
+            figures = {"tokens_per_s": result.tokens_per_s, "wait_share": result.wait_share, "first": result.first_batch_s}
+            rows.append({"case": title, **figures})
     columns = [
         "case",
         Column("tokens_per_s", "M tokens/s", lambda rate: f"{rate / 1e6:.1f}"),
