@@ -5,6 +5,8 @@ Legend: B batch, T sequence, D embed width, V vocabulary rows (padded), L layers
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -37,7 +39,8 @@ class Decoder(nnx.Module):
         make = ParamFactory(rngs, jnp.dtype(precision.params))
         self.project = Projector(partitioner, jnp.dtype(precision.compute), jnp.dtype(precision.gradients))
         platform = platform_of(partitioner)
-        self.remat = Remat.resolve(compute.remat, platform)
+        in_loop = compute.scan_layers and compute.scan_unroll < model.num_layers
+        self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop)
         vocab, width = model.padded_vocab_size, model.embed_dim
         self.embedding = make.normal((vocab, width), ("vocab", "embed"), model.init_std)
         learned = model.position == "learned"

@@ -42,10 +42,12 @@ class MLP(nnx.Module):
         """Map normed inputs to the residual update, same shape and dtype."""
         act = ACTIVATIONS[self.activation]
         up_BTF = checkpoint_name(self._hidden(x_BTD, self.up, self.up_bias), "mlp_up")
+        # Only the inputs of the elementwise part are kept for the backward pass; recomputing it costs less than moving its intermediates.
         if self.gate is None:
-            hidden_BTF = act(up_BTF)
+            hidden_BTF = jax.checkpoint(act, prevent_cse=False)(up_BTF)
         else:
-            hidden_BTF = act(checkpoint_name(self._hidden(x_BTD, self.gate, self.gate_bias), "mlp_gate")) * up_BTF
+            gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, self.gate_bias), "mlp_gate")
+            hidden_BTF = jax.checkpoint(lambda gate, up: act(gate) * up, prevent_cse=False)(gate_BTF, up_BTF)
         return self.project.add_bias(self.project("btf,fd->btd", hidden_BTF, self.down), self.down_bias)
 
     def _hidden(self, x_BTD: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:

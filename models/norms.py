@@ -5,6 +5,7 @@ Legend: B batch, T sequence, D width of the normalised dim (the residual stream,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -28,9 +29,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Normalise the last dim; any leading dims."""
         with jax.named_scope("norm"):
-            x = x_BTD.astype(jnp.float32)
-            normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-            return (normed * use_param(self.scale, self.partitioner, jnp.dtype(jnp.float32))).astype(x_BTD.dtype)
+            return _rms_norm(x_BTD, use_param(self.scale, self.partitioner, jnp.dtype(jnp.float32)), self.eps)
 
 
 class LayerNorm(nnx.Module):
@@ -46,11 +45,24 @@ class LayerNorm(nnx.Module):
         """Normalise the last dim; any leading dims."""
         with jax.named_scope("norm"):
             float32 = jnp.dtype(jnp.float32)
-            x = x_BTD.astype(float32)
-            centred = x - jnp.mean(x, axis=-1, keepdims=True)
-            normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
-            scale = use_param(self.scale, self.partitioner, float32)
-            return (normed * scale + use_param(self.bias, self.partitioner, float32)).astype(x_BTD.dtype)
+            scale, bias = use_param(self.scale, self.partitioner, float32), use_param(self.bias, self.partitioner, float32)
+            return _layer_norm(x_BTD, scale, bias, self.eps)
+
+
+# Checkpointed: the backward pass keeps x in its own dtype only, not the float32 intermediates.
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    x = x_BTD.astype(jnp.float32)
+    normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return (normed * scale_D).astype(x_BTD.dtype)
+
+
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
+def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
+    x = x_BTD.astype(jnp.float32)
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    return (normed * scale_D + bias_D).astype(x_BTD.dtype)
 
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

@@ -41,6 +41,9 @@ class Remat:
 
     policy: str
     names: tuple[str, ...] = ()
+    in_loop: bool = True
+    """The blocks run inside a compiled loop, which by itself keeps XLA from merging the recomputation with the forward pass; where they do
+    not, that merging (which would undo the policy without a word) has to be prevented."""
 
     @classmethod
     def resolve(cls, config: RematConfig, platform: str) -> Remat:
@@ -74,11 +77,10 @@ class Remat:
             saved = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[], names_which_can_be_offloaded=list(self.names), offload_src="device", offload_dst="pinned_host"
             )
-        # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
-        return jax.checkpoint(block, policy=saved, prevent_cse=False)
+        return jax.checkpoint(block, policy=saved, prevent_cse=not self.in_loop)
 
     def wrap_attention(self, attention: Callable[..., Any]) -> Callable[..., Any]:
         """Apply the policy to the attention alone."""
         if self.policy != "attention-only":
             return attention
-        return jax.checkpoint(attention, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+        return jax.checkpoint(attention, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=not self.in_loop)

@@ -18,7 +18,7 @@ from flax import nnx
 import models
 from configs.errors import UserError
 from configs.load import load
-from configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig
+from configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig
 from models.registry import FAMILIES
 from planner.parameters import count_parameters
 from sharding.mesh import build_mesh
@@ -199,6 +199,20 @@ def test_program_size_does_not_depend_on_depth() -> None:
     """What makes compile time independent of depth; tests/bench/compile_depth.py has the seconds."""
     assert operations(4, ComputeConfig()) == operations(64, ComputeConfig()) > 100
     assert operations(8, ComputeConfig(scan_layers=False)) > 1.5 * operations(4, ComputeConfig(scan_layers=False))
+
+
+@pytest.mark.parametrize("how", [{}, {"scan_unroll": 3}, {"scan_layers": False}], ids=["loop", "unrolled loop", "no loop"])
+def test_rematerialisation_recomputes_however_the_layers_run(how) -> None:
+    """Outside a loop XLA would merge the recomputation with the forward pass, and the policy would do nothing."""
+
+    def compiled_flops(policy: str) -> float:
+        compute = ComputeConfig(remat=RematConfig(policy=policy), **how)
+        structure, state = nnx.split(nnx.eval_shape(lambda: make(small(mlp_dim=256), compute)))
+        tokens = jax.ShapeDtypeStruct((16, 64), jnp.int32)
+        gradient = jax.jit(jax.grad(lambda state, tokens_BT: jnp.sum(nnx.merge(structure, state)(tokens_BT))))
+        return gradient.lower(state, tokens).compile().cost_analysis()["flops"]
+
+    assert compiled_flops("full") > 1.15 * compiled_flops("none")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
