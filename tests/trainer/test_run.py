@@ -1,0 +1,294 @@
+"""Whole runs on a small real corpus: resume, other meshes, stopping, failing, what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from configs.errors import UserError
+from configs.schema import Config
+from launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE
+from loaders.prepare import PrepareSettings, prepare
+from perf.events import event_file, read_events
+from perf.metrics import metric
+from perf.writers import read_metrics
+from trainer.loop import NumericalFailure
+from trainer.run import train
+
+ROOT = Path(__file__).parents[2]
+LENGTH, ROWS, STEPS = 32, 8, 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_each_program_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Most runs here share their step: the persistent cache compiles it once."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("cache")), 0.0, 0), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte tokens of this project's own sources, with a held-out set."""
+    directory = tmp_path_factory.mktemp("corpus")
+    texts = directory / "texts"
+    texts.mkdir()
+    for number, source in enumerate(sorted((ROOT / "trainer").glob("*.py"))):
+        (texts / f"{number:02d}.txt").write_text(source.read_text()[:1500])
+    prepare(PrepareSettings((texts,), directory / "sets", "bytes", holdouts={"held": 0.25}, shards=2, gzip_baseline=True), workers=1)
+    return directory / "sets"
+
+
+def make_config(corpus: Path, run_dir: Path, **sections: Any) -> Config:
+    base: dict[str, Any] = {
+        "name": "small",
+        "run_dir": str(run_dir),
+        "model": {"vocab_size": 258, "num_layers": 2, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "max_seq_len": LENGTH},
+        "precision": {"compute": "float32"},
+        "data": {"train": [{"path": str(corpus / "train")}], "seq_len": LENGTH, "batch_size": ROWS},
+        "evaluation": {"sets": {"held": str(corpus / "held")}, "every": 4, "max_batches": 2},
+        "trainer": {"steps": STEPS, "log_every": 1},
+        "checkpoint": {"every": 2},
+        "logging": {"tensorboard": False},
+    }
+    merged = {**base, **{k: {**base[k], **v} if isinstance(v, dict) and k in base else v for k, v in sections.items()}}
+    return Config.model_validate(merged)
+
+
+def run(config: Config) -> dict[int, float]:
+    """Train; return step -> loss as a reader of metrics.jsonl finds them."""
+    train(config, command=["test"])
+    return {r["step"]: r["train/loss"] for r in read_metrics(config.directory / "metrics.jsonl") if "train/loss" in r}
+
+
+def payload(config: Config) -> dict[str, Any]:
+    """Every array of the newest checkpoint."""
+    from orbax.checkpoint import v1 as ocp
+
+    newest = sorted((config.directory / "checkpoints").glob("step_*"))[-1]
+    return {str(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(ocp.load(newest))}
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[int, float]]:
+    """An uninterrupted run on eight devices."""
+    config = make_config(corpus, tmp_path_factory.mktemp("runs") / "whole")
+    return config, run(config)
+
+
+def test_a_run_resumed_after_every_step_is_bitwise_the_uninterrupted_one(
+    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]
+) -> None:
+    reference, losses = whole
+    halting = make_config(corpus, tmp_path / "run", trainer={"stop_after_s": 1e-9})
+    for step in range(1, STEPS):
+        run(halting)
+        newest = sorted((halting.directory / "checkpoints").glob("step_*"))[-1].name
+        assert newest == f"step_{step:08d}"
+    resumed = make_config(corpus, tmp_path / "run")
+    assert run(resumed) == losses
+    one, other = payload(reference), payload(resumed)
+    assert one.keys() == other.keys()
+    assert len(one) > 20
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name], err_msg=name)
+
+
+def test_a_run_goes_on_bitwise_in_data_and_closely_in_loss_on_another_mesh(
+    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]
+) -> None:
+    source, losses = whole
+    shutil.copytree(source.directory, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}")
+    again = run(make_config(corpus, tmp_path / "run", mesh={"data": 2, "fsdp": 2, "tensor": 2}))
+    assert again.keys() == losses.keys()
+    for step, loss in losses.items():
+        assert again[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_complete_run_answers_at_once_and_changes_nothing(whole: tuple[Config, dict[int, float]], capsys: pytest.CaptureFixture) -> None:
+    config, losses = whole
+    before = sorted(p.name for p in (config.directory / "checkpoints").iterdir())
+    assert run(config) == losses
+    assert f"complete at step {STEPS}" in capsys.readouterr().out
+    assert sorted(p.name for p in (config.directory / "checkpoints").iterdir()) == before
+
+
+def test_a_run_writes_documented_metrics_and_evaluations(whole: tuple[Config, dict[int, float]]) -> None:
+    config, losses = whole
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert losses[STEPS] < losses[1]
+    records = read_metrics(config.directory / "metrics.jsonl")
+    names = {name for record in records for name in record} - {"step", "time"}
+    assert all(metric(name) for name in names)
+    wanted = {"loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped_steps"}
+    assert {f"train/{name}" for name in wanted} <= names
+    final = next(record for record in reversed(records) if "eval/held/bits_per_byte" in record)
+    assert final["step"] == STEPS
+    assert 0 < final["eval/held/bits_per_byte"] < 12
+    partial = [record for record in records if "eval/held/loss" in record and record["step"] == 4]
+    assert partial
+    assert "eval/held/bits_per_byte" not in partial[0]
+
+
+def test_a_run_directory_tells_what_was_run(whole: tuple[Config, dict[int, float]]) -> None:
+    directory = whole[0].directory
+    record = json.loads((directory / "run.json").read_text())
+    start = record["starts"][0]
+    assert start["packages"]["jax"] == jax.__version__
+    assert start["devices"]["count"] == 8
+    assert (directory / "tokenizer").is_dir()
+    assert (directory / "config.yaml").is_file()
+
+
+def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, float]]) -> None:
+    events = read_events(event_file(whole[0].directory, 0))
+    first = [event for event in events if event.restart == 0]
+    ended = {event.fields["phase"] for event in first if event.kind in ("phase_end", "phase_total")}
+    assert {"launch", "init", "compile", "first_step", "train", "data_wait", "evaluation", "save", "teardown"} <= ended
+    assert [event.fields["step"] for event in first if event.kind == "step"] == list(range(1, STEPS + 1))
+    assert {event.fields["step"] for event in first if event.kind == "checkpoint_saved"} == {2, 4, 6}
+
+
+def test_a_profile_is_captured_where_asked_with_the_program_beside_it(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus, tmp_path / "run", profiler={"start_step": 3, "num_steps": 2})
+    run(config)
+    (capture,) = (config.directory / "tensorboard" / "plugins" / "profile").iterdir()
+    assert list(capture.glob("*.xplane.pb"))
+    (program,) = capture.glob("*.hlo.txt")
+    assert "train_step" in program.name
+    described = json.loads((capture / "capture.json").read_text())
+    assert (described["first_step"], described["num_steps"]) == (3, 2)
+    assert described["unprofiled_step_time_s"] > 0
+
+
+def test_many_bad_steps_in_a_row_stop_the_run_and_leave_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus, tmp_path / "run", trainer={"steps": 3, "max_bad_steps": 3}, checkpoint={"every": 1})
+    run(config)
+    wild = make_config(
+        corpus,
+        tmp_path / "run",
+        trainer={"steps": 50, "max_bad_steps": 3},
+        checkpoint={"every": 0},
+        optimizer={"learning_rate": 1e12, "weight_decay": 1e12, "clip_norm": None},
+        evaluation={"every": 0},
+    )
+    with pytest.raises(NumericalFailure, match="3 non-finite steps in a row"):
+        run(wild)
+    skipped = [e for e in read_events(event_file(config.directory, 0)) if e.kind == "skipped_step"]
+    assert [event.fields["in_a_row"] for event in skipped[-3:]] == [1, 2, 3]
+    assert (config.directory / "checkpoints" / "step_00000003" / "integrity.json").is_file()
+
+
+def test_a_resume_refuses_another_model_and_names_it(corpus: Path, whole: tuple[Config, dict[int, float]]) -> None:
+    config, _ = whole
+    with pytest.raises(UserError, match=r"model\.mlp_dim: 32 -> 48"):
+        run(make_config(corpus, config.directory, model={"mlp_dim": 48}))
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+
+
+def command(config: Config, directory: Path, *arguments: str) -> list[str]:
+    from configs.dump import to_yaml
+
+    file = directory / "config.yaml"
+    file.write_text(to_yaml(config))
+    return [sys.executable, "-m", "launch", "train", str(file), *arguments]
+
+
+def test_ctrl_c_saves_and_the_same_command_resumes(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus, tmp_path / "run", trainer={"steps": 100_000, "log_every": 5}, evaluation={"every": 0, "sets": {}})
+    words = command(config, tmp_path)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 10/"):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(60) == INTERRUPTED, "".join(lines)
+    text = "".join(lines)
+    assert "SIGINT received: saving" in text
+    assert "Traceback" not in text
+    stopped = int(text.split("stopped at step ")[1].split(";")[0])
+    again = subprocess.run(
+        [*words, f"trainer.steps={stopped + 5}"], capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120, check=False
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"resuming from the checkpoint of step {stopped}" in again.stdout
+
+
+def test_numerical_failure_has_its_own_exit_code(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(
+        corpus,
+        tmp_path / "run",
+        trainer={"steps": 50, "max_bad_steps": 2},
+        optimizer={"learning_rate": 1e12, "weight_decay": 1e12, "clip_norm": None},
+        evaluation={"every": 0, "sets": {}},
+    )
+    done = subprocess.run(command(config, tmp_path), capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == NUMERICAL_FAILURE, done.stdout + done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("ridge: stopped: 2 non-finite steps in a row")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_processes_train_as_one_and_one_goes_on_for_two(corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]) -> None:
+    _, losses = whole
+    config = make_config(corpus, tmp_path / "run", runtime={"platform": "cpu", "cpu_devices": 4})
+    half = STEPS // 2
+    words = command(config, tmp_path, "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2")
+    limit = ["checkpoint.every=1", "schedule.kind=constant"]
+    single = run(make_config(corpus, tmp_path / "single", schedule={"kind": "constant"}))
+    processes = [
+        subprocess.Popen(
+            [*words, "--process", str(index), f"trainer.steps={half}", *limit],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+            cwd=ROOT,
+        )
+        for index in range(2)
+    ]
+    output = [process.communicate(timeout=180)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
+    assert "step 1/" in output[0]
+    assert "step 1/" not in output[1], "only process 0 speaks"
+    continued = run(make_config(corpus, tmp_path / "run", schedule={"kind": "constant"}, evaluation={"every": 0}))
+    assert continued.keys() == losses.keys()
+    for step, loss in single.items():
+        assert continued[step] == pytest.approx(loss, rel=1e-5), step
+
+
+def test_a_run_stops_at_its_time_and_keeps_its_work(corpus: Path, tmp_path: Path) -> None:
+    start_s = time.monotonic()
+    config = make_config(
+        corpus, tmp_path / "run", trainer={"steps": 10**8, "stop_after_s": 0.5, "log_every": 1000}, checkpoint={"every": 0}
+    )
+    train(config, command=["test"])
+    assert time.monotonic() - start_s < 120
+    assert list((config.directory / "checkpoints").glob("step_*"))
