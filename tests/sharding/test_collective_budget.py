@@ -18,7 +18,6 @@ from trainer.step import loss_sums, make_train_step
 
 LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 def make_config(data: int, fsdp: int, tensor: int, compute: str = "float32", accumulation: int = 1) -> Config:
@@ -45,7 +44,7 @@ def compile_step(config: Config) -> tuple[str, dict[str, int]]:
     state = abstract_state(config, spec, optimizer, partitioner)
     step = make_train_step(spec, config, optimizer, lambda step: jnp.float32(1e-3), partitioner)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=QUICK_COMPILE)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     return jitted.lower(state, abstract_batch(partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
 
 
@@ -60,7 +59,7 @@ def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
         sums = loss_sums(spec, config, partitioner, params, batch)
         return sums.nats + sums.z
 
-    jitted = jax.jit(jax.value_and_grad(objective), out_shardings=(partitioner.replicated(), shardings), compiler_options=QUICK_COMPILE)
+    jitted = jax.jit(jax.value_and_grad(objective), out_shardings=(partitioner.replicated(), shardings))
     return jitted.lower(params, abstract_batch(partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
 
 

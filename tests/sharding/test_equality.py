@@ -30,14 +30,6 @@ FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 
 BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5
 
 
-@pytest.fixture(autouse=True)
-def quick_compile():
-    """Leave machine code unoptimised: partitioning is the same, and these programs run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_config(data: int, fsdp: int, tensor: int, accumulation: int = 1, rules: dict | None = None, **model) -> Config:
     sizes = {"vocab_size": VOCAB, "num_layers": 2, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_dim": 64}
     return Config(
