@@ -6,7 +6,7 @@ ridge="$BIN/ridge"
 config=configs/quickstart.yaml
 run=runs/quickstart
 stdlib=$("$BIN/python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-select="--include **/*.py --exclude **/site-packages/** --exclude **/dist-packages/** --exclude **/test/** --exclude **/tests/** --holdout validation=0.05"
+select="--include **/*.py --exclude site-packages --exclude dist-packages --exclude test --exclude tests --exclude idle_test --holdout validation=0.05"
 set -f   # the globs are for ridge, not for the shell
 
 say() { printf '\n== %s\n' "$*"; }
