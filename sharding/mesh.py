@@ -115,7 +115,9 @@ def straddling_axes(mesh: Mesh, node: NodeOf = node_of) -> list[str]:
 
 def describe_mesh(mesh: Mesh, node: NodeOf = node_of) -> str:
     """Say in one line how the mesh lies over the nodes, with a warning when `tensor` leaves a node."""
-    used = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    if mesh.size == 1:
+        return "one device"
+    used = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     nodes = len({node(device) for device in mesh.devices.flat})
     crossing = straddling_axes(mesh, node)
     text = f"mesh {used} on {mesh.size} devices, {nodes} node{'s' if nodes != 1 else ''}"

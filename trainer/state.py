@@ -82,7 +82,7 @@ def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
 
 def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, partitioner: Partitioner) -> TrainState:
     """Return the state as ShapeDtypeStructs with shardings: what init fills and a restore reads into."""
-    shapes = jax.eval_shape(lambda: _initial_state(config, spec, optimizer))
+    shapes = jax.eval_shape(lambda: initial_state(config, spec, optimizer))
     replicated: Any = partitioner.replicated()
     shardings = TrainState(
         step=replicated,
@@ -98,10 +98,11 @@ def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTra
 def init_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> TrainState:
     """Create the state directly in its shards: no host or device ever holds the whole model."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(lambda: _initial_state(config, spec, optimizer), out_shardings=shardings)()
+    return jax.jit(lambda: initial_state(config, spec, optimizer), out_shardings=shardings)()
 
 
-def _initial_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:
+def initial_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:
+    """Make the state of step 0 (pure, jittable; `init_state` runs it in shards)."""
     key = jax.random.key(config.seed)
     init_key, run_key = jax.random.split(key)
     params = spec.build(init_key)

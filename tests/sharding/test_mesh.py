@@ -85,7 +85,7 @@ def test_tensor_across_nodes_is_said_in_the_description():
     text = describe_mesh(lay_out(cluster(2, 4), fsdp=1, tensor=8))
     assert "across nodes: tensor (warning: tensor collectives" in text
     assert describe_mesh(lay_out(cluster(2, 4), data=2, fsdp=4)) == "mesh data=2 x fsdp=4 on 8 devices, 2 nodes; across nodes: data"
-    assert describe_mesh(lay_out(cluster(1, 1))) == "mesh one device on 1 devices, 1 node"
+    assert describe_mesh(lay_out(cluster(1, 1))) == "one device"
 
 
 def test_build_mesh_has_all_axes_with_auto_types():

@@ -13,7 +13,7 @@ from configs.schema import ComputeConfig, Config, DataConfig, MeshConfig, ModelC
 from sharding.mesh import build_mesh
 from sharding.partition import Partitioner, optimizer_state_shardings, param_axes, param_shardings, state_shardings
 from trainer.optimizers import build_optimizer
-from trainer.state import _initial_state, abstract_state, init_state, model_spec
+from trainer.state import abstract_state, init_state, initial_state, model_spec
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_initialisation_never_holds_a_full_array():
     _, spec, optimizer, abstract = prepare(config)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
-    compiled = jax.jit(lambda: _initial_state(config, spec, optimizer), out_shardings=shardings).lower().compile()
+    compiled = jax.jit(lambda: initial_state(config, spec, optimizer), out_shardings=shardings).lower().compile()
     memory = compiled.memory_analysis()
     assert memory.output_size_in_bytes < 1.02 * total / 8
     assert memory.temp_size_in_bytes < 0.5 * total / 8
