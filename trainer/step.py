@@ -29,7 +29,9 @@ Schedule = Callable[[jax.Array], jax.Array]
 def loss_sums(spec: ModelSpec, config: Config, partitioner: Partitioner, params: Tree, batch: Batch) -> LossSums:
     """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars)."""
     model = spec.merge(params)
-    x_BTD = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+    # Without segments attention takes its plain causal kernel; what padding there is lies at the end of a row.
+    segment_ids = batch["segment_ids"] if config.data.document_masking else None
+    x_BTD = model(batch["tokens"], batch["positions"], segment_ids)
     return cross_entropy(
         x_BTD,
         model.unembedding(),
