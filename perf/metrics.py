@@ -55,8 +55,6 @@ METRICS: dict[str, Metric] = {
     ),
     "train_memory/limit_bytes": Metric("bytes", "Device memory the allocator may use; absent where the backend does not report it."),
     "train_save/blocking_s": Metric("s", "Time a save held up the training loop."),
-    "train_save/total_s": Metric("s", "Time from the start of a save to its manifest on disk, background write included."),
-    "train_save/bytes": Metric("bytes", "Size of a saved step on disk."),
     "train_save/failures": Metric("saves", "Saves that failed so far."),
     "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set."),
     "eval/<set>/perplexity": Metric("1", "exp(loss)."),

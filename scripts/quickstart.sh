@@ -24,7 +24,10 @@ say "4/5 evaluation of the saved model on the held-out files"
 "$ridge" evaluate "$run"
 
 say "5/5 a sample of generated code"
-"$ridge" generate "$run" --prompt 'def read_lines(path):' --max-tokens 120 --temperature 0.7 --seed 1
+"$ridge" generate "$run" --max-tokens 110 --temperature 0.6 --top-p 0.9 --seed 3 --prompt 'class Reader:
+    """Reads lines from a file."""
+
+    def __init__(self, '
 
 cat <<END
 

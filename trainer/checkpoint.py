@@ -259,6 +259,8 @@ class Checkpointer:
 
         def read() -> dict[str, Any]:
             path = dirs.step_dir(self.directory, step) / METADATA
+            if step not in (complete := dirs.complete_steps(self.directory)):
+                raise UserError(f"{self.directory} has no complete checkpoint of step {step} (complete: {_listed(complete)})")
             try:
                 return json.loads(path.read_bytes())
             except (OSError, ValueError) as error:

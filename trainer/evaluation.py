@@ -35,6 +35,8 @@ class SetResult:
     """Summed cross-entropy of the counted target tokens."""
     tokens: float
     """Their number (sum of weights)."""
+    correct: float
+    """How many were the model's first choice."""
     text_bytes: int | None
     """Bytes of text they stand for; None when only a part of the set was read."""
     gzip9_bytes: int | None
@@ -64,7 +66,14 @@ class SetResult:
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return the set's metrics under their documented names."""
-        return evaluation_metrics(name, nats=self.nats, tokens=self.tokens, text_bytes=self.text_bytes, duration_s=self.duration_s)
+        return evaluation_metrics(
+            name,
+            nats=self.nats,
+            tokens=self.tokens,
+            correct=self.correct,
+            text_bytes=self.text_bytes,
+            duration_s=self.duration_s,
+        )
 
     def describe(self) -> str:
         """Return the figures in one line of text."""
@@ -112,19 +121,20 @@ class Evaluator:
         count = held_out.num_batches if max_batches is None else min(max_batches, held_out.num_batches)
         start_s = time.monotonic()
         pending: list[Metrics] = []
-        nats = weight = 0.0
+        totals = dict.fromkeys(("nats", "weight", "correct"), 0.0)
         for index, batch in enumerate(_take(held_out, count)):
             pending.append(self._step(params, to_global(batch, self._partitioner)))
             if len(pending) > 2:  # keeps two batches in flight and adds in float64 on the host
-                nats, weight = _add(nats, weight, pending.pop(0))
+                _add(totals, pending.pop(0))
             if progress is not None:
                 progress(name, index + 1, count)
         for metrics in pending:
-            nats, weight = _add(nats, weight, metrics)
+            _add(totals, metrics)
         whole = count == held_out.num_batches
         return SetResult(
-            nats=nats,
-            tokens=weight,
+            nats=totals["nats"],
+            tokens=totals["weight"],
+            correct=totals["correct"],
             text_bytes=held_out.text_bytes if whole else None,
             gzip9_bytes=held_out.gzip9_bytes if whole else None,
             duration_s=time.monotonic() - start_s,
@@ -141,6 +151,7 @@ def evaluate_model(
     tokenizer_sha256: str | None,
     seq_len: int,
     batch_size: int | None = None,
+    progress: ProgressCallback | None = None,
 ) -> dict[str, SetResult]:
     """Evaluate parameters on whole sets, outside a run.
 
@@ -156,7 +167,7 @@ def evaluate_model(
     step = jax.jit(make_evaluation_step(spec, config, partitioner))
     evaluation = config.evaluation.model_copy(update={} if batch_size is None else {"batch_size": batch_size})
     evaluator = Evaluator(config.model_copy(update={"data": data, "evaluation": evaluation}), partitioner, step, sets)
-    return evaluator.evaluate(params)
+    return evaluator.evaluate(params, progress=progress)
 
 
 def _take(batches: Iterable[dict[str, np.ndarray]], count: int) -> Iterable[dict[str, np.ndarray]]:
@@ -166,6 +177,6 @@ def _take(batches: Iterable[dict[str, np.ndarray]], count: int) -> Iterable[dict
         yield batch
 
 
-def _add(nats: float, weight: float, metrics: Metrics) -> tuple[float, float]:
-    values = jax.device_get(metrics)
-    return nats + float(values["nats"]), weight + float(values["weight"])
+def _add(totals: dict[str, float], metrics: Metrics) -> None:
+    for name, value in jax.device_get(metrics).items():
+        totals[name] += float(value)

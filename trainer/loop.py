@@ -22,7 +22,7 @@ from configs.schema import Config
 from perf.events import EventLog
 from perf.metrics import StepTimer, memory_metrics
 from perf.profiler import Profiler, step_annotation
-from perf.progress import Progress
+from perf.progress import Progress, format_seconds
 from perf.writers import MetricWriter
 from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator, SetResult
@@ -194,12 +194,14 @@ class Loop:
         self._window_waits = 0
         metrics = {
             "train/loss": values["loss"],
+            "train/accuracy": values["accuracy"],
             "train/grad_norm": values["grad_norm"],
             "train/param_norm": param_norm,
             "train/learning_rate": values["learning_rate"],
             "train/tokens": float(step * tokens_per_step),
             "train/target_tokens": values["weight"],
             "train/skipped_steps": values["skipped"],
+            **({"train/z_loss": values["z_loss"]} if self.config.loss.z_loss else {}),
             **self.timer.report(),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
         }
@@ -222,7 +224,10 @@ class Loop:
     def _save(self, state: TrainState, step: int) -> None:
         with self.timer.paused(), self.events.phase("save", step=step), jax.transfer_guard("allow"):
             report = self.checkpointer.save(step, state, self.save_metadata(step))
-        self.writer.write(step, {"train_save/blocking_s": report.blocking_s})
+        self.writer.write(step, {"train_save/blocking_s": report.blocking_s, "train_save/failures": float(self.checkpointer.failures)})
+        self.writer.flush()
+        if report.saved:
+            self.progress.note(f"step {step}: checkpoint (training stood still for {format_seconds(report.blocking_s)})")
 
 
 @dataclass(frozen=True)

@@ -51,36 +51,36 @@ def make_train_step(
     accumulation = config.trainer.accumulation
     grad_dtype = jnp.dtype(config.precision.gradients)
 
-    def microbatch_gradient(params: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, jax.Array]:
-        def objective(params: Tree) -> tuple[jax.Array, jax.Array]:
+    def microbatch_gradient(params: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, Metrics]:
+        def objective(params: Tree) -> tuple[jax.Array, Metrics]:
             sums = loss_sums(spec, config, partitioner, params, batch)
-            return (sums.nats + sums.z) / total_weight, sums.nats / total_weight
+            means = {"loss": sums.nats / total_weight, "z_loss": sums.z / total_weight, "accuracy": sums.correct / total_weight}
+            return (sums.nats + sums.z) / total_weight, means
 
-        (_, nats), grads = jax.value_and_grad(objective, has_aux=True)(params)
-        return jax.tree.map(lambda g: g.astype(grad_dtype), grads), nats
+        (_, means), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        return jax.tree.map(lambda g: g.astype(grad_dtype), grads), means
 
-    def gradient(params: Tree, batch: Batch) -> tuple[Tree, jax.Array, jax.Array]:
+    def gradient(params: Tree, batch: Batch) -> tuple[Tree, Metrics, jax.Array]:
         weight = jnp.sum(batch["weights"], dtype=jnp.float32)
         divisor = jnp.maximum(weight, 1.0)
         if accumulation == 1:
-            grads, loss = microbatch_gradient(params, batch, divisor)
-            return grads, loss, weight
+            grads, means = microbatch_gradient(params, batch, divisor)
+            return grads, means, weight
         micro = {name: split_rows(x, accumulation, partitioner) for name, x in batch.items()}
 
-        def body(carry: tuple[Tree, jax.Array], one: Batch) -> tuple[tuple[Tree, jax.Array], None]:
-            grads, loss = carry
-            more, nats = microbatch_gradient(params, one, divisor)
-            return (jax.tree.map(jnp.add, grads, more), loss + nats), None
+        def body(carry: tuple[Tree, Metrics], one: Batch) -> tuple[tuple[Tree, Metrics], None]:
+            return jax.tree.map(jnp.add, carry, microbatch_gradient(params, one, divisor)), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), params)
-        (grads, loss), _ = jax.lax.scan(body, (constrain_params(zeros, spec, partitioner), jnp.zeros((), jnp.float32)), micro)
-        return grads, loss, weight
+        nothing = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss", "accuracy")}
+        (grads, means), _ = jax.lax.scan(body, (constrain_params(zeros, spec, partitioner), nothing), micro)
+        return grads, means, weight
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, loss, weight = gradient(state.params, batch)
+        grads, means, weight = gradient(state.params, batch)
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+            finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
             if config.optimizer.clip_norm is not None:
                 scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
@@ -101,7 +101,7 @@ def make_train_step(
             rng=state.rng,
         )
         metrics = {
-            "loss": loss,
+            **means,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "weight": weight,
@@ -118,7 +118,7 @@ def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partition
 
     def evaluation_step(params: Tree, batch: Batch) -> Metrics:
         sums = loss_sums(spec, config, partitioner, params, batch)
-        return {"nats": sums.nats, "weight": sums.weight}
+        return {"nats": sums.nats, "weight": sums.weight, "correct": sums.correct}
 
     return evaluation_step
 

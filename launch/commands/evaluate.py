@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from configs.errors import UserError
 from launch.options import json_option
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 
 @click.command()
@@ -30,16 +37,18 @@ def evaluate(model: Path, sets: tuple[str, ...], step: int | None, seq_len: int 
     loaded = load_model(model, step=step)
     if not wanted and not loaded.config.evaluation.sets:
         raise UserError(f"{model} names no evaluation sets: give --set NAME=DIR")
-    results = evaluate_model(
-        loaded.config,
-        loaded.spec,
-        loaded.partitioner,
-        loaded.params,
-        wanted or loaded.config.evaluation.sets,
-        tokenizer_sha256=loaded.tokenizer.sha256 if loaded.source.tokenizer_dir is not None else None,
-        seq_len=seq_len or (loaded.config.data.seq_len if loaded.source.hf is None else min(loaded.model.max_seq_len, 2048)),
-        batch_size=batch_size,
-    )
+    with evaluation_progress() as progress:
+        results = evaluate_model(
+            loaded.config,
+            loaded.spec,
+            loaded.partitioner,
+            loaded.params,
+            wanted or loaded.config.evaluation.sets,
+            tokenizer_sha256=loaded.tokenizer.sha256 if loaded.source.tokenizer_dir is not None else None,
+            seq_len=seq_len or (loaded.config.data.seq_len if loaded.source.hf is None else min(loaded.model.max_seq_len, 2048)),
+            batch_size=batch_size,
+            progress=progress,
+        )
     columns = [
         Column("set"),
         Column("loss", "loss (nats/token)", "{:.4f}".format),
@@ -63,6 +72,26 @@ def evaluate(model: Path, sets: tuple[str, ...], step: int | None, seq_len: int 
         for name, result in results.items()
     ]
     print_table(columns, rows, as_json=as_json, title=f"{model}" + ("" if loaded.step is None else f", step {loaded.step}"))
+
+
+@contextlib.contextmanager
+def evaluation_progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Give a callback (set, batches done, batches in all) that draws a bar per set on a terminal's stderr; None elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done)
+
+        yield show
 
 
 def _parse(text: str) -> tuple[str, Path]:
