@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from configs.errors import UserError, unknown_name
+from configs.mesh import resolve_sizes
 from configs.names import NAMES_BY_KEY, REMAT_NAMES
 from configs.schema import MESH_AXES, Config
 
@@ -43,6 +44,7 @@ def check_config(config: Config) -> list[Problem]:
         *_divisibility(config, sizes),
         *_batch(config, sizes),
         *_compute(config),
+        *_precision(config),
         *_steps(config),
         *_evaluation(config),
         *_runtime(config),
@@ -51,30 +53,10 @@ def check_config(config: Config) -> list[Problem]:
 
 def check_devices(config: Config, num_devices: int) -> dict[str, int]:
     """Return the size of every mesh axis on `num_devices` devices. Raises UserError when mesh, model or batch do not fit them."""
-    sizes = resolve_axes(config, num_devices)
+    sizes = resolve_sizes(config.mesh, num_devices)
     problems = [*_divisibility(config, sizes), *_batch(config, sizes)]
     if problems:
         raise UserError("\n".join(f"{problem.keys[0]}: {problem.message} (on {num_devices} devices)" for problem in problems))
-    return sizes
-
-
-def resolve_axes(config: Config, num_devices: int) -> dict[str, int]:
-    """Return the mesh axes with -1 resolved. Raises UserError when the product is not the number of devices."""
-    sizes = config.mesh.sizes
-    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all axes 1"
-    known = math.prod(size for size in sizes.values() if size >= 1)
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if free:
-        if num_devices % known:
-            raise UserError(
-                f"mesh.{free[0]}: the other axes ({shown}) need a multiple of {known} devices, {num_devices} are present; "
-                f"the nearest product that works is {_nearest_text(known, divisors(num_devices))}"
-            )
-        return {**sizes, free[0]: num_devices // known}
-    if known != num_devices:
-        rest = known // sizes["fsdp"]
-        fits = f"mesh.fsdp={num_devices // rest} fits" if num_devices % rest == 0 else "change the sizes"
-        raise UserError(f"mesh: {shown} is {known} devices, {num_devices} are present; {fits}, or set one axis to -1 to take what is left")
     return sizes
 
 
@@ -95,6 +77,12 @@ def _multiples(value: int, of: int) -> str:
     """Return the multiples of `of` around a value, as text."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
+
+
+def _precision(config: Config) -> Iterator[Problem]:
+    for key in ("params", "compute", "gradients", "moments"):
+        if getattr(config.precision, key) == "float16":
+            yield Problem((f"precision.{key}",), "float16 needs loss scaling, which is not offered: use bfloat16 or float32")
 
 
 def _names(config: Config) -> Iterator[Problem]:

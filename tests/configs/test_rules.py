@@ -209,24 +209,10 @@ def test_the_free_axis_takes_the_devices_that_are_left(mesh: dict[str, int], dev
 @pytest.mark.parametrize(
     ("mesh", "devices", "expected"),
     [
-        ({"fsdp": 4}, 8, "mesh: fsdp=4 is 4 devices, 8 are present; mesh.fsdp=8 fits, or set one axis to -1 to take what is left"),
-        (
-            {"fsdp": 1, "tensor": 3},
-            8,
-            "mesh: tensor=3 is 3 devices, 8 are present; change the sizes, or set one axis to -1 to take what is left",
-        ),
-        (
-            {"tensor": 3},
-            8,
-            "mesh.fsdp: the other axes "
-            "(fsdp=-1 x tensor=3) need a multiple of 3 devices, 8 are present; the nearest product that works is 2 or 4",
-        ),
-        (
-            {"data": 16},
-            8,
-            "mesh.fsdp: the other axes "
-            "(data=16 x fsdp=-1) need a multiple of 16 devices, 8 are present; the nearest product that works is 8",
-        ),
+        ({"fsdp": 4}, 8, "mesh.fsdp=4 is not the 8 devices there are; what works: mesh.data=2 or mesh.fsdp=8"),
+        ({"fsdp": 1, "tensor": 3}, 8, "mesh.tensor=3 is not the 8 devices there are; what works: mesh.tensor=8"),
+        ({"tensor": 3}, 8, "mesh.tensor=3 does not divide the 8 devices there are; what works: mesh.tensor=4 or mesh.tensor=2"),
+        ({"data": 16}, 8, "mesh.data=16 does not divide the 8 devices there are; what works: mesh.data=8 or mesh.data=4"),
         (
             {},
             3,
