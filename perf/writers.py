@@ -140,7 +140,12 @@ class TensorBoardWriter:
         try:
             yield
         except OSError:
-            self._events = None
+            abandoned, self._events = self._events, None
+            if abandoned is not None:
+                # Closing it here keeps its finaliser from printing the same failure to the terminal (Python 3.13 and later);
+                # EventsWriter.close would flush first, and leave the file open when that fails.
+                with contextlib.suppress(OSError):
+                    abandoned._py_recordio_writer.close()
             raise
 
     def _add(self, step: int, **content: Any) -> None:
@@ -184,7 +189,8 @@ class TensorBoardWriter:
         if self._events is None and self._texts:
             self._open()
         if self._events is not None:
-            self._events.close()
+            with self._new_file_on_failure():
+                self._events.close()
         self._events = None
 
 

@@ -134,6 +134,7 @@ def test_unwritable_places_are_one_clear_error(tmp_path):
         TensorBoardWriter(tmp_path / "file" / "tensorboard")
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_loses_metrics_with_one_warning_and_later_ones_are_written(tmp_path, caplog):
     writer = writers(tmp_path)
     writer.write(1, {"train/loss": 1.0})
