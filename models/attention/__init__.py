@@ -1,5 +1,6 @@
 """Scaled dot-product attention behind one interface: `attend` and the backends it chooses from."""
 
-from models.attention.interface import AttentionRequest, attend, backend_names, resolve_backend
+from models.attention.dispatch import attend, backend_names, resolve_backend
+from models.attention.interface import AttentionRequest
 
 __all__ = ["AttentionRequest", "attend", "backend_names", "resolve_backend"]

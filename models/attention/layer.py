@@ -12,7 +12,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from configs.schema import AttentionConfig, ModelConfig
-from models.attention.interface import AttentionRequest, attend, resolve_backend
+from models.attention.dispatch import attend, resolve_backend
+from models.attention.interface import AttentionRequest
 from models.norms import RMSNorm
 from models.params import ParamFactory
 from models.projection import Projector
