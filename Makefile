@@ -10,8 +10,21 @@ CORPUS := data/quickstart
 # Overrides for the quickstart run, e.g. `make quickstart ARGS="trainer.steps=100"`.
 ARGS   ?=
 
+# What a new Python or JAX has broken or may break first, in about two minutes: settings, data, checkpoints, a run and its evaluation,
+# gradients on a mesh, what XLA makes of the step, traces, the terminal. `make test-newest NEWEST_TESTS=tests` runs all.
+NEWEST_VENV  := .venv-newest
+NEWEST_TESTS := tests/configs tests/planner tests/perf \
+  $(addprefix tests/sharding/test_,mesh.py rules.py partition.py collective_budget.py) \
+  tests/sharding/test_equality.py::test_other_rules_equal_one_device \
+  $(addprefix tests/models/test_,loss.py remat.py convert.py) \
+  $(addprefix tests/models/test_decoder.py::test_,rematerialisation_recomputes_however_the_layers_run program_size_does_not_depend_on_depth) \
+  tests/models/test_attention.py::test_chunked_keeps_no_scores \
+  $(addprefix tests/loaders/test_,format.py mixture.py rows.py packing.py readers.py tokenizers.py evaluation_set.py) \
+  $(addprefix tests/trainer/test_,checkpoint.py optimizers.py run_dir.py) \
+  $(addprefix tests/launch/test_,cli.py data.py evaluate.py shardings.py tables.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format types check-layers bench clean install
+.PHONY: help quickstart test test-newest lint format types check-layers bench clean install run-newest
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -38,6 +51,24 @@ quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a
 test: $(VENV)/.installed-dev  ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests
 
+# The same on another interpreter: without torch, so without the parity tests.
+test-newest:  ## a quick part of the suite on the newest Python found, with the newest JAX
+	@if ! python=$$(sh scripts/newest_python.sh); then \
+	  echo "test-newest: no Python >= 3.12 on PATH or in ~/.pyenv/versions: NOTHING WAS TESTED"; \
+	else \
+	  echo "test-newest: $$python ($$($$python -V))"; \
+	  [ "$$($(NEWEST_VENV)/bin/python -V 2>&1)" = "$$($$python -V)" ] || "$$python" -m venv --clear $(NEWEST_VENV) || exit; \
+	  $(MAKE) --no-print-directory VENV=$(NEWEST_VENV) PYTHON="$$python" run-newest; \
+	fi
+
+run-newest: $(VENV)/.installed-newest
+	$(BIN)/python -c 'from importlib.metadata import version as v; print("jax", v("jax"), "flax", v("flax"), "numpy", v("numpy"))'
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(NEWEST_TESTS)
+
+$(VENV)/.installed-newest: $(VENV)/.installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
 lint: $(VENV)/.installed-dev  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +87,4 @@ bench: $(VENV)/.installed-dev  ## the benchmarks of docs/LOG.md (minutes, one af
 	@for b in tests/bench/*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
 
 clean:  ## remove the environment, caches, prepared data and runs
-	rm -rf $(VENV) data runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info
+	rm -rf $(VENV) $(NEWEST_VENV) data runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info
