@@ -96,7 +96,7 @@ def _train(config: Config, parts: Prepared, run: RunDir, tokenizer: TokenizerInf
 
     rows = local_rows(config.data.batch_size, parts.partitioner)
     loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows, start_step=start_step)
-    timer = _step_timer(config, parts)
+    timer = step_timer(config, parts)
     writer = build_writers(
         config.logging,
         run.path,
@@ -186,7 +186,8 @@ def _say_what_runs(config: Config, parts: Prepared, progress: Progress) -> None:
     )
 
 
-def _step_timer(config: Config, parts: Prepared) -> StepTimer:
+def step_timer(config: Config, parts: Prepared) -> StepTimer:
+    """Build the step timer: tokens and FLOPs of a step, and the peak of the device where the datasheet is known."""
     dtype = matmul_dtype(config.precision.compute, config.compute.matmul_precision)
     return StepTimer(
         tokens_per_step=config.data.batch_size * config.data.seq_len,
