@@ -21,6 +21,7 @@ from configs.schema import DataConfig
 from loaders.manifest import Manifest, TokenizerInfo, check_tokenizer, read_manifest
 from loaders.mixture import Order
 from loaders.rows import Rows, RowSource
+from loaders.workers import leave_signals_to_parent
 
 
 class Loader:
@@ -41,7 +42,8 @@ class Loader:
         if data.workers:
             if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()  # Grain reads absl flags to start workers, which fails in a program that has none
-            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.workers, per_worker_buffer_size=data.prefetch))
+            options = grain.MultiprocessingOptions(num_workers=data.workers, per_worker_buffer_size=data.prefetch)
+            dataset = dataset.mp_prefetch(options, worker_init_fn=_start_worker)
         self._iterator: Any = iter(dataset)
 
     def __iter__(self) -> Iterator[Rows]:
@@ -95,6 +97,11 @@ class StepRows(grain.MapDataset):
             for name, values in self.sources[corpus].read(rows[at]).items():
                 batch.setdefault(name, np.empty((len(rows), values.shape[1]), values.dtype))[at] = values
         return batch
+
+
+def _start_worker(index: int, count: int) -> None:
+    """Body of Grain's hook at the start of worker `index` of `count`."""
+    leave_signals_to_parent()
 
 
 def build_loader(data: DataConfig, *, seed: int, vocab_size: int, rows: np.ndarray, start_step: int = 0) -> Loader:

@@ -108,6 +108,16 @@ def _serve(work: Work, connection: Connection) -> None:
         connection.send(answer)
 
 
+def leave_signals_to_parent() -> None:
+    """Make this worker process outlast Ctrl-C and SIGTERM, which reach a whole job at once, but never its parent.
+
+    The parent decides what they mean: a training run still takes the batches of its last steps from its workers.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None

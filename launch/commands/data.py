@@ -26,7 +26,9 @@ BENCH_ROWS = 32
 
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--samples", type=click.IntRange(min=0), default=2, show_default=True, help="Random rows to show as text.")
+@click.option(
+    "--samples", "--rows", "samples", type=click.IntRange(min=0), default=2, show_default=True, help="Random rows to show as text."
+)
 @click.option("--seq-len", type=click.IntRange(min=1), help=f"Tokens per sample row (default: {SAMPLE_TOKENS}, or the packed length).")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which rows are shown.")
 @click.option("--verify", is_flag=True, help="Compare the sha256 of every shard with the manifest.")

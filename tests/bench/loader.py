@@ -1,10 +1,13 @@
 """The loader by itself: `python tests/bench/loader.py`. Tokens/s of one process, and the share of a step spent waiting.
 
+Prints a table and a JSON line.
+
 Required: at least 10 M tokens/s with rows of 2,048 tokens, packed ahead of time and cut from a stream.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -76,6 +79,7 @@ def main() -> int:
         Column("first", "first batch s", "{:.2f}".format),
     ]
     print_table(columns, rows, title=f"rows of {SEQ_LEN:,} tokens, {BATCH} per batch, one process")
+    print(json.dumps({"bench": "loader", "seq_len": SEQ_LEN, "batch_rows": BATCH, "cases": rows}))
     print(f"required: {REQUIRED_TOKENS_PER_S / 1e6:.0f} M tokens/s with 4 threads: {'MISSED' if missed else 'met'}")
     return int(missed)
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from configs.errors import UserError
 from configs.schema import DataConfig
-from loaders.loader import build_loader
+from loaders.loader import Loader, StepRows, build_loader
 from loaders.manifest import CorpusError
-from loaders.rows import RowSource
+from loaders.mixture import Order
+from loaders.rows import Rows, RowSource
 from tests.loaders.loader_worker import row_digests
 from tests.loaders.token_corpora import random_docs, write_corpus
 
@@ -161,6 +166,78 @@ def test_damage_found_while_training_names_file_and_record(data: DataConfig, wor
     with pytest.raises(CorpusError, match=rf"damaged (record \d+ of|shard:) {shard}"):
         list(itertools.islice(loader, 40))
     loader.close()
+
+
+def test_workers_outlast_the_signals_that_reach_a_whole_job(data: DataConfig) -> None:
+    """Ctrl-C and SIGTERM go to workers too, but the run still wants the batches of its last steps."""
+    undisturbed = build_loader(data, seed=0, vocab_size=50, rows=ALL)
+    expected = [next(undisturbed) for _ in range(12)]
+    undisturbed.close()
+    before = set(multiprocessing.active_children())
+    loader = build_loader(with_settings(data, workers=2), seed=0, vocab_size=50, rows=ALL)
+    batches = [next(loader), next(loader)]  # one of each worker: both are past their start
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    for worker in workers:
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGINT)
+        os.kill(worker.pid, signal.SIGTERM)
+    batches += [next(loader) for _ in range(10)]
+    loader.close()
+    for batch, right in zip(batches, expected, strict=True):
+        np.testing.assert_array_equal(batch["tokens"], right["tokens"])
+    assert not any(worker.is_alive() for worker in workers)
+
+
+ORPHANS = """
+import json, multiprocessing, sys, time
+import numpy as np
+from configs.schema import DataConfig
+from loaders.loader import build_loader
+loader = build_loader(DataConfig(**json.loads(sys.argv[1])), seed=0, vocab_size=50, rows=np.arange(8))
+next(loader), next(loader)
+print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(data: DataConfig) -> None:
+    settings = with_settings(data, workers=2).model_dump_json()
+    command = [sys.executable, "-c", ORPHANS, settings]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        process.kill()
+        # the workers hold the pipe too: it ends when the last of them has
+        ended = bool(select.select([process.stdout], [], [], 30)[0])
+        for pid in [] if ended else workers:
+            os.kill(pid, signal.SIGKILL)
+    assert len(workers) == 2
+    assert ended
+
+
+class _BackendProbe(RowSource):
+    """Rows that say how many JAX backends the process that reads them has initialised."""
+
+    def read(self, rows: np.ndarray) -> Rows:
+        bridge = sys.modules.get("jax._src.xla_bridge")
+        count = 0 if bridge is None else len(bridge._backends)
+        return {"backends": np.full((len(rows), 1), count), "process": np.full((len(rows), 1), os.getpid())}
+
+
+def test_workers_of_a_process_that_uses_jax_touch_no_device(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grain imports JAX where it is installed; a worker that also initialised a backend would take GPU memory from the run."""
+    monkeypatch.syspath_prepend(ROOT)  # where the worker finds the probe
+    assert jax.device_count() > 0
+    source = _BackendProbe(data.train[0].path, 32)
+    assert source.read(ALL)["backends"].all()  # the probe sees those of this process
+    order = Order([source.num_rows], [1.0], seed=0, shuffle=True)
+    settings = with_settings(data, workers=1)
+    loader = Loader(StepRows([source], order, 8, ALL), source.manifest.tokenizer, settings, 0)
+    batch = next(loader)
+    loader.close()
+    assert not (batch["process"] == os.getpid()).any()
+    assert not batch["backends"].any()
 
 
 def test_no_data_a_missing_corpus_and_a_missing_shard_are_refused_at_once(data: DataConfig, tmp_path: Path) -> None:

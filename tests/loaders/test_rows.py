@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import UserError
+from loaders.format import WRITER_OPTIONS
+from loaders.manifest import Manifest, ShardInfo
+from loaders.record_codec import TokenRecord, edge_crc32, encode_record
 from loaders.rows import Rows, RowSource
-from tests.loaders.token_corpora import Doc, random_docs, write_corpus
+from tests.loaders.token_corpora import Doc, random_docs, tokenizer_info, write_corpus
 
 NAMES = ("tokens", "targets", "positions", "segment_ids", "weights")
 Token = tuple[int, int, bool]
@@ -121,6 +126,21 @@ def test_rows_are_read_in_the_order_asked_for(tmp_path: Path) -> None:
     wanted = np.random.default_rng(0).permutation(source.num_rows)
     for name, values in source.read(wanted).items():
         np.testing.assert_array_equal(values, everything[name][wanted])
+
+
+def test_a_stored_token_outside_the_vocabulary_is_refused_when_read(tmp_path: Path) -> None:
+    """The record is whole and its checksum right, so only the look at the ids themselves can find it."""
+    data = encode_record(TokenRecord(np.array([0, 5, 50, 1], np.uint16), np.array([0], np.uint32), None, 0, 0, vocab_size=50))
+    shard = tmp_path / "tokens.arrayrecord"
+    writer = ArrayRecordWriter(str(shard), WRITER_OPTIONS)
+    writer.write(data)
+    writer.close()
+    content = shard.read_bytes()
+    info = ShardInfo(shard.name, 1, 4, 1, 2, len(content), hashlib.sha256(content).hexdigest(), edge_crc32(data, data))
+    Manifest(tokenizer_info(50), "uint16", 64, None, (info,)).write(tmp_path)
+    source = RowSource(tmp_path, 16)
+    with pytest.raises(UserError, match=rf"{tmp_path} holds token id 50, its tokenizer has 50"):
+        source.read(np.arange(source.num_rows))
 
 
 def test_a_packed_corpus_wants_its_own_row_length_and_document_masking(tmp_path: Path) -> None:
