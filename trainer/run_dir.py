@@ -3,7 +3,7 @@
     config.yaml      the resolved config of the newest start (config.<n>.yaml: that of start n, where a later start changed it)
     run.json         name, id, and one entry per start: time, command, host, devices, package versions, git commit
     git.diff         uncommitted changes of the source tree at the first start (git.<n>.diff at restart n), when there were any
-    checkpoints/ events.jsonl metrics.jsonl tensorboard/ hlo/     written by others
+    checkpoints/ events.jsonl metrics.jsonl tensorboard/     written by others
 
 Only process 0 reads and writes here; the others are told what it found.
 """
@@ -54,11 +54,6 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Where the checkpoints are."""
         return self.path / "checkpoints"
-
-    @property
-    def hlo(self) -> Path:
-        """Where compiled programs are kept as text."""
-        return self.path / "hlo"
 
 
 def open_run_dir(
