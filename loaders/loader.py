@@ -18,7 +18,7 @@ from absl import flags
 
 from configs.errors import UserError
 from configs.schema import DataConfig
-from loaders.manifest import Manifest, TokenizerInfo, check_tokenizer, read_manifest
+from loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
 from loaders.mixture import Order
 from loaders.rows import Rows, RowSource
 from loaders.workers import leave_signals_to_parent
@@ -51,7 +51,11 @@ class Loader:
 
     def __next__(self) -> Rows:
         start_s = time.perf_counter()
-        rows: Rows = next(self._iterator)
+        try:
+            rows: Rows = next(self._iterator)
+        except CorpusError as error:
+            # Without its traceback, whose frames would keep batches of the workers, and so their shared memory, until the process ends.
+            raise error.with_traceback(None) from None
         self.last_wait_s = time.perf_counter() - start_s
         self.wait_s += self.last_wait_s
         return rows
