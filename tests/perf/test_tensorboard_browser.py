@@ -143,6 +143,23 @@ def wait_for(browser, css):
     return WebDriverWait(browser, WAIT_S).until(expected_conditions.presence_of_element_located((By.CSS_SELECTOR, css)))
 
 
+def wait_for_click(browser, css, text):
+    """Wait until an element with exactly this text is shown, and click it; a menu that is still opening shows none."""
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def click(driver):
+        for element in driver.find_elements(By.CSS_SELECTOR, css):
+            if element.text == text:
+                element.click()
+                return True
+        return False
+
+    wait = WebDriverWait(browser, WAIT_S, poll_frequency=0.2, ignored_exceptions=[StaleElementReferenceException])
+    wait.until(click, f"no {css} {text!r} to click")
+
+
 def screenshot(browser, name):
     """Keep a picture for who asks for it (BROWSER_SCREENSHOTS=<directory>)."""
     if directory := os.environ.get("BROWSER_SCREENSHOTS"):
@@ -191,8 +208,7 @@ def test_the_profile_page_opens_the_capture_and_its_trace(browser, tensorboard_u
     screenshot(browser, "profile.png")
 
     browser.find_elements(By.CSS_SELECTOR, "mat-select")[1].click()
-    wait_for_text(browser, "Trace Viewer")
-    next(option for option in browser.find_elements(By.CSS_SELECTOR, "mat-option") if option.text == "Trace Viewer").click()
+    wait_for_click(browser, "mat-option", "Trace Viewer")
     browser.switch_to.frame(wait_for(browser, "iframe"))
     wait_for_text(browser, "/host:CPU", *op_threads(capture_dir))
     wait_for_drawing(browser, COLOURS, 400)  # labelled bars, not just slivers
