@@ -10,6 +10,7 @@ from configs.tree import Items, Mapping, Scalar, Source, describe, display_path,
 PACKAGE = Path(__file__).parent
 """Directory of the shipped configs: `base: [models/gpt2]` is found here from anywhere."""
 FAMILIES = PACKAGE / "models" / "families"
+CLUSTERS = PACKAGE / "clusters"
 DEFAULT_FAMILY = "llama"
 
 
@@ -20,7 +21,8 @@ def family_names() -> list[str]:
 
 def shipped_names() -> list[str]:
     """Return the shipped configs as one writes them in `base`: `models/gpt2`, `examples/...`."""
-    return sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.yaml") if FAMILIES not in path.parents)
+    files = (path for path in PACKAGE.rglob("*.yaml") if FAMILIES not in path.parents and CLUSTERS not in path.parents)
+    return sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in files)
 
 
 def locate(name: str, directory: Path) -> Path | None:

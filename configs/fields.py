@@ -63,9 +63,9 @@ def _bare(annotation: Any) -> Any:
     return annotation
 
 
-def slot_at(path: Path) -> Slot | None:
+def slot_at(path: Path, root: Slot = ROOT) -> Slot | None:
     """Return the slot at a path, or None when the schema has no such key."""
-    slot: Slot | None = ROOT
+    slot: Slot | None = root
     for part in path:
         if slot is None:
             return None
@@ -107,16 +107,16 @@ def env_keys() -> list[str]:
     return [key for key, slot in schema_keys() if slot.env_interpolation]
 
 
-def unknown_key_hint(path: Path) -> str:
+def unknown_key_hint(path: Path, root: Slot = ROOT) -> str:
     """Return the message for a key the schema lacks: the nearest key and what the section allows."""
-    parent = slot_at(path[:-1])
+    parent = slot_at(path[:-1], root)
     assert parent is not None
     assert parent.section is not None
     allowed = list(parent.section.model_fields)
     name = str(path[-1])
     close = nearest(name, allowed)
     if close is None:
-        elsewhere = [key for key, _ in schema_keys() if key.rpartition(".")[2] == name]
+        elsewhere = [key for key, _ in schema_keys(root) if key.rpartition(".")[2] == name]
         close = elsewhere[0] if elsewhere else None
     hint = f"; did you mean '{close}'?" if close else ""
     return f"unknown key{hint} (allowed: {', '.join(allowed)})"

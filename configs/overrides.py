@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from configs.errors import UserError
-from configs.fields import ROOT, unknown_key_hint
+from configs.fields import ROOT, Slot, unknown_key_hint
 from configs.tree import Items, Mapping, Node, Path, Scalar, Source, child, dotted, merge, parse
 
 
-def apply_overrides(tree: Mapping, overrides: tuple[str, ...]) -> Mapping:
+def apply_overrides(tree: Mapping, overrides: tuple[str, ...], root: Slot = ROOT) -> Mapping:
     """Apply overrides from left to right. Mappings merge, lists are replaced; `data.train.0.path=x` reaches one element."""
     for text in overrides:
-        changed = _apply_one(tree, text)
+        changed = _apply_one(tree, text, root)
         assert isinstance(changed, Mapping)
         tree = changed
     return tree
 
 
-def _apply_one(tree: Mapping, text: str) -> Node:
+def _apply_one(tree: Mapping, text: str, root: Slot) -> Node:
     source = Source("override", text)
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not key:
         raise UserError(f"{source}: an override reads section.key=value")
     value = parse(value_text, source) or Scalar(None, source)
-    return _set(tree, _path_of(key, source), value, source, ())
+    return _set(tree, _path_of(key, source, root), value, source, ())
 
 
-def _path_of(key: str, source: Source) -> Path:
+def _path_of(key: str, source: Source, root: Slot) -> Path:
     """Split a dotted key along the schema. In an open mapping the rest is the user's own name, dots included."""
     if key == "base" or key.startswith("base."):
         raise UserError(f"{source}: 'base' belongs in the file; it cannot be overridden")
     path: Path = ()
-    slot = ROOT
+    slot = root
     parts = key.split(".")
     for position, part in enumerate(parts):
         if slot.is_open_mapping:
@@ -46,7 +46,7 @@ def _path_of(key: str, source: Source) -> Path:
             raise UserError(f"{source}: {dotted(path[:-1])} holds a single value, it has no key '{part}'")
         following = slot.step(part)
         if following is None:
-            raise UserError(f"{source}: {dotted(path)}: {unknown_key_hint(path)}")
+            raise UserError(f"{source}: {dotted(path)}: {unknown_key_hint(path, root)}")
         slot = following
     return path
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from configs.errors import UserError
-from configs.fields import unknown_key_hint
+from configs.fields import ROOT, Slot, unknown_key_hint
 from configs.tree import Mapping, Path, describe, dotted, source_of
 
 MAX_LINES = 5
@@ -30,7 +30,7 @@ _EXPECTED = {
 }
 
 
-def validation_error(error: ValidationError, tree: Mapping) -> UserError:
+def validation_error(error: ValidationError, tree: Mapping, root: Slot = ROOT) -> UserError:
     """Turn pydantic's findings into one UserError, the first problem first, in the order of the files."""
     lines = []
     for found in error.errors(include_url=False):
@@ -38,7 +38,7 @@ def validation_error(error: ValidationError, tree: Mapping) -> UserError:
         is_key = "[key]" in found["loc"]
         source = source_of(tree, path)
         lines.append(
-            (source.kind == "override", source.text, source.line, f"{source}: {dotted(path)}: {_message(dict(found), path, is_key)}")
+            (source.kind == "override", source.text, source.line, f"{source}: {dotted(path)}: {_message(dict(found), path, is_key, root)}")
         )
     return joined([line for *_, line in sorted(lines)])
 
@@ -51,10 +51,10 @@ def joined(lines: list[str]) -> UserError:
     return UserError("\n".join(shown))
 
 
-def _message(found: dict[str, Any], path: Path, is_key: bool) -> str:
+def _message(found: dict[str, Any], path: Path, is_key: bool, root: Slot) -> str:
     kind, context, given = found["type"], found.get("ctx") or {}, describe(found["input"])
     if kind == "extra_forbidden":
-        return unknown_key_hint(path)
+        return unknown_key_hint(path, root)
     if kind == "missing":
         return "required, but missing"
     if kind in _EXPECTED:

@@ -1,0 +1,1 @@
+"""Job scripts, submission and what becomes of jobs."""
