@@ -24,7 +24,7 @@ NEWEST_TESTS := tests/configs tests/planner tests/perf \
   $(addprefix tests/launch/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-newest lint format types check-layers bench clean install run-newest
+.PHONY: help quickstart test test-slurm test-newest lint format types check-layers bench clean install run-newest
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -49,7 +49,11 @@ quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the test suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/slurm tests
+
+test-slurm: $(VENV)/.installed-dev  ## the tests that run on a real Slurm: four nodes on this machine
+	@sh scripts/install_slurm.sh
+	$(BIN)/python -m pytest --durations 10 tests/slurm
 
 # The same on another interpreter: without torch, so without the parity tests.
 test-newest:  ## a quick part of the suite on the newest Python found, with the newest JAX
