@@ -207,7 +207,7 @@ def _score_bytes(local: LocalSizes, itemsize: int) -> int:
 
 def _scores_saved(local: LocalSizes, backend: str) -> int:
     """Attention probabilities that a backend without a backward pass of its own keeps for it."""
-    return {"xla": _score_bytes(local, local.compute_itemsize), "reference": _score_bytes(local, 4)}.get(backend, 0)
+    return {"xla": _score_bytes(local, 4 + local.compute_itemsize), "reference": _score_bytes(local, 8)}.get(backend, 0)
 
 
 def _mask_bytes(local: LocalSizes, backend: str) -> int:
@@ -233,7 +233,7 @@ def _attention_workspace(local: LocalSizes, backend: str) -> Component:
 
 
 def _layout_copies(local: LocalSizes) -> int:
-    """Transposed masters of the two matrices whose last dim is the one fsdp cuts (MLP down, attention out): XLA gathers along a leading dim."""
+    """Transposed masters of the two matrices that fsdp cuts along their last dim (MLP down, attention out): XLA gathers leading dims."""
     if local.fsdp == 1:
         return 0
     return local.model.num_layers * (local.mlp_matrix + local.query_matrix) // local.fsdp * local.parameter_itemsize
@@ -252,6 +252,18 @@ def _table_copies(local: LocalSizes) -> int:
     return local.tables // (1 if local.model.tie_embeddings else 2) * 4 if local.config.trainer.accumulation > 1 and local.fsdp > 1 else 0
 
 
+def _zeroed(local: LocalSizes) -> Component:
+    """Gradient buffers that the schedule zeroes before the loss, long before the backward pass fills them."""
+    layers = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // local.fsdp * local.gradient_itemsize
+    return Component(layers + _zeroed_table(local), "gradient buffers of MLP gate and up (and embedding), zeroed before the loss")
+
+
+def _zeroed_table(local: LocalSizes) -> int:
+    """The embedding's whole gradient, zeroed before the loss: seen inside a loop over microbatches, and when its dtype is not float32."""
+    in_loop = local.config.trainer.accumulation > 1 and local.tensor == 1 and not local.model.tie_embeddings
+    return local.table * local.gradient_itemsize if in_loop or local.gradient_itemsize != 4 else 0
+
+
 def _loss(local: LocalSizes, saved: Component, backend: str) -> dict[str, Component]:
     tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
     logits = tokens * vocab * (4 + local.compute_itemsize)
@@ -263,6 +275,7 @@ def _loss(local: LocalSizes, saved: Component, backend: str) -> dict[str, Compon
             _layout_copies(local) + _table_copies(local),
             "transposed masters of MLP down and attention out, for gathers along a leading dim",
         ),
+        "gradients": _zeroed(local),
         "accumulated_gradients": _accumulated(local),
         "attention_workspace": Component(_mask_bytes(local, backend), "mask of packed documents"),
         "working_activations": Component(streams, "final hidden states, their gradient and the last block's output"),
@@ -274,41 +287,44 @@ def _loss(local: LocalSizes, saved: Component, backend: str) -> dict[str, Compon
 
 
 def _backward(local: LocalSizes, saved: Component, backend: str) -> dict[str, Component]:
-    policy = local.config.compute.remat.policy
-    hidden, stream, gathered = local.hidden_bytes, local.stream_bytes, local.gathered_layer_weights
-    in_mlp = (4 if policy in ("full", "names", "offload") else 3) * hidden + 2 * local.mlp_matrix * local.compute_itemsize
-    waiting = gathered * 4 if local.fsdp * local.data > 1 else 2 * local.mlp_matrix * 4
-    at_end = hidden + waiting
-    mlp_binds = in_mlp + STREAMS_IN_FLIGHT * stream >= at_end + _streams_at_end(local) * stream
-    streams = (STREAMS_IN_FLIGHT if mlp_binds else _streams_at_end(local)) * stream
-    gradients = local.layer_matrices * local.gradient_itemsize + local.vectors * local.gradient_itemsize
-    transposed = 0
-    if local.tensor > 1 and policy in ("none", "attention-only"):
-        transposed = local.model.num_layers * stream
-    working = (
-        streams
-        + transposed
-        + (in_mlp - 2 * local.mlp_matrix * local.compute_itemsize if mlp_binds else hidden)
-        + 4 * local.tokens * (local.model.embed_dim // local.tensor)
-    )
+    """The fullest of three points in the backward pass of a layer: its MLP, its attention, its end."""
+    policy, layers = local.config.compute.remat.policy, local.model.num_layers
+    hidden, stream = local.hidden_bytes, local.stream_bytes
+    gathered = 2 * local.mlp_matrix * local.compute_itemsize
+    reduced = local.fsdp * local.data > 1
+    waiting = local.gathered_layer_weights * 4 if reduced else 2 * local.mlp_matrix * 4
+    mask, attention = _mask_bytes(local, backend), _attention_workspace(local, backend)
+    recomputed = 4 if policy in ("full", "names", "offload") else 3
+    # (hidden activations, streams, gathered weights, waiting gradients, attention's own)
+    points = {
+        "its MLP": (recomputed * hidden, STREAMS_IN_FLIGHT * stream, gathered, 0, mask),
+        "its attention": (3 * hidden, 6 * stream, 0, 0, attention.bytes),
+        "its end": (hidden, (5 if local.tensor == 1 else STREAMS_IN_FLIGHT) * stream, 0, waiting, mask),
+    }
+    where = max(points, key=lambda name: sum(points[name]))
+    hidden_live, streams, copies, waits, workspace = points[where]
+    relaid = layers * stream if local.tensor > 1 and policy in ("none", "attention-only") else 0
+    relaid += layers * _score_bytes(local, 4) if backend in ("xla", "reference") and policy == "none" else 0
+    cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
+    gradients = (local.layer_matrices + local.vectors) * local.gradient_itemsize
     return {
         "activations": saved,
-        "gradients": Component(gradients, f"of the layers, {local.config.precision.gradients}, cut as the parameters"),
+        "gradients": Component(
+            gradients + _zeroed_table(local), f"of the layers, {local.config.precision.gradients}, cut as the parameters"
+        ),
         "accumulated_gradients": _accumulated(local),
         "parameter_copies": Component(
-            _layout_copies(local) + _table_copies(local) + (2 * local.mlp_matrix * local.compute_itemsize if mlp_binds else 0),
-            "transposed masters of MLP down and attention out; two gathered matrices",
+            _layout_copies(local) + _table_copies(local) + copies,
+            "transposed masters of MLP down and attention out" + ("; two gathered MLP matrices" if copies else ""),
         ),
-        "working_activations": Component(working, f"one layer recomputed and differentiated: {'MLP' if mlp_binds else 'attention'}"),
-        "attention_workspace": _attention_workspace(local, backend),
+        "working_activations": Component(
+            hidden_live + streams + relaid + cotangent,
+            f"one layer's backward pass, fullest at {where}" + ("; one saved value of all layers in another layout" if relaid else ""),
+        ),
+        "attention_workspace": Component(workspace, attention.assumption),
         "loss": Component(4 * local.table, "whole float32 gradient of the unembedding, reduced only after the layers"),
-        "collective_buffers": Component(0 if mlp_binds else waiting, "one layer's whole float32 gradients, waiting for their reduction"),
+        "collective_buffers": Component(waits, "one layer's whole float32 gradients, waiting for their reduction"),
     }
-
-
-def _streams_at_end(local: LocalSizes) -> int:
-    """Streams live when a layer's gradients wait: with tensor, the gathered inputs of both halves are among them."""
-    return 5 if local.tensor == 1 else STREAMS_IN_FLIGHT
 
 
 def _embedding_gradient(local: LocalSizes) -> dict[str, Component]:
