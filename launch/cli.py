@@ -39,6 +39,8 @@ COMMANDS: Table = {
     "generate": ("launch.commands.generate:generate", "Sample text from a run or a Hugging Face model."),
     "data": ("Prepare, look at and time training data.", _DATA),
     "config": ("Show, compare and describe configs.", _CONFIG),
+    "goodput": ("launch.commands.goodput:goodput", "Where the wall time and the money of a run went."),
+    "timeline": ("launch.commands.timeline:timeline", "A run's phases as a picture or a Perfetto trace."),
     "shardings": ("launch.commands.shardings:shardings", "How every parameter is divided over the devices."),
     "convert": ("Convert models from and to Hugging Face.", _CONVERT),
 }

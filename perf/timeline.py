@@ -28,6 +28,8 @@ class Phase:
     """ok, error, interrupted, or cut: the process was killed inside, and the phase counts up to its last event."""
     count: int = 1
     """Stretches summed in it."""
+    summed: bool = False
+    """Recorded as a total: `start_s` and `start_mono_s` are those of one stretch of this length that ended when it was recorded."""
     parent: Phase | None = None
     children_s: float = 0.0
     """Time of the phases directly inside it."""
@@ -69,7 +71,9 @@ def _of_one_log(log: list[Event]) -> list[Phase]:
         elif event.kind == "phase_total":
             duration_s, parent = values.pop("duration_s"), values.pop("parent")
             start_s, start_mono_s = event.time_s - duration_s, event.mono_s - duration_s
-            phase = Phase(values.pop("phase"), event.process, event.restart, start_s, start_mono_s, duration_s, "ok", values.pop("count"))
+            phase = Phase(
+                values.pop("phase"), event.process, event.restart, start_s, start_mono_s, duration_s, "ok", values.pop("count"), True
+            )
             phase.fields = values
             phase.parent = started.get(parent)
             found.append(phase)
