@@ -260,7 +260,8 @@ def _zeroed(local: LocalSizes) -> Component:
 
 def _zeroed_table(local: LocalSizes) -> int:
     """The embedding's whole gradient, zeroed before the loss: seen inside a loop over microbatches, and when its dtype is not float32."""
-    in_loop = local.config.trainer.accumulation > 1 and local.tensor == 1 and not local.model.tie_embeddings
+    alone = not local.model.tie_embeddings or (local.data > 1 and local.fsdp > 1)  # else it is added into that of the unembedding
+    in_loop = local.config.trainer.accumulation > 1 and local.tensor == 1 and alone
     return local.table * local.gradient_itemsize if in_loop or local.gradient_itemsize != 4 else 0
 
 
@@ -299,7 +300,7 @@ def _backward(local: LocalSizes, saved: Component, backend: str) -> dict[str, Co
     points = {
         "its MLP": (recomputed * hidden, STREAMS_IN_FLIGHT * stream, gathered, 0, mask),
         "its attention": (3 * hidden, 6 * stream, 0, 0, attention.bytes),
-        "its end": (hidden, (5 if local.tensor == 1 else STREAMS_IN_FLIGHT) * stream, 0, waiting, mask),
+        "its end": (hidden, (5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT) * stream, 0, waiting, mask),
     }
     where = max(points, key=lambda name: sum(points[name]))
     hidden_live, streams, copies, waits, workspace = points[where]
