@@ -46,6 +46,8 @@ class LinkLevel(Section):
     """Time of one hop of a small message."""
     kind: Literal["nvlink", "pcie", "network", "memory"] = "network"
     """Which achieved-bandwidth curve of the calibration applies."""
+    in_switch_reduction: bool = False
+    """The switch adds up an all-reduce itself (NVLink SHARP of an NVSwitch since Hopper)."""
 
 
 class StorageConfig(Section):
@@ -81,6 +83,8 @@ class SoftwareConfig(Section):
     """Shell lines run before srun, such as activating an environment."""
     environment: dict[str, str] = {}
     """Variables exported to every task."""
+    python: str | None = None
+    """Interpreter of the tasks; null: the one `ridge submit` runs in (in a container: python3)."""
 
 
 class SlurmConfig(Section):
@@ -110,6 +114,8 @@ class SlurmConfig(Section):
     """Processes per node; null: one per device (on CPU clusters: one)."""
     cpus_per_task: PositiveInt | None = None
     """null: the node's cores over its tasks."""
+    cores_per_device: PositiveInt | None = None
+    """Cores a job must ask for per device, where the site insists; null: any number."""
     memory: str | None = None
     """--mem, e.g. 0 for all of the node."""
     exclusive: bool | None = None
@@ -120,6 +126,10 @@ class SlurmConfig(Section):
     """Requeues after which a job gives up."""
     signal_grace_s: PositiveInt = 300
     """Seconds before the time limit at which the tasks get SIGTERM."""
+    preflight_minutes: NonNegativeInt = 10
+    """Limit of the preflight (`ridge doctor`) before training; 0: none."""
+    single_machine: bool = False
+    """All nodes are this machine, as in a test: any directory is shared, so none is refused."""
     options: list[str] = []
     """Further #SBATCH options, verbatim."""
     srun_options: list[str] = []
@@ -207,7 +217,11 @@ def locate_cluster(name: str, root: Path) -> Path | None:
 
 
 def _check(config: ClusterConfig, where: Source) -> None:
-    """Refuse an interconnect that does not nest."""
+    """Refuse an interconnect that does not nest, and two levels of one name."""
+    names = [level.name for level in config.links]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{where}: links: two levels are called '{twice}'; reports tell them apart by name")
     inner = 1
     for index, level in enumerate(config.links):
         last = index == len(config.links) - 1

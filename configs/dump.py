@@ -1,4 +1,4 @@
-"""A resolved config as YAML text that loads back to an equal config."""
+"""A resolved config (or cluster) as YAML text that loads back to an equal config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from configs.schema import Config
+from configs.schema import Section
 from configs.tree import Path
 
 Line = tuple[int, str, Path | None]
@@ -16,8 +16,8 @@ _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./+-]*")
 _WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "."}
 
 
-def to_yaml(config: Config) -> str:
-    """Return every setting as YAML: read it back with `configs.load.from_resolved` (or `load`)."""
+def to_yaml(config: Section) -> str:
+    """Return every setting as YAML: read it back with `configs.load.from_resolved` (or `load`; a cluster with `load_cluster`)."""
     return "".join(f"{'  ' * level}{text}\n" for level, text, _ in yaml_lines(config.model_dump(mode="json")))
 
 

@@ -35,6 +35,7 @@ _CONVERT: Table = {
 }
 COMMANDS: Table = {
     "train": ("launch.commands.train:train", "Train a model from a config; the same command resumes a run."),
+    "submit": ("launch.commands.submit:submit", "Submit a training run as a Slurm job."),
     "evaluate": ("launch.commands.evaluate:evaluate", "Loss, perplexity and bits per byte of a run or model."),
     "generate": ("launch.commands.generate:generate", "Sample text from a run or a Hugging Face model."),
     "data": ("Prepare, look at and time training data.", _DATA),

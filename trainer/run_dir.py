@@ -37,6 +37,10 @@ from trainer.config_guard import check_resume
 from trainer.integrity import write_atomically
 
 _FORMAT = 1
+_BEFORE_THE_FIRST_START = ("slurm", "preflight")
+"""What `ridge submit` and the preflight of a job leave in a run directory before the run opens it."""
+_SNAPSHOT = "snapshot.json"
+"""Beside the packages of a submitted job: which code they were copied from (launch/slurm/snapshot.py)."""
 _SOURCE_TREE = Path(__file__).resolve().parent.parent
 
 
@@ -88,7 +92,7 @@ def _read_run(path: Path, name: str) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
     file = path / "run.json"
     if not file.exists():
-        held = sorted(entry for entry in os.listdir(path) if not entry.startswith("."))
+        held = sorted(entry for entry in os.listdir(path) if not entry.startswith(".") and entry not in _BEFORE_THE_FIRST_START)
         if held:
             raise UserError(
                 f"{path} is not a run directory of ridge and not empty (it holds {', '.join(held[:3])}): choose another run_dir"
@@ -149,7 +153,12 @@ def _packages() -> dict[str, str]:
 
 
 def _git_state(path: Path, restart: int) -> dict[str, Any]:
-    """Describe the source tree, writing its uncommitted changes beside run.json; an installed copy has no commit."""
+    """Describe the source tree, writing its uncommitted changes beside run.json; an installed copy has no commit.
+
+    The snapshot of a submitted job says itself what it is: it may lie inside some other checkout.
+    """
+    if (_SOURCE_TREE / _SNAPSHOT).is_file():
+        return {"snapshot": str(_SOURCE_TREE), **json.loads((_SOURCE_TREE / _SNAPSHOT).read_bytes())}
     try:
         commit = _git("rev-parse", "HEAD").strip()
         status = _git("status", "--porcelain", "--untracked-files=normal", ".")

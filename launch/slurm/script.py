@@ -1,0 +1,174 @@
+"""The job script: everything that a job does, as one readable bash script. `sbatch job.sh` by hand does the same."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.cluster import ClusterConfig
+from launch.slurm import container, places
+from launch.slurm.shape import CPU, JobShape, describe
+from launch.slurm.units import format_time
+
+KEPT_PREFIXES = ("JAX_", "XLA_", "NCCL_", "RIDGE_")
+"""Variables of the submitting shell that steer a run: written into the script, so that it alone says what runs."""
+COMMENT_COLUMN = 46
+WAIT_S = 120
+"""Once one task of training has ended, the others get this long to end by themselves (they say why) before Slurm kills them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a script is written from."""
+
+    name: str
+    title: str
+    """What it does, for the first line."""
+    written: str
+    """By which code and when."""
+    run_dir: Path
+    directory: Path
+    """Of this submission, inside the run directory."""
+    workdir: Path
+    cluster: ClusterConfig
+    shape: JobShape
+    arguments: Sequence[str]
+    """Of `ridge`; "$JOB" and other shell variables of the script may be used, so they are quoted by the caller."""
+    python: str
+    directories: Sequence[Path]
+    """To be seen inside a container."""
+    environment: Mapping[str, str]
+    """Kept from the submitting shell."""
+    log: str
+    """Slurm's pattern of the log file."""
+    preflight: bool = True
+    array: str | None = None
+    """--array."""
+
+
+def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a shell that steer a run."""
+    return {name: environment[name] for name in sorted(environment) if name.startswith(KEPT_PREFIXES)}
+
+
+def job_script(job: Job) -> str:
+    """Write the script of a job."""
+    sections = [
+        ["#!/bin/bash", f"# {job.title}", f"# {describe(job.cluster, job.shape)}. Written by `ridge submit` ({job.written})."],
+        header(job),
+        _places(job),
+        _software(job),
+        _record(job),
+        *([_preflight(job)] if job.preflight and job.cluster.slurm.preflight_minutes else []),
+        _run(job),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
+
+
+def header(job: Job) -> list[str]:
+    """Return the #SBATCH lines."""
+    slurm, shape = job.cluster.slurm, job.shape
+    per_task = "one process per device" if shape.tasks_per_node == shape.devices_per_node else "processes per node"
+    options: list[tuple[str | None, str]] = [
+        (f"--job-name={job.name}", ""),
+        (f"--chdir={job.workdir}", "relative paths of the config start here"),
+        (f"--output={job.log}", "this script and all ranks"),
+        ("--open-mode=append", "a requeued job continues its log"),
+        (_option("partition", slurm.partition), ""),
+        (_option("account", slurm.account), ""),
+        (_option("qos", slurm.qos), ""),
+        (_option("reservation", slurm.reservation), ""),
+        (_option("constraint", slurm.constraint), ""),
+        (_option("array", job.array), "one task per point; %N limits how many run at once"),
+        (f"--nodes={shape.nodes}", ""),
+        (f"--ntasks-per-node={shape.tasks_per_node}", per_task),
+        (f"--cpus-per-task={shape.cpus_per_task}", f"of {job.cluster.cores_per_node} cores per node"),
+        (_device_request(job), "all devices of a node"),
+        (_option("mem", slurm.memory), "0: all memory of the node" if slurm.memory == "0" else "per node"),
+        ("--exclusive" if shape.exclusive else None, "no other job on these nodes"),
+        (_option("time", None if shape.time_s is None else format_time(shape.time_s)), ""),
+        (f"--signal=TERM@{slurm.signal_grace_s}", f"to the ranks, {slurm.signal_grace_s} s before the limit: save and exit"),
+        ("--requeue" if slurm.requeue else "--no-requeue", "Slurm may start it again after preemption or a lost node" * slurm.requeue),
+        *((option, "") for option in slurm.options),
+    ]
+    return [_commented(f"#SBATCH {option}", comment) for option, comment in options if option is not None]
+
+
+def _option(name: str, value: str | None) -> str | None:
+    return None if value is None else f"--{name}={value}"
+
+
+def _device_request(job: Job) -> str | None:
+    slurm = job.cluster.slurm
+    if slurm.gpu_request == "none":
+        return None
+    kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+    prefix = "--gres=gpu:" if slurm.gpu_request == "gres" else "--gpus-per-node="
+    return f"{prefix}{kind}{job.shape.devices_per_node}"
+
+
+def _commented(line: str, comment: str) -> str:
+    return f"{line:<{COMMENT_COLUMN}}  # {comment}" if comment else line
+
+
+def _places(job: Job) -> list[str]:
+    return [
+        f"RUN={shlex.quote(str(job.run_dir))}",
+        _commented(f'JOB="$RUN"/{shlex.quote(str(job.directory.relative_to(job.run_dir)))}', "this submission: config, cluster file, code"),
+        f"PYTHON={shlex.quote(job.python)}",
+    ]
+
+
+def _software(job: Job) -> list[str]:
+    """Return modules, set-up lines and variables. A line that fails ends the job: nothing runs in half an environment."""
+    software = job.cluster.software
+    lines = ["set -e  # software: whatever fails here ends the job"]
+    if software.modules:
+        lines += ["module purge", f"module load {' '.join(map(shlex.quote, software.modules))}"]
+    lines += software.setup
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in {**software.environment, **job.environment}.items()]
+    lines += [
+        _commented('export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"', "the code as it was when submitted"),
+        _commented("export PYTHONSAFEPATH=1", "and not what lies in the working directory"),
+        "set +e -uo pipefail",
+    ]
+    return lines
+
+
+def _record(job: Job) -> list[str]:
+    host = job.cluster.software.container is None
+    return [
+        "# What this job found, for the record; values that look like secrets are masked.",
+        "{",
+        '  echo "job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST at $(date --iso-8601=seconds)"',
+        *(['  "$PYTHON" --version'] if host else []),
+        "  ulimit -a",
+        "  type module >/dev/null 2>&1 && module list 2>&1",
+        r"  env -0 | sort -z | sed -z -E 's/^([^=]*(KEY|TOKEN|SECRET|PASS|CREDENTIAL)[^=]*)=.*/\1=***/I' | tr '\0' '\n'",
+        '} > "$JOB/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt"',
+    ]
+
+
+def srun(job: Job, arguments: Sequence[str], options: Sequence[str]) -> str:
+    """Return the srun command of `ridge ARGUMENTS`, over several lines."""
+    software = job.cluster.software
+    inner = container.command_prefix(software.container, job.directories, job.workdir, gpus=job.cluster.device != CPU)
+    parts = [
+        " ".join(["srun", *options, f"--cpus-per-task={job.shape.cpus_per_task}", *job.cluster.slurm.srun_options]),
+        *container.srun_options(software.container, job.directories, job.workdir),
+        *inner,
+        " ".join(['"$PYTHON" -m launch', *arguments]),
+    ]
+    return " \\\n    ".join(parts)
+
+
+def _preflight(job: Job) -> list[str]:
+    minutes = job.cluster.slurm.preflight_minutes
+    arguments = ["doctor", f'--cluster "$JOB/{places.CLUSTER}"', '--run-dir "$RUN"', "--job"]
+    return [f"# Preflight: are these nodes fit? At most {minutes} minutes.", srun(job, arguments, [f"--time={minutes}"]) + " || exit $?"]
+
+
+def _run(job: Job) -> list[str]:
+    return ["# The run. --label puts the rank before each line.", srun(job, job.arguments, ["--label", f"--wait={WAIT_S}"])]

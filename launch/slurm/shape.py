@@ -1,0 +1,73 @@
+"""What a job asks Slurm for: nodes, tasks, cores, devices, time; every default of the cluster file resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.cluster import ClusterConfig
+from configs.mesh import resolve_sizes
+from configs.schema import Config
+from launch.slurm.units import parse_time_s
+
+CPU = "cpu"
+"""`device` of clusters without accelerators."""
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """The size of a job."""
+
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int
+    devices_per_node: int
+    exclusive: bool
+    time_s: int | None
+    """None: no --time is passed."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole job."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def tasks(self) -> int:
+        """Processes of the whole job."""
+        return self.nodes * self.tasks_per_node
+
+
+def job_shape(cluster: ClusterConfig, nodes: int, time: str | None) -> JobShape:
+    """Resolve the size of a job. Raises UserError for a time that is none."""
+    slurm = cluster.slurm
+    tasks = slurm.tasks_per_node or (1 if cluster.device == CPU else cluster.devices_per_node)
+    return JobShape(
+        nodes=nodes,
+        tasks_per_node=tasks,
+        cpus_per_task=slurm.cpus_per_task or max(1, cluster.cores_per_node // tasks),
+        devices_per_node=cluster.devices_per_node,
+        exclusive=nodes > 1 if slurm.exclusive is None else slurm.exclusive,
+        time_s=None if time is None else parse_time_s(time, "--time"),
+    )
+
+
+def placed(config: Config, cluster: ClusterConfig) -> Config:
+    """Return the config with its absolute run directory: the config's own, else one under the cluster's run_root."""
+    directory = config.directory
+    if config.run_dir is None and cluster.run_root is not None:
+        directory = cluster.run_root / config.name
+    return config.model_copy(update={"run_dir": directory.absolute()})
+
+
+def with_mesh(config: Config, shape: JobShape) -> Config:
+    """Return the config with its mesh sizes resolved, so that a job that finds fewer devices refuses instead of training a smaller mesh.
+
+    Raises UserError when mesh and devices do not fit.
+    """
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update=resolve_sizes(config.mesh, shape.devices))})
+
+
+def describe(cluster: ClusterConfig, shape: JobShape) -> str:
+    """Say the size in words."""
+    nodes = "1 node" if shape.nodes == 1 else f"{shape.nodes} nodes"
+    devices = "device" if shape.devices == 1 else "devices"
+    return f"{nodes} of {cluster.name}, {shape.tasks_per_node} per node = {shape.tasks} processes on {shape.devices} {devices}"

@@ -1,0 +1,133 @@
+"""Submitting a job: the script, the snapshot of code and config beside it, sbatch, and the record of the job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from configs.cluster import ClusterConfig
+from configs.dump import to_yaml
+from configs.errors import UserError
+from configs.schema import Config
+from launch.slurm import container, places, snapshot
+from launch.slurm.script import Job, job_script, kept_environment
+from launch.slurm.shape import JobShape, with_mesh
+
+SBATCH_TIMEOUT_S = 120
+_FALLBACK = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
+
+
+@dataclass(frozen=True)
+class Submitter:
+    """Who submits, from where: what tests pass in."""
+
+    environment: Mapping[str, str]
+    workdir: Path
+    now: datetime
+    code: str
+    """The code, in words."""
+    python: str
+
+    @staticmethod
+    def here(now: datetime) -> Submitter:
+        """Return this process."""
+        return Submitter(os.environ, Path.cwd(), now, str(snapshot.code_state()), sys.executable)
+
+
+def with_environment(cluster: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
+    """Return the cluster with account, partition and QOS taken from SBATCH_* variables where its file leaves them open.
+
+    sbatch lets those variables override a script, so they are written into the script and hidden from sbatch (see `sbatch`).
+    """
+    found = {
+        name: environment[variable]
+        for name, variable in _FALLBACK.items()
+        if getattr(cluster.slurm, name) is None and environment.get(variable)
+    }
+    return cluster.model_copy(update={"slurm": cluster.slurm.model_copy(update=found)})
+
+
+def training_job(config: Config, cluster: ClusterConfig, shape: JobShape, by: Submitter, *, preflight: bool = True) -> Job:
+    """Describe the job that trains a config (whose run directory is absolute)."""
+    run_dir = config.directory
+    number = places.next_submission(run_dir)
+    return Job(
+        name=config.name,
+        title=f"Trains '{config.name}'.",
+        written=f"{by.code}, {by.now.isoformat(sep=' ', timespec='seconds')}",
+        run_dir=run_dir,
+        directory=places.slurm_directory(run_dir) / str(number),
+        workdir=by.workdir,
+        cluster=cluster,
+        shape=shape,
+        arguments=["train", f'"$JOB/{places.CONFIG}"'],
+        python=interpreter(cluster, by.python),
+        directories=container.needed_directories(config, run_dir, by.workdir),
+        environment=kept_environment(by.environment),
+        log=str(places.slurm_directory(run_dir) / "job-%j.log"),
+        preflight=preflight,
+    )
+
+
+def interpreter(cluster: ClusterConfig, own: str) -> str:
+    """Return the Python of a job's tasks."""
+    software = cluster.software
+    return software.python or ("python3" if software.container else own)
+
+
+def write(job: Job, config: Config | None) -> Path:
+    """Write a submission: script, code, cluster file, and the config with its mesh resolved; return the script. Raises UserError."""
+    try:
+        job.directory.mkdir(parents=True)
+        snapshot.take_snapshot(job.directory / places.CODE)
+        (job.directory / places.CLUSTER).write_text(to_yaml(job.cluster), encoding="utf-8")
+        if config is not None:
+            (job.directory / places.CONFIG).write_text(to_yaml(with_mesh(config, job.shape)), encoding="utf-8")
+        script = job.directory / places.SCRIPT
+        script.write_text(job_script(job), encoding="utf-8")
+        script.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"cannot write the job into {job.directory}: {error.strerror or error}") from error
+    return script
+
+
+def sbatch(script: Path, environment: Mapping[str, str], options: Sequence[str] = ()) -> tuple[str, str | None]:
+    """Submit a script; return job id and, in a federation, the Slurm cluster. Raises UserError with sbatch's own words."""
+    if shutil.which("sbatch", path=environment.get("PATH")) is None:
+        raise UserError(f"sbatch is not on PATH: submit on a login node of the cluster; the script is {script}")
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    env = {name: value for name, value in environment.items() if not name.startswith(("SLURM_", "SBATCH_")) or name in kept}
+    command = ["sbatch", "--parsable", *options, str(script)]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"sbatch gave no answer in {SBATCH_TIMEOUT_S} s; `squeue --me` says whether the job is there") from None
+    if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UserError(f"sbatch refused the job: {reason}; the script is {script}")
+    job, _, slurm_cluster = done.stdout.strip().splitlines()[-1].partition(";")
+    return job, slurm_cluster or None
+
+
+def submit(job: Job, config: Config | None, by: Submitter, *, kind: str, details: Mapping[str, Any], options: Sequence[str] = ()) -> str:
+    """Write, submit and record a job; return its id."""
+    script = write(job, config)
+    number, slurm_cluster = sbatch(script, by.environment, options)
+    record = places.JobRecord(
+        job=number,
+        time=by.now.isoformat(timespec="seconds"),
+        kind=kind,
+        cluster=job.cluster.name,
+        slurm_cluster=slurm_cluster,
+        submission=int(job.directory.name),
+        details=details,
+    )
+    places.record_job(job.run_dir, record)
+    return number
