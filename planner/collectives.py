@@ -4,21 +4,26 @@ This is the plan that sharding and models are written to (and that the compiled 
 * parameters are sharded over fsdp and gathered for use in the compute dtype, forward and again backward; their gradients are
   reduce-scattered over fsdp and then all-reduced over data, in the gradient dtype, once per microbatch;
 * over tensor, the residual stream is cut along the sequence; it is gathered before each block half and reduce-scattered after it
-  (arXiv 2205.05198).
+  (arXiv 2205.05198);
+* what the backward pass recomputes under compute.remat it also communicates again: the gathers of the weights of recomputed products, of
+  the gathered inputs, and the reduce-scatter of attention's update (the MLP's update is nobody's input and is never recomputed);
+* Muon gathers whole matrices to orthogonalise them; every other optimiser works on shards.
 
 Legend: D embed width, F MLP width, N query heads, K key/value heads, H head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from configs.schema import Config, ModelConfig
+from configs.schema import MESH_AXES, Config, ModelConfig, RematConfig
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations of Muon's orthogonalisation (optax's default)."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,8 @@ class PlannedCollective:
 
     what: str
     """What moves, e.g. `mlp parameters`."""
-    where: Literal["layer", "embed", "loss"]
-    """`layer`: inside the blocks; `embed`: the token lookup; `loss`: final norm, unembedding and cross-entropy."""
+    where: Literal["layer", "embed", "loss", "optimizer"]
+    """`layer`: inside the blocks; `embed`: the token lookup; `loss`: final norm, unembedding and cross-entropy; `optimizer`: the update."""
     phase: Literal["forward", "backward"]
     kind: Kind
     axes: tuple[str, ...]
@@ -44,17 +49,85 @@ class PlannedCollective:
     slice, which its GPU backend does and its CPU backend does not."""
     loop_invariant: bool = False
     """No microbatch changes its result: XLA's CPU backend moves it out of their loop, the GPU backend does not."""
+    summed: bool = False
+    """Its result is added to the sum over microbatches as it is: XLA's GPU backend adds first and communicates once."""
+    replicated: bool = False
+    """The gradient of a parameter that every device holds: XLA's GPU backend reduces it over all axes at once."""
 
 
 def planned_collectives(config: Config, sizes: Mapping[str, int]) -> list[PlannedCollective]:
-    """List the collectives of the gradient computation of one optimiser step on a mesh of these axis sizes.
+    """List the collectives of one optimiser step on a mesh of these axis sizes, for every compute.remat policy and optimiser.
 
-    For compute.remat.policy none (the others repeat forward collectives in the backward pass). Left out, being small: scalars, the
-    gradients of biases, head norms and learned positions.
+    Left out, being small: scalars, the gradients of biases, head norms and learned positions. Muon's are exact for tensor = 1 only.
     """
     plan = _Plan(config, sizes)
-    planned = [*plan.layer(), *plan.embedding(), *plan.loss()]
+    planned = [*plan.layer(), *plan.recomputed(), *plan.embedding(), *plan.loss(), *plan.optimizer()]
     return [item for item in planned if item.axes]
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What the backward pass of a block computes a second time."""
+
+    weights: frozenset[str]
+    """Products with these parameters: query, key, value, out, gate, up."""
+    inputs: bool
+    """The normed inputs of both halves, gathered over tensor."""
+    attention: bool
+    """The attention itself."""
+    attention_update: bool
+    """Attention's update of the residual stream, reduce-scattered over tensor."""
+
+
+PRODUCTS = ("query", "key", "value", "out", "gate", "up")
+"""Products of a block whose results the backward pass needs; that of the MLP's down projection it does not."""
+
+
+def recomputed(model: ModelConfig, remat: RematConfig) -> Recomputed:
+    """Say what a rematerialisation policy recomputes (models/remat.py)."""
+    products = frozenset(PRODUCTS if model.gated_mlp else PRODUCTS[:4] + PRODUCTS[5:])
+    if remat.policy == "none":
+        return Recomputed(frozenset(), False, False, False)
+    if remat.policy == "attention-only":
+        return Recomputed(frozenset(), False, True, False)
+    if remat.policy == "dots":
+        return Recomputed(frozenset(), True, True, False)
+    if remat.policy == "full":
+        return Recomputed(products, True, True, True)
+    saved = set(remat.names)
+    keeps = {"query": "query", "key": "key", "value": "value", "out": "attention_out", "gate": "mlp_gate", "up": "mlp_up"}
+    again = {product for product in products if keeps[product] not in saved}
+    if model.qk_norm:
+        again |= {"query", "key"}  # the head norms need what came before them
+    return Recomputed(frozenset(again), True, "attention_lse" not in saved or "attention_context" not in saved, "out" in again)
+
+
+def product_weights(model: ModelConfig) -> dict[str, int]:
+    """Weights of each product of a block, whole model: D*N*H for query and out, D*K*H for key and value, D*F for gate, up and down."""
+    query, key = (model.embed_dim * heads * model.head_width for heads in (model.num_heads, model.kv_heads))
+    mlp = model.embed_dim * model.mlp_dim
+    weights = {"query": query, "key": key, "value": key, "out": query, "up": mlp, "down": mlp}
+    return weights | ({"gate": mlp} if model.gated_mlp else {})
+
+
+def as_compiled_for_gpu(planned: Sequence[PlannedCollective]) -> list[PlannedCollective]:
+    """Return what XLA's GPU backend makes of a plan.
+
+    Gradients of replicated parameters are reduced over all their axes in one all-reduce; sums over devices that go straight into the sum
+    over microbatches happen once, after it.
+    """
+    merged: dict[tuple[str, str], PlannedCollective] = {}
+    compiled = []
+    for item in planned:
+        item = replace(item, count=1) if item.summed else item
+        if not item.replicated:
+            compiled.append(item)
+        elif (item.what, item.where) in merged:
+            axes = merged[item.what, item.where].axes + item.axes
+            merged[item.what, item.where] = replace(item, axes=tuple(axis for axis in MESH_AXES if axis in axes))
+        else:
+            merged[item.what, item.where] = item
+    return compiled + list(merged.values())
 
 
 def as_compiled_for_cpu(item: PlannedCollective) -> PlannedCollective:
@@ -90,10 +163,47 @@ class _Plan:
         norms = 2 * (2 if self.model.norm == "layernorm" else 1)
         return planned + self._replicated_gradient("norms", norms * self.model.embed_dim * 4)
 
+    def recomputed(self) -> list[PlannedCollective]:
+        """What the backward pass of a block gathers and reduces a second time."""
+        again, weights = recomputed(self.model, self.config.compute.remat), product_weights(self.model)
+        planned = []
+        for half, products in (("attention", ("query", "key", "value", "out")), ("mlp", ("gate", "up"))):
+            gathered = sum(weights[product] for product in products if product in again.weights) // self.tensor
+            if gathered:
+                planned.append(
+                    self._item(f"{half} parameters (recomputed)", "backward", "all-gather", self.over("fsdp"), gathered * self.act)
+                )
+            if again.inputs:
+                planned.append(self._item(f"{half} input (recomputed)", "backward", "all-gather", self.over("tensor"), self.stream))
+        if again.attention_update:
+            planned.append(self._item("attention update (recomputed)", "backward", "reduce-scatter", self.over("tensor"), self.stream))
+        return planned
+
+    def optimizer(self) -> list[PlannedCollective]:
+        """Muon, per Newton-Schulz iteration and in float32: two gathers of every MLP matrix and one of its Gram matrix, 1.5 of query and
+        out; the Gram matrices of query, key and value are summed over the cut dim."""
+        if self.config.optimizer.kind != "muon":
+            return []
+        model, weights = self.model, product_weights(self.model)
+        mlp = [weights[name] for name in ("gate", "up", "down") if name in weights]
+        gathered = 2 * sum(mlp) + len(mlp) * model.embed_dim**2 + 3 * weights["query"]
+        summed = (model.num_heads * model.head_width) ** 2 + 2 * (model.kv_heads * model.head_width) ** 2
+        repeats = NEWTON_SCHULZ_STEPS * model.num_layers * 4
+        kinds: list[tuple[str, Kind, int]] = [
+            ("matrices to orthogonalise", "all-gather", gathered),
+            ("Gram matrices of projections", "all-reduce", summed),
+        ]
+        return [
+            PlannedCollective(what, "optimizer", "backward", kind, self.over("fsdp"), repeats * elements // self.tensor, 1)
+            for what, kind, elements in kinds
+        ]
+
     def embedding(self) -> list[PlannedCollective]:
         """Token lookup."""
         table = self.model.padded_vocab_size * self.model.embed_dim
         planned = self._parameters("embedding", "embed", table, self.micro, by_hand=True, backward_gather=False)
+        alone = not self.model.tie_embeddings  # a tied table's gradient is first added to that of the unembedding
+        planned = [replace(item, summed=alone) if item.kind == "all-reduce" else item for item in planned]
         planned += [
             PlannedCollective(
                 "embedded tokens", "embed", "forward", "reduce-scatter", self.over("tensor"), self.stream, self.micro, 1, True
@@ -121,7 +231,7 @@ class _Plan:
         ]
         norms = 2 if model.norm == "layernorm" else 1
         final = self._replicated_gradient("final norm", norms * model.embed_dim * 4)
-        return planned + [replace(item, where="loss", count=self.micro) for item in final]
+        return planned + [replace(item, where="loss", count=self.micro, summed=True) for item in final]
 
     def _half(self, half: str, inputs: int) -> list[PlannedCollective]:
         """The residual stream around one half of a block, over tensor."""
@@ -160,7 +270,8 @@ class _Plan:
 
     def _replicated_gradient(self, what: str, size: int) -> list[PlannedCollective]:
         """The gradient of a parameter that every device holds, used on the tokens a device has."""
-        return [self._item(what, "backward", "all-reduce", axes, size) for axes in (self.over("tensor"), self.over("data", "fsdp"))]
+        groups = (self.over("tensor"), self.over("data", "fsdp"))
+        return [replace(self._item(what, "backward", "all-reduce", axes, size), replicated=True) for axes in groups]
 
 
 def _half_weights(model: ModelConfig) -> dict[str, int]:
