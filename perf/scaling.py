@@ -44,20 +44,20 @@ class Row:
     """One scale, derived."""
 
     devices: int
-    time_s: float | None
-    rate: float | None
-    speedup: float | None
+    time_s: float | None = None
+    rate: float | None = None
+    speedup: float | None = None
     """Of the rate; of the time where there is no rate."""
-    efficiency: float | None
-    time_speedup: float | None
-    time_efficiency: float | None
-    marginal_gain: float | None
+    efficiency: float | None = None
+    time_speedup: float | None = None
+    time_efficiency: float | None = None
+    marginal_gain: float | None = None
     """Relative gain in rate (or speed) over the scale before it."""
-    marginal_time: float | None
+    marginal_time: float | None = None
     """Relative change of the time to solution over the scale before it; negative is a gain."""
-    cost: float | None
+    cost: float | None = None
     """Device-hours of the whole run times price; without a price, device-hours."""
-    rate_per_device: float | None
+    rate_per_device: float | None = None
     failure: str | None = None
 
 
@@ -123,7 +123,7 @@ def _rows(ordered: Sequence[Point], base: Point, price: float) -> list[Row]:
     previous: Point | None = None
     for p in ordered:
         if p.failure is not None or (p.time_s is None and p.rate is None):
-            rows.append(Row(p.devices, *[None] * 10, failure=p.failure or "no figures"))
+            rows.append(Row(p.devices, failure=p.failure or "no figures"))
             continue
         ratio = p.devices / base.devices
         time_speedup = base.time_s / p.time_s if base.time_s and p.time_s else None
