@@ -1,4 +1,4 @@
-"""What the datasheets promise: peak FLOP/s of a device by dtype. An unknown device has none; nothing is guessed or borrowed."""
+"""What the datasheets promise: compute, memory, links, power and price of a device. An unknown device has none; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -6,32 +6,90 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ruamel.yaml import YAML
+
+from configs.errors import unknown_name
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device of the catalogue (planner/hardware.yaml)."""
+    """One device of the catalogue (planner/hardware.yaml), as bought: what it reaches is the calibration's matter."""
 
     name: str
     kinds: tuple[str, ...]
-    """Regular expressions over the whole `device_kind` of JAX."""
+    """Regular expressions over the whole `device_kind` of JAX; none: never recognised, only named in cluster files."""
     peak_flops: dict[str, float]
     """Dense peak FLOP/s by dtype of the matmul inputs."""
+    memory_bytes: int
+    """Device memory as the driver reports it, which is less than the label says."""
+    memory_bandwidth_bytes_per_s: float
+    """Peak of the device memory."""
+    l2_bytes: int
+    """Last-level cache on the device."""
+    cores: int
+    """Streaming multiprocessors (CPU: cores)."""
+    clock_hz: float
+    """Highest clock."""
+    link_bandwidth_bytes_per_s: float | None
+    """NVLink of one device in ONE direction, half of what datasheets print; None: no NVLink."""
+    host_bandwidth_bytes_per_s: float
+    """Host link (PCIe, NVLink-C2C) in one direction."""
+    tdp_w: float
+    """Power limit of one device."""
+    price_per_hour_usd: float | None
+    """Typical on-demand price of one device; None: none known."""
     source: str
+    """Of the peaks."""
+    sources: dict[str, str]
+    """Of everything else: memory, links, power, price."""
+    tensor_cores: bool = True
+    """Matmuls run in tiles on tensor cores; false for CPUs."""
 
 
 @functools.cache
 def catalogue() -> tuple[Hardware, ...]:
     """Read the catalogue."""
     entries = YAML(typ="safe").load(CATALOGUE)
-    return tuple(
-        Hardware(name, tuple(e["kinds"]), {dtype: float(peak) for dtype, peak in e["peak_flops"].items()}, e["source"])
-        for name, e in entries.items()
+    common = entries.pop("sources")
+    return tuple(_entry(name, entry, common) for name, entry in entries.items())
+
+
+def _entry(name: str, entry: dict[str, Any], common: dict[str, str]) -> Hardware:
+    link = entry["nvlink_gb_per_s"]
+    return Hardware(
+        name=name,
+        kinds=tuple(entry["kinds"]),
+        peak_flops={dtype: float(peak) for dtype, peak in entry["peak_flops"].items()},
+        memory_bytes=int(entry["memory_bytes"]),
+        memory_bandwidth_bytes_per_s=float(entry["memory_gb_per_s"]) * 1e9,
+        l2_bytes=int(entry["l2_bytes"]),
+        cores=int(entry["cores"]),
+        clock_hz=float(entry["clock_ghz"]) * 1e9,
+        link_bandwidth_bytes_per_s=None if link is None else float(link) * 1e9,
+        host_bandwidth_bytes_per_s=float(entry["host_gb_per_s"]) * 1e9,
+        tdp_w=float(entry["tdp_w"]),
+        price_per_hour_usd=None if entry["price_usd"] is None else float(entry["price_usd"]),
+        source=entry["source"],
+        sources=common | entry.get("sources", {}),
+        tensor_cores=entry.get("tensor_cores", True),
     )
+
+
+def hardware_names() -> list[str]:
+    """Return the names of the catalogue's entries."""
+    return [h.name for h in catalogue()]
+
+
+def hardware(name: str) -> Hardware:
+    """Return an entry by name, as cluster files name it. Raises UserError naming the nearest."""
+    for entry in catalogue():
+        if entry.name == name:
+            return entry
+    raise unknown_name("device", name, hardware_names())
 
 
 def find_hardware(device_kind: str) -> Hardware | None:
@@ -51,8 +109,8 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     Returns:
       FLOP/s, or None when the device or the dtype is not in the catalogue.
     """
-    hardware = find_hardware(device_kind)
-    return None if hardware is None else hardware.peak_flops.get(dtype)
+    found = find_hardware(device_kind)
+    return None if found is None else found.peak_flops.get(dtype)
 
 
 def matmul_dtype(compute: str, matmul_precision: str) -> str:

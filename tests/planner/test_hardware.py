@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from planner.hardware import catalogue, find_hardware, matmul_dtype, peak_flops
+from configs.errors import UserError
+from planner.hardware import catalogue, find_hardware, hardware, matmul_dtype, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -41,19 +42,69 @@ def test_a_dtype_the_hardware_lacks_has_no_peak():
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None
 
 
-def test_every_entry_has_a_source_and_kinds_no_other_has():
+GPUS = [h for h in catalogue() if h.tensor_cores]
+
+
+def test_every_entry_has_sources_and_kinds_no_other_has():
     names = [h.name for h in catalogue()]
-    assert len(names) == len(set(names)) == 13
+    assert len(names) == len(set(names)) == 15
     plain = [re.sub(r"e\?$", "", kind) for h in catalogue() for kind in h.kinds]
     assert len(plain) == len(set(plain))
-    for h in catalogue():
+    for h in GPUS:
         assert h.source.startswith(("NVIDIA", "As h100-sxm"))
         assert h.peak_flops["float32"] < h.peak_flops["tfloat32"] < h.peak_flops["bfloat16"] == h.peak_flops["float16"]
         assert h.peak_flops["bfloat16"] == pytest.approx(2 * h.peak_flops["tfloat32"], rel=2e-3)
         if "float8" in h.peak_flops:
             assert h.peak_flops["float8"] == pytest.approx(2 * h.peak_flops["bfloat16"], rel=2e-3)
+        assert {"memory", "links", "power", "price"} <= h.sources.keys()
+        assert h.price_per_hour_usd is not None
     for kind in plain:  # each matches exactly its own entry
         assert find_hardware(kind) is not None
+
+
+def test_the_cpu_entry_is_for_plans_and_recognises_no_machine():
+    assert hardware("cpu").kinds == ()
+    assert find_hardware("cpu") is None
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match="unknown device 'h100-sxn'; did you mean 'h100-sxm'"):
+        hardware("h100-sxn")
+
+
+@pytest.mark.parametrize(
+    ("name", "label_gb", "memory_tb_per_s"),
+    [
+        ("a100-40gb", 40, 1.555),
+        ("a100-80gb", 80, 2.039),
+        ("h100-sxm", 80, 3.35),
+        ("h200-sxm", 141, 4.8),
+        ("b200", 180, 7.7),
+        ("gb200", 186, 8),
+    ],
+)
+def test_memory_is_what_the_driver_reports(name, label_gb, memory_tb_per_s):
+    h = hardware(name)
+    assert 0.95 * label_gb * 2**30 <= h.memory_bytes <= 1.07 * label_gb * 2**30
+    assert h.memory_bandwidth_bytes_per_s == pytest.approx(memory_tb_per_s * 1e12, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "printed_both_directions"),
+    [("a100-80gb", 600e9), ("h100-sxm", 900e9), ("h200-sxm", 900e9), ("b200", 1800e9)],
+)
+def test_nvlink_is_of_one_direction(name, printed_both_directions):
+    # "900 GB/s" of an H100 adds both directions: the mistake doubles every communication estimate
+    assert hardware(name).link_bandwidth_bytes_per_s == printed_both_directions / 2
+
+
+def test_pcie_5_moves_64_gigabytes_per_second_in_one_direction():
+    assert {hardware(name).host_bandwidth_bytes_per_s for name in ("h100-sxm", "h200-sxm", "b200")} == {64e9}
+
+
+def test_the_ridge_of_an_h100_is_295_flops_per_byte():
+    h = hardware("h100-sxm")
+    assert h.peak_flops["bfloat16"] / h.memory_bandwidth_bytes_per_s == pytest.approx(295, abs=3)
 
 
 def test_float32_matmuls_run_in_tf32_unless_told_otherwise():
