@@ -1,0 +1,172 @@
+"""Time of what one device computes, by part of the step: products with parameters, attention, and passes over device memory.
+
+A product takes its FLOPs over the calibrated rate of its shape. Elementwise work (norms, rotation, activations, residual adds, casts, the
+softmax of the loss, the optimiser) is counted in bytes read and written once per fused kernel, over the reached memory bandwidth.
+
+Legend: R rows per device, T sequence, D width, F MLP width, N/K query/key heads, H head width, V vocabulary rows, C tokens of a loss chunk;
+f, t devices on fsdp and tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.calibration import Calibration
+from planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, product_weights, recomputed
+from planner.flops import mean_keys_per_query
+from planner.hardware import Hardware, matmul_dtype
+from planner.local import LocalSizes, attention_backend
+
+ATTENTION_FORWARD_SHARE = 0.25
+"""Of the time of fused attention forward and backward: the backward kernel does 2.5 forwards of work at 0.85 of its rate."""
+SCORE_PASSES = 14
+"""Times the float32 scores of an attention without fused kernels go through device memory, forward and backward (XLA's fusions)."""
+OPTIMIZER_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "adafactor": 24, "muon": 24}
+"""Per float32 parameter: read gradient (twice: norm and update), parameter and moments; write parameter and moments."""
+LOGIT_PASSES_BYTES = 18
+"""Per logit: written once and read three times in float32 (maximum, sum, probability), its gradient written in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds on one device."""
+
+    compute_s: float = 0.0
+    """Products and attention."""
+    memory_s: float = 0.0
+    """Passes over device memory beside them."""
+
+    @property
+    def seconds(self) -> float:
+        """One after the other."""
+        return self.compute_s + self.memory_s
+
+    def __add__(self, other: Work) -> Work:
+        """Add part by part."""
+        return Work(self.compute_s + other.compute_s, self.memory_s + other.memory_s)
+
+    def __mul__(self, times: float) -> Work:
+        """Repeat."""
+        return Work(self.compute_s * times, self.memory_s * times)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The device's rates applied to local sizes."""
+
+    local: LocalSizes
+    device: Hardware
+    calibration: Calibration
+
+    @property
+    def dtype(self) -> str:
+        """Arithmetic of the products."""
+        return matmul_dtype(self.local.config.precision.compute, self.local.config.compute.matmul_precision)
+
+    def product_s(self, m: int, n: int, k: int) -> float:
+        """Time of an [M, K] x [K, N] product."""
+        return 2.0 * m * n * k / self.calibration.matmul_flops_per_s(self.device, self.dtype, m, n, k)
+
+    def memory_s(self, size: float) -> float:
+        """Time to read or write this many bytes of device memory."""
+        return size / self.calibration.memory_bytes_per_s(self.device)
+
+    def products(self) -> dict[str, tuple[int, int, int]]:
+        """(M, N, K) of each forward product of a layer on one device."""
+        width, tokens = self.local.model.embed_dim, self.local.tokens
+        shapes = {}
+        for name, weights in product_weights(self.local.model).items():
+            other = weights // width // self.local.tensor
+            shapes[name] = (tokens, width, other) if name in ("out", "down") else (tokens, other, width)
+        return shapes
+
+    def layer_forward(self) -> Work:
+        """One layer."""
+        compute = sum(self.product_s(*shape) for shape in self.products().values())
+        attention = self.attention()
+        return Work(compute) + attention * ATTENTION_FORWARD_SHARE + Work(0.0, self.memory_s(self._elementwise_forward()))
+
+    def layer_backward(self) -> Work:
+        """One layer: gradients of inputs and weights, and what the rematerialisation policy computes again."""
+        again = recomputed(self.local.model, self.local.config.compute.remat)
+        compute = 0.0
+        for name, (m, n, k) in self.products().items():
+            compute += self.product_s(m, k, n) + self.product_s(k, n, m)
+            compute += self.product_s(m, n, k) if name in again.weights else 0.0
+        attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if again.attention else 0.0))
+        return Work(compute) + attention + Work(0.0, self.memory_s(self._elementwise_backward(again)))
+
+    def attention(self) -> Work:
+        """Scores, softmax and values of one layer, forward and backward together."""
+        local, model = self.local, self.local.model
+        length, backend = local.config.data.seq_len, attention_backend(local.config, gpu=self.device.tensor_cores)
+        keys = mean_keys_per_query(length, model.sliding_window)
+        flops = 12.0 * keys * model.num_heads * model.head_width * local.tokens / local.tensor
+        if backend == "cudnn":
+            rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
+            mask = local.tokens * length * local.compute_itemsize * 4 * model.num_heads // local.tensor
+            return Work(flops / rate, self.memory_s(mask) if local.config.data.document_masking else 0.0)
+        seen = keys if backend == "chunked" else length
+        scores = local.tokens * seen * model.num_heads / local.tensor * 4
+        rate = self.calibration.matmul_flops_per_s(self.device, self.dtype, length, length, model.head_width)
+        return Work(flops * seen / keys / rate, self.memory_s(SCORE_PASSES * scores))
+
+    def embedding(self) -> Work:
+        """Lookup, and the scatter of its gradient into a zeroed table."""
+        local = self.local
+        return Work(0.0, self.memory_s(2 * local.stream_bytes + 3 * 4 * local.tokens * local.model.embed_dim + 8 * local.table))
+
+    def loss(self) -> Work:
+        """Logits, cross-entropy and both gradients of a microbatch, chunk by chunk."""
+        local = self.local
+        width, vocab, chunk = local.model.embed_dim, local.model.padded_vocab_size // local.tensor, local.loss_chunk_tokens
+        chunks = math.ceil(local.tokens / chunk)
+        # The weight gradient is a float32 sum over chunks: the whole table is read and written by every chunk.
+        weight = max(self.product_s(width, vocab, chunk), self.memory_s(8 * width * vocab))
+        compute = self.product_s(chunk, vocab, width) + self.product_s(chunk, width, vocab) + weight
+        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + 12 * local.table + 8 * local.stream_bytes
+        return Work(chunks * compute, self.memory_s(memory))
+
+    def optimizer(self) -> Work:
+        """Gradient norm and update of the parameters a device keeps."""
+        local, kind = self.local, self.local.config.optimizer.kind
+        work = Work(0.0, self.memory_s(local.parameters * OPTIMIZER_BYTES[kind]))
+        if kind != "muon":
+            return work
+        seconds = 0.0
+        for weights in product_weights(local.model).values():
+            small = min(local.model.embed_dim, weights // local.model.embed_dim)
+            large = weights // small
+            flops = NEWTON_SCHULZ_STEPS * (4.0 * small * small * large + 2.0 * small**3)
+            dtype = "tfloat32" if "tfloat32" in self.device.peak_flops else "float32"
+            seconds += flops / self.calibration.matmul_flops_per_s(self.device, dtype, small, large, small)
+        return work + Work(seconds * local.model.num_layers / (local.fsdp * local.tensor))
+
+    def accumulate(self) -> Work:
+        """Add one microbatch's gradients to the sum."""
+        local = self.local
+        many = local.config.trainer.accumulation > 1
+        return Work(0.0, self.memory_s(3 * local.parameters * local.gradient_itemsize) if many else 0.0)
+
+    def _elementwise_forward(self) -> float:
+        """Bytes: two norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights."""
+        local = self.local
+        gates = 2 if local.model.gated_mlp else 1
+        return 10 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (gates + 1) * local.hidden_bytes + self._casts()
+
+    def _elementwise_backward(self, again: Recomputed) -> float:
+        """Bytes: gradients of the same, float32 weight gradients written, read and added to their stack, and what is recomputed."""
+        local = self.local
+        gates = 2 if local.model.gated_mlp else 1
+        size = 12 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (2 * gates + 2) * local.hidden_bytes
+        size += 8 * local.gathered_layer_weights + 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
+        size += self._casts()
+        if again.inputs:
+            size += 10 * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
+        return size
+
+    def _casts(self) -> float:
+        local = self.local
+        shard = local.layer_matrices // local.model.num_layers
+        return shard * (local.parameter_itemsize + local.compute_itemsize)

@@ -1,0 +1,170 @@
+"""Seconds of one optimiser step, split by the ceiling that holds each of them: the extended roofline.
+
+    step = compute + device memory + exposed communication (per kind of link) + optimiser, or host input where that takes longer
+
+Every ceiling is a lower bound of its own: no step is faster than its products at their calibrated rate, than its passes over device
+memory, than what it must wait for on a link, or than its rows can be delivered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.cluster import ClusterConfig
+from configs.schema import Config
+from planner.calibration import Calibration
+from planner.collectives import PlannedCollective, as_compiled_for_gpu, planned_collectives
+from planner.communication import CollectiveCost, time_s
+from planner.flops import train_flops_per_token
+from planner.hardware import Hardware, hardware
+from planner.kernels import Kernels, Work
+from planner.links import Fabric
+from planner.local import LocalSizes
+from planner.overlap import ETA, Communication, exposed_s
+
+HOST_INPUT_TOKENS_PER_S = 20e6
+"""Tokens per second and host of the input pipeline where the calibration does not say: a quarter of what two cores read (docs/LOG.md)."""
+BATCH_BYTES_PER_TOKEN = 20
+"""Five int32 or float32 arrays."""
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One optimiser step on a mesh."""
+
+    step_s: float
+    breakdown_s: dict[str, float]
+    """Seconds by ceiling: compute, hbm, nvlink, network (and other kinds of links), optimizer, bubble, host_input. They sum to step_s."""
+    tokens_per_s: float
+    """Over all devices."""
+    devices: int
+    mfu: float
+    """Model FLOPs (planner.flops: causal, no recomputation) over the datasheet peak."""
+    communication: tuple[Communication, ...]
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Throughput of one device."""
+        return self.tokens_per_s / self.devices
+
+    @property
+    def communication_s(self) -> float:
+        """All communication, hidden or not."""
+        return sum(item.seconds for item in self.communication)
+
+
+class Machine:
+    """A cluster as the planner uses it for one number of devices: device, links and calibration, with collective times remembered."""
+
+    def __init__(self, cluster: ClusterConfig, calibration: Calibration, devices: int) -> None:
+        self.cluster, self.calibration, self.devices = cluster, calibration, devices
+        self.device: Hardware = hardware(cluster.device)
+        self.fabric = Fabric.from_cluster(cluster, calibration, num_devices=devices)
+        self._costs: dict[tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]], CollectiveCost] = {}
+
+    def cost(self, item: PlannedCollective, sizes: Mapping[str, int]) -> CollectiveCost:
+        """Time of one execution of a planned collective."""
+        key = (item.kind, item.bytes, tuple(sizes.items()), item.axes)
+        found = self._costs.get(key)
+        if found is None:
+            found = self._costs[key] = time_s(item.kind, item.bytes, self.fabric.axes_group(sizes, item.axes))
+        return found
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The work and the communication of a step, before they are laid over each other."""
+
+    config: Config
+    devices: int
+    forward: Work
+    """All layers and microbatches."""
+    backward: Work
+    rest: Work
+    """Embedding, loss and accumulation."""
+    optimizer: Work
+    communication: tuple[Communication, ...]
+    host_input_s: float
+    peak_flops: float
+
+    def assemble(self, faster: Mapping[str, float] | None = None) -> StepEstimate:
+        """Lay communication under compute. `faster`: ceiling -> how many times faster it is taken to be (what-if), default 1."""
+        speed = {"compute": 1.0, "hbm": 1.0, "host_input": 1.0, **(faster or {})}
+
+        def scaled(work: Work) -> Work:
+            return Work(work.compute_s / speed["compute"], work.memory_s / speed["hbm"])
+
+        forward, backward, rest = scaled(self.forward), scaled(self.backward), scaled(self.rest)
+        exposed = exposed_s(self.communication, {"forward": forward.seconds, "backward": backward.seconds}, ETA, speed)
+        breakdown = {
+            "compute": forward.compute_s + backward.compute_s + rest.compute_s,
+            "hbm": forward.memory_s + backward.memory_s + rest.memory_s,
+            "nvlink": 0.0,
+            "network": 0.0,
+            **exposed,
+            "optimizer": scaled(self.optimizer).seconds,
+            "bubble": 0.0,
+        }
+        on_device = sum(breakdown.values())
+        breakdown["host_input"] = max(0.0, self.host_input_s / speed["host_input"] - on_device)
+        step_s = on_device + breakdown["host_input"]
+        config = self.config
+        tokens = config.data.batch_size * config.data.seq_len
+        flops = train_flops_per_token(config.model, config.data.seq_len).total * tokens
+        return StepEstimate(
+            step_s=step_s,
+            breakdown_s=breakdown,
+            tokens_per_s=tokens / step_s,
+            devices=self.devices,
+            mfu=flops / (step_s * self.peak_flops * self.devices),
+            communication=self.communication,
+        )
+
+
+def step_parts(config: Config, sizes: Mapping[str, int], machine: Machine) -> StepParts:
+    """Work out compute and communication of one step (arguments as in `step_time`)."""
+    local = LocalSizes.of(config, sizes)
+    kernels = Kernels(local, machine.device, machine.calibration)
+    repeats = config.trainer.accumulation
+    layers = config.model.num_layers * repeats
+    planned = as_compiled_for_gpu(planned_collectives(config, sizes))
+    return StepParts(
+        config=config,
+        devices=local.devices,
+        forward=kernels.layer_forward() * layers,
+        backward=kernels.layer_backward() * layers,
+        rest=(kernels.embedding() + kernels.loss() + kernels.accumulate()) * repeats,
+        optimizer=kernels.optimizer(),
+        communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
+        host_input_s=host_input_s(local, machine),
+        peak_flops=machine.device.peak_flops[kernels.dtype],
+    )
+
+
+def step_time(
+    config: Config, sizes: Mapping[str, int], cluster: ClusterConfig, calibration: Calibration, *, machine: Machine | None = None
+) -> StepEstimate:
+    """Predict one optimiser step of a config on a mesh with these axis sizes.
+
+    Args:
+      config: batch, accumulation, remat and precision are taken from it; it must divide over the mesh (configs.rules.check_devices).
+      sizes: mesh axis -> devices, all axes.
+      cluster: device, links, nodes.
+      calibration: reached rates.
+      machine: the same cluster and calibration prepared for this number of devices, when many layouts are asked about.
+
+    Raises UserError for a device or dtype that catalogue and calibration do not know.
+    """
+    machine = machine or Machine(cluster, calibration, math.prod(sizes.values()))
+    return step_parts(config, sizes, machine).assemble()
+
+
+def host_input_s(local: LocalSizes, machine: Machine) -> float:
+    """Time one host needs to read its rows of a step and copy them to its devices; it runs under the step before."""
+    host, config = machine.calibration.file.host, local.config
+    on_node = min(machine.cluster.devices_per_node, local.devices)
+    tokens = config.data.batch_size * config.data.seq_len / (local.data * local.fsdp) * max(1, on_node // local.tensor)
+    copy = host.copy_gb_per_s * 1e9 if host.copy_gb_per_s else machine.device.host_bandwidth_bytes_per_s
+    return tokens / (host.input_tokens_per_s or HOST_INPUT_TOKENS_PER_S) + tokens / on_node * BATCH_BYTES_PER_TOKEN / copy
