@@ -41,6 +41,7 @@ COMMANDS: Table = {
     "data": ("Prepare, look at and time training data.", _DATA),
     "config": ("Show, compare and describe configs.", _CONFIG),
     "goodput": ("launch.commands.goodput:goodput", "Where the wall time and the money of a run went."),
+    "diagnose": ("launch.commands.diagnose:diagnose", "What holds a run back, with evidence, and what to do."),
     "timeline": ("launch.commands.timeline:timeline", "A run's phases as a picture or a Perfetto trace."),
     "shardings": ("launch.commands.shardings:shardings", "How every parameter is divided over the devices."),
     "convert": ("Convert models from and to Hugging Face.", _CONVERT),

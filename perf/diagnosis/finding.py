@@ -1,0 +1,74 @@
+"""What a rule says, and the thresholds rules compare with.
+
+Lenses and patterns: J. Torres, Supercomputing for Artificial Intelligence, chapter 16. The ceiling of a gain is that of removing a share
+R of the time T altogether: T / (T - R) - 1 (Amdahl's law with an infinite speedup of that part).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Lens = Literal["amortisation", "co-design", "balanced pipelines", "purpose"]
+Confidence = Literal["high", "medium", "low"]
+
+PATTERNS = {
+    "bottlenecks move": "bottlenecks move, they do not vanish",
+    "amortisation": "amortisation decides scalability",
+    "metrics differ": "throughput, efficiency, time-to-solution differ",
+    "bigger costs more": "bigger workloads scale better and cost more",
+    "complexity": "optimisation costs more than performance",
+    "cost": "cost is a first-class constraint",
+}
+
+THRESHOLDS: dict[str, tuple[float, str]] = {
+    "data_wait": (0.05, "share of the step time waiting for the loader"),
+    "cold_start": (0.15, "share of the wall time before the first step that counts"),
+    "recompilations": (1, "compilations of one program during the loop beyond its first"),
+    "host_bound": (0.10, "share of the step with an idle device while the host launches or does other things"),
+    "host_syncs": (1, "host synchronisations per step"),
+    "straggler": (0.10, "own time of the slowest rank above the median one"),
+    "exposed_communication": (0.10, "share of the step in communication that no compute hides"),
+    "unplanned": (0.01, "bytes of unplanned collectives over planned ones"),
+    "padding": (0.10, "share of positions without a target"),
+    "recompute": (0.20, "share of compute time spent computing again in the backward pass"),
+    "recompute_memory": (0.75, "memory in use below which recomputation is needless"),
+    "checkpoint": (0.05, "share of the wall time held up by saves"),
+    "lost": (0.05, "share of the wall time done again after failures"),
+    "memory": (0.95, "peak memory over the limit"),
+    "throttled": (0.90, "clock over its rated one"),
+    "slow_link": (0.70, "bus bandwidth over the planned one"),
+    "flat_batch": (0.05, "gain in throughput of a doubled batch"),
+    "small_batch": (0.30, "gain in throughput of a doubled batch that is still to be had"),
+    "efficiency": (0.80, "parallel efficiency"),
+    "worthwhile": (0.10, "gain in time worth another step up"),
+    "hang": (0.01, "share of the wall time hanging"),
+}
+"""Name -> (value, what it is compared with)."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One constraint, with its evidence and what to do."""
+
+    rule: str
+    confidence: Confidence
+    gain: float
+    """Ceiling of the relative gain in throughput or time; 0 where the gain is in money or clarity."""
+    lens: Lens
+    pattern: str
+    evidence: tuple[str, ...]
+    measure_next: str
+    action: str
+    next_bottleneck: str
+
+
+def ceiling(share: float) -> float:
+    """Return T / (T - R) - 1 for a removable share R / T."""
+    return share / (1 - share) if share < 1 else math.inf
+
+
+def over(name: str, value: float | None) -> bool:
+    """Whether a figure is known and above its threshold."""
+    return value is not None and value > THRESHOLDS[name][0]

@@ -1,0 +1,169 @@
+"""Rules on the run ledger and the metrics: no profile is needed."""
+
+from __future__ import annotations
+
+import math
+
+from perf.diagnosis.facts import Facts
+from perf.diagnosis.finding import PATTERNS, Finding, ceiling, over
+
+
+def input_pipeline(facts: Facts) -> Finding | None:
+    """Device idle while the host is busy reading."""
+    share = facts.data_wait_share
+    if share is None or not over("data_wait", share):
+        return None
+    workers = facts.config.data.workers if facts.config is not None else 0
+    return Finding(
+        rule="input pipeline",
+        confidence="high",
+        gain=ceiling(share * facts.share("productive", "data_wait")),
+        lens="balanced pipelines",
+        pattern=PATTERNS["bottlenecks move"],
+        evidence=(f"{share:.1%} of the step time waited for the loader", f"data.workers={workers}"),
+        measure_next="ridge data bench: tokens/s of the loader alone, and CPU use of the job",
+        action=f"data.workers={max(2, 2 * workers)}, or more cores per task; pack and tokenise ahead of time",
+        next_bottleneck="the device: its matmul rate or memory bandwidth",
+    )
+
+
+def cold_start(facts: Facts) -> Finding | None:
+    """First steps much slower: start-up and compilation are not amortised."""
+    share = facts.share("startup", "compile", "restore")
+    if not over("cold_start", share):
+        return None
+    compile_s = facts.ledger.seconds["compile"]
+    cached = facts.config is not None and facts.config.runtime.compilation_cache is not None
+    action = "run longer: nothing else repays it" if cached else "runtime.compilation_cache=<directory on the shared file system>"
+    return Finding(
+        rule="start-up and compilation not amortised",
+        confidence="high",
+        gain=ceiling(share),
+        lens="amortisation",
+        pattern=PATTERNS["amortisation"],
+        evidence=(
+            f"{share:.1%} of {facts.ledger.wall_s:.0f} s passed before steps that count",
+            f"compilation {compile_s:.1f} s in {len(facts.compiles)} program(s), start-up {facts.ledger.seconds['startup']:.1f} s",
+        ),
+        measure_next="the second start of the same config, with the compilation cache",
+        action=action,
+        next_bottleneck="the steps themselves",
+    )
+
+
+def recompilation(facts: Facts) -> Finding | None:
+    """Programs compiled again in steady state: a shape or a setting drifts."""
+    again: dict[str, list[float]] = {}
+    for program, duration_s, in_loop in facts.compiles:
+        if in_loop:
+            again.setdefault(program, []).append(duration_s)
+    worst = max(again.items(), key=lambda item: len(item[1]), default=None)
+    if worst is None or not over("recompilations", len(worst[1])):
+        return None
+    program, times = worst
+    lost_s = math.fsum(sorted(times)[:-1])
+    return Finding(
+        rule="recompilation in steady state",
+        confidence="high",
+        gain=ceiling(lost_s / facts.ledger.wall_s),
+        lens="amortisation",
+        pattern=PATTERNS["amortisation"],
+        evidence=(f"{program} was compiled {len(times)} times during the loop, {math.fsum(times):.1f} s in all",),
+        measure_next="JAX_LOG_COMPILES=1: which argument changes its shape",
+        action="pad to one shape: every batch of a set must have the same [B, T]",
+        next_bottleneck="the steps themselves",
+    )
+
+
+def padding(facts: Facts) -> Finding | None:
+    """Tokens paid for and masked."""
+    share = facts.padding_share
+    if share is None or not over("padding", share):
+        return None
+    return Finding(
+        rule="padding waste",
+        confidence="high",
+        gain=ceiling(share * facts.share("productive")),
+        lens="amortisation",
+        pattern=PATTERNS["amortisation"],
+        evidence=(f"{share:.1%} of the positions of a step hold no target",),
+        measure_next="ridge data inspect: lengths of the documents against data.seq_len",
+        action="pack several documents into a row, or a shorter data.seq_len",
+        next_bottleneck="compute on the tokens that count",
+    )
+
+
+def checkpoint_stall(facts: Facts) -> Finding | None:
+    """Saves that hold up the loop."""
+    share = facts.share("checkpoint")
+    if not over("checkpoint", share):
+        return None
+    longest_s = max(facts.saves_s, default=0.0)
+    every = facts.config.checkpoint.every if facts.config is not None else 0
+    waiting = facts.config is not None and not facts.config.checkpoint.asynchronous
+    return Finding(
+        rule="checkpoint stalls",
+        confidence="high",
+        gain=ceiling(share),
+        lens="amortisation",
+        pattern=PATTERNS["amortisation"],
+        evidence=(f"saves held up the loop for {share:.1%} of the time; {len(facts.saves_s)} saves, the longest {longest_s:.1f} s",),
+        measure_next="ridge estimate checkpoint: the interval that fits the failures; the write speed of the file system (ridge doctor)",
+        action="checkpoint.asynchronous=true" if waiting else f"checkpoint.every={max(2, 4 * every)}, or a faster file system",
+        next_bottleneck="steps lost after a failure, as saves become rarer",
+    )
+
+
+def lost_steps(facts: Facts) -> Finding | None:
+    """Steps done again after failures."""
+    share = facts.share("lost")
+    if not over("lost", share):
+        return None
+    every = facts.config.checkpoint.every if facts.config is not None else 0
+    return Finding(
+        rule="steps lost to failures",
+        confidence="high",
+        gain=ceiling(share),
+        lens="amortisation",
+        pattern=PATTERNS["amortisation"],
+        evidence=(f"{facts.ledger.lost_steps} steps were done again over {facts.ledger.starts} starts: {share:.1%} of the time",),
+        measure_next="why it failed: ridge timeline, the job log",
+        action=f"checkpoint.every={max(1, every // 4)}, and checkpoint.every_minutes",
+        next_bottleneck="the time saves take",
+    )
+
+
+def hang(facts: Facts) -> Finding | None:
+    """Time without a sign of life."""
+    share = facts.share("hang")
+    if not over("hang", share):
+        return None
+    return Finding(
+        rule="hang",
+        confidence="high",
+        gain=ceiling(share),
+        lens="balanced pipelines",
+        pattern=PATTERNS["bottlenecks move"],
+        evidence=(f"{facts.ledger.seconds['hang']:.0f} s passed without a step until the watchdog ended the run",),
+        measure_next="the stacks in the run directory: which rank stood where",
+        action="exclude the node it names; a shorter watchdog time-out ends the next one earlier",
+        next_bottleneck="whatever was bound before",
+    )
+
+
+def memory_near_limit(facts: Facts) -> Finding | None:
+    """No room for what changes from step to step."""
+    share = facts.memory_share
+    if share is None or not over("memory", share):
+        return None
+    return Finding(
+        rule="memory near the limit",
+        confidence="high",
+        gain=0.0,
+        lens="co-design",
+        pattern=PATTERNS["complexity"],
+        evidence=(f"peak memory is {share:.1%} of what the allocator may use",),
+        measure_next="ridge compile: the largest buffers",
+        action="trainer.accumulation times 2, or compute.remat.policy one step stronger",
+        next_bottleneck="compute, by recomputation or smaller kernels",
+    )

@@ -1,0 +1,149 @@
+"""Rules on several runs: scales and batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from perf.diagnosis.facts import Facts
+from perf.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
+from perf.scaling import Objective, Row, Study, stopping_point
+
+OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "efficiency")
+
+
+def flat_batch(facts: Facts) -> Finding | None:
+    """Throughput no longer grows with the batch: the device is saturated."""
+    rows = _ran(facts.batch_study)
+    last = rows[-1] if rows else None
+    if last is None or last.marginal_gain is None or over("flat_batch", last.marginal_gain):
+        return None
+    return Finding(
+        rule="throughput flat as the batch grows",
+        confidence="high",
+        gain=0.0,
+        lens="balanced pipelines",
+        pattern=PATTERNS["bottlenecks move"],
+        evidence=(f"batch {rows[-2].devices} to {last.devices}: {last.marginal_gain:+.1%} tokens/s",),
+        measure_next="ridge analyze: share of the memory ceiling, the longest kernels",
+        action=f"data.batch_size={rows[-2].devices}: keep the smaller batch; fuse kernels, or accept",
+        next_bottleneck="memory bandwidth",
+    )
+
+
+def small_batch(facts: Facts) -> Finding | None:
+    """Throughput still grows steeply with the batch: overheads are not amortised."""
+    rows = _ran(facts.batch_study)
+    here = facts.config.data.batch_size if facts.config is not None else None
+    later = [row for row in rows if here is not None and row.devices > here and row.rate]
+    mine = next((row for row in rows if row.devices == here and row.rate), None)
+    if mine is None or not later:
+        return None
+    best = max(later, key=lambda row: row.rate or 0.0)
+    gain = (best.rate or 0.0) / (mine.rate or 1.0) - 1
+    if not over("small_batch", gain):
+        return None
+    return Finding(
+        rule="batch too small",
+        confidence="high",
+        gain=gain,
+        lens="amortisation",
+        pattern=PATTERNS["amortisation"],
+        evidence=(f"batch {mine.devices}: {mine.rate:,.0f} tokens/s; batch {best.devices}: {best.rate:,.0f}",),
+        measure_next="the loss at equal tokens: is the larger batch below the critical one (ridge estimate batch)",
+        action=f"data.batch_size={best.devices}",
+        next_bottleneck="memory capacity, then bandwidth",
+    )
+
+
+def time_barely_down(facts: Facts) -> Finding | None:
+    """More devices: throughput up, time barely down."""
+    rows = [row for row in _ran(facts.study) if row.marginal_time is not None]
+    if not rows or facts.study is None or not rows[-1].marginal_gain:
+        return None
+    last = rows[-1]
+    gain = -(last.marginal_time or 0.0)
+    if over("worthwhile", gain) or last.rate is None or (last.marginal_gain or 0.0) < THRESHOLDS["small_batch"][0]:
+        return None
+    stop, why = stopping_point(facts.study, "time", worthwhile=THRESHOLDS["worthwhile"][0])
+    fixed = "" if facts.study.law is None else f"; {facts.study.law.fixed_s:.0f} s do not shrink with the scale"
+    return Finding(
+        rule="fixed overheads at scale",
+        confidence="high",
+        gain=0.0,
+        lens="amortisation",
+        pattern=PATTERNS["metrics differ"],
+        evidence=(f"{last.devices} devices: {last.marginal_gain:+.0%} throughput, but only {gain:.1%} less time{fixed}",),
+        measure_next="ridge goodput of both runs: start-up, compilation, evaluation",
+        action=f"use {stop} devices: {why}",
+        next_bottleneck="the steps themselves, once the fixed part is amortised",
+    )
+
+
+def efficiency_falls(facts: Facts) -> Finding | None:
+    """Parallel efficiency falls sharply."""
+    rows = _ran(facts.study)
+    bad = [row for row in rows[1:] if row.efficiency is not None and row.efficiency < THRESHOLDS["efficiency"][0]]
+    if not bad or facts.study is None:
+        return None
+    first = bad[0]
+    stop, _ = stopping_point(facts.study, "efficiency", least_efficiency=THRESHOLDS["efficiency"][0])
+    return Finding(
+        rule="parallel efficiency falls",
+        confidence="high",
+        gain=ceiling(1 - (rows[-1].efficiency or 1.0)),
+        lens="amortisation",
+        pattern=PATTERNS["amortisation"],
+        evidence=tuple(f"{row.devices} devices: efficiency {row.efficiency:.0%}" for row in bad[:3]),
+        measure_next="ridge analyze at that scale: communication and waiting for the slowest",
+        action=f"use {stop} devices, give each more work, or another layout (ridge plan --nodes)",
+        next_bottleneck=f"communication, from {first.devices} devices on",
+    )
+
+
+def dearest(facts: Facts) -> Finding | None:
+    """The fastest configuration costs much more than the cheapest."""
+    rows = [row for row in _ran(facts.study) if row.cost is not None and row.time_s is not None]
+    if len(rows) < 2:
+        return None
+    fastest, cheapest = min(rows, key=lambda r: r.time_s or 0.0), min(rows, key=lambda r: r.cost or 0.0)
+    ratio = (fastest.cost or 0.0) / (cheapest.cost or 1.0)
+    if fastest.devices == cheapest.devices or ratio < 1 + THRESHOLDS["small_batch"][0]:
+        return None
+    return Finding(
+        rule="best configuration is also the dearest",
+        confidence="high",
+        gain=0.0,
+        lens="purpose",
+        pattern=PATTERNS["cost"],
+        evidence=(
+            f"{fastest.devices} devices: {fastest.time_s:.0f} s at {ratio:.1f} times the cost of "
+            f"{cheapest.devices} devices ({cheapest.time_s:.0f} s)",
+        ),
+        measure_next="cost per 1e9 tokens beside the time each objective allows",
+        action=f"choose by budget: {cheapest.devices} devices for money, {fastest.devices} for time",
+        next_bottleneck="the budget",
+    )
+
+
+def verdict_depends(facts: Facts) -> Finding | None:
+    """Objectives name different scales."""
+    if facts.study is None:
+        return None
+    picks = {name: stopping_point(facts.study, name)[0] for name in OBJECTIVES}
+    if len(set(picks.values())) < 3:
+        return None
+    return Finding(
+        rule="the verdict depends on the metric",
+        confidence="high",
+        gain=0.0,
+        lens="purpose",
+        pattern=PATTERNS["metrics differ"],
+        evidence=tuple(f"{name}: stop at {devices} devices" for name, devices in picks.items()),
+        measure_next="throughput, efficiency and time to solution side by side",
+        action="state the objective first: --objective time, cost or efficiency",
+        next_bottleneck="depends on the objective",
+    )
+
+
+def _ran(study: Study | None) -> Sequence[Row]:
+    return [] if study is None else [row for row in study.rows if row.failure is None]

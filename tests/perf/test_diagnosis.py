@@ -1,0 +1,178 @@
+"""Every rule on planted facts, and a healthy run that accuses nobody. Planted real runs are in tests/perf/test_diagnosis_runs.py."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs.load import load
+from perf.diagnosis.facts import Facts
+from perf.diagnosis.finding import THRESHOLDS, ceiling
+from perf.diagnosis.rules import RULES, diagnose
+from perf.goodput import CATEGORIES, Ledger
+from perf.scaling import Point, analyse
+
+CONFIG = load("quickstart").config
+POSITIONS = CONFIG.data.batch_size * CONFIG.data.seq_len
+
+
+def ledger(**seconds):
+    values = dict.fromkeys(CATEGORIES, 0.0) | {
+        "productive": 900.0,
+        "startup": 20.0,
+        "compile": 20.0,
+        "evaluation": 50.0,
+        "checkpoint": 10.0,
+    }
+    values |= seconds
+    return Ledger(values, sum(values.values()), 1, 1000, 0, 1e6, ())
+
+
+def step_record(**values):
+    healthy = {
+        "step_time_p50_s": 0.9,
+        "step_time_mean_s": 0.9,
+        "data_wait_s": 0.001,
+        "target_tokens": POSITIONS * 0.99,
+        "peak_bytes": 60e9,
+        "limit_bytes": 75e9,
+    }
+    return healthy | values
+
+
+def analysis(*, components=(), collectives=(), hosts=(), **device):
+    values = {
+        "device": "0",
+        "total_s": 1.0,
+        "exposed_communication_s": 0.03,
+        "communication_s": 0.2,
+        "idle_by_cause": {"launch": 0.01},
+    } | device
+    return {"devices": [values], "steps": [{}], "components": components, "collectives": collectives, "hosts": hosts}
+
+
+def component(time_s, phase):
+    return {"component": "mlp", "phase": phase, "time_s": time_s}
+
+
+HEALTHY = Facts(
+    name="healthy",
+    ledger=ledger(),
+    config=CONFIG,
+    steps=[step_record()] * 5,
+    compiles=[("train_step", 15.0, False), ("evaluation_step", 5.0, True)],
+    saves_s=[1.0] * 10,
+    ranks_step_s={0: 0.900, 1: 0.905, 2: 0.903},
+    analysis=analysis(
+        components=[component(0.6, "forward"), component(0.02, "recompute")],
+        collectives=[{"kind": "all-gather", "axes": ["fsdp"], "bus_bandwidth": 300e9, "planned_bus_bandwidth": 330e9}],
+        hosts=[{"host": "a", "clock_fraction": 0.99, "syncs": []}],
+    ),
+    compiled={"collectives": [{"bytes": 1e9, "count": 10}], "unplanned": []},
+    study=analyse([Point(p, 1000.0 / p + 1.0, 1e5 * p) for p in (1, 2, 4)]),
+)
+
+SCALES = (1, 2, 4, 8)
+PLANTED = {
+    "input pipeline": {"steps": [step_record(data_wait_s=0.3)] * 5},
+    "start-up and compilation not amortised": {"ledger": ledger(compile=300.0)},
+    "recompilation in steady state": {"compiles": [("train_step", 30.0, True)] * 4},
+    "host-bound steps": {"analysis": analysis(idle_by_cause={"launch": 0.3, "other": 0.1})},
+    "host synchronisation in the step": {
+        "analysis": analysis(
+            idle_by_cause={"launch": 0.01, "other": 0.08}, hosts=[{"host": "a", "syncs": [{"source": "loop.py:10", "count": 3}]}]
+        )
+    },
+    "straggler": {"ranks_step_s": {0: 0.6, 1: 0.61, 2: 0.9}},
+    "exposed communication": {"analysis": analysis(exposed_communication_s=0.4)},
+    "accidental resharding": {
+        "compiled": {"collectives": [{"bytes": 1e9, "count": 1}], "unplanned": [{"kind": "all-gather", "axes": ["tensor"], "bytes": 5e8}]}
+    },
+    "padding waste": {"steps": [step_record(target_tokens=POSITIONS * 0.5)] * 5},
+    "needless rematerialisation": {
+        "steps": [step_record(peak_bytes=30e9)] * 5,
+        "analysis": analysis(components=[component(0.6, "forward"), component(0.3, "recompute")]),
+    },
+    "checkpoint stalls": {"ledger": ledger(checkpoint=200.0), "saves_s": [20.0] * 10},
+    "steps lost to failures": {"ledger": ledger(lost=200.0)},
+    "hang": {"ledger": ledger(hang=600.0)},
+    "memory near the limit": {"steps": [step_record(peak_bytes=74e9)] * 5},
+    "clocks throttled": {"analysis": analysis(hosts=[{"host": "a", "clock_fraction": 0.6}])},
+    "link slower than planned": {
+        "analysis": analysis(
+            exposed_communication_s=0.09,
+            collectives=[{"kind": "all-reduce", "axes": ["data"], "bus_bandwidth": 20e9, "planned_bus_bandwidth": 45e9}],
+        )
+    },
+    "throughput flat as the batch grows": {"batch_study": analyse([Point(b, rate=r) for b, r in ((8, 90.0), (16, 100.0), (32, 101.0))])},
+    "batch too small": {
+        "batch_study": analyse([Point(b, rate=r) for b, r in ((CONFIG.data.batch_size, 50.0), (2 * CONFIG.data.batch_size, 90.0))])
+    },
+    "fixed overheads at scale": {"study": analyse([Point(p, 300.0 + 240.0 / p, 240.0 * p) for p in (*SCALES, 16, 32)])},
+    "parallel efficiency falls": {"study": analyse([Point(p, rate=100.0 * p**0.6) for p in SCALES])},
+    "best configuration is also the dearest": {"study": analyse([Point(1, 100.0, 10.0), Point(2, 70.0, 20.0)])},
+    "the verdict depends on the metric": {
+        "study": analyse([Point(1, 100.0, 10.0), Point(2, 54.0, 19.9), Point(4, 36.0, 36.0), Point(8, 29.0, 52.0), Point(16, 24.0, 70.0)])
+    },
+}
+MAY_STAND_BEFORE = {
+    # a study that plants one of these has the other's symptom too: which of them gains more decides the rank
+    "fixed overheads at scale": {"best configuration is also the dearest", "the verdict depends on the metric"},
+    "the verdict depends on the metric": {"parallel efficiency falls", "best configuration is also the dearest"},
+}
+
+
+def test_a_healthy_run_accuses_nobody():
+    assert diagnose(HEALTHY) == []
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_the_planted_constraint_is_named_first(rule):
+    found = [finding.rule for finding in diagnose(replace(HEALTHY, **PLANTED[rule]))]
+    assert rule in found
+    assert set(found[: found.index(rule)]) <= MAY_STAND_BEFORE.get(rule, set()), found
+
+
+def test_every_rule_has_a_planted_case():
+    firing = {rule.__name__ for case in PLANTED.values() for rule in RULES if rule(replace(HEALTHY, **case)) is not None}
+    assert firing == {rule.__name__ for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_findings_carry_figures_an_action_and_what_comes_next(rule):
+    finding = next(f for f in diagnose(replace(HEALTHY, **PLANTED[rule])) if f.rule == rule)
+    assert any(character.isdigit() for character in " ".join(finding.evidence))
+    assert finding.action
+    assert finding.measure_next
+    assert finding.next_bottleneck
+    assert finding.gain >= 0
+
+
+def test_a_run_without_a_profile_is_diagnosed_by_its_ledger():
+    bare = Facts(name="bare", ledger=ledger(checkpoint=500.0))
+    assert [f.rule for f in diagnose(bare)] == ["checkpoint stalls"]
+
+
+def test_the_ceiling_of_a_gain_is_that_of_removing_a_share():
+    assert ceiling(0.5) == pytest.approx(1.0)
+    assert ceiling(0.0) == 0.0
+    (finding,) = diagnose(replace(HEALTHY, ledger=ledger(checkpoint=1000.0)))
+    assert finding.gain == pytest.approx(1000.0 / 990.0)
+
+
+def test_thresholds_are_declared_with_their_meaning():
+    assert all(value > 0 and meaning for value, meaning in THRESHOLDS.values())
+    used = " ".join(Path(module.__file__).read_text() for module in _rule_modules())
+    assert [name for name in THRESHOLDS if f'"{name}"' not in used] == []
+
+
+def _rule_modules():
+    from perf.diagnosis import run_rules, step_rules, study_rules
+
+    return run_rules, step_rules, study_rules
+
+
+def test_the_facts_are_figures_of_the_steps_after_warm_up():
+    slow_first = [step_record(step_time_p50_s=9.0), *[step_record()] * 3]
+    assert replace(HEALTHY, steps=slow_first).step_s == pytest.approx(0.9)
+    assert replace(HEALTHY, steps=[]).data_wait_share is None
