@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from configs.schema import ModelConfig
 from planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
 
+CONVENTION = (
+    "training: forward and twice that for backward, matmuls only, a multiply-add is 2 FLOPs; attention counts what the mask leaves"
+    " (causal: half of all pairs; a window less); unembedding counted, embedding lookup and recomputation not"
+)
+"""The convention in one sentence, printed beside every count."""
 TRAIN_FLOPS_PER_WEIGHT = 6
 """Forward 2, gradient of the input 2, gradient of the weight 2."""
 
@@ -25,16 +30,23 @@ TRAIN_FLOPS_PER_WEIGHT = 6
 class FlopCount:
     """Training FLOPs per token of each component, over all layers."""
 
-    attention_projections: float
-    """6*L*(2*D*N*H + 2*D*K*H)."""
+    qkv_projections: float
+    """6*L*D*(N + 2*K)*H."""
+    output_projection: float
+    """6*L*N*H*D."""
     attention_scores: float
-    """12*L*S*N*H with S the keys a query sees on average."""
+    """12*L*S*N*H with S the keys a query sees on average: half for query times key, half for weights times value."""
     mlp: float
     """18*L*D*F gated, 12*L*D*F otherwise."""
     unembedding: float
     """6*D*V."""
     attention_scores_full: float
     """12*L*T*N*H: what a convention without the mask would count. Not part of the total."""
+
+    @property
+    def attention_projections(self) -> float:
+        """6*L*(2*D*N*H + 2*D*K*H): both projections."""
+        return self.qkv_projections + self.output_projection
 
     @property
     def total(self) -> float:
@@ -54,8 +66,10 @@ class FlopCount:
     def components(self) -> dict[str, float]:
         """Component name to FLOPs per token; they sum to `total`."""
         return {
-            "attention_projections": self.attention_projections,
-            "attention_scores": self.attention_scores,
+            "qkv_projections": self.qkv_projections,
+            "query_key_products": self.attention_scores / 2,
+            "attention_value_products": self.attention_scores / 2,
+            "output_projection": self.output_projection,
             "mlp": self.mlp,
             "unembedding": self.unembedding,
         }
@@ -71,9 +85,11 @@ def mean_keys_per_query(seq_len: int, window: int | None) -> float:
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
     """Count the training FLOPs per token of a causal model at a sequence length (see the module's convention)."""
     layers = model.num_layers
+    output = model.num_heads * model.head_width * model.embed_dim
     per_key = 12 * layers * model.num_heads * model.head_width
     return FlopCount(
-        attention_projections=TRAIN_FLOPS_PER_WEIGHT * layers * attention_matmul_parameters(model),
+        qkv_projections=TRAIN_FLOPS_PER_WEIGHT * layers * (attention_matmul_parameters(model) - output),
+        output_projection=TRAIN_FLOPS_PER_WEIGHT * layers * output,
         attention_scores=per_key * mean_keys_per_query(seq_len, model.sliding_window),
         mlp=TRAIN_FLOPS_PER_WEIGHT * layers * mlp_matmul_parameters(model),
         unembedding=TRAIN_FLOPS_PER_WEIGHT * model.embed_dim * model.vocab_size,

@@ -158,3 +158,20 @@ def test_without_the_switch_an_h100_all_reduce_reaches_a_third_at_58_mb_and_four
     group = Fabric.from_cluster(load_cluster("dgx-h100").config, load_calibration()).group(1, 8)
     assert time_s("all-reduce", 8192 * 3584 * 2, group, "ring").bus_bandwidth == pytest.approx(150e9, rel=0.02)
     assert 350e9 < time_s("all-reduce", 10e9, group, "ring").bus_bandwidth < 370e9
+
+
+def test_fsdp_moves_one_and_a_half_times_the_bytes_of_data_parallelism():
+    # in print: ZeRO-3 as 3 * 2 * P bytes per parameter byte; two gathers and a reduce-scatter move 3*P, an all-reduce 2*P
+    free = flat(64, Link("link", "network", 50e9, 0.0))
+    data = time_s("all-reduce", N, free, "ring").seconds
+    fsdp = 2 * time_s("all-gather", N, free, "ring").seconds + time_s("reduce-scatter", N, free, "ring").seconds
+    assert fsdp == pytest.approx(1.5 * data)
+    assert fsdp == pytest.approx(3 * N * 63 / 64 / 50e9)
+
+
+def test_tensor_parallel_traffic_has_its_ring_factor_both_passes_and_one_direction():
+    # in print: bytes over the printed 900 GB/s, two all-reduces a layer; 48 ms where 330 was real
+    activations = 8192 * 8192 * 2
+    printed = 80 * 2 * activations / 900e9
+    real = 80 * 4 * time_s("all-reduce", activations, flat(8, Link("nvlink", "nvlink", 450e9, 0.0)), "ring").seconds
+    assert real / printed == pytest.approx(2 * 2 * 14 / 8)  # backward, one direction, ring: 7 times

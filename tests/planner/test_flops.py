@@ -1,15 +1,23 @@
 """FLOP counts: equal to what XLA counts, where it can, and to published figures."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 import models
+from configs.compose import FAMILIES
 from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from models.loss import cross_entropy
+from perf import hlo
 from planner.flops import flops_per_token_6n, mean_keys_per_query, train_flops_per_token
+from planner.parameters import count_parameters
 from sharding.partition import Partitioner
 
 LLAMA_3_2_1B = ModelConfig(
@@ -62,42 +70,121 @@ def test_the_window_counts_the_keys_the_mask_leaves(seq_len, window):
     assert mean_keys_per_query(seq_len, None) == mean_keys_per_query(seq_len, seq_len) == seq_len / 2
 
 
-def test_the_forward_pass_of_the_real_model_does_the_counted_matmuls():
-    model = ModelConfig(vocab_size=512, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384, max_seq_len=64)
-    compute = ComputeConfig(scan_layers=False, attention={"backend": "reference"})
-    precision = PrecisionConfig(compute="float32")
-
-    def forward(tokens_BT, positions_BT, segment_ids_BT):
-        decoder = models.build(model, compute, precision, Partitioner.single(), nnx.Rngs(0))
-        graphdef, params = nnx.split(decoder)
-        frozen = nnx.merge(graphdef, jax.lax.stop_gradient(params))
-        return frozen.logits(frozen(tokens_BT, positions_BT, segment_ids_BT))
-
-    seq_len = 64
-    argument = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
-    jaxpr = jax.make_jaxpr(forward)(argument, argument, argument)
-    dot_flops = sum(_dot_flops(jaxpr.jaxpr))
-    counted = train_flops_per_token(model, seq_len)
-    assert dot_flops == pytest.approx(counted.total_full_attention / 3 * seq_len, rel=1e-6)
+T, D, F, V, H = 40, 96, 112, 208, 16  # all different from each other and from head counts: sizes tell products apart
+SMALL = {
+    "num_layers": 2,
+    "embed_dim": D,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": H,
+    "mlp_dim": F,
+    "vocab_size": V,
+    "max_seq_len": 64,
+}
 
 
-def _dot_flops(jaxpr):
-    """FLOPs of every dot_general in a jaxpr and those inside it."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contract, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            size = 2 * equation.outvars[0].aval.size
-            for dim in contract:
-                size *= shape[dim]
-            yield size
-        for inner in _inner(equation.params):
-            yield from _dot_flops(inner)
+def family(name, **changes):
+    """A small model with every architectural setting of a family."""
+    defaults = YAML(typ="safe").load(FAMILIES / f"{name}.yaml")["model"]
+    return ModelConfig(**(defaults | SMALL | changes), family=name)
 
 
-def _inner(params):
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
+MODELS = {
+    "gpt2": family("gpt2", num_kv_heads=4),
+    "llama": family("llama"),
+    "llama tied": family("llama", tie_embeddings=True),
+    "llama windowed": family("llama", sliding_window=7),
+    "llama one key head": family("llama", num_kv_heads=1),
+    "llama padded vocabulary": family("llama", vocab_size=V - 8, pad_vocab_to=V),
+    "qwen2": family("qwen2"),
+    "qwen3": family("qwen3"),
+}
+
+
+def lowered_dots(model, backend, *, gradient):
+    """Every dot of the unoptimised HLO of the real model and loss, as ((contracted dims), (result dims), FLOPs)."""
+    compute = ComputeConfig(scan_layers=False, attention={"backend": backend}, loss_chunk=T)
+    decoder = nnx.eval_shape(lambda: models.build(model, compute, PrecisionConfig(compute="float32"), Partitioner.single(), nnx.Rngs(0)))
+    structure = nnx.graphdef(decoder)
+    tokens = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def loss(params, tokens_BT):
+        merged = nnx.merge(structure, params)
+        sums = cross_entropy(
+            merged(tokens_BT), merged.unembedding(), tokens_BT, jnp.ones((1, T)),
+            vocab_size=model.vocab_size, chunk=T, z_loss=0.0, partitioner=Partitioner.single(),
+        )  # fmt: skip
+        return sums.nats
+
+    def forward(params, tokens_BT):
+        merged = nnx.merge(structure, params)
+        return merged.logits(merged(tokens_BT))
+
+    function = jax.grad(loss) if gradient else forward
+    lowered = jax.jit(function).lower(nnx.state(decoder), tokens)
+    module = hlo.parse(lowered.compiler_ir("hlo").get_hlo_module().to_string())
+    for name, times in module.runs.items():
+        computation = module.computations[name]
+        for dot in (found for found in computation.instructions if found.opcode == "dot"):
+            left = computation.by_name[dot.operands[0]].shapes[0].dims
+            contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes).group(1)
+            contracted = tuple(left[int(dim)] for dim in contracting.split(","))
+            result = dot.shapes[0].dims
+            yield contracted, result, times * 2 * math.prod(contracted) * math.prod(result)
+
+
+def component(contracted, result):
+    """Tell from its sizes which product of the forward pass a dot is."""
+    size = math.prod(contracted)
+    if size == T:
+        return "attention_value_products"
+    if size == H:
+        return "query_key_products"
+    if size == F or F in result:
+        return "mlp"
+    if V in result:
+        return "unembedding"
+    return "output_projection" if size == 4 * H else "qkv_projections"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_component_is_the_dots_xla_sees_in_the_forward_pass(name):
+    model = MODELS[name]
+    seen = {}
+    for contracted, result, flops in lowered_dots(model, "reference", gradient=False):
+        kind = component(contracted, result)
+        seen[kind] = seen.get(kind, 0) + flops
+    counted = train_flops_per_token(model, T)
+    # XLA multiplies padded logits and every pair of tokens: the convention counts neither the padding nor what the mask hides
+    useful = {key: value / 3 * T for key, value in counted.components().items()}
+    useful["unembedding"] *= model.padded_vocab_size / model.vocab_size
+    for half in ("query_key_products", "attention_value_products"):
+        useful[half] = counted.attention_scores_full / 2 / 3 * T
+    assert seen == pytest.approx(useful, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("llama", "reference"), ("llama", "xla"), ("gpt2", "xla"), ("qwen3", "reference")])
+def test_training_is_three_times_the_forward_dots(name, backend):
+    seen = sum(flops for *_, flops in lowered_dots(MODELS[name], backend, gradient=True))
+    assert seen == pytest.approx(train_flops_per_token(MODELS[name], T).total_full_attention * T, rel=1e-12)
+
+
+def test_the_convention_differs_from_counting_every_pair_by_what_the_mask_hides():
+    flops = train_flops_per_token(MODELS["llama windowed"], T)
+    visible = sum(min(query + 1, 7) for query in range(T)) / T**2
+    assert flops.total_full_attention - flops.total == pytest.approx(flops.attention_scores_full - flops.attention_scores)
+    assert flops.attention_scores / flops.attention_scores_full == pytest.approx(visible, abs=0.5 / T)
+
+
+def test_a_layer_counts_projections_and_mlp_of_both_directions():
+    # in print: a layer's forward pass as 4*B*D^2. With the MLP of width 4D it is 24*B*D^2 (2 per multiply-add, 12*D^2 weights)
+    model = ModelConfig(num_layers=1, embed_dim=64, num_heads=4, mlp_dim=256, gated_mlp=False, vocab_size=1)
+    flops = train_flops_per_token(model, 1)
+    assert (flops.attention_projections + flops.mlp) / 3 == 24 * 64**2
+
+
+def test_the_70b_model_of_the_scaling_book_has_70_4_billion_parameters():
+    model = ModelConfig(
+        num_layers=80, embed_dim=8192, mlp_dim=28672, num_heads=64, num_kv_heads=8, head_dim=128, vocab_size=128256, tie_embeddings=False
+    )
+    assert count_parameters(model).total == pytest.approx(70.4e9, rel=3e-3)
