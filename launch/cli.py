@@ -34,6 +34,7 @@ _CONVERT: Table = {
     "to-hf": ("launch.commands.convert:to_hf", "Export a run as a Hugging Face directory."),
 }
 COMMANDS: Table = {
+    "plan": ("launch.commands.plan:plan", "What a run should cost: layouts, memory, time, money, what binds."),
     "train": ("launch.commands.train:train", "Train a model from a config; the same command resumes a run."),
     "submit": ("launch.commands.submit:submit", "Submit a training run as a Slurm job."),
     "evaluate": ("launch.commands.evaluate:evaluate", "Loss, perplexity and bits per byte of a run or model."),
@@ -42,6 +43,7 @@ COMMANDS: Table = {
     "config": ("Show, compare and describe configs.", _CONFIG),
     "goodput": ("launch.commands.goodput:goodput", "Where the wall time and the money of a run went."),
     "diagnose": ("launch.commands.diagnose:diagnose", "What holds a run back, with evidence, and what to do."),
+    "report": ("launch.commands.report:report", "One HTML page about a run, or several side by side."),
     "timeline": ("launch.commands.timeline:timeline", "A run's phases as a picture or a Perfetto trace."),
     "shardings": ("launch.commands.shardings:shardings", "How every parameter is divided over the devices."),
     "convert": ("Convert models from and to Hugging Face.", _CONVERT),

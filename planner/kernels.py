@@ -22,6 +22,8 @@ ATTENTION_FORWARD_SHARE = 0.25
 """Of the time of fused attention forward and backward: the backward kernel does 2.5 forwards of work at 0.85 of its rate."""
 SCORE_PASSES = 14
 """Times the float32 scores of an attention without fused kernels go through device memory, forward and backward (XLA's fusions)."""
+MASK_PASSES = 3
+"""Times every head of cuDNN's attention reads the visible part of the mask of packed documents: once forward, twice backward."""
 OPTIMIZER_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "adafactor": 24, "muon": 24}
 """Per float32 parameter: read gradient (twice: norm and update), parameter and moments; write parameter and moments."""
 LOGIT_PASSES_BYTES = 18
@@ -105,7 +107,7 @@ class Kernels:
         flops = 12.0 * keys * model.num_heads * model.head_width * local.tokens / local.tensor
         if backend == "cudnn":
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
-            mask = local.tokens * length * local.compute_itemsize * 4 * model.num_heads // local.tensor
+            mask = MASK_PASSES * local.tokens * keys * local.compute_itemsize * model.num_heads / local.tensor
             return Work(flops / rate, self.memory_s(mask) if local.config.data.document_masking else 0.0)
         seen = keys if backend == "chunked" else length
         scores = local.tokens * seen * model.num_heads / local.tensor * 4
@@ -159,7 +161,7 @@ class Kernels:
         """Bytes: gradients of the same, float32 weight gradients written, read and added to their stack, and what is recomputed."""
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
-        size = 12 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (2 * gates + 2) * local.hidden_bytes
+        size: float = 12 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (2 * gates + 2) * local.hidden_bytes
         size += 8 * local.gathered_layer_weights + 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
         size += self._casts()
         if again.inputs:

@@ -120,14 +120,14 @@ def _state(local: LocalSizes, sizes: Mapping[str, int]) -> dict[str, Component]:
     config = local.config
     used = [axis for axis, size in sizes.items() if size > 1]
     groups = len(used) + (1 if {"data", "fsdp"} <= set(used) else 0)
-    moment_bytes, of_moments = _moment_bytes(local)
+    bytes_of_moments, of_moments = _moments(local)
     rows = config.data.batch_size // (local.data * local.fsdp)
     arrays = 5 if config.data.document_masking else 4
     return {
         "parameters": Component(
             local.parameters * local.parameter_itemsize, f"{config.precision.params} masters, cut over fsdp and tensor; norms whole"
         ),
-        "moments": Component(moment_bytes, of_moments),
+        "moments": Component(bytes_of_moments, of_moments),
         "batch": Component(arrays * rows * config.data.seq_len * 4, f"{arrays} int32 or float32 arrays of the step's rows"),
         "runtime_reserve": Component(
             CUDA_CONTEXT_BYTES + groups * NCCL_BYTES_PER_COMMUNICATOR,
@@ -136,7 +136,12 @@ def _state(local: LocalSizes, sizes: Mapping[str, int]) -> dict[str, Component]:
     }
 
 
-def _moment_bytes(local: LocalSizes) -> tuple[int, str]:
+def moment_bytes(local: LocalSizes) -> int:
+    """Return the bytes of the optimiser's state on a device."""
+    return _moments(local)[0]
+
+
+def _moments(local: LocalSizes) -> tuple[int, str]:
     """Bytes of the optimiser's state and what they are made of."""
     kind, first = local.config.optimizer.kind, ITEMSIZE[local.config.precision.moments]
     word = local.config.precision.moments

@@ -1,0 +1,245 @@
+"""A whole plan: search, limits, ranking, advice and the scaling table in one object, and its JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from configs.cluster import ClusterConfig
+from configs.errors import UserError
+from configs.schema import Config
+from planner.advice import Alternative, Binding, alternatives, binding
+from planner.calibration import Calibration
+from planner.scaling import ScalingRow, scaling_table, worth_until
+from planner.search import Candidate, Limits, Objective, Scale, capacity_bytes, ranked, search, search_scale, within
+from planner.step_time import Machine
+
+LARGEST_SUGGESTION = 4096
+"""Nodes up to which the nearest feasible choice is looked for."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer to `ridge plan`."""
+
+    config: Config
+    cluster: ClusterConfig
+    calibration: Calibration
+    tokens: float
+    objective: Objective
+    limits: Limits
+    scales: list[Scale]
+    best: list[Candidate]
+    """The best few within the limits, best first; at least one."""
+    bindings: list[Binding]
+    """What binds each of them."""
+    alternatives: list[Alternative]
+    """The obvious ones, against the best."""
+    scaling: list[ScalingRow]
+    worth_nodes: int | None
+    worth: str
+    """Where more nodes stop being worth it."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of a device that a run may plan with."""
+        return capacity_bytes(Machine(self.cluster, self.calibration, self.best[0].step.devices))
+
+
+def make_plan(
+    config: Config,
+    cluster: ClusterConfig,
+    calibration: Calibration,
+    nodes: Sequence[int],
+    *,
+    tokens: float | None = None,
+    objective: Objective = "time",
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    top: int = 3,
+) -> Plan:
+    """Search the node counts, rank what fits and explain the choice.
+
+    `tokens` of the run; None: trainer.steps * data.batch_size * data.seq_len. The global batch stays as configured.
+    Raises UserError: nothing fits or divides, or nothing is within the limits; the message says by how much and what the nearest choice is.
+    """
+    tokens = tokens or float(config.trainer.steps) * config.data.batch_size * config.data.seq_len
+    if limits.budget_usd is not None:
+        _check_priced(cluster, calibration)
+    scales = search(config, cluster, calibration, nodes, tokens)
+    if not any(scale.candidates for scale in scales):
+        raise _nothing_fits(config, cluster, calibration, scales, tokens)
+    chosen = _distinct(ranked(scales, objective, limits), top)
+    if not chosen:
+        raise _outside_limits(scales, limits, tokens)
+    machines = {c.nodes: Machine(cluster, calibration, c.step.devices) for c in chosen}
+    rows = scaling_table(scales, limits)
+    worth_nodes, worth = worth_until(rows, objective)
+    best_scale = next(scale for scale in scales if scale.nodes == chosen[0].nodes)
+    return Plan(
+        config=config,
+        cluster=cluster,
+        calibration=calibration,
+        tokens=tokens,
+        objective=objective,
+        limits=limits,
+        scales=scales,
+        best=chosen,
+        bindings=[binding(candidate, machines[candidate.nodes]) for candidate in chosen],
+        alternatives=alternatives(best_scale, machines[chosen[0].nodes]),
+        scaling=rows,
+        worth_nodes=worth_nodes,
+        worth=worth,
+    )
+
+
+def _distinct(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
+    """The first `top` that differ in nodes, mesh or rematerialisation."""
+    found: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        layout = candidate.layout
+        found.setdefault((candidate.nodes, layout.data, layout.fsdp, layout.tensor, layout.remat.policy), candidate)
+        if len(found) == top:
+            break
+    return list(found.values())
+
+
+# Impossible wishes.
+
+
+def _check_priced(cluster: ClusterConfig, calibration: Calibration) -> None:
+    machine = Machine(cluster, calibration, cluster.devices_per_node)
+    if cluster.price_per_device_hour_usd is None and machine.device.price_per_hour_usd is None:
+        raise UserError(
+            f"--budget-usd: neither cluster '{cluster.name}' nor the catalogue has a price for {machine.device.name};"
+            " set price_per_device_hour_usd in the cluster file"
+        )
+
+
+def _nothing_fits(config: Config, cluster: ClusterConfig, calibration: Calibration, scales: list[Scale], tokens: float) -> UserError:
+    """Name the nearest miss of every node count, and the fewest nodes that work."""
+    rows = scaling_table(scales, Limits())
+    lines = [f"{row.nodes} node{'s' if row.nodes != 1 else ''} ({row.devices} devices): {row.outside}" for row in rows]
+    return UserError(f"no layout of this config works: {lines[-1]}. " + _fewest_nodes(config, cluster, calibration, scales, tokens))
+
+
+def _fewest_nodes(config: Config, cluster: ClusterConfig, calibration: Calibration, scales: list[Scale], tokens: float) -> str:
+    most = min(cluster.nodes or LARGEST_SUGGESTION, LARGEST_SUGGESTION)
+    tried = {scale.nodes for scale in scales}
+    nodes = 1
+    while nodes <= most:
+        if nodes not in tried:
+            scale = search_scale(config, cluster, calibration, nodes, tokens)
+            if scale.best is not None:
+                layout = scale.best.layout
+                return f"Nearest choice: {nodes} nodes ({layout.text()}, remat {layout.remat.policy})."
+        nodes *= 2
+    rows = config.data.batch_size
+    return f"No power of two up to {most:,} nodes works either: change data.batch_size={rows}, data.seq_len or the model."
+
+
+def _outside_limits(scales: list[Scale], limits: Limits, tokens: float) -> UserError:
+    """Name the candidate nearest to the limits and how far it is."""
+    parts = []
+    if limits.deadline_days is not None:
+        fastest = ranked(scales, "time", Limits())[0]
+        over = within(fastest, Limits(deadline_days=limits.deadline_days))
+        parts.append(f"the fastest ({_where(fastest)}) {over or 'meets the deadline'}")
+    if limits.budget_usd is not None:
+        cheapest = ranked(scales, "cost", Limits())[0]
+        over = within(cheapest, Limits(budget_usd=limits.budget_usd))
+        cost = cheapest.run.wall_cost_usd
+        paid = f"; the budget pays for {tokens * limits.budget_usd / cost:.3g} of {tokens:.3g} tokens" if over and cost else ""
+        parts.append(f"the cheapest ({_where(cheapest)}) {over or 'is within the budget'}{paid}")
+        if limits.deadline_days is not None:
+            in_time = ranked(scales, "cost", replace(limits, budget_usd=None))
+            if in_time:
+                parts.append(f"the cheapest within the deadline ({_where(in_time[0])}) {within(in_time[0], limits)}")
+    return UserError("nothing meets the limits: " + "; ".join(parts))
+
+
+def _where(candidate: Candidate) -> str:
+    return f"{candidate.nodes} node{'s' if candidate.nodes != 1 else ''}, {candidate.layout.text()}"
+
+
+# JSON.
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain values: `candidates`, `rejected`, `scaling` and what they were made with."""
+    return {
+        "config": plan.config.name,
+        "cluster": plan.cluster.name,
+        "calibration": plan.calibration.name,
+        "tokens": plan.tokens,
+        "objective": plan.objective,
+        "budget_usd": plan.limits.budget_usd,
+        "deadline_days": plan.limits.deadline_days,
+        "capacity_bytes": plan.capacity_bytes,
+        "candidates": [
+            candidate_json(candidate) | {"binds": bound.sentence, "binding_ceiling": bound.ceiling, "gain_if_doubled": bound.gain}
+            for candidate, bound in zip(plan.best, plan.bindings, strict=True)
+        ],
+        "alternatives": [dict_of(alternative) for alternative in plan.alternatives],
+        "rejected": [dict_of(rejection) for scale in plan.scales for rejection in scale.rejections],
+        "scaling": [_row_json(row) for row in plan.scaling],
+        "worth_until_nodes": plan.worth_nodes,
+        "worth": plan.worth,
+    }
+
+
+def dict_of(value: Any) -> dict[str, Any]:
+    """Fields of a flat dataclass."""
+    return dict(vars(value))
+
+
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """One candidate as plain values."""
+    layout, step, run, memory = candidate.layout, candidate.step, candidate.run, candidate.memory
+    return {
+        "nodes": candidate.nodes,
+        "devices": step.devices,
+        "mesh": layout.sizes,
+        "microbatch": candidate.microbatch,
+        "accumulation": layout.accumulation,
+        "remat": layout.remat.policy,
+        "remat_names": list(layout.remat.names),
+        "memory_bytes": memory.total_bytes,
+        "memory_components": memory.bytes_by_component(),
+        "memory_moment": memory.moment,
+        "step_s": step.step_s,
+        "breakdown_s": step.breakdown_s,
+        "communication_s": step.communication_s,
+        "mfu": step.mfu,
+        "tokens_per_s": step.tokens_per_s,
+        "tokens_per_s_per_device": step.tokens_per_s_per_device,
+        "steps": run.steps,
+        "days": run.days,
+        "device_hours": run.device_hours,
+        "cost_usd": run.cost_usd,
+        "wall_days": run.wall_days,
+        "wall_cost_usd": run.wall_cost_usd,
+        "goodput": run.goodput,
+        "expected_failures": run.expected_failures,
+        "mtbf_hours": run.mtbf_hours,
+        "checkpoint_interval_s": run.checkpoint_interval_s,
+        "energy_kwh": run.energy_kwh,
+    }
+
+
+def _row_json(row: ScalingRow) -> dict[str, Any]:
+    best = row.best
+    base: dict[str, Any] = {
+        "nodes": row.nodes,
+        "devices": row.devices,
+        "efficiency": row.efficiency,
+        "marginal_efficiency": row.marginal_efficiency,
+        "outside": row.outside,
+    }
+    if best is None:
+        return base
+    keys = (
+        "mesh accumulation remat step_s mfu tokens_per_s tokens_per_s_per_device memory_bytes days wall_days device_hours cost_usd goodput"
+    )
+    found = candidate_json(best)
+    return base | {key: found[key] for key in keys.split()}

@@ -1,0 +1,176 @@
+"""The search: every legal layout on every number of nodes, what fits, how fast, what it costs; and why the others are out.
+
+Pruning keeps the answer: with the mesh and the rematerialisation fixed, fewer microbatches mean less traffic and larger products, so only
+the two smallest numbers of microbatches that fit are timed; memory is judged before time, being cheaper to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from configs.cluster import ClusterConfig
+from configs.errors import UserError
+from configs.schema import Config
+from planner.calibration import Calibration
+from planner.economics import RunEstimate, estimate_run
+from planner.layouts import Layout, Mesh, accumulations, check_plannable, meshes, remat_choices
+from planner.local import LocalSizes
+from planner.memory import MemoryEstimate, memory_per_device
+from planner.step_time import Machine, StepEstimate, StepParts, step_parts
+
+Objective = Literal["time", "cost", "efficiency"]
+TIMED_PER_MESH = 2
+"""Numbers of microbatches timed per mesh and rematerialisation."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, with everything predicted about it."""
+
+    nodes: int
+    layout: Layout
+    microbatch: int
+    """Rows of a microbatch on one device."""
+    memory: MemoryEstimate
+    parts: StepParts
+    step: StepEstimate
+    run: RunEstimate
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A layout that is out."""
+
+    nodes: int
+    mesh: dict[str, int]
+    remat: str | None
+    """None: the mesh itself is refused."""
+    reason: str
+    short_bytes: int = 0
+    """How far the smallest memory need is over what a device may plan with; 0: another reason."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user can spend."""
+
+    budget_usd: float | None = None
+    deadline_days: float | None = None
+
+
+@dataclass
+class Scale:
+    """The outcome on one number of nodes."""
+
+    nodes: int
+    devices: int
+    candidates: list[Candidate] = field(default_factory=list)
+    """All that fit, fastest first."""
+    rejections: list[Rejection] = field(default_factory=list)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest; with the batch given, on one number of nodes it is the cheapest and most efficient too."""
+        return self.candidates[0] if self.candidates else None
+
+
+def capacity_bytes(machine: Machine) -> int:
+    """Bytes of a device that a run may plan with."""
+    return int(machine.device.memory_bytes * machine.cluster.utilisation_cap)
+
+
+def search(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: Sequence[int], tokens: float) -> list[Scale]:
+    """Search every number of nodes. Raises UserError for configs, node counts or devices that cannot be planned."""
+    check_plannable(config)
+    for count in nodes:
+        if cluster.nodes is not None and count > cluster.nodes:
+            raise UserError(f"--nodes {count}: cluster '{cluster.name}' has {cluster.nodes:,} nodes ({count - cluster.nodes:,} too many)")
+    return [search_scale(config, cluster, calibration, count, tokens) for count in sorted(set(nodes))]
+
+
+def search_scale(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: int, tokens: float) -> Scale:
+    """Search one number of nodes."""
+    devices = nodes * cluster.devices_per_node
+    machine = Machine(cluster, calibration, devices)
+    scale = Scale(nodes, devices)
+    for mesh in meshes(config, devices):
+        if mesh.refused is not None:
+            scale.rejections.append(Rejection(nodes, mesh.layout.mesh, None, mesh.refused))
+            continue
+        for found in _fits(config, mesh, machine, nodes):
+            if isinstance(found, Rejection):
+                scale.rejections.append(found)
+            else:
+                layout, memory = found
+                scale.candidates.append(evaluate(config, layout, memory, machine, tokens, nodes))
+    scale.candidates.sort(key=lambda candidate: (candidate.step.step_s, candidate.memory.total_bytes))
+    return scale
+
+
+def evaluate(config: Config, layout: Layout, memory: MemoryEstimate, machine: Machine, tokens: float, nodes: int) -> Candidate:
+    """Time a layout and extend it to the run."""
+    chosen = layout.apply(config)
+    local = LocalSizes.of(chosen, layout.sizes)
+    parts = step_parts(chosen, layout.sizes, machine)
+    step = parts.assemble()
+    run = estimate_run(chosen, local, step.step_s, machine.cluster, machine.device, tokens, nodes)
+    return Candidate(nodes, layout, local.rows, memory, parts, step, run)
+
+
+def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[tuple[Layout, MemoryEstimate] | Rejection]:
+    """The layouts of a mesh that fit, or per rematerialisation policy why none does."""
+    capacity = capacity_bytes(machine)
+    counts = accumulations(config, mesh.layout)
+    for remat in remat_choices(config):
+        timed, least = 0, None
+        for accumulation in counts:
+            layout = replace(mesh.layout, accumulation=accumulation, remat=remat)
+            memory = memory_per_device(layout.apply(config), layout.sizes, gpu=machine.device.tensor_cores)
+            if least is None or memory.total_bytes < least:
+                least = memory.total_bytes
+            if memory.total_bytes <= capacity:
+                timed += 1
+                yield layout, memory
+                if timed == TIMED_PER_MESH:
+                    break
+        if not timed:
+            assert least is not None
+            reason = (
+                f"needs {least / 1e9:.1f} GB per device at least, {(least - capacity) / 1e9:.1f} GB more than the {capacity / 1e9:.1f} GB"
+                f" a device may plan with"
+            )
+            yield Rejection(nodes, mesh.layout.mesh, remat.policy, reason, least - capacity)
+
+
+def within(candidate: Candidate, limits: Limits) -> str | None:
+    """Say by how much a candidate breaks a limit, or None."""
+    run = candidate.run
+    if limits.deadline_days is not None and run.wall_days > limits.deadline_days:
+        over = run.wall_days / limits.deadline_days
+        return f"takes {run.wall_days:.3g} days, {over:.2g} times the deadline of {limits.deadline_days:g}"
+    if limits.budget_usd is not None and run.wall_cost_usd is not None and run.wall_cost_usd > limits.budget_usd:
+        over = run.wall_cost_usd / limits.budget_usd
+        return f"costs ${run.wall_cost_usd:,.0f}, {over:.2g} times the budget of ${limits.budget_usd:,.0f}"
+    return None
+
+
+def rank_key(objective: Objective) -> tuple[str, ...]:
+    """Names of what is minimised, in order."""
+    return {"time": ("wall_days", "cost"), "cost": ("cost", "wall_days"), "efficiency": ("per_token", "wall_days")}[objective]
+
+
+def ranked(scales: Sequence[Scale], objective: Objective, limits: Limits) -> list[Candidate]:
+    """All candidates within the limits, best first; layouts that differ in nothing but a larger memory need come last."""
+
+    def key(candidate: Candidate) -> tuple[float, ...]:
+        run, step = candidate.run, candidate.step
+        values = {
+            "wall_days": run.wall_days,
+            "cost": run.wall_device_hours if run.wall_cost_usd is None else run.wall_cost_usd,
+            "per_token": -step.tokens_per_s_per_device,
+        }
+        return (*(values[name] for name in rank_key(objective)), candidate.memory.total_bytes)
+
+    return sorted((c for scale in scales for c in scale.candidates if within(c, limits) is None), key=key)
