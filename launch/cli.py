@@ -33,12 +33,25 @@ _CONVERT: Table = {
     "from-hf": ("launch.commands.convert:from_hf", "Import a Hugging Face directory as a checkpoint."),
     "to-hf": ("launch.commands.convert:to_hf", "Export a run as a Hugging Face directory."),
 }
+_ESTIMATE: Table = {
+    "model": ("launch.commands.estimate_config:model", "Parameters and FLOPs per token of a config, by component."),
+    "memory": ("launch.commands.estimate_config:memory", "Memory of one device, by component."),
+    "step": ("launch.commands.estimate_config:step", "Time of a training step, by ceiling."),
+    "collective": ("launch.commands.estimate:collective", "Time of one collective (alpha-beta model)."),
+    "run": ("launch.commands.estimate:run", "Days, device-hours and money of a run, or its MFU."),
+    "pipeline": ("launch.commands.estimate:pipeline", "Step time and bubble of a pipeline."),
+    "checkpoint": ("launch.commands.estimate:checkpoint", "Best checkpoint interval for a failure rate."),
+    "ridge": ("launch.commands.estimate:ridge", "Where computing and moving balance."),
+    "batch": ("launch.commands.estimate:batch", "Steps by batch size; the critical batch size."),
+}
 COMMANDS: Table = {
     "plan": ("launch.commands.plan:plan", "What a run should cost: layouts, memory, time, money, what binds."),
     "train": ("launch.commands.train:train", "Train a model from a config; the same command resumes a run."),
     "submit": ("launch.commands.submit:submit", "Submit a training run as a Slurm job."),
     "evaluate": ("launch.commands.evaluate:evaluate", "Loss, perplexity and bits per byte of a run or model."),
     "generate": ("launch.commands.generate:generate", "Sample text from a run or a Hugging Face model."),
+    "estimate": ("Calculators: what a model, a step or a run takes, each with its formula.", _ESTIMATE),
+    "calibrate": ("launch.commands.calibrate:calibrate", "Measure this machine for the planner."),
     "data": ("Prepare, look at and time training data.", _DATA),
     "config": ("Show, compare and describe configs.", _CONFIG),
     "goodput": ("launch.commands.goodput:goodput", "Where the wall time and the money of a run went."),

@@ -29,7 +29,7 @@ def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bo
     record = read_run(run)
     ledger = run_ledger(read_events(event_files(run)))
     devices = int(record["starts"][-1]["devices"]["count"])
-    price_usd = _price(cluster) if price_usd is None else price_usd
+    price_usd = price_of(cluster) if price_usd is None else price_usd
     report = describe(ledger, devices, price_usd)
     if as_json:
         print_json(report)
@@ -95,9 +95,13 @@ def _headline(name: str, ledger: Ledger, devices: int) -> str:
     return f"{name}: goodput {ledger.goodput:.1%} of {wall} on {devices} device(s){starts}; {ledger.steps} steps{tokens}"
 
 
-def _price(cluster: str | None) -> float | None:
+def price_of(cluster: str | None) -> float | None:
+    """Return the price of one device of a cluster for an hour, in USD: its file's, else the typical one of its device; None: no cluster."""
     if cluster is None:
         return None
     from configs.cluster import load_cluster
+    from planner.hardware import hardware
 
-    return load_cluster(cluster).config.price_per_device_hour_usd
+    config = load_cluster(cluster).config
+    price = config.price_per_device_hour_usd
+    return hardware(config.device).price_per_hour_usd if price is None else price

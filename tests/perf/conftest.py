@@ -1,4 +1,8 @@
-"""A short log directory as a run leaves it, made on the CPU: scalars, config text and one profile of a jitted step."""
+"""A short log directory as a run leaves it, made on the CPU: scalars, config text and one profile of a jitted step.
+Also a real browser."""
+
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -58,3 +62,34 @@ def capture_dir(run_dir):
     """The capture in it."""
     (directory,) = (run_dir / "tensorboard" / "plugins" / "profile").iterdir()
     return directory
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("CI must have Chromium: apt-get install chromium chromium-driver")
+        pytest.skip("Chromium is not installed")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--window-size=1400,1300",
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+    yield driver
+    driver.quit()

@@ -5,7 +5,6 @@ Nothing outside this machine is needed: the pages' few remote extras (web fonts,
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -74,37 +73,6 @@ def tensorboard_url(run_dir):
             yield found.group(1)
         finally:
             server.terminate()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or chromedriver is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("CI must have Chromium: apt-get install chromium chromium-driver")
-        pytest.skip("Chromium is not installed")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in (
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--disable-dev-shm-usage",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--window-size=1400,1300",
-        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
-    ):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
-    yield driver
-    driver.quit()
 
 
 def wait_for_text(browser, *texts):

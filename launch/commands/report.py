@@ -1,0 +1,43 @@
+"""`ridge report RUN [RUN...]`: one page about a run, or about several side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from configs.errors import UserError
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file. Default: report.html in the first RUN.")
+@click.option("--cluster", help="Cluster file or name: its price per device and hour.")
+@click.option("--price", "price_usd", type=click.FloatRange(min=0), help="Price of one device for an hour, in USD; wins over --cluster.")
+def report(runs: tuple[Path, ...], output: Path | None, cluster: str | None, price_usd: float | None) -> None:
+    """Write one self-contained HTML page about RUN: verdict, curves, ledgers with money, timeline, diagnosis, configuration.
+
+    Several RUNs are compared with the first: ledgers, step times under a noise model, settings.
+    """
+    from launch.commands.goodput import price_of
+    from perf.report.page import read_run, render
+
+    price_usd = price_of(cluster) if price_usd is None else price_usd
+    labels = _labels(runs)
+    page = render([read_run(run, label, price_usd=price_usd) for run, label in zip(runs, labels, strict=True)])
+    output = runs[0] / "report.html" if output is None else output
+    try:
+        output.write_text(page)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
+    click.echo(f"wrote {output}")
+
+
+def _labels(runs: tuple[Path, ...]) -> list[str | None]:
+    """Name several runs by their directories, and one by its own name. The same run twice is refused."""
+    if len(runs) == 1:
+        return [None]
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise UserError("a run is named twice: compare different run directories")
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else str(run) for run, name in zip(runs, names, strict=True)]

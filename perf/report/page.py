@@ -1,0 +1,294 @@
+"""The report: verdict, curves, ledgers, timeline, plan against measurement, diagnosis, configuration; for one run or several.
+
+Everything is in one HTML file: styles, pictures and figures; no script, nothing from a network.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.diff import classify_changes
+from configs.errors import UserError
+from perf.compare import compare
+from perf.diagnosis.facts import Facts, read_facts
+from perf.diagnosis.finding import Finding
+from perf.diagnosis.rules import diagnose
+from perf.events import Event, event_files, read_events
+from perf.gantt import gantt_svg
+from perf.progress import format_count, format_duration, format_seconds
+from perf.report.charts import Series, line_chart, stacked_bars
+from perf.report.style import STYLE
+from perf.timeline import phases
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What the page shows of one run."""
+
+    path: Path
+    record: Mapping[str, Any]
+    """run.json."""
+    events: Sequence[Event]
+    facts: Facts
+    findings: Sequence[Finding]
+    label: str
+    """What it is called on the page."""
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The newest entry of run.json's starts."""
+        return self.record["starts"][-1] if self.record.get("starts") else {}
+
+    @property
+    def devices(self) -> int:
+        """Devices of the newest start."""
+        return int(self.start.get("devices", {}).get("count", 1))
+
+
+def read_run(path: Path, label: str | None = None, **more: Any) -> RunReport:
+    """Gather what the page shows of a run directory. Raises UserError when it is none."""
+    try:
+        record = json.loads((path / "run.json").read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} is not a run directory: it has no run.json") from None
+    except ValueError as error:
+        raise UserError(f"{path / 'run.json'} cannot be read: {error}") from None
+    files = event_files(path)
+    if not files:
+        raise UserError(f"{path} has no events.jsonl: the run never started")
+    facts = read_facts(path, **more)
+    return RunReport(path, record, read_events(files), facts, diagnose(facts), label or str(record.get("name", path.name)))
+
+
+def render(runs: Sequence[RunReport]) -> str:
+    """Return the page about one run, or about several with a comparison against the first."""
+    title = runs[0].label if len(runs) == 1 else " against ".join(run.label for run in runs)
+    body = [f"<h1>{_text(title)}</h1>"]
+    if len(runs) > 1:
+        body += _comparison(runs)
+    for run in runs:
+        body += _one(run, heading=len(runs) > 1)
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    return f"{head}<title>{_text(title)}</title><style>{STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
+
+
+def verdict(run: RunReport) -> str:
+    """Say in a sentence or two how the run went and what to do first."""
+    ledger = run.facts.ledger
+    losses = [(e.fields["step"], e.fields["loss"]) for e in run.events if e.kind == "step" and e.process == 0]
+    went = f"{ledger.steps:,} steps in {format_duration(ledger.wall_s)} on {run.devices} device(s)"
+    if ledger.starts > 1:
+        went += f", {ledger.starts} starts"
+    loss = f"; loss {float(losses[0][1]):.3f} to {float(losses[-1][1]):.3f}" if losses else ""
+    useful = f"{ledger.goodput:.0%} of the time was steps that count"
+    if not run.findings:
+        return f"{went}{loss}. {useful}; nothing worth changing was found."
+    first = run.findings[0]
+    gain = f", worth at most {first.gain:.0%}" if first.gain > 0 else ""
+    return f"{went}{loss}. {useful}. First to change: {first.rule}{gain}: {first.action}."
+
+
+def _one(run: RunReport, *, heading: bool) -> list[str]:
+    parts = [f"<h1>{_text(run.label)}</h1>"] if heading else []
+    parts += [f'<p class="lead">{_text(verdict(run))}</p>', _cards(run)]
+    parts += ["<h2>Curves</h2>", f'<div class="charts">{_curves([run])}</div>']
+    parts += ["<h2>Where the time went</h2>", '<div class="wide">', stacked_bars("Run ledger", {"run": run.facts.ledger.seconds}), "</div>"]
+    parts += [_ledger_table(run), "<h2>Timeline</h2>", '<div class="wide">', gantt_svg(run.events), "</div>"]
+    parts += _step_ledger(run) + _memory_and_plan(run) + _diagnosis(run) + _configuration(run)
+    return parts
+
+
+def _cards(run: RunReport) -> str:
+    facts, ledger = run.facts, run.facts.ledger
+    steps = facts.steps
+    last = steps[-1] if steps else {}
+    hours = ledger.wall_s / 3600 * run.devices
+    cards = [
+        ("goodput", f"{ledger.goodput:.1%}"),
+        ("step time", format_seconds(facts.step_s) if facts.step_s else "n/a"),
+        ("tokens/s", format_count(float(last["tokens_per_s"])) if "tokens_per_s" in last else "n/a"),
+        ("MFU", f"{float(last['mfu']):.1%}" if "mfu" in last else "n/a"),
+        ("tokens", format_count(ledger.tokens) if ledger.tokens else "n/a"),
+        ("device-hours", f"{hours:,.2f}"),
+        ("money", f"{hours * facts.price_usd:,.2f} USD" if facts.price_usd is not None else "n/a"),
+        ("peak memory", f"{facts.memory_share:.0%}" if facts.memory_share is not None else "n/a"),
+    ]
+    return '<div class="cards">' + "".join(f'<div class="card"><span>{k}</span><b>{_text(v)}</b></div>' for k, v in cards) + "</div>"
+
+
+def _curves(runs: Sequence[RunReport]) -> str:
+    """Loss, evaluation, speed and goodput over steps, of one run or of several in one picture."""
+
+    def of(run: RunReport, key: str) -> list[tuple[float, float]]:
+        return [(float(s["step"]), float(s[key])) for s in run.facts.steps if isinstance(s.get(key), int | float)]
+
+    many = len(runs) > 1
+    loss = [Series(run.label if many else "training", of(run, "loss")) for run in runs]
+    for run in runs:
+        for name, points in _evaluations(run).items():
+            loss.append(Series(f"{run.label}: {name}" if many else name, points, dashed=True))
+    speed = [Series(run.label if many else "tokens/s", of(run, "tokens_per_s")) for run in runs]
+    waits = [Series(run.label if many else "waiting", of(run, "data_wait_fraction")) for run in runs]
+    goodput = [Series(run.label if many else "goodput", [(t, g) for t, g in run.facts.ledger.over_time()]) for run in runs]
+    charts = [
+        line_chart("Loss", "step", "nats/token", loss),
+        line_chart("Speed", "step", "tokens/s", speed),
+        line_chart("Waiting for data", "step", "share", waits),
+        line_chart("Goodput so far", "seconds of wall time", "share", goodput),
+    ]
+    return "\n".join(f"<div>{chart}</div>" for chart in charts if chart)
+
+
+def _evaluations(run: RunReport) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for phase in phases(run.events):
+        if phase.name == "evaluation" and phase.process == 0:
+            for name, loss in phase.fields.get("results", {}).items():
+                if isinstance(loss, int | float):
+                    found.setdefault(name, []).append((float(phase.fields["step"]), float(loss)))
+    return found
+
+
+def _ledger_table(run: RunReport) -> str:
+    ledger, price = run.facts.ledger, run.facts.price_usd
+    head = ["category", "seconds", "share", *(["USD"] if price is not None else [])]
+    rows = []
+    for name, seconds in sorted(ledger.seconds.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            money = [f"{seconds / 3600 * run.devices * price:,.2f}"] if price is not None else []
+            rows.append([name.replace("_", " "), f"{seconds:,.1f}", f"{seconds / ledger.wall_s:.1%}", *money])
+    total = [f"{ledger.wall_s / 3600 * run.devices * price:,.2f}"] if price is not None else []
+    rows.append(["all", f"{ledger.wall_s:,.1f}", "100.0%", *total])
+    return table(head, rows)
+
+
+def _step_ledger(run: RunReport) -> list[str]:
+    analysis = run.facts.analysis
+    if not analysis or not analysis.get("devices"):
+        return ["<h2>Inside a step</h2>", '<p class="soft">No profile was captured (profiler.start_step, or SIGUSR1 to a running job).</p>']
+    rows = {}
+    for device in analysis["devices"]:
+        hidden = max(0.0, float(device["communication_s"]) - float(device["exposed_communication_s"]))
+        rows[str(device["device"])] = {
+            "compute": float(device["compute_s"]),
+            "communication": float(device["exposed_communication_s"]),
+            "copies": float(device["exposed_copy_s"]),
+            "idle": float(device["idle_s"]),
+            "unexplained": max(0.0, float(device["residual_s"])),
+        }
+        assert hidden >= 0
+    components = sorted(analysis.get("components", []), key=lambda c: -float(c.get("time_s", 0.0)))[:15]
+    lines = [[str(c.get("component")), str(c.get("phase", "")), format_seconds(float(c.get("time_s", 0.0)))] for c in components]
+    parts = ["<h2>Inside a step</h2>", '<div class="wide">', stacked_bars("Step ledger", rows), "</div>"]
+    return parts + ([table(["component", "pass", "time"], lines)] if lines else [])
+
+
+def _memory_and_plan(run: RunReport) -> list[str]:
+    plan, compiled, facts = run.facts.plan, run.facts.compiled, run.facts
+    if not plan and not compiled:
+        return []
+    rows = []
+    predicted_s = (plan or {}).get("step_s")
+    if predicted_s and facts.step_s:
+        rows.append(
+            ["step time", format_seconds(float(predicted_s)), format_seconds(facts.step_s), f"{facts.step_s / predicted_s - 1:+.0%}"]
+        )
+    peak = next((float(s["peak_bytes"]) for s in reversed(facts.steps) if "peak_bytes" in s), None)
+    for source, name in ((plan, "memory_bytes"), (compiled, "peak_bytes")):
+        value = (source or {}).get(name)
+        if value:
+            measured = f"{peak / 2**30:,.2f} GiB" if peak else "n/a"
+            difference = f"{peak / value - 1:+.0%}" if peak else "n/a"
+            what = "memory, planned" if source is plan else "memory, compiled"
+            rows.append([what, f"{value / 2**30:,.2f} GiB", measured, difference])
+    return ["<h2>Plan against measurement</h2>", table(["what", "predicted", "measured", "difference"], rows)] if rows else []
+
+
+def _diagnosis(run: RunReport) -> list[str]:
+    if not run.findings:
+        return ["<h2>Diagnosis</h2>", '<p class="mark">Nothing worth changing.</p>']
+    rows = [
+        [f.rule, f"{f.gain:.0%}" if f.gain > 0 else "none in speed", "; ".join(f.evidence), f.action, f.next_bottleneck]
+        for f in run.findings
+    ]
+    return ["<h2>Diagnosis</h2>", table(["constraint", "gain at most", "evidence", "do", "binds next"], rows)]
+
+
+def _configuration(run: RunReport) -> list[str]:
+    start = run.start
+    git = start.get("git", {})
+    commit = f"{git.get('commit')}{' with changes' if git.get('dirty') else ''}"
+    rows = [
+        ["run", f"{run.record.get('name')} ({run.record.get('id')})"],
+        ["command", " ".join(start.get("command", []))],
+        ["commit", commit],
+        ["devices", f"{run.devices} x {start.get('devices', {}).get('kind')}"],
+        ["processes", str(start.get("processes", ""))],
+        ["python", str(start.get("python", ""))],
+        ["started", ", ".join(str(s.get("time")) for s in run.record.get("starts", []))],
+    ]
+    packages = "\n".join(f"{name}=={version}" for name, version in start.get("packages", {}).items())
+    config = run.path / "config.yaml"
+    text = config.read_text() if config.is_file() else "n/a"
+    return [
+        "<h2>Configuration and environment</h2>",
+        table(["", ""], rows),
+        f"<details><summary>config.yaml</summary><pre>{_text(text)}</pre></details>",
+        f"<details><summary>packages</summary><pre>{_text(packages)}</pre></details>",
+    ]
+
+
+def _comparison(runs: Sequence[RunReport]) -> list[str]:
+    base = runs[0]
+    parts = ["<h2>Side by side</h2>", f'<div class="charts">{_curves(runs)}</div>']
+    parts += ['<div class="wide">', stacked_bars("Run ledgers", {run.label: run.facts.ledger.seconds for run in runs}), "</div>"]
+    for run in runs[1:]:
+        parts += [f"<h2>{_text(run.label)} against {_text(base.label)}</h2>", f'<p class="lead">{_text(_speed_verdict(base, run))}</p>']
+        names = [n for n in base.facts.ledger.seconds if base.facts.ledger.seconds[n] or run.facts.ledger.seconds[n]]
+        rows = [
+            [
+                n.replace("_", " "),
+                f"{(a := base.facts.ledger.seconds[n]):,.1f}",
+                f"{(b := run.facts.ledger.seconds[n]):,.1f}",
+                f"{b - a:+,.1f}",
+            ]
+            for n in names
+        ]
+        parts += [table(["seconds", base.label, run.label, "change"], rows), _config_diff(base, run)]
+    return parts
+
+
+def _speed_verdict(base: RunReport, run: RunReport) -> str:
+    """Compare the step times of two runs under the noise model."""
+    old, new = ([float(s["step_time_p50_s"]) for s in r.facts.steps[1:] if "step_time_p50_s" in s] for r in (base, run))
+    if min(len(old), len(new)) < 3:
+        return "Steps: too few log lines to compare."
+    return f"Steps: {compare(old, new).describe()}."
+
+
+def _config_diff(base: RunReport, run: RunReport) -> str:
+    if base.facts.config is None or run.facts.config is None:
+        return ""
+    changes = classify_changes(base.facts.config.model_dump(mode="json"), run.facts.config.model_dump(mode="json"))
+    rows = [[change.key, str(change.old), str(change.new)] for change in changes]
+    return table(["setting", base.label, run.label], rows) if rows else '<p class="soft">The configs are the same.</p>'
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table; columns of figures are right-aligned."""
+    figures = [bool(rows) and all(row[i][:1].isdigit() or row[i][:1] in "+-n" for row in rows) for i in range(len(headings))]
+    kinds = [' class="n"' if is_figure else "" for is_figure in figures]
+    head = "".join(f"<th{kind}>{_text(heading)}</th>" for kind, heading in zip(kinds, headings, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{_text(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>" for row in rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _text(value: str) -> str:
+    return html.escape(str(value))

@@ -1,0 +1,30 @@
+"""The look of the report: light and dark, narrow and wide, screen and print."""
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2126; --soft: #5c6670; --line: #d8dde2; --paper: #fff; --card: #f6f8fa; --mark: #0b6e4f; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e3e7eb; --soft: #9aa5b0; --line: #333b43; --paper: #14181c; --card: #1c2228; --mark: #58c99b; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.2rem; max-width: 1180px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { margin: 0 0 .2rem; font-size: 1.6rem; } h2 { margin: 2rem 0 .6rem; font-size: 1.15rem; border-bottom: 1px solid var(--line); }
+p.lead { font-size: 1.05rem; } .soft { color: var(--soft); } .mark { color: var(--mark); font-weight: 600; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: .6rem; margin: 1rem 0; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }
+.card b { display: block; font-size: 1.2rem; } .card span { color: var(--soft); font-size: .85rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: .8rem; }
+.wide { overflow-x: auto; }
+svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; background: transparent; } .wide svg { max-width: none; }
+svg text { fill: var(--ink); } svg .grid { stroke: var(--line); }
+table { border-collapse: collapse; font-size: .92rem; }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
+  overflow-wrap: anywhere; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+pre { overflow-x: auto; background: var(--card); padding: .7rem; font-size: .82rem; }
+details { margin: .4rem 0; } summary { cursor: pointer; }
+@media print {
+  body { max-width: none; padding: 0; font-size: 11px; }
+  details { display: none; } h2 { break-after: avoid; } .card, svg { break-inside: avoid; }
+}
+"""
