@@ -18,6 +18,10 @@ from planner.flops import mean_keys_per_query
 from planner.hardware import Hardware, matmul_dtype
 from planner.local import LocalSizes, attention_backend
 
+IN_STEP_SHARE = 0.86
+"""Rate of products and attention inside a training step over their rate alone: clocks fall under sustained load, kernels wait for each
+other, the slowest device sets the pace. The one number set by whole runs: the two MaxText figures of planner/published.yaml, whose software
+(JAX, XLA, scanned layers) is nearest to ours; every other published run is predicted with it."""
 ATTENTION_FORWARD_SHARE = 0.25
 """Of the time of fused attention forward and backward: the backward kernel does 2.5 forwards of work at 0.85 of its rate."""
 SCORE_PASSES = 14
@@ -60,6 +64,8 @@ class Kernels:
     local: LocalSizes
     device: Hardware
     calibration: Calibration
+    elementwise_passes: float = 1.0
+    """Bytes of a layer's elementwise work over those of fused kernels."""
 
     @property
     def dtype(self) -> str:
@@ -68,7 +74,7 @@ class Kernels:
 
     def product_s(self, m: int, n: int, k: int) -> float:
         """Time of an [M, K] x [K, N] product."""
-        return 2.0 * m * n * k / self.calibration.matmul_flops_per_s(self.device, self.dtype, m, n, k)
+        return 2.0 * m * n * k / self.calibration.matmul_flops_per_s(self.device, self.dtype, m, n, k) / IN_STEP_SHARE
 
     def memory_s(self, size: float) -> float:
         """Time to read or write this many bytes of device memory."""
@@ -87,7 +93,11 @@ class Kernels:
         """One layer."""
         compute = sum(self.product_s(*shape) for shape in self.products().values())
         attention = self.attention()
-        return Work(compute) + attention * ATTENTION_FORWARD_SHARE + Work(0.0, self.memory_s(self._elementwise_forward()))
+        return (
+            Work(compute)
+            + attention * ATTENTION_FORWARD_SHARE
+            + Work(0.0, self.memory_s(self.elementwise_passes * self._elementwise_forward()))
+        )
 
     def layer_backward(self) -> Work:
         """One layer: gradients of inputs and weights, and what the rematerialisation policy computes again."""
@@ -97,7 +107,7 @@ class Kernels:
             compute += self.product_s(m, k, n) + self.product_s(k, n, m)
             compute += self.product_s(m, n, k) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if again.attention else 0.0))
-        return Work(compute) + attention + Work(0.0, self.memory_s(self._elementwise_backward(again)))
+        return Work(compute) + attention + Work(0.0, self.memory_s(self.elementwise_passes * self._elementwise_backward(again)))
 
     def attention(self) -> Work:
         """Scores, softmax and values of one layer, forward and backward together."""
@@ -108,11 +118,11 @@ class Kernels:
         if backend == "cudnn":
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
             mask = MASK_PASSES * local.tokens * keys * local.compute_itemsize * model.num_heads / local.tensor
-            return Work(flops / rate, self.memory_s(mask) if local.config.data.document_masking else 0.0)
+            return Work(flops / rate / IN_STEP_SHARE, self.memory_s(mask) if local.config.data.document_masking else 0.0)
         seen = keys if backend == "chunked" else length
         scores = local.tokens * seen * model.num_heads / local.tensor * 4
         rate = self.calibration.matmul_flops_per_s(self.device, self.dtype, length, length, model.head_width)
-        return Work(flops * seen / keys / rate, self.memory_s(SCORE_PASSES * scores))
+        return Work(flops * seen / keys / rate / IN_STEP_SHARE, self.memory_s(SCORE_PASSES * scores))
 
     def embedding(self) -> Work:
         """Lookup, and the scatter of its gradient into a zeroed table."""

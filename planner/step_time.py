@@ -123,10 +123,13 @@ class StepParts:
         )
 
 
-def step_parts(config: Config, sizes: Mapping[str, int], machine: Machine) -> StepParts:
-    """Work out compute and communication of one step (arguments as in `step_time`)."""
+def step_parts(config: Config, sizes: Mapping[str, int], machine: Machine, *, elementwise_passes: float = 1.0) -> StepParts:
+    """Work out compute and communication of one step (arguments as in `step_time`).
+
+    `elementwise_passes`: bytes of a layer's elementwise work over those of fused kernels; more than 1 for software that does not fuse.
+    """
     local = LocalSizes.of(config, sizes)
-    kernels = Kernels(local, machine.device, machine.calibration)
+    kernels = Kernels(local, machine.device, machine.calibration, elementwise_passes)
     repeats = config.trainer.accumulation
     layers = config.model.num_layers * repeats
     planned = as_compiled_for_gpu(planned_collectives(config, sizes))
