@@ -83,7 +83,7 @@ class CollectiveCost:
         return {term.link.name: term.seconds for term in self.terms}
 
 
-def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None = None) -> CollectiveCost:
+def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None = None, *, phases: str = "ring") -> CollectiveCost:
     """Predict the time of a collective.
 
     Args:
@@ -94,6 +94,8 @@ def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None =
       algorithm: one of ALGORITHMS; None: what a communication library would choose. That is the fastest of those it has (ring, tree,
         in-switch where the switch can, hierarchical over several levels; pipelined where the links are calibrated, because their
         curves were measured so).
+      phases: with hierarchical and pipelined, the algorithm of the phases: ring, recursive-halving, or tree (of the all-reduce between
+        domains; the gathers inside are rings then).
 
     Raises UserError: an unknown op or algorithm, bytes that are no positive number, an algorithm the op or the group does not have.
     """
@@ -106,7 +108,7 @@ def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None =
     if group.size == 1:
         return CollectiveCost(0.0, "none", 0.0, 0.0, "")
     if algorithm is not None:
-        return _cost(op, bytes_full, group, algorithm)
+        return _cost(op, bytes_full, group, algorithm, phases)
     return min((_cost(op, bytes_full, group, name) for name in _library_choices(op, group)), key=lambda cost: cost.seconds)
 
 
@@ -134,15 +136,15 @@ def _library_choices(op: str, group: CommGroup) -> list[str]:
     return choices
 
 
-def _cost(op: str, n: float, group: CommGroup, algorithm: str) -> CollectiveCost:
+def _cost(op: str, n: float, group: CommGroup, algorithm: str, phases: str = "ring") -> CollectiveCost:
     if algorithm in ("hierarchical", "pipelined") and len(group.spans) > 1:
-        terms = _merge(_hierarchical(op, n, group.spans))
+        terms = _merge(_hierarchical(op, n, group.spans, phases))
         longest = max(terms, key=lambda term: term.seconds)
         seconds = sum(term.seconds for term in terms)
         if algorithm == "pipelined":
             seconds = sum(term.latency_s for term in terms) + max(_transfer_by_port(terms).values())
     else:
-        name = "ring" if algorithm in ("hierarchical", "pipelined") else algorithm
+        name = phases if algorithm in ("hierarchical", "pipelined") else algorithm
         slowest = group.slowest
         assert slowest is not None
         if name == "in-switch" and (len(group.spans) > 1 or slowest.in_switch is None):
@@ -194,9 +196,11 @@ def _recursive_halving(rounds: int, share: float, p: int, link: Link, latency_s:
     return Term(link, rounds * (p.bit_length() - 1) * latency_s, link.seconds(rounds * share))
 
 
-def _hierarchical(op: str, n: float, spans: tuple[Span, ...]) -> list[Term]:
+def _hierarchical(op: str, n: float, spans: tuple[Span, ...], phases: str) -> list[Term]:
     """Terms of every phase, innermost level first."""
     if op == "all-to-all":
+        if phases != "ring":
+            raise UserError(f"all-to-all has no algorithm '{phases}' (it has: ring)")
         return _hierarchical_all_to_all(n, spans)
     if op == "point-to-point":
         outer = spans[-1].link
@@ -204,9 +208,10 @@ def _hierarchical(op: str, n: float, spans: tuple[Span, ...]) -> list[Term]:
     inner, rest = spans[0], spans[1:]
     link, g = inner.link, inner.fan_out
     if not rest:
-        return [_flat(op, n, g, link, link.latency_s, "ring")]
-    inside = [_flat("all-gather", n, g, link, link.latency_s, "ring")] * (2 if op == "all-reduce" else 1)
-    return inside + _hierarchical(op, n / g, rest)
+        return [_flat(op, n, g, link, link.latency_s, phases)]
+    gather = "ring" if op == "all-reduce" and phases == "tree" else phases
+    inside = [_flat("all-gather", n, g, link, link.latency_s, gather)] * (2 if op == "all-reduce" else 1)
+    return inside + _hierarchical(op, n / g, rest, phases)
 
 
 def _hierarchical_all_to_all(n: float, spans: tuple[Span, ...]) -> list[Term]:
