@@ -16,6 +16,13 @@ def apply_overrides(tree: Mapping, overrides: tuple[str, ...], root: Slot = ROOT
     return tree
 
 
+def set_key(tree: Mapping, key: str, value: Node, source: Source, root: Slot = ROOT) -> Mapping:
+    """Set a dotted key to an already parsed value; errors name `source`. For overrides that are written in a file."""
+    changed = _set(tree, _path_of(key, source, root), value, source, ())
+    assert isinstance(changed, Mapping)
+    return changed
+
+
 def _apply_one(tree: Mapping, text: str, root: Slot) -> Node:
     source = Source("override", text)
     key, equals, value_text = text.partition("=")

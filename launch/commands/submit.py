@@ -19,31 +19,29 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def cluster_options(function: Function) -> Function:
+def cluster_options(*, required: bool = True) -> Callable[[Function], Function]:
     """Take what says where and how a job runs."""
-    for option in reversed(
-        (
-            click.option("--cluster", "-c", required=True, help="Cluster file: a shipped one by name, or a YAML file."),
-            click.option("--time", help="Time limit as Slurm writes it: 90, 12:00:00, 2-00:00:00."),
-            click.option("--account", help="Account to charge."),
-            click.option("--qos", help="Quality of service."),
-            click.option("--partition", help="Partition."),
-            click.option(
-                "--cluster-set",
-                multiple=True,
-                metavar="KEY=VALUE",
-                help="Override a key of the cluster file, such as slurm.max_restarts=3; repeatable.",
-            ),
-            click.option("--dry-run", is_flag=True, help="Print the script; write nothing, submit nothing."),
-        )
-    ):
-        function = option(function)
-    return function
+    options = (
+        click.option("--cluster", "-c", required=required, help="Cluster file: a shipped one by name, or a YAML file."),
+        click.option("--time", help="Time limit as Slurm writes it: 90, 12:00:00, 2-00:00:00."),
+        click.option("--account", help="Account to charge."),
+        click.option("--qos", help="Quality of service."),
+        click.option("--partition", help="Partition."),
+        click.option(
+            "--cluster-set",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Override a key of the cluster file, such as slurm.max_restarts=3; repeatable.",
+        ),
+        click.option("--dry-run", is_flag=True, help="Print the script; write nothing, submit nothing."),
+    )
 
+    def add(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
 
-def nodes_option(function: Function) -> Function:
-    """Take `--nodes`."""
-    return click.option("--nodes", "-N", type=click.IntRange(min=1), required=True, help="Nodes of the job.")(function)
+    return add
 
 
 def read_cluster(name: str, overrides: Iterable[str], **given: str | None) -> ClusterConfig:
@@ -67,8 +65,8 @@ def tell_findings(findings: list[Finding]) -> None:
 
 @click.command()
 @config_arguments
-@nodes_option
-@cluster_options
+@click.option("--nodes", "-N", type=click.IntRange(min=1), required=True, help="Nodes of the job.")
+@cluster_options()
 @click.option("--no-preflight", is_flag=True, help="Start training without `ridge doctor` before it.")
 @json_option
 def submit(
@@ -109,13 +107,13 @@ def submit(
         tell_findings(findings)
         return
     tell_findings(findings)
-    number = slurm.submit(job, resolved, by, kind="train", details={"nodes": nodes})
+    number = slurm.submit(job, resolved, by, {"nodes": nodes})
     if as_json:
-        print_json({"job": number, "run_dir": str(job.run_dir), "script": str(job.directory / "job.sh")})
+        print_json({"job": number, "run_dir": str(job.root), "script": str(job.directory / "job.sh")})
         return
     click.echo(f"job {number}: {shape.describe(site, size)}")
     click.echo(f"script: {job.directory / 'job.sh'}")
-    click.echo(f"next: ridge status {_shown(job.run_dir)}, ridge logs -f {_shown(job.run_dir)}")
+    click.echo(f"next: ridge status {_shown(job.root)}, ridge logs -f {_shown(job.root)}")
 
 
 def _shown(path: Any) -> str:

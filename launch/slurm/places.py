@@ -63,6 +63,16 @@ def record_job(run_dir: Path, record: JobRecord) -> None:
         file.close()
 
 
+def log_pattern(run_dir: Path) -> str:
+    """Return Slurm's pattern of the log of a job."""
+    return str(slurm_directory(run_dir) / "job-%j.log")
+
+
+def log_name(record: JobRecord) -> str:
+    """Return the name of a job's log in the directory of jobs."""
+    return f"job-{record.job}.log"
+
+
 def read_jobs(run_dir: Path) -> list[JobRecord]:
     """Return the jobs submitted from a run directory, oldest first. Raises UserError when there is no such directory or record."""
     path = slurm_directory(run_dir) / JOBS_FILE

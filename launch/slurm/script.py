@@ -28,9 +28,12 @@ class Job:
     """What it does, for the first line."""
     written: str
     """By which code and when."""
-    run_dir: Path
+    root: Path
+    """Directory whose jobs are recorded: the run directory, for a sweep that of all points."""
     directory: Path
-    """Of this submission, inside the run directory."""
+    """Of this submission, inside the root."""
+    variables: Sequence[str]
+    """Bash lines that set JOB, this submission's directory, RUN, the run directory, and whatever else the arguments use."""
     workdir: Path
     cluster: ClusterConfig
     shape: JobShape
@@ -93,7 +96,7 @@ def header(job: Job) -> list[str]:
         ("--requeue" if slurm.requeue else "--no-requeue", "Slurm may start it again after preemption or a lost node" * slurm.requeue),
         *((option, "") for option in slurm.options),
     ]
-    return [_commented(f"#SBATCH {option}", comment) for option, comment in options if option is not None]
+    return [commented(f"#SBATCH {option}", comment) for option, comment in options if option is not None]
 
 
 def _option(name: str, value: str | None) -> str | None:
@@ -109,16 +112,12 @@ def _device_request(job: Job) -> str | None:
     return f"{prefix}{kind}{job.shape.devices_per_node}"
 
 
-def _commented(line: str, comment: str) -> str:
+def commented(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN}}  # {comment}" if comment else line
 
 
 def _places(job: Job) -> list[str]:
-    return [
-        f"RUN={shlex.quote(str(job.run_dir))}",
-        _commented(f'JOB="$RUN"/{shlex.quote(str(job.directory.relative_to(job.run_dir)))}', "this submission: config, cluster file, code"),
-        f"PYTHON={shlex.quote(job.python)}",
-    ]
+    return [*job.variables, f"PYTHON={shlex.quote(job.python)}"]
 
 
 def _software(job: Job) -> list[str]:
@@ -130,8 +129,8 @@ def _software(job: Job) -> list[str]:
     lines += software.setup
     lines += [f"export {name}={shlex.quote(value)}" for name, value in {**software.environment, **job.environment}.items()]
     lines += [
-        _commented('export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"', "the code as it was when submitted"),
-        _commented("export PYTHONSAFEPATH=1", "and not what lies in the working directory"),
+        commented('export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"', "the code as it was when submitted"),
+        commented("export PYTHONSAFEPATH=1", "and not what lies in the working directory"),
         "set +e -uo pipefail",
     ]
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from configs.dump import to_yaml
 from configs.errors import UserError
 from configs.schema import Config
 from launch.slurm import container, places, snapshot
-from launch.slurm.script import Job, job_script, kept_environment
+from launch.slurm.script import Job, commented, job_script, kept_environment
 from launch.slurm.shape import JobShape, with_mesh
 
 SBATCH_TIMEOUT_S = 120
+SUBMISSION_COMMENT = "this submission: config, cluster file, code"
 _FALLBACK = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
 
 
@@ -62,8 +64,9 @@ def training_job(config: Config, cluster: ClusterConfig, shape: JobShape, by: Su
         name=config.name,
         title=f"Trains '{config.name}'.",
         written=f"{by.code}, {by.now.isoformat(sep=' ', timespec='seconds')}",
-        run_dir=run_dir,
+        root=run_dir,
         directory=places.slurm_directory(run_dir) / str(number),
+        variables=[f"RUN={shlex.quote(str(run_dir))}", commented(f'JOB="$RUN/{places.DIRECTORY}/{number}"', SUBMISSION_COMMENT)],
         workdir=by.workdir,
         cluster=cluster,
         shape=shape,
@@ -71,7 +74,7 @@ def training_job(config: Config, cluster: ClusterConfig, shape: JobShape, by: Su
         python=interpreter(cluster, by.python),
         directories=container.needed_directories(config, run_dir, by.workdir),
         environment=kept_environment(by.environment),
-        log=str(places.slurm_directory(run_dir) / "job-%j.log"),
+        log=places.log_pattern(run_dir),
         preflight=preflight,
     )
 
@@ -116,9 +119,13 @@ def sbatch(script: Path, environment: Mapping[str, str], options: Sequence[str] 
     return job, slurm_cluster or None
 
 
-def submit(job: Job, config: Config | None, by: Submitter, *, kind: str, details: Mapping[str, Any], options: Sequence[str] = ()) -> str:
-    """Write, submit and record a job; return its id."""
-    script = write(job, config)
+def submit(job: Job, config: Config, by: Submitter, details: Mapping[str, Any]) -> str:
+    """Write, submit and record a training job; return its id."""
+    return hand_over(write(job, config), job, by, kind="train", details=details)
+
+
+def hand_over(script: Path, job: Job, by: Submitter, *, kind: str, details: Mapping[str, Any], options: Sequence[str] = ()) -> str:
+    """Give a written script to sbatch and record the job; return its id."""
     number, slurm_cluster = sbatch(script, by.environment, options)
     record = places.JobRecord(
         job=number,
@@ -129,5 +136,5 @@ def submit(job: Job, config: Config | None, by: Submitter, *, kind: str, details
         submission=int(job.directory.name),
         details=details,
     )
-    places.record_job(job.run_dir, record)
+    places.record_job(job.root, record)
     return number

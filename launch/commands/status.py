@@ -1,0 +1,89 @@
+"""`ridge status RUN`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from launch.options import json_option
+from launch.tables import Column, print_json, print_table
+
+if TYPE_CHECKING:
+    from launch.slurm.places import JobRecord
+    from launch.slurm.progress import RunProgress
+    from launch.slurm.state import JobState
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@json_option
+def status(run: Path, as_json: bool) -> None:
+    """Show the jobs of RUN, a run directory that was submitted, and how far training is.
+
+    On the directory of a sweep: the table of its points.
+    """
+    from launch.slurm import sweep
+    from launch.slurm.progress import run_progress
+
+    if sweep.is_sweep(run):
+        from launch.commands.sweep import print_results
+
+        print_results(run, as_json=as_json)
+        return
+    states = [(record, state) for record in sweep.jobs_of(run) for state in _states(record)]
+    progress = run_progress(run)
+    if as_json:
+        print_json({"run": str(run), "jobs": [_row(record, state) for record, state in states], "progress": dataclasses.asdict(progress)})
+        return
+    columns = [
+        Column("job"),
+        Column("state"),
+        Column("nodes"),
+        Column("elapsed_s", "elapsed", _duration),
+        Column("limit_s", "limit", _duration),
+        Column("restarts"),
+        Column("exit_code", "exit"),
+        Column("reason"),
+        Column("submitted"),
+    ]
+    print_table(columns, [_row(record, state) for record, state in states])
+    click.echo(describe_progress(progress, time.time()))
+
+
+def _states(record: JobRecord) -> list[JobState]:
+    from launch.slurm.state import job_states
+
+    return job_states(record.job, record.slurm_cluster)
+
+
+def _row(record: JobRecord, state: JobState) -> dict[str, Any]:
+    return {**dataclasses.asdict(state), "submitted": record.time, "kind": record.kind}
+
+
+def _duration(seconds: float) -> str:
+    from perf.progress import format_duration
+
+    return format_duration(seconds)
+
+
+def describe_progress(progress: RunProgress, now_s: float) -> str:
+    """Say in a line how far a run is."""
+    from perf.progress import format_count, format_duration
+
+    if progress.logged_at_s is None:
+        return "training has not begun"
+    ago = format_duration(max(0.0, now_s - progress.logged_at_s))
+    starts = f", start {progress.starts}" if progress.starts > 1 else ""
+    if progress.step is None:
+        return f"no step yet{starts} (last sign of life {ago} ago)"
+    parts = [f"step {progress.step:,}" + ("" if progress.steps is None else f"/{progress.steps:,}")]
+    parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
+    parts += [f"{format_count(progress.tokens_per_s)} tokens/s"] if progress.tokens_per_s is not None else []
+    if progress.finished:
+        return f"{', '.join(parts)}{starts}: finished"
+    parts += [f"eta {format_duration(progress.eta_s)}"] if progress.eta_s is not None else []
+    return f"{', '.join(parts)}{starts} (last sign of life {ago} ago)"

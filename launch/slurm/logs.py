@@ -1,0 +1,77 @@
+"""The logs of jobs: which file, which lines, and following it while the job runs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from configs.errors import UserError
+from launch.slurm import places, sweep
+from launch.slurm.places import JobRecord
+
+POLL_S = 0.5
+ASK_EVERY_S = 10.0
+_LABEL = re.compile(r" *(\d+): ?(.*\n?)", re.DOTALL)
+
+
+def log_file(run_dir: Path, job: str | None) -> tuple[Path, JobRecord]:
+    """Return the log of a job, by default of the newest. Raises UserError for an unknown job, and where no line was written yet."""
+    records = sweep.jobs_of(run_dir)
+    if job is None:
+        record = records[-1]
+    else:
+        found = [record for record in records if record.job == job]
+        if not found:
+            raise UserError(f"job {job} was not submitted from {run_dir} (jobs: {', '.join(record.job for record in records)})")
+        record = found[0]
+    return places.slurm_directory(run_dir) / places.log_name(record), record
+
+
+def of_rank(lines: Iterator[str], rank: int | None) -> Iterator[str]:
+    """Keep the lines of one rank, its label removed; None keeps all as they are."""
+    for line in lines:
+        if rank is None:
+            yield line
+        elif (match := _LABEL.fullmatch(line)) and int(match[1]) == rank:
+            yield match[2]
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a log."""
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        yield from stream
+
+
+def follow(
+    path: Path, ended: Callable[[], bool], clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[str]:
+    """Yield the lines of a log as they are written, whole ones only; stop when the job has ended and all is read.
+
+    ended: whether the job has; asked now and then.
+    """
+    asked_s = -ASK_EVERY_S
+    rest, position, over = "", 0, False
+    while True:
+        text = ""
+        if path.exists():
+            with path.open("rb") as stream:
+                stream.seek(position)
+                data = stream.read()
+            position += len(data)
+            text = data.decode("utf-8", errors="replace")
+        rest += text
+        *lines, rest = rest.split("\n")
+        yield from (f"{line}\n" for line in lines)
+        if text:
+            continue
+        if over:
+            if rest:
+                yield rest
+            return
+        if clock() - asked_s >= ASK_EVERY_S:
+            asked_s = clock()
+            over = ended()  # once more around: lines written just before the end
+            continue
+        sleep(POLL_S)

@@ -1,0 +1,152 @@
+"""What became of a job: asked of Slurm's controller, of its accounting where that has forgotten, else told by the run's own files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from configs.errors import UserError
+from launch.slurm.units import parse_time_s
+
+ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+        "FORGOTTEN",
+    }
+)
+FORGOTTEN = "FORGOTTEN"
+"""Neither the controller nor the accounting knows the job: it ended a while ago."""
+TIMEOUT_S = 60
+
+Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One job, or one task of an array."""
+
+    job: str
+    """As Slurm writes it: 17, of an array 17_3."""
+    state: str
+    task: int | None = None
+    """Index in an array."""
+    reason: str | None = None
+    """Why it waits, or why it ended."""
+    nodes: str | None = None
+    restarts: int | None = None
+    elapsed_s: int | None = None
+    limit_s: int | None = None
+    exit_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will never run again by itself."""
+        return self.state in ENDED
+
+
+def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. Raises UserError where it does not exist or does not answer."""
+    if shutil.which(command[0]) is None:
+        raise UserError(f"{command[0]} is not on PATH: jobs are known on the login nodes of their cluster")
+    try:
+        return subprocess.run(list(command), capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]} gave no answer in {TIMEOUT_S} s") from None
+
+
+def job_states(job: str, slurm_cluster: str | None = None, run: Run = run_command) -> list[JobState]:
+    """Return the state of a job, of an array one per task (tasks that still wait together are told apart)."""
+    clusters = [f"--clusters={slurm_cluster}"] if slurm_cluster else []
+    shown = run(["scontrol", *clusters, "show", "job", "--oneliner", job])
+    if shown.returncode == 0:
+        return sorted((state for line in shown.stdout.splitlines() if line for state in parse_scontrol(line)), key=lambda s: s.task or 0)
+    if "Invalid job id" not in shown.stderr:
+        raise UserError(f"scontrol cannot say what became of job {job}: {' '.join(shown.stderr.split())}")
+    return _from_accounting(job, clusters, run) or [JobState(job, FORGOTTEN)]
+
+
+def parse_scontrol(line: str) -> list[JobState]:
+    """Parse a line of `scontrol show job --oneliner`. A line of waiting array tasks stands for several."""
+    fields = dict(re.findall(r"(?:^| )([A-Za-z/:]+)=(\S*)", line))
+    code = fields["ExitCode"].split(":")
+    state = JobState(
+        job=fields["JobId"],
+        state=fields["JobState"],
+        reason=None if fields["Reason"] == "None" else fields["Reason"],
+        nodes=None if fields.get("NodeList", "(null)") == "(null)" else fields["NodeList"],
+        restarts=int(fields["Restarts"]),
+        elapsed_s=_seconds(fields["RunTime"]),
+        limit_s=_seconds(fields["TimeLimit"]),
+        exit_code=int(code[0]) or 128 * (code[1] != "0") + int(code[1]) if fields["JobState"] in ENDED else None,
+    )
+    if "ArrayJobId" not in fields:
+        return [state]
+    return [_task(state, fields["ArrayJobId"], index) for index in expand_indices(fields["ArrayTaskId"])]
+
+
+def _task(state: JobState, array: str, index: int) -> JobState:
+    return replace(state, job=f"{array}_{index}", task=index)
+
+
+def expand_indices(text: str) -> list[int]:
+    """Expand array indices as Slurm writes them: `3`, `0-4`, `1,5-7:2%2`."""
+    indices: list[int] = []
+    for part in text.partition("%")[0].split(","):
+        bounds, _, step = part.partition(":")
+        first, _, last = bounds.partition("-")
+        indices += range(int(first), int(last or first) + 1, int(step or 1))
+    return indices
+
+
+def _seconds(text: str) -> int | None:
+    """Parse a time Slurm prints; 00:00:00 is no limit a job can have, but an elapsed time."""
+    if text in ("UNLIMITED", "INVALID", "N/A", "Partition_Limit"):
+        return None
+    return 0 if not text.strip("0:") else parse_time_s(text, "time")
+
+
+def _from_accounting(job: str, clusters: Sequence[str], run: Run) -> list[JobState]:
+    """Ask sacct, where a site keeps accounts."""
+    if run is run_command and shutil.which("sacct") is None:
+        return []
+    shown = run(
+        [
+            "sacct",
+            *clusters,
+            "--allocations",
+            "--noheader",
+            "--parsable2",
+            "--format=JobID,State,ExitCode,NodeList,Elapsed",
+            f"--jobs={job}",
+        ]
+    )
+    if shown.returncode:
+        return []  # no accounting is kept here
+    states = []
+    for line in shown.stdout.splitlines():
+        name, state, code, nodes, elapsed = line.split("|")
+        task = name.partition("_")[2]
+        status, _, number = code.partition(":")
+        states.append(
+            JobState(
+                job=name,
+                state=state.split()[0],
+                task=int(task) if task.isdecimal() else None,
+                nodes=nodes if nodes not in ("", "None assigned") else None,
+                elapsed_s=_seconds(elapsed),
+                exit_code=int(status) or 128 * (number != "0") + int(number or 0),
+            )
+        )
+    return states

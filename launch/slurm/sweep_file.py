@@ -1,0 +1,149 @@
+"""SWEEP.yaml: a base config and the overrides of each point, every value with the line it was written on.
+
+name: lr-and-width
+config: quickstart.yaml          # beside this file, or a shipped config by name
+set:                             # for all points
+  trainer.steps: 200
+grid:                            # every combination, the last key fastest; or `list:` of mappings, one per point
+  model.embed_dim: [128, 256]
+  optimizer.learning_rate: [2e-3, 4e-3, 8e-3]
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping as Environment
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from configs import compose
+from configs.errors import UserError
+from configs.fields import Slot
+from configs.load import resolve
+from configs.overrides import set_key
+from configs.problems import validation_error
+from configs.schema import Config, LocalPath, Name, PositiveInt, Section
+from configs.tree import Items, Mapping, Node, Source, plain, read_file, source_of
+
+# Named outside the class: inside it `list` and `set` are fields.
+Settings = dict[str, Any]
+ManySettings = list[dict[str, Any]]
+Grid = dict[str, list[Any]]
+MAX_POINTS = 1000
+"""Slurm's own default limit of an array (MaxArraySize)."""
+
+
+class SweepConfig(Section):
+    """A sweep."""
+
+    name: Name
+    """Name of the sweep; its points are called NAME-000, NAME-001, ..."""
+    config: str
+    """Config of all points: a file beside this one, or a shipped config."""
+    directory: LocalPath | None = None
+    """Directory of all points' run directories; null: runs/NAME."""
+    max_running: PositiveInt | None = None
+    """Points that may run at once; null: as many as Slurm starts."""
+    set: Settings = {}
+    """Overrides of all points."""
+    grid: Grid = {}
+    """Key to its values: every combination is a point."""
+    list: ManySettings = []
+    """One mapping of overrides per point."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One config of a sweep."""
+
+    overrides: dict[str, Any]
+    """What tells it from the other points, as plain values by dotted key."""
+    config: Config
+    """Without name and run directory of its own."""
+
+    @property
+    def key(self) -> str:
+        """Identity: the same overrides are the same point, wherever they stand in the file."""
+        return json.dumps(self.overrides, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep."""
+
+    path: Path
+    config: SweepConfig
+    points: tuple[Point, ...]
+
+    @property
+    def directory(self) -> Path:
+        """The sweep directory, absolute."""
+        return (self.config.directory or Path("runs") / self.config.name).absolute()
+
+
+_ROOT = Slot(SweepConfig)
+_Override = tuple[str, Node, Source]
+
+
+def load_sweep(path: Path, environment: Environment[str, str]) -> Sweep:
+    """Read a sweep and check the config of every point. Raises UserError naming file and line."""
+    tree = read_file(path)
+    try:
+        config = SweepConfig.model_validate(plain(tree))
+    except ValidationError as error:
+        raise validation_error(error, tree, _ROOT) from None
+    base = compose.locate(config.config, path.parent)
+    if base is None:
+        raise UserError(f"{source_of(tree, ('config',))}: config: '{config.config}' not found beside {path.name} and not shipped")
+    base_tree = compose.read_with_bases(base)
+    common = _overrides(tree.items.get("set"))
+    points: dict[str, Point] = {}
+    for chosen in _choices(tree, config):
+        point = _point(base_tree, common, chosen, environment)
+        if point.key in points:
+            raise UserError(f"{chosen[0][2] if chosen else tree.source}: the point {point.key} is there twice")
+        points[point.key] = point
+    if len(points) > MAX_POINTS:
+        raise UserError(f"{path}: {len(points)} points; an array holds at most {MAX_POINTS}")
+    return Sweep(path, config, tuple(points.values()))
+
+
+def _choices(tree: Mapping, config: SweepConfig) -> list[list[_Override]]:
+    """Return the overrides of every point."""
+    if bool(config.grid) == bool(config.list):
+        where = source_of(tree, ("list" if config.list else "grid",))
+        raise UserError(f"{where}: a sweep has either grid: or list:, and at least one point")
+    if config.list:
+        items = tree.items["list"]
+        assert isinstance(items, Items)
+        return [_overrides(item) for item in items.items]
+    grid = tree.items["grid"]
+    assert isinstance(grid, Mapping)
+    axes = []
+    for key, values in grid.items.items():
+        assert isinstance(values, Items)
+        if not values.items:
+            raise UserError(f"{grid.key_sources[key]}: grid: {key} has no values")
+        axes.append([(key, value, value.source) for value in values.items])
+    return [list(choice) for choice in itertools.product(*axes)]
+
+
+def _overrides(node: Node | None) -> list[_Override]:
+    if node is None:
+        return []
+    assert isinstance(node, Mapping)
+    return [(key, value, node.key_sources[key]) for key, value in node.items.items()]
+
+
+def _point(base: Mapping, common: list[_Override], chosen: list[_Override], environment: Environment[str, str]) -> Point:
+    tree = base
+    for key, value, source in (*common, *chosen):
+        if key in ("name", "run_dir"):
+            raise UserError(f"{source}: {key}: every point of a sweep has its own; `name` and `directory` of the sweep decide it")
+        tree = set_key(tree, key, value, source)
+    config = resolve(compose.with_family_defaults(tree), environment).config
+    return Point({key: plain(value) for key, value, _ in chosen}, config)
