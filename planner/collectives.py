@@ -58,7 +58,7 @@ class PlannedCollective:
 def planned_collectives(config: Config, sizes: Mapping[str, int]) -> list[PlannedCollective]:
     """List the collectives of one optimiser step on a mesh of these axis sizes, for every compute.remat policy and optimiser.
 
-    Left out, being small: scalars, the gradients of biases, head norms and learned positions. Muon's are exact for tensor = 1 only.
+    Left out: scalars, and Adafactor's row and column sums. Muon's are exact for tensor = 1 only.
     """
     plan = _Plan(config, sizes)
     planned = [*plan.layer(), *plan.recomputed(), *plan.embedding(), *plan.loss(), *plan.optimizer()]
@@ -160,8 +160,17 @@ class _Plan:
         for half, inputs in (("attention", 3), ("mlp", gated)):
             planned += self._parameters(f"{half} parameters", "layer", _half_weights(self.model)[half], self.layers)
             planned += self._half(half, inputs)
-        norms = 2 * (2 if self.model.norm == "layernorm" else 1)
-        return planned + self._replicated_gradient("norms", norms * self.model.embed_dim * 4)
+        norms = 2 * (2 if self.model.norm == "layernorm" else 1) * self.model.embed_dim
+        norms += 2 * self.model.head_width if self.model.qk_norm else 0
+        return [*planned, *self._replicated_gradient("norms", norms * 4), *self._biases()]
+
+    def _biases(self) -> list[PlannedCollective]:
+        """Gradients of the biases of a block, which are summed in the compute dtype."""
+        model, width = self.model, self.model.embed_dim
+        size = (model.num_heads + 2 * model.kv_heads) * model.head_width // self.tensor if model.attention_bias else 0
+        size += width if model.output_bias else 0
+        size += (2 if model.gated_mlp else 1) * model.mlp_dim // self.tensor + width if model.mlp_bias else 0
+        return [self._item("biases", "backward", "all-reduce", self.over("data", "fsdp"), size * self.act)] if size else []
 
     def recomputed(self) -> list[PlannedCollective]:
         """What the backward pass of a block gathers and reduces a second time."""
@@ -210,7 +219,20 @@ class _Plan:
             ),
             PlannedCollective("embedded tokens", "embed", "backward", "all-gather", self.over("tensor"), self.stream, self.micro, 1, True),
         ]
-        return planned
+        return [*planned, *self._positions()]
+
+    def _positions(self) -> list[PlannedCollective]:
+        """Learned positions, which tensor cuts the tokens of and not the table."""
+        if self.model.position != "learned":
+            return []
+        whole = self.model.max_seq_len * self.model.embed_dim
+        rest = self.over("data", "tensor")
+        planned = self._parameters("positions", "embed", whole * self.tensor, self.micro, by_hand=True, backward_gather=False)
+        gathered = [item for item in planned if item.kind != "all-reduce"]
+        summed = PlannedCollective(
+            "positions", "embed", "backward", "all-reduce", rest, whole // self.fsdp * self.grad, self.micro, 1, True
+        )
+        return [*gathered, replace(summed, summed=True)]
 
     def loss(self) -> list[PlannedCollective]:
         """Final norm, unembedding and cross-entropy, which does its backward pass in the forward one."""

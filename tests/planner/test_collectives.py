@@ -1,14 +1,34 @@
 """The plan of a step's collectives, in numbers worked out by hand. (The compiled step is held to it in tests/sharding.)"""
 
-from configs.schema import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainerConfig
-from planner.collectives import as_compiled_for_cpu, bytes_per_step, planned_collectives
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.load import load
+from configs.schema import (
+    MESH_AXES,
+    ComputeConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    TrainerConfig,
+)
+from planner.collectives import as_compiled_for_cpu, as_compiled_for_gpu, bytes_per_step, planned_collectives, recomputed
 
 D, F, N, K, H, V, L = 64, 160, 8, 4, 8, 512, 3
+COMPILED = json.loads((Path(__file__).parent / "compiled_steps.json").read_text())["cases"]
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 4, "context": 1, "tensor": 2, "expert": 1}
 
 
-def config(accumulation: int = 2) -> Config:
+def config(accumulation: int = 2, policy: str = "none", names=(), optimizer: str = "adamw") -> Config:
     return Config(
+        compute=ComputeConfig(remat=RematConfig(policy=policy, names=list(names))),
+        optimizer=OptimizerConfig(kind=optimizer),
         model=ModelConfig(vocab_size=V, num_layers=L, embed_dim=D, num_heads=N, num_kv_heads=K, head_dim=H, mlp_dim=F),
         precision=PrecisionConfig(compute="bfloat16"),
         mesh=MeshConfig(data=2, fsdp=4, tensor=2),
@@ -48,3 +68,71 @@ def test_the_cpu_form_splits_sums_and_forms_no_reduce_scatter_but_those_by_hand(
         assert (compiled.kind == "reduce-scatter") == (item.kind == "reduce-scatter" and item.by_hand)
         assert compiled.bytes == item.bytes * item.parts
         assert compiled.count in (item.count, 1)
+
+
+def case_name(case):
+    return "-".join([case["config"].removeprefix("models/"), *(f"{a}{n}" for a, n in case["mesh"].items()), *case["overrides"][2:]])
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=case_name)
+def test_the_plan_is_what_the_gpu_backend_compiled(case):
+    """Bytes of a step by kind and axes."""
+    resolved = load(case["config"], case["overrides"]).config
+    planned = as_compiled_for_gpu(planned_collectives(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"]))
+    totals = {f"{kind} {'+'.join(axes)}": size for (kind, axes), size in bytes_per_step(planned).items() if size >= 1e6}
+    sums = 3e6 if resolved.optimizer.kind == "adafactor" else 1e4  # its row and column sums; scalars
+    for key in {*totals, *case["collectives"]}:
+        assert totals.get(key, 0) == pytest.approx(case["collectives"].get(key, 0), rel=1e-4, abs=sums), key
+
+
+def extra(policy, names=()):
+    """Bytes of the backward pass of a layer beyond what it moves when nothing is recomputed, by kind and axes."""
+
+    def layer(items):
+        return bytes_per_step([item for item in items if item.where == "layer" and item.phase == "backward"])
+
+    base, more = layer(planned_collectives(config(1), SIZES)), layer(planned_collectives(config(1, policy, names), SIZES))
+    return {key: (more[key] - base.get(key, 0)) // L for key in more if more[key] != base.get(key, 0)}
+
+
+def test_full_recomputation_gathers_all_but_the_mlps_last_matrix_again():
+    stream = 4 * 16 * D * 2
+    gathered = (2 * D * (N + K) * H + 2 * D * F) // 2 * 2
+    assert extra("full") == {
+        ("all-gather", ("fsdp",)): gathered,
+        ("all-gather", ("tensor",)): 2 * stream,
+        ("reduce-scatter", ("tensor",)): stream,
+    }
+
+
+def test_kept_products_are_not_gathered_again_but_their_inputs_are():
+    assert extra("dots") == {("all-gather", ("tensor",)): 2 * 4 * 16 * D * 2}
+    assert extra("attention-only") == {}
+
+
+def test_named_values_save_the_gathers_of_their_own_products():
+    names = ("query", "key", "value", "attention_context", "attention_out")
+    assert extra("names", names)["all-gather", ("fsdp",)] == 2 * D * F // 2 * 2  # gate and up
+    assert ("reduce-scatter", ("tensor",)) not in extra("names", names)
+    assert extra("offload", names) == extra("names", names)
+
+
+def test_head_norms_need_the_projections_again_even_where_their_results_are_kept():
+    model = config().model.model_copy(update={"qk_norm": True})
+    again = recomputed(model, RematConfig(policy="names", names=["query", "key", "value", "attention_out", "mlp_gate", "mlp_up"]))
+    assert again.weights == {"query", "key"}
+
+
+def test_only_muon_communicates_in_the_optimizer():
+    assert not [item for item in planned_collectives(config(optimizer="lion"), SIZES) if item.where == "optimizer"]
+    planned = [item for item in planned_collectives(config(optimizer="muon"), SIZES) if item.where == "optimizer"]
+    assert {item.kind for item in planned} == {"all-gather", "all-reduce"} and all(item.axes == ("fsdp",) for item in planned)
+
+
+def test_the_gpu_form_joins_axes_of_replicated_gradients_and_sums_over_microbatches_first():
+    planned = planned_collectives(config(4), SIZES)
+    compiled = as_compiled_for_gpu(planned)
+    assert [item.axes for item in compiled if item.replicated] == [("data", "fsdp", "tensor")] * 2
+    embedding = [item for item in compiled if item.what == "embedding" and item.kind == "all-reduce"]
+    assert [item.count for item in embedding] == [1]
+    assert {item.count for item in planned if item.what == "unembedding" and item.kind == "all-reduce"} == {4}

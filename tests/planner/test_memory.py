@@ -1,0 +1,182 @@
+"""Memory of one device: held to the sizes of compiled steps, and to the properties any such model must have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.load import load
+from configs.schema import (
+    MESH_AXES,
+    AttentionConfig,
+    ComputeConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RematConfig,
+    TrainerConfig,
+)
+from planner.local import LocalSizes, attention_backend
+from planner.memory import memory_per_device
+from planner.parameters import count_parameters
+
+COMPILED = json.loads((Path(__file__).parent / "compiled_steps.json").read_text())["cases"]
+SCORES = [case for case in COMPILED if any("backend=xla" in override for override in case["overrides"])]
+USUAL = [case for case in COMPILED if case not in SCORES]
+POLICIES = ("none", "attention-only", "dots", "full")
+
+
+def case_name(case):
+    return "-".join([case["config"].removeprefix("models/"), *(f"{a}{n}" for a, n in case["mesh"].items()), *case["overrides"][2:]])
+
+
+def sizes(data=1, fsdp=1, tensor=1):
+    return dict.fromkeys(MESH_AXES, 1) | {"data": data, "fsdp": fsdp, "tensor": tensor}
+
+
+def config(policy="full", accumulation=1, rows=64, length=512, **model):
+    shape = {"vocab_size": 4096, "num_layers": 4, "embed_dim": 512, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 2048} | model
+    return Config(
+        model=ModelConfig(**shape),
+        compute=ComputeConfig(remat=RematConfig(policy=policy)),
+        data=DataConfig(seq_len=length, batch_size=rows),
+        trainer=TrainerConfig(accumulation=accumulation),
+    )
+
+
+def estimated(case):
+    resolved = load(case["config"], case["overrides"]).config
+    return memory_per_device(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
+
+
+def relative_error(case):
+    return estimated(case).compiled_bytes / (case["argument_bytes"] + case["temp_bytes"]) - 1
+
+
+@pytest.mark.parametrize("case", USUAL, ids=case_name)
+def test_state_is_exact_and_the_whole_is_close_to_the_compiled_step(case):
+    assert estimated(case).argument_bytes == pytest.approx(case["argument_bytes"], rel=0.01)
+    assert abs(relative_error(case)) < 0.065
+
+
+def test_all_but_two_percent_of_the_compiled_steps_are_within_five_percent():
+    errors = [abs(relative_error(case)) for case in USUAL]
+    assert sum(error <= 0.05 for error in errors) >= 0.98 * len(errors)
+    assert sorted(errors)[len(errors) // 2] < 0.02
+
+
+def test_the_compiled_steps_span_what_the_model_is_used_for():
+    devices = [json_devices(case) for case in USUAL]
+    assert len(USUAL) >= 12 and min(devices) <= 8 and max(devices) >= 1024
+    assert {"models/llama-3.2-1b", "models/llama-3.1-70b"} <= {case["config"] for case in USUAL}
+
+
+def json_devices(case):
+    devices = 1
+    for size in case["mesh"].values():
+        devices *= size
+    return devices
+
+
+@pytest.mark.parametrize("case", SCORES, ids=case_name)
+def test_attention_that_stores_scores_is_seen_to_be_large(case):
+    assert abs(relative_error(case)) < 0.12
+
+
+def test_components_sum_to_the_total_and_each_says_what_it_assumes():
+    estimate = memory_per_device(config(), sizes(fsdp=8))
+    assert estimate.total_bytes == sum(estimate.bytes_by_component().values())
+    assert estimate.total_bytes == max(estimate.moments.values())
+    assert all(component.assumption for component in estimate.components.values())
+    assert estimate.compiled_bytes == estimate.argument_bytes + estimate.temp_bytes
+
+
+def test_parameters_and_adamw_moments_are_exact_on_one_device():
+    estimate = memory_per_device(config(), sizes())
+    total = count_parameters(config().model).total
+    assert estimate.components["parameters"].bytes == 4 * total
+    assert estimate.components["moments"].bytes == 8 * total
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(POLICIES), st.sampled_from((1, 2, 4)), st.sampled_from((1, 2)), st.sampled_from((1, 2, 4)), st.sampled_from((1, 2)))
+def test_memory_falls_with_shards_and_microbatches(policy, data, tensor, fsdp, accumulation):
+    """More shards of parameters, or smaller microbatches of the same rows, never need more activations and state."""
+    base = memory_per_device(config(policy, accumulation), sizes(data, fsdp, tensor))
+    sharded = memory_per_device(config(policy, accumulation), sizes(data, 2 * fsdp, tensor))
+    for name in ("parameters", "moments", "activations"):
+        assert sharded.components[name].bytes <= base.components[name].bytes
+    assert sharded.components["parameters"].bytes < base.components["parameters"].bytes
+    smaller = memory_per_device(config(policy, 2 * accumulation), sizes(data, fsdp, tensor))
+    assert smaller.components["activations"].bytes < base.components["activations"].bytes
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4)), st.integers(1, 4))
+def test_recomputing_more_never_keeps_more(fsdp, tensor, factor):
+    kept = [memory_per_device(config(p, rows=64 * factor), sizes(1, fsdp, tensor)).components["activations"].bytes for p in POLICIES]
+    assert kept == sorted(kept, reverse=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from((256, 512, 1024)), st.sampled_from((2, 4)))
+def test_activations_grow_linearly_with_the_sequence(length, factor):
+    """Flash attention keeps nothing quadratic."""
+    one = memory_per_device(
+        config("none", length=length).model_copy(update={"data": DataConfig(seq_len=length, batch_size=8, document_masking=False)}), sizes()
+    )
+    many = memory_per_device(
+        config("none").model_copy(update={"data": DataConfig(seq_len=factor * length, batch_size=8, document_masking=False)}), sizes()
+    )
+    assert many.components["activations"].bytes == factor * one.components["activations"].bytes
+
+
+def test_a_larger_vocabulary_costs_in_the_loss_and_chunks_bound_the_logits():
+    small, large = (memory_per_device(config("full", vocab_size=v), sizes()).moments["loss"] for v in (4096, 65536))
+    assert large > small
+    chunked = config("full", vocab_size=65536)
+    finer = chunked.model_copy(update={"compute": chunked.compute.model_copy(update={"loss_chunk": 128})})
+    assert memory_per_device(finer, sizes()).moments["loss"] < memory_per_device(chunked, sizes()).moments["loss"]
+
+
+def test_offloaded_values_leave_the_device_and_named_ones_stay():
+    named = config().model_copy(update={"compute": ComputeConfig(remat=RematConfig(policy="names", names=["mlp_up", "query"]))})
+    offloaded = config().model_copy(update={"compute": ComputeConfig(remat=RematConfig(policy="offload", names=["mlp_up", "query"]))})
+    full, kept, away = (memory_per_device(c, sizes()).components["activations"].bytes for c in (config("full"), named, offloaded))
+    assert full == away < kept
+
+
+def test_the_runtimes_own_share_is_not_part_of_the_compiled_size():
+    estimate = memory_per_device(config(), sizes(data=2, fsdp=2, tensor=2))
+    assert estimate.total_bytes - estimate.compiled_bytes == estimate.components["runtime_reserve"].bytes > 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 128, 256, 36])
+@pytest.mark.parametrize(("packed", "length"), [(True, 512), (True, 511), (False, 511)])
+def test_auto_attention_is_what_the_models_choose(precision, width, packed, length):
+    import jax.numpy as jnp
+
+    from models.attention import AttentionRequest, resolve_backend
+
+    chosen = config(head_dim=width).model_copy(
+        update={
+            "precision": PrecisionConfig(compute=precision),
+            "data": DataConfig(seq_len=length, batch_size=8, document_masking=packed),
+            "compute": ComputeConfig(attention=AttentionConfig(backend="auto")),
+        }
+    )
+    for gpu, platform in ((True, "cuda"), (False, "cpu")):
+        request = AttentionRequest(platform, jnp.dtype(precision), width, 8, 8, True, None, packed, length)
+        assert attention_backend(chosen, gpu=gpu) == resolve_backend("auto", request).name
+
+
+def test_the_loss_chunk_is_that_of_the_loss():
+    """models/loss.py cuts each row into equal chunks; R rows of one chunk exist at a time."""
+    local = LocalSizes.of(config(rows=64, length=1000), sizes(data=2))
+    assert local.rows == 32 and local.loss_chunk_tokens == 32 * 32  # 1024 // 32 rows: 32 tokens of each row, 1000 in 32 chunks of 32
