@@ -52,6 +52,7 @@ COMMANDS: Table = {
     "logs": ("launch.commands.logs:logs", "Print or follow the log of a run's job."),
     "cancel": ("launch.commands.cancel:cancel", "Cancel a run's jobs; a running one saves first."),
     "sweep": ("launch.commands.sweep:sweep", "Train a grid or list of configs as a job array; a table of results."),
+    "submit-data": ("launch.commands.submit_data:submit_data", "Prepare a corpus as a job array."),
     "evaluate": ("launch.commands.evaluate:evaluate", "Loss, perplexity and bits per byte of a run or model."),
     "generate": ("launch.commands.generate:generate", "Sample text from a run or a Hugging Face model."),
     "estimate": ("Calculators: what a model, a step or a run takes, each with its formula.", _ESTIMATE),

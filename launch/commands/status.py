@@ -34,10 +34,12 @@ def status(run: Path, as_json: bool) -> None:
 
         print_results(run, as_json=as_json)
         return
-    states = [(record, state) for record in sweep.jobs_of(run) for state in _states(record)]
-    progress = run_progress(run)
+    records = sweep.jobs_of(run)
+    states = [(record, state) for record in records for state in _states(record)]
+    progress = None if records[-1].kind == "data" else run_progress(run)
     if as_json:
-        print_json({"run": str(run), "jobs": [_row(record, state) for record, state in states], "progress": dataclasses.asdict(progress)})
+        jobs = [_row(record, state) for record, state in states]
+        print_json({"run": str(run), "jobs": jobs, "progress": progress and dataclasses.asdict(progress)})
         return
     columns = [
         Column("job"),
@@ -51,7 +53,8 @@ def status(run: Path, as_json: bool) -> None:
         Column("submitted"),
     ]
     print_table(columns, [_row(record, state) for record, state in states])
-    click.echo(describe_progress(progress, time.time()))
+    if progress is not None:
+        click.echo(describe_progress(progress, time.time()))
 
 
 def _states(record: JobRecord) -> list[JobState]:

@@ -47,6 +47,8 @@ class Job:
     log: str
     """Slurm's pattern of the log file."""
     preflight: bool = True
+    trains: bool = True
+    """Has ranks that save on SIGTERM; false: a plain command."""
     array: str | None = None
     """--array."""
 
@@ -59,7 +61,7 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def job_script(job: Job) -> str:
     """Write the script of a job."""
     sections = [
-        ["#!/bin/bash", f"# {job.title}", f"# {describe(job.cluster, job.shape)}. Written by `ridge submit` ({job.written})."],
+        ["#!/bin/bash", f"# {job.title}", f"# {describe(job.cluster, job.shape)}.", f"# Written by {job.written}."],
         header(job),
         _places(job),
         _software(job),
@@ -84,19 +86,27 @@ def header(job: Job) -> list[str]:
         (_option("qos", slurm.qos), ""),
         (_option("reservation", slurm.reservation), ""),
         (_option("constraint", slurm.constraint), ""),
-        (_option("array", job.array), "one task per point; %N limits how many run at once"),
+        (_option("array", job.array), _array_comment(job)),
         (f"--nodes={shape.nodes}", ""),
-        (f"--ntasks-per-node={shape.tasks_per_node}", per_task),
+        (f"--ntasks-per-node={shape.tasks_per_node}", per_task if job.trains else ""),
         (f"--cpus-per-task={shape.cpus_per_task}", f"of {job.cluster.cores_per_node} cores per node"),
         (_device_request(job), "all devices of a node"),
         (_option("mem", slurm.memory), "0: all memory of the node" if slurm.memory == "0" else "per node"),
         ("--exclusive" if shape.exclusive else None, "no other job on these nodes"),
         (_option("time", None if shape.time_s is None else format_time(shape.time_s)), ""),
-        (f"--signal=TERM@{slurm.signal_grace_s}", f"to the ranks, {slurm.signal_grace_s} s before the limit: save and exit"),
+        (
+            f"--signal=TERM@{slurm.signal_grace_s}" if job.trains else None,
+            f"to the ranks, {slurm.signal_grace_s} s before the limit: save and exit",
+        ),
         ("--requeue" if slurm.requeue else "--no-requeue", "Slurm may start it again after preemption or a lost node" * slurm.requeue),
         *((option, "") for option in slurm.options),
     ]
     return [commented(f"#SBATCH {option}", comment) for option, comment in options if option is not None]
+
+
+def _array_comment(job: Job) -> str:
+    limit = ", at most so many at once (%)" if "%" in (job.array or "") else ""
+    return f"one task per {'point' if job.trains else 'slice'}{limit}"
 
 
 def _option(name: str, value: str | None) -> str | None:
@@ -105,7 +115,7 @@ def _option(name: str, value: str | None) -> str | None:
 
 def _device_request(job: Job) -> str | None:
     slurm = job.cluster.slurm
-    if slurm.gpu_request == "none":
+    if slurm.gpu_request == "none" or not job.shape.devices_per_node:
         return None
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
     prefix = "--gres=gpu:" if slurm.gpu_request == "gres" else "--gpus-per-node="
@@ -170,4 +180,6 @@ def _preflight(job: Job) -> list[str]:
 
 
 def _run(job: Job) -> list[str]:
+    if not job.trains:
+        return [srun(job, job.arguments, [])]
     return ["# The run. --label puts the rank before each line.", srun(job, job.arguments, ["--label", f"--wait={WAIT_S}"])]

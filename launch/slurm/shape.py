@@ -68,6 +68,11 @@ def with_mesh(config: Config, shape: JobShape) -> Config:
 
 def describe(cluster: ClusterConfig, shape: JobShape) -> str:
     """Say the size in words."""
-    nodes = "1 node" if shape.nodes == 1 else f"{shape.nodes} nodes"
-    devices = "device" if shape.devices == 1 else "devices"
-    return f"{nodes} of {cluster.name}, {shape.tasks_per_node} per node = {shape.tasks} processes on {shape.devices} {devices}"
+    nodes = _count(shape.nodes, "node")
+    if not shape.devices_per_node:
+        return f"{nodes} of {cluster.name}, {_count(shape.cpus_per_task, 'core')}"
+    return f"{nodes} of {cluster.name} x {_count(shape.tasks_per_node, 'process')} = {_count(shape.devices, 'device')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
