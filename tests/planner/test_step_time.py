@@ -1,0 +1,141 @@
+"""The extended roofline: never below a ceiling, monotone in every resource, and exact where it can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.cluster import load_cluster
+from configs.schema import RematConfig
+from planner.hardware import hardware
+from planner.kernels import Kernels
+from planner.layouts import Layout
+from planner.local import LocalSizes
+from planner.overlap import ETA, Communication, exposed_s
+from planner.step_time import Machine, host_input_s, step_parts, step_time
+from tests.planner.clusters import CALIBRATION, cluster, config, links
+
+NODES = st.sampled_from((1, 2, 4))
+LAYOUTS = st.builds(
+    Layout,
+    data=st.sampled_from((1, 2, 4)),
+    fsdp=st.sampled_from((1, 2, 8, 16)),
+    tensor=st.sampled_from((1, 2, 4, 8)),
+    accumulation=st.sampled_from((1, 2)),
+    remat=st.sampled_from([RematConfig(policy=policy) for policy in ("none", "dots", "full")]),
+)
+
+
+def estimate(layout, made=None, model=None):
+    made = made or cluster()
+    return step_time(layout.apply(model or config()), layout.sizes, made, CALIBRATION)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS)
+def test_no_step_is_below_any_single_ceiling(layout):
+    chosen, made = layout.apply(config()), cluster()
+    machine = Machine(made, CALIBRATION, layout.devices)
+    parts = step_parts(chosen, layout.sizes, machine)
+    step = parts.assemble()
+    peak = hardware("h100-sxm").peak_flops["bfloat16"]
+    assert step.mfu < 1
+    work = parts.forward + parts.backward + parts.rest
+    assert step.step_s >= work.compute_s and step.step_s >= work.memory_s
+    assert step.step_s >= step.communication_s - 1e-12
+    assert step.step_s >= host_input_s(LocalSizes.of(chosen, layout.sizes), machine)
+    assert step.step_s > step.mfu * step.step_s  # the model's FLOPs at the peak
+    assert sum(step.breakdown_s.values()) == pytest.approx(step.step_s)
+    assert all(seconds >= 0 for seconds in step.breakdown_s.values())
+    assert math.isclose(step.tokens_per_s * step.step_s, 128 * 4096) and peak > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(LAYOUTS, st.floats(1.0, 8.0))
+def test_more_bandwidth_or_compute_is_never_slower(layout, factor):
+    base = estimate(layout).step_s
+    assert estimate(layout, cluster(links=links(nvlink=450 * factor))).step_s <= base * (1 + 1e-9)
+    assert estimate(layout, cluster(links=links(network=50 * factor), nic_gb_per_s=400 * factor)).step_s <= base * (1 + 1e-9)
+    parts = step_parts(layout.apply(config()), layout.sizes, Machine(cluster(), CALIBRATION, layout.devices))
+    for ceiling in ("compute", "hbm", "nvlink", "network", "host_input"):
+        assert parts.assemble({ceiling: factor}).step_s <= base * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(LAYOUTS)
+def test_recomputing_costs_time_and_never_moves_less(layout):
+    steps = [
+        estimate(Layout(layout.data, layout.fsdp, layout.tensor, layout.accumulation, RematConfig(policy=p))) for p in ("none", "full")
+    ]
+    assert steps[0].step_s < steps[1].step_s
+    assert steps[0].communication_s <= steps[1].communication_s
+
+
+def test_one_device_communicates_nothing():
+    step = estimate(Layout(1, 1, 1, 64))
+    assert step.communication == () and step.breakdown_s["nvlink"] == step.breakdown_s["network"] == 0
+
+
+def test_communication_hides_under_compute_and_what_does_not_is_paid():
+    """T = Tc + Tm - eta * min(Tc, Tm), for gathers of parameters; the residual stream over tensor is paid in full."""
+    layout = Layout(1, 8, 1)
+    parts = step_parts(layout.apply(config()), layout.sizes, Machine(cluster(), CALIBRATION, 8))
+    hidden = [item for item in parts.communication if item.hideable]
+    assert hidden and all(item.planned.where == "layer" for item in hidden)
+    total = sum(item.seconds for item in hidden)
+    free = exposed_s(hidden, {"forward": 1e9, "backward": 1e9})
+    assert sum(free.values()) == pytest.approx((1 - ETA) * total)
+    assert sum(exposed_s(hidden, {"forward": 0.0, "backward": 0.0}).values()) == pytest.approx(total)
+    tensor = Layout(1, 1, 8)
+    stream = step_parts(tensor.apply(config()), tensor.sizes, Machine(cluster(), CALIBRATION, 8)).communication
+    assert not any(item.hideable for item in stream)
+    assert sum(exposed_s(stream, {"forward": 1e9, "backward": 1e9}).values()) == pytest.approx(sum(item.seconds for item in stream))
+
+
+def test_axes_use_the_links_they_span():
+    """tensor=8 stays on NVLink; data=2 over two nodes leaves through the network; a collective over both names both."""
+    layout = Layout(2, 1, 8)
+    step = estimate(layout)
+    kinds = {item.planned.axes: set(item.by_kind()) for item in step.communication}
+    assert kinds[("tensor",)] == {"nvlink"} and kinds[("data",)] == {"network"}
+    for item in step.communication:
+        assert isinstance(item, Communication)
+        assert sum(item.by_kind().values()) == pytest.approx(item.seconds)
+
+
+def test_products_take_their_flops_at_the_calibrated_rate():
+    layout = Layout(1, 1, 1, 128)
+    local = LocalSizes.of(layout.apply(config()), layout.sizes)
+    kernels = Kernels(local, hardware("h100-sxm"), CALIBRATION)
+    shapes = kernels.products()
+    assert shapes["gate"] == (4096, 14336, 4096) and shapes["down"] == (4096, 4096, 14336) and shapes["key"] == (4096, 1024, 4096)
+    flops = sum(2 * m * n * k for m, n, k in shapes.values())
+    forward = kernels.layer_forward()
+    assert forward.compute_s > flops / 989.4e12
+    assert kernels.layer_backward().compute_s > 2 * flops / 989.4e12
+
+
+def test_an_input_pipeline_that_is_too_slow_is_the_ceiling():
+    slow = CALIBRATION.file.host.model_copy(update={"input_tokens_per_s": 1000.0})
+    calibration = type(CALIBRATION)("slow host", CALIBRATION.file.model_copy(update={"host": slow}))
+    layout = Layout(1, 8, 1)
+    step = step_time(layout.apply(config()), layout.sizes, cluster(), calibration)
+    assert step.step_s == pytest.approx(128 * 4096 / 1000, rel=1e-3)
+    assert step.breakdown_s["host_input"] > 0.9 * step.step_s
+
+
+def test_every_shipped_cluster_can_be_predicted():
+    from configs.cluster import cluster_names
+
+    for name in cluster_names():
+        made = load_cluster(name).config
+        devices = made.devices_per_node
+        layout = Layout(1, devices, 1)
+        model = config("models/llama-3.2-1b", rows=devices, length=512)
+        if made.device == "cpu":
+            model = model.model_copy(update={"precision": model.precision.model_copy(update={"compute": "float32"})})
+        step = step_time(layout.apply(model), layout.sizes, made, CALIBRATION)
+        assert step.step_s > 0 and 0 < step.mfu < 1, name
