@@ -119,8 +119,9 @@ def markdown() -> str:
     ]
     for row in rows:
         links = sum(share for name, share in row.ceilings.items() if name in ("nvlink", "network"))
+        predicted = float(f"{row.predicted:.3g}")
         lines.append(
-            f"| {row.name} | {row.devices} {row.cluster} | {row.layout} | {row.published:,.0f} | {float(f'{row.predicted:.3g}'):,.0f} | {row.error:+.0%} |"
+            f"| {row.name} | {row.devices} {row.cluster} | {row.layout} | {row.published:,.0f} | {predicted:,.0f} | {row.error:+.0%} |"
             f" {row.mfu:.0%} | {row.ceilings['compute']:.0%} / {row.ceilings['hbm'] + row.ceilings['optimizer']:.0%} / {links:.0%} |"
         )
     lines += ["", "## Sources, and what differs from our step", ""]
