@@ -102,20 +102,28 @@ class LinkCurve(Section):
     """Only between these devices; null: any device without a curve of its own."""
     in_switch: bool = False
     """Of an all-reduce added up by the switch; false: of ring algorithms."""
-    points: list[tuple[PositiveFloat, PositiveFloat]]
-    """(bytes one device sends in the whole collective, share of the link's peak reached, latency apart), at least one.
+    points: list[tuple[PositiveFloat, PositiveFloat]] = []
+    """(bytes one device sends in the whole collective, share of the link's peak reached, latency apart).
     In the switch: bytes of the tensor instead."""
+    measured: list[tuple[PositiveFloat, PositiveFloat]] = []
+    """The same with GB/s (1e9) instead of a share; above the link's peak they count as the peak."""
     source: str
     """Where the figures were published, or how they were measured."""
 
     @model_validator(mode="after")
     def _has_points(self) -> LinkCurve:
-        sizes = [size for size, _ in self.points]
-        if not sizes or len(set(sizes)) != len(sizes):
-            raise ValueError("points: at least one, and no size twice")
+        if bool(self.points) == bool(self.measured):
+            raise ValueError("give either points (shares) or measured (GB/s)")
+        sizes = [size for size, _ in self.points or self.measured]
+        if len(set(sizes)) != len(sizes):
+            raise ValueError("no size twice")
         if any(share > 1 for _, share in self.points):
             raise ValueError("points: no share above 1 (is the link's bandwidth in the cluster file that of one direction?)")
         return self
+
+    def shares(self, peak_bytes_per_s: float) -> list[tuple[float, float]]:
+        """Return (bytes, share of this peak)."""
+        return self.points or [(size, min(1.0, rate * 1e9 / peak_bytes_per_s)) for size, rate in self.measured]
 
 
 class HostPoint(Section):
@@ -199,22 +207,24 @@ class Calibration:
         point = points[-1]
         return device.memory_bandwidth_bytes_per_s * point.share if point.share else (point.gb_per_s or 0) * 1e9
 
-    def link_curve(self, kind: str, device: str) -> Curve | None:
+    def link_curve(self, kind: str, device: str, peak_bytes_per_s: float) -> Curve | None:
         """Return the share of a link's peak reached by ring algorithms, by bytes sent; None: nothing known of this kind."""
-        return self._curve(kind, device, in_switch=False)
+        return self._curve(kind, device, peak_bytes_per_s, in_switch=False)
 
-    def in_switch_curve(self, device: str) -> Curve | None:
+    def in_switch_curve(self, device: str, peak_bytes_per_s: float) -> Curve | None:
         """Return the share of NVLink's peak reached by all-reduces in the switch, by their bytes; None: nothing known."""
-        return self._curve("nvlink", device, in_switch=True)
+        return self._curve("nvlink", device, peak_bytes_per_s, in_switch=True)
 
-    def _curve(self, kind: str, device: str, *, in_switch: bool) -> Curve | None:
+    def _curve(self, kind: str, device: str, peak_bytes_per_s: float, *, in_switch: bool) -> Curve | None:
         curves = [curve for curve in self.file.links if curve.kind == kind and curve.in_switch == in_switch]
         chosen = [curve for curve in curves if curve.device == device] or [curve for curve in curves if curve.device is None]
         if not chosen:
             return None
-        size, share = min(chosen[-1].points)
-        points = chosen[-1].points if size <= 1 else [(1.0, share / size), *chosen[-1].points]
-        return Curve.through(points)  # a message smaller than the smallest measured takes as long as that one
+        points = chosen[-1].shares(peak_bytes_per_s)
+        size, share = min(points)
+        if size > 1:  # a message smaller than the smallest measured takes as long as that one
+            points = [(1.0, share / size), *points]
+        return Curve.through(points)
 
     @property
     def sources(self) -> list[str]:

@@ -155,6 +155,6 @@ def _link(level: LinkLevel, cluster: ClusterConfig, calibration: Calibration | N
         level.kind,
         bandwidth,
         level.latency_us * 1e-6,
-        calibration.link_curve(level.kind, cluster.device) if calibration else None,
-        calibration.in_switch_curve(cluster.device) if calibration and reduces else None,
+        calibration.link_curve(level.kind, cluster.device, bandwidth) if calibration else None,
+        calibration.in_switch_curve(cluster.device, bandwidth) if calibration and reduces else None,
     )

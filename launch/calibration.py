@@ -1,0 +1,197 @@
+"""Measure this machine for the planner: matmuls by shape and dtype, attention, memory, collectives between local devices, the host.
+
+Every rate is that of the median of several rounds after a warm-up. A round dispatches the work several times and waits once, so that what
+the host needs to launch it hides behind the device, as in a training step. Imports JAX; `planner.calibration` reads what is written here.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from planner.calibration import AttentionPoint, CalibrationFile, HostPoint, LinkCurve, MatmulPoint, MemoryPoint
+
+Shape = tuple[int, int, int]
+ROUNDS = 5
+INPUT_TOKENS_PER_ROW = 2048
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the measured work is."""
+
+    matmuls: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    stream_bytes: int
+    """One of the three arrays of the memory measurement."""
+    messages_bytes: tuple[int, ...]
+    attention: tuple[tuple[int, int], ...]
+    """(seq_len, head_dim)."""
+
+
+GPU = Sizes(
+    (
+        (8192, 8192, 8192),
+        (4096, 4096, 4096),
+        (2048, 2048, 2048),
+        (16384, 4096, 4096),
+        (8192, 1024, 8192),
+        (4096, 14336, 4096),
+        (8192, 8192, 512),
+    ),
+    ("bfloat16", "tfloat32", "float32"),
+    2**30,
+    tuple(2**n for n in range(16, 31, 2)),
+    ((2048, 128), (8192, 128), (2048, 64)),
+)
+CPU = Sizes(
+    ((1024, 1024, 1024), (512, 512, 512), (256, 256, 256), (2048, 256, 1024)),
+    ("float32", "bfloat16"),
+    2**26,
+    (2**14, 2**17, 2**20, 2**23),
+    (),
+)
+
+
+def calibrate(device_name: str, sizes: Sizes, *, link_kind: str, latency_s: float, report: Callable[[str], None]) -> CalibrationFile:
+    """Measure the first local device and the links between the local ones.
+
+    Args:
+      device_name: catalogue name the entries are about.
+      sizes: GPU or CPU.
+      link_kind: of the links between local devices, as in cluster files.
+      latency_s: of one hop, as the cluster file has it: the planner adds it, so it is taken off here.
+      report: called with a line before each group of measurements.
+    """
+    devices = jax.local_devices()
+    source = f"Measured on {devices[0].device_kind} with jax {jax.__version__}: median of {ROUNDS} rounds"
+    report(f"matmuls: {len(sizes.matmuls)} shapes, {', '.join(sizes.dtypes)}")
+    matmuls = [
+        MatmulPoint(device=device_name, dtype=dtype, m=m, n=n, k=k, tflop_per_s=matmul_flops_per_s(dtype, (m, n, k)) / 1e12, source=source)
+        for dtype in sizes.dtypes
+        for m, n, k in sizes.matmuls
+    ]
+    report("device memory")
+    memory = [MemoryPoint(device=device_name, gb_per_s=memory_bytes_per_s(sizes.stream_bytes) / 1e9, source=f"{source}, a*x + y")]
+    attention = []
+    if sizes.attention:
+        report("attention, forward and backward")
+        attention = [
+            AttentionPoint(
+                device=device_name, seq_len=t, head_dim=h, tflop_per_s=attention_flops_per_s(t, h) / 1e12, source=f"{source}, cuDNN"
+            )
+            for t, h in sizes.attention
+        ]
+    links = []
+    if len(devices) > 1:
+        report(f"all-gather between {len(devices)} devices: {len(sizes.messages_bytes)} sizes")
+        measured = list(all_gather_rates(sizes.messages_bytes, latency_s))
+        links = [
+            LinkCurve(kind=link_kind, device=device_name, measured=measured, source=f"{source}, all-gather over {len(devices)} devices")
+        ]
+    report("host")
+    # on the CPU platform a copy to the device is none: JAX takes the host's array as it is
+    copy = None if devices[0].platform == "cpu" else host_copy_bytes_per_s(sizes.stream_bytes // 4) / 1e9
+    host = HostPoint(copy_gb_per_s=copy, dispatch_us=dispatch_s() * 1e6, source=source)
+    return CalibrationFile(name=source, matmul=matmuls, attention=attention, memory=memory, links=links, host=host)
+
+
+def time_s(work: Callable[[], Any], *, least_s: float = 0.02, most: int = 20) -> float:
+    """Return the seconds of one call: enough of them are dispatched per round to fill `least_s`."""
+    jax.block_until_ready(work())
+    begun = time.perf_counter()
+    jax.block_until_ready(work())
+    once = time.perf_counter() - begun
+    calls = max(1, min(most, round(least_s / max(once, 1e-7))))
+
+    def one_round() -> float:
+        begun = time.perf_counter()
+        results = [work() for _ in range(calls)]
+        jax.block_until_ready(results)
+        return (time.perf_counter() - begun) / calls
+
+    return statistics.median(one_round() for _ in range(ROUNDS))
+
+
+def matmul_flops_per_s(dtype: str, shape: Shape) -> float:
+    """Return the rate of an [M, K] x [K, N] matmul of random numbers (zeros would draw less power and run faster)."""
+    m, n, k = shape
+    stored = jnp.float32 if dtype in ("float32", "tfloat32") else jnp.dtype(dtype)
+    precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
+    left, right = (jax.random.normal(jax.random.key(i), size, stored) for i, size in enumerate(((m, k), (k, n))))
+    multiply = jax.jit(functools.partial(jnp.matmul, precision=precision))
+    return 2 * m * n * k / time_s(lambda: multiply(left, right))
+
+
+def memory_bytes_per_s(array_bytes: int) -> float:
+    """Return the bandwidth of a*x + y on arrays of this size: two read, one written."""
+    x = jnp.ones(array_bytes // 4, jnp.float32)
+    y = jnp.zeros(array_bytes // 4, jnp.float32)
+    update = jax.jit(lambda x, y: 2.0 * x + y)
+    return 3 * array_bytes / time_s(lambda: update(x, y))
+
+
+def attention_flops_per_s(seq_len: int, head_dim: int) -> float:
+    """Return the rate of causal cuDNN attention, forward and backward, in the planner's FLOPs: 12*T*T/2*N*H per row."""
+    heads, rows = 4096 // head_dim, max(1, 16384 // seq_len)
+    shape = (rows, seq_len, heads, head_dim)
+    q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(3))
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return jnp.sum(out.astype(jnp.float32))
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    return rows * 12 * seq_len * (seq_len / 2) * heads * head_dim / time_s(lambda: gradient(q, k, v))
+
+
+def all_gather_rates(messages_bytes: tuple[int, ...], latency_s: float) -> Iterator[tuple[float, float]]:
+    """Yield (bytes a device sends, GB/s it reaches, latency of the hops taken off) of all-gathers over the local devices."""
+    devices = jax.local_devices()
+    count = len(devices)
+    mesh = Mesh(np.array(devices), ("x",))
+
+    def gather(part: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(part, "x", tiled=True)
+
+    run = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False))
+    for full in messages_bytes:
+        part = jax.device_put(jnp.ones(full // 4, jnp.float32), jax.NamedSharding(mesh, P("x")))
+        sent = full * (count - 1) / count
+        transfer = max(time_s(functools.partial(run, part)) - (count - 1) * latency_s, 1e-9)
+        yield float(sent), sent / transfer / 1e9
+
+
+def host_copy_bytes_per_s(array_bytes: int) -> float:
+    """Return the bandwidth from host memory to the first device."""
+    array = np.zeros(array_bytes, np.uint8)
+    device = jax.local_devices()[0]
+    return array_bytes / time_s(lambda: jax.device_put(array, device))
+
+
+def dispatch_s() -> float:
+    """Return the host time to start one small compiled program."""
+    increment = jax.jit(lambda x: x + 1)
+    return time_s(functools.partial(increment, jnp.zeros(())), least_s=0.05, most=1000)
+
+
+def input_tokens_per_s(directory: Path) -> float:
+    """Return the tokens per second at which this host reads rows of a prepared corpus, with the loader's default threads."""
+    from configs.schema import DataConfig, DataSource
+    from loaders.bench import bench
+    from loaders.manifest import read_manifest
+
+    seq_len = read_manifest(directory).pack_length or INPUT_TOKENS_PER_ROW
+    data = DataConfig(train=[DataSource(path=directory)], seq_len=seq_len, batch_size=32)
+    return bench(data, batches=64).tokens_per_s
