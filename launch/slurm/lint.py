@@ -74,7 +74,7 @@ def _cores(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
             + (f"; slurm.cpus_per_task={fits} fits" if fits else f"; slurm.tasks_per_node={cluster.cores_per_node} is the most"),
         )
     wanted = cluster.slurm.cores_per_device
-    if not shape.devices_per_node:
+    if not shape.devices_per_node or cores > cluster.cores_per_node:
         return
     if wanted is not None and cores != wanted * shape.devices_per_node:
         yield Finding(

@@ -61,7 +61,13 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def job_script(job: Job) -> str:
     """Write the script of a job."""
     sections = [
-        ["#!/bin/bash", f"# {job.title}", f"# {describe(job.cluster, job.shape)}.", f"# Written by {job.written}."],
+        # A login shell where modules are loaded: /etc/profile defines `module`.
+        [
+            "#!/bin/bash -l" if job.cluster.software.modules else "#!/bin/bash",
+            f"# {job.title}",
+            f"# {describe(job.cluster, job.shape)}.",
+            f"# Written by {job.written}.",
+        ],
         header(job),
         _places(job),
         _software(job),
@@ -137,7 +143,8 @@ def _software(job: Job) -> list[str]:
     if software.modules:
         lines += ["module purge", f"module load {' '.join(map(shlex.quote, software.modules))}"]
     lines += software.setup
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in {**software.environment, **job.environment}.items()]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in software.environment.items()]
+    lines += [commented(f"export {name}={shlex.quote(value)}", "as in the submitting shell") for name, value in job.environment.items()]
     lines += [
         commented('export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"', "the code as it was when submitted"),
         commented("export PYTHONSAFEPATH=1", "and not what lies in the working directory"),

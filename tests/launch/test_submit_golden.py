@@ -1,0 +1,99 @@
+"""The job script for every shipped cluster, so that a changed script shows in review; all of them are valid bash.
+
+Regenerate with `python tests/launch/test_submit_golden.py`, and read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from configs.cluster import cluster_names, load_cluster
+from configs.load import load
+from launch.slurm.script import job_script
+from launch.slurm.shape import job_shape
+from launch.slurm.submit import Submitter, training_job
+
+GOLDEN = Path(__file__).parent / "golden" / "submit"
+BY = Submitter(
+    environment={"NCCL_DEBUG": "INFO", "HOME": "/home/me", "WANDB_API_KEY": "abcdef012345"},
+    workdir=Path("/home/me/project"),
+    now=datetime(2026, 11, 21, 7, 0, tzinfo=UTC),
+    code="ridgeline 0.1.0, commit 0123456789ab",
+    python="/home/me/project/.venv/bin/python",
+)
+SITE = ["slurm.account=proj42", "slurm.qos=normal"]
+CONTAINERS = {
+    "dgx-h100-pyxis": (
+        "dgx-h100",
+        ["software.container={runtime: pyxis, image: nvcr.io#ridge/train:26.11, mounts: [/lustre/raw:/raw:ro]}"],
+    ),
+    "mn5-acc-apptainer": (
+        "mn5-acc",
+        [
+            "software.container={runtime: apptainer, image: /gpfs/images/ridge.sif, arguments: [--writable-tmpfs]}",
+            "software.modules=[singularity/4.1.5, cuda/12.8]",
+            "software.setup=['ulimit -n 65536']",
+            "software.environment={NCCL_SOCKET_IFNAME: ib0}",
+        ],
+    ),
+}
+CASES = {name: (name, []) for name in cluster_names()} | CONTAINERS
+
+
+def script(case: str) -> str:
+    cluster_name, overrides = CASES[case]
+    cluster = load_cluster(cluster_name, [*SITE, *overrides]).config
+    config = load("quickstart", ["run_dir=/shared/runs/quickstart"]).config
+    return job_script(training_job(config, cluster, job_shape(cluster, 2, "12:00:00"), BY))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_script_of_a_shipped_cluster_is_its_golden_file(case: str) -> None:
+    path = GOLDEN / f"{case}.sh"
+    assert path.is_file(), f"no golden file for {case}: run `python tests/launch/test_submit_golden.py`"
+    assert script(case) == path.read_text(), f"the script for {case} changed: run `python tests/launch/test_submit_golden.py`, review"
+
+
+def test_no_golden_script_is_left_over() -> None:
+    assert sorted(path.stem for path in GOLDEN.glob("*.sh")) == sorted(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_script_is_valid_bash(case: str) -> None:
+    done = subprocess.run(["bash", "-n", GOLDEN / f"{case}.sh"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_shellcheck_finds_nothing_in_the_scripts() -> None:
+    """Without shellcheck only CI refuses: it is no dependency of the project."""
+    if shutil.which("shellcheck") is None:
+        assert os.environ.get("CI") != "true", "CI installs shellcheck (.ci/run)"
+        return
+    done = subprocess.run(["shellcheck", "--shell=bash", *sorted(GOLDEN.glob("*.sh"))], capture_output=True, text=True)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_secret_of_the_submitting_shell_is_in_the_script(case: str) -> None:
+    text = (GOLDEN / f"{case}.sh").read_text()
+    assert "export NCCL_DEBUG=INFO " in text
+    assert "abcdef012345" not in text
+    assert "WANDB_API_KEY" not in text
+
+
+def regenerate() -> None:
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for stale in GOLDEN.glob("*.sh"):
+        stale.unlink()
+    for case in CASES:
+        (GOLDEN / f"{case}.sh").write_text(script(case))
+
+
+if __name__ == "__main__":
+    regenerate()

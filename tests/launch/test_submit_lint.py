@@ -1,0 +1,216 @@
+"""What `ridge submit` refuses or warns of before a job waits in the queue."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from configs.cluster import ClusterConfig, cluster_names, load_cluster
+from configs.load import load
+from configs.schema import Config
+from launch.slurm import filesystems, lint
+from launch.slurm.filesystems import Mount
+from launch.slurm.lint import Finding
+from launch.slurm.shape import job_shape, placed, with_mesh
+from launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
+
+SHARED = [Mount(Path("/"), "overlay"), Mount(Path("/gpfs"), "gpfs"), Mount(Path("/home"), "ext4"), Mount(Path("/ram"), "tmpfs")]
+
+
+@pytest.fixture(autouse=True)
+def _writable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every directory as it is named: these paths exist on no test machine."""
+    monkeypatch.setattr(filesystems, "existing_parent", lambda path: path)
+    monkeypatch.setattr(filesystems, "writable", lambda path: "readonly" not in path.parts)
+
+
+def findings(
+    cluster: str = "mn5-acc",
+    nodes: int = 2,
+    time: str | None = "12:00:00",
+    *,
+    cluster_set: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
+) -> list[Finding]:
+    site = load_cluster(cluster, ["slurm.account=a", "slurm.qos=q", *cluster_set]).config
+    config = load("models/llama-3.2-1b", ["run_dir=/gpfs/runs/r", "data.batch_size=64", *overrides]).config
+    return lint.lint(placed(config, site), site, job_shape(site, nodes, time), SHARED)
+
+
+def errors(found: list[Finding]) -> list[str]:
+    return [finding.message for finding in found if finding.error]
+
+
+def warnings(found: list[Finding]) -> list[str]:
+    return [finding.message for finding in found if not finding.error]
+
+
+@pytest.mark.parametrize("cluster", [name for name in cluster_names() if name != "local"])
+def test_a_sound_job_has_no_finding_on_any_cluster(cluster: str) -> None:
+    assert findings(cluster) == []
+
+
+def test_a_sound_job_on_the_local_cluster_may_write_anywhere() -> None:
+    assert findings("local", 4, None, overrides=("run_dir=/tmp/r", "model.num_layers=2", "model.embed_dim=64")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nodes": 2000, "overrides": ("data.batch_size=8000",)}, r"--nodes 2000: mn5-acc allows at most 1120 \(nodes\)"),
+        ({"cluster_set": ("slurm.max_nodes=1",)}, r"--nodes 2: mn5-acc allows at most 1 \(slurm.max_nodes\)"),
+        (
+            {"cluster_set": ("slurm.cpus_per_task=21",)},
+            r"4 tasks x 21 cores are more than the 80 cores of a node; slurm.cpus_per_task=20 fits",
+        ),
+        ({"cluster_set": ("slurm.cpus_per_task=10",)}, r"mn5-acc wants 20 cores per device: 80 for 4, not 40 \(4 tasks x 10\)"),
+        ({"cluster_set": ("slurm.account=null",)}, r"mn5-acc needs --account: give it on the command line, or set slurm.account in .*"),
+        ({"cluster_set": ("slurm.qos=null",)}, r"mn5-acc needs --qos: .*"),
+        ({"time": None}, r"mn5-acc needs --time: give it on the command line"),
+        ({"time": "3-0"}, r"--time 3-00:00:00 is over the limit of mn5-acc, 2-00:00:00 \(slurm.max_time\)"),
+        ({"time": "5"}, r"--time 00:05:00 is not longer than the 300 s before its end .*"),
+        ({"cluster_set": ("slurm.max_time=two days",)}, r"slurm.max_time 'two days' is no time as Slurm writes it \(MINUTES, .*"),
+        ({"cluster_set": ("slurm.memory=481G",)}, r"slurm.memory=481G is more than the 480 GiB of a node"),
+        ({"cluster_set": ("slurm.memory=all",)}, r"slurm.memory 'all' is no size as Slurm writes it .*"),
+        ({"cluster_set": ("slurm.tasks_per_node=3", "slurm.cores_per_device=null")}, r"4 devices per node do not divide over 3 tasks"),
+        ({"overrides": ("mesh.fsdp=4",)}, r"mesh.fsdp=4 is not the 8 devices there are; what works: mesh.data=2 or mesh.fsdp=8"),
+        ({"overrides": ("data.batch_size=4",)}, r"data.batch_size: .* \(on 8 devices\)"),
+        ({"overrides": ("run_dir=/gpfs/readonly/r",)}, r"run directory /gpfs/readonly/r: /gpfs/readonly/r cannot be written"),
+        ({"overrides": ("run_dir=/tmp/r",)}, r"run directory /tmp/r: /tmp is another directory on every node, not shared .*"),
+        ({"overrides": ("run_dir=/dev/shm/r",)}, r"run directory /dev/shm/r: /dev/shm is another .*"),
+        ({"overrides": ("run_dir=/ram/r",)}, r"run directory /ram/r: /ram \(tmpfs\) is in the memory of this machine, .*"),
+        ({"overrides": ("run_dir=/home/r",)}, r"run directory /home/r: /home \(ext4\) is a disk of this machine, .*"),
+        ({"overrides": ("run_dir=/elsewhere/r",)}, r"run directory /elsewhere/r: / \(overlay\) is a disk of this machine, .*"),
+        ({"overrides": ("run_dir='/gpfs/my runs/r'",)}, r"run directory '/gpfs/my runs/r': only letters, digits and .*"),
+    ],
+)
+def test_an_error_is_one_line_that_says_what_and_what_fits(change: dict[str, object], message: str) -> None:
+    found = errors(findings(**change))  # type: ignore[arg-type]
+    assert len(found) == 1, found
+    assert re.fullmatch(message, found[0]), found[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cluster_set": ("slurm.exclusive=false",)}, r"slurm.exclusive is false: jobs on the same nodes slow all nodes of this one"),
+        ({"time": "15"}, r"the save grace takes 300 s of 00:15:00: lower slurm.signal_grace_s or ask for more time"),
+        (
+            {"cluster": "dgx-h100", "cluster_set": ("slurm.cpus_per_task=7",)},
+            r"56 of the 112 cores of a node are asked for: the rest idles",
+        ),
+        ({"nodes": 1, "overrides": ("run_dir=/home/r",)}, r"run directory /home/r: /home \(ext4\) is a disk of this machine, .*"),
+    ],
+)
+def test_a_warning_does_not_refuse(change: dict[str, object], message: str) -> None:
+    found = findings(**change)  # type: ignore[arg-type]
+    assert errors(found) == []
+    assert len(warnings(found)) == 1, found
+    assert re.fullmatch(message, warnings(found)[0]), found
+
+
+def large(name: str, nodes: int, *cluster_set: str) -> list[Finding]:
+    site = load_cluster("mn5-acc", ["slurm.account=a", "slurm.qos=q", *cluster_set]).config
+    config = load(name, ["run_dir=/gpfs/runs/r", "data.batch_size=1024"]).config
+    return lint.lint(config, site, job_shape(site, nodes, "1-0"), SHARED)
+
+
+def test_a_save_that_may_not_fit_the_grace_is_told() -> None:
+    assert warnings(large("models/llama-3.1-405b", 64)) == []
+    told = warnings(large("models/llama-3.1-405b", 64, "storage.write_gb_per_s=10"))
+    assert len(told) == 1
+    # 405.85e9 parameters x 12 bytes at 10e9 bytes/s
+    assert told[0].startswith("a save of this model takes about 487 s at 10 GB/s: slurm.signal_grace_s=300 ")
+
+
+def test_host_memory_must_hold_the_copy_of_an_asynchronous_save() -> None:
+    told = warnings(large("models/llama-3.1-405b", 8))
+    # 405.85e9 x 12 bytes / 8 nodes
+    assert any(
+        line.startswith("an asynchronous save copies 567 GiB of parameters and optimiser state to each host, which has 480 GiB")
+        for line in told
+    )
+
+
+def test_virtual_devices_must_make_up_the_node() -> None:
+    few = ("model.num_layers=2", "model.embed_dim=64", "runtime.cpu_devices=4")
+    assert errors(findings("local", 2, None, overrides=few)) == [
+        "1 tasks per node x runtime.cpu_devices=4 make 4 devices, but local has devices_per_node=1: give --cluster-set devices_per_node=4"
+    ]
+    assert errors(findings("local", 2, None, overrides=few, cluster_set=("devices_per_node=4",))) == []
+
+
+def test_several_errors_are_told_together() -> None:
+    assert len(errors(findings(time="3-0", cluster_set=("slurm.account=null", "slurm.memory=1T")))) == 3
+
+
+def test_the_rest_of_the_mesh_is_resolved_against_the_job() -> None:
+    site = load_cluster("mn5-acc").config
+    config = load("models/llama-3.2-1b", ["mesh.tensor=4", "mesh.fsdp=-1"]).config
+    assert with_mesh(config, job_shape(site, 8, None)).mesh.sizes == {**config.mesh.sizes, "fsdp": 8, "tensor": 4}
+
+
+def test_the_run_directory_is_the_configs_own_or_under_the_clusters_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def directory(overrides: list[str], cluster_set: list[str]) -> Path:
+        site: ClusterConfig = load_cluster("local", cluster_set).config
+        config: Config = load("quickstart", overrides).config
+        return placed(config, site).directory
+
+    assert directory([], []) == tmp_path / "runs/quickstart"
+    assert directory([], ["run_root=/gpfs/runs"]) == Path("/gpfs/runs/quickstart")
+    assert directory(["run_dir=mine"], ["run_root=/gpfs/runs"]) == tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:30:15", 5415),
+        ("100:00:00", 360000),
+        ("2-0", 172800),
+        ("2-12", 216000),
+        ("2-12:30", 217800),
+        ("2-12:30:05", 217805),
+        ("UNLIMITED", None),
+        ("infinite", None),
+    ],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
+    assert parse_time_s(text, "--time") == seconds
+    if seconds is not None:
+        assert parse_time_s(format_time(seconds), "--time") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1h", "12:00:00:00", "1-", "-1", "1.5", "0", "00:00:00", "a:b"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^--time '{text}'"):
+        parse_time_s(text, "--time")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", None), ("500", 500 << 20), ("480G", 480 << 30), ("480GB", 480 << 30), ("1t", 1 << 40), ("64K", 64 << 10)]
+)
+def test_sizes_are_read_as_slurm_reads_them(text: str, size: int | None) -> None:
+    assert parse_memory_bytes(text, "memory") == size
+
+
+def test_mounts_are_read_with_their_escapes_and_the_innermost_wins() -> None:
+    text = "rootfs / rootfs rw 0 0\nnfs:/x /with\\040space nfs4 rw 0 0\nnone /with\\040space/in tmpfs rw 0 0\nsrv /data lustre rw 0 0\n"
+    mounts = filesystems.read_mounts(text)
+    found = {path: filesystems.mount_of(Path(path), mounts) for path in ("/with space/a", "/with space/in/b", "/data/c", "/database", "/")}
+    assert {path: mount.kind if mount else None for path, mount in found.items()} == {
+        "/with space/a": "nfs4",
+        "/with space/in/b": "tmpfs",
+        "/data/c": "lustre",
+        "/database": "rootfs",
+        "/": "rootfs",
+    }
+    over = filesystems.read_mounts("a /data ext4 rw 0 0\nb /data beegfs rw 0 0\n")
+    found_last = filesystems.mount_of(Path("/data/x"), over)
+    assert found_last is not None
+    assert found_last.kind == "beegfs", "a later mount hides an earlier one"
