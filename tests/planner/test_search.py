@@ -1,0 +1,189 @@
+"""The search: planted optima are found, nothing illegal or too large is offered, pruning loses nothing, and it is quick."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+
+from configs.cluster import load_cluster
+from configs.errors import UserError
+from configs.load import load
+from configs.rules import check_config, check_devices
+from configs.schema import OptimizerConfig, RematConfig
+from planner.advice import alternatives, binding
+from planner.layouts import Layout, accumulations, meshes, remat_choices
+from planner.memory import memory_per_device
+from planner.search import Limits, capacity_bytes, ranked, search, search_scale, within
+from planner.step_time import Machine, step_time
+from tests.planner.clusters import CALIBRATION, cluster, config, links
+
+TOKENS = 1e11
+
+
+def best(made, model, nodes=4):
+    scale = search_scale(model, made, CALIBRATION, nodes, TOKENS)
+    assert scale.best is not None
+    return scale.best
+
+
+# Planted optima.
+
+
+def test_on_a_slow_network_the_sharding_stays_inside_the_node():
+    """2 GB/s between nodes: only the gradients of shards may cross them, so parameters are sharded inside a node and replicated across."""
+    made = cluster(links=links(network=2.0), nic_gb_per_s=16.0)
+    found = best(made, config("models/llama-3.2-1b", rows=512)).layout
+    assert found.fsdp * found.tensor <= 8 and found.data >= 4
+
+
+def test_in_one_huge_nvlink_domain_sharding_ignores_where_nodes_end():
+    """Memory for nothing but state cut over more than 8 GPUs, unless much is recomputed. Where all 64 reach each other at NVLink speed the
+    sharding spreads and keeps activations; where nodes of 8 hang on a slow network it stays inside and recomputes."""
+    model, little = config(rows=64), 0.42
+    wide = cluster(links=links(domain=None)[:1], devices_per_node=64, nic_gb_per_s=None, utilisation_cap=little)
+    spread = best(wide, model, nodes=1).layout
+    assert spread.fsdp * spread.tensor > 8 and spread.remat.policy == "none"
+    apart = cluster(links=links(network=2.0), nic_gb_per_s=16.0, utilisation_cap=little)
+    inside = best(apart, model, nodes=8).layout
+    assert inside.fsdp * inside.tensor <= 8 and inside.remat.policy != "none"
+
+
+def test_tiny_memory_forces_sharding_and_recomputation_and_plenty_forbids_it():
+    """A 3B model on 8 GPUs: with an eighth of the memory all state must be sharded and activations recomputed."""
+    small = config("models/llama-3.2-3b", rows=64)
+    tight = best(cluster(utilisation_cap=0.16), small, nodes=1)
+    assert tight.layout.fsdp * tight.layout.tensor == 8 and tight.layout.remat.policy != "none"
+    roomy = best(cluster(device="h200-sxm"), small, nodes=1)
+    assert roomy.layout.remat.policy == "none"
+    assert tight.step.step_s > roomy.step.step_s
+
+
+def test_a_model_whose_state_fits_no_replica_is_sharded_over_all_nodes():
+    """70B with AdamW is 847 GB of state: half of 32 H100s could not hold a replica beside its gradients and activations."""
+    found = best(cluster(utilisation_cap=1.0), config("models/llama-3.1-70b", rows=64), nodes=4)
+    assert found.layout.data == 1 and found.layout.fsdp * found.layout.tensor == 32
+
+
+def test_where_compute_is_free_of_communication_nothing_is_cut():
+    """One device: one layout of the mesh, and the only choices are microbatches and recomputation."""
+    scale = search_scale(config("models/llama-3.2-1b", rows=8), cluster(devices_per_node=1), CALIBRATION, 1, TOKENS)
+    assert {candidate.layout.text() for candidate in scale.candidates} == {"one device"}
+
+
+# What is offered.
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 8])
+def test_every_candidate_is_legal_and_fits_and_keeps_the_batch(nodes):
+    model, made = config(rows=96), cluster()
+    scale = search_scale(model, made, CALIBRATION, nodes, TOKENS)
+    assert scale.candidates
+    for candidate in scale.candidates:
+        chosen = candidate.layout.apply(model)
+        assert not check_config(chosen)
+        assert check_devices(chosen, scale.devices) == candidate.layout.sizes
+        assert candidate.memory.total_bytes <= capacity_bytes(Machine(made, CALIBRATION, scale.devices))
+        rows = candidate.microbatch * candidate.layout.accumulation * candidate.layout.data * candidate.layout.fsdp
+        assert rows == chosen.data.batch_size == model.data.batch_size
+
+
+def test_every_mesh_is_either_a_candidate_or_rejected_with_a_reason():
+    model, made = config(rows=128), cluster()
+    scale = search_scale(model, made, CALIBRATION, 2, TOKENS)
+    seen = {tuple(c.layout.mesh.items()) for c in scale.candidates} | {tuple(r.mesh.items()) for r in scale.rejections}
+    assert seen == {tuple(mesh.layout.mesh.items()) for mesh in meshes(model, 16)}
+    assert all(rejection.reason for rejection in scale.rejections)
+    illegal = [r for r in scale.rejections if r.remat is None]
+    assert any("num_kv_heads=8 does not divide by mesh.tensor=16" in r.reason for r in illegal)
+
+
+def test_pruning_finds_what_an_exhaustive_search_finds():
+    model, made = config(rows=64), cluster()
+    machine = Machine(made, CALIBRATION, 16)
+    quickest = math.inf
+    for mesh in meshes(model, 16):
+        if mesh.refused:
+            continue
+        for remat in remat_choices(model):
+            for count in accumulations(model, mesh.layout):
+                layout = replace(mesh.layout, accumulation=count, remat=remat)
+                chosen = layout.apply(model)
+                if memory_per_device(chosen, layout.sizes).total_bytes <= capacity_bytes(machine):
+                    quickest = min(quickest, step_time(chosen, layout.sizes, made, CALIBRATION, machine=machine).step_s)
+    assert best(made, model, nodes=2).step.step_s == pytest.approx(quickest)
+
+
+def test_the_configs_own_recomputation_is_tried_too():
+    own = RematConfig(policy="names", names=["mlp_up"])
+    model = config()
+    chosen = model.model_copy(update={"compute": model.compute.model_copy(update={"remat": own})})
+    assert own in remat_choices(chosen) and own not in remat_choices(model)
+
+
+def test_ten_thousand_devices_are_searched_in_seconds():
+    start = time.monotonic()
+    scales = search(config("models/llama-3.1-405b", 2560, 8192), cluster(), CALIBRATION, [1250, 1280], TOKENS)
+    assert time.monotonic() - start < 10
+    assert scales[1].devices == 10240 and scales[1].candidates
+
+
+def test_muons_gathers_count_in_memory_and_time():
+    model = config("models/llama-3.2-1b", rows=64, length=2048)
+    muon = model.model_copy(update={"optimizer": OptimizerConfig(kind="muon")})
+    layout = Layout(1, 8, 1)
+    plain, other = (step_time(layout.apply(c), layout.sizes, cluster(), CALIBRATION) for c in (model, muon))
+    assert other.step_s > plain.step_s
+
+
+# Ranking, limits, advice.
+
+
+def test_time_cost_and_efficiency_rank_differently():
+    scales = search(config(rows=512), cluster(), CALIBRATION, [1, 4, 16], TOKENS)
+    fastest, cheapest, leanest = (ranked(scales, objective, Limits())[0] for objective in ("time", "cost", "efficiency"))
+    assert fastest.run.wall_days == min(c.run.wall_days for s in scales for c in s.candidates)
+    assert cheapest.run.wall_cost_usd == min(c.run.wall_cost_usd for s in scales for c in s.candidates)
+    assert leanest.step.tokens_per_s_per_device == max(c.step.tokens_per_s_per_device for s in scales for c in s.candidates)
+    assert fastest.nodes == 16 and cheapest.nodes < 16
+
+
+def test_limits_leave_out_what_breaks_them_and_say_by_how_much():
+    scales = search(config(rows=128), cluster(), CALIBRATION, [1, 4], TOKENS)
+    everything = ranked(scales, "cost", Limits())
+    budget = everything[0].run.wall_cost_usd * 1.01
+    kept = ranked(scales, "time", Limits(budget_usd=budget))
+    assert 0 < len(kept) < len(everything) and all(c.run.wall_cost_usd <= budget for c in kept)
+    dear = max(everything, key=lambda c: c.run.wall_cost_usd)
+    assert "times the budget" in within(dear, Limits(budget_usd=budget))
+    slow = max(everything, key=lambda c: c.run.wall_days)
+    assert "times the deadline" in within(slow, Limits(deadline_days=slow.run.wall_days / 2))
+
+
+def test_what_binds_is_the_ceiling_whose_doubling_helps_most():
+    made = cluster(links=links(network=2.0), nic_gb_per_s=16.0)
+    machine = Machine(made, CALIBRATION, 32)
+    slow_network = best(made, config(rows=32), nodes=4)
+    bound = binding(slow_network, machine)
+    assert bound.ceiling == "network" and "The network binds" in bound.sentence
+    faster = slow_network.parts.assemble({"network": 2.0}).step_s
+    assert bound.gain == pytest.approx(slow_network.step.step_s / faster - 1)
+    roomy = best(cluster(), config(rows=512, length=8192), nodes=1)
+    assert binding(roomy, Machine(cluster(), CALIBRATION, 8)).ceiling == "compute"
+
+
+def test_obvious_alternatives_lose_with_a_reason_or_are_no_worse():
+    model, made = config(rows=128), cluster()
+    scale = search_scale(model, made, CALIBRATION, 4, TOKENS)
+    found = {alternative.name: alternative for alternative in alternatives(scale, Machine(made, CALIBRATION, 32))}
+    assert "more than the" in found["data parallel only"].reason and found["data parallel only"].slower is None
+    assert found["tensor in a node, fsdp across"].slower > 0
+    assert all(a.slower is None or a.slower >= 0 for a in found.values())
+
+
+def test_a_config_with_its_own_sharding_rules_is_not_guessed_about():
+    model = load("models/llama-3.1-8b", ["mesh.rules={kv_heads: []}"]).config
+    with pytest.raises(UserError, match=r"mesh\.rules.*default sharding rules"):
+        search(model, load_cluster("dgx-h100").config, CALIBRATION, [1], TOKENS)
