@@ -24,6 +24,8 @@ CUDA_CONTEXT_BYTES = 600 * 2**20
 """Driver context and modules of one process on an H100 (0.5-0.7 GiB in nvidia-smi before the first allocation)."""
 NCCL_BYTES_PER_COMMUNICATOR = 200 * 2**20
 """Channels and protocol buffers of one NCCL communicator (NCCL 2.2x, default channels; 0.1-0.3 GiB reported)."""
+HOST_PROCESS_BYTES = 500 * 2**20
+"""A process with JAX loaded, where host memory is the device's."""
 STREAMS_IN_FLIGHT = 8
 """Full-sequence streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
 
@@ -77,7 +79,7 @@ def memory_per_device(config: Config, sizes: Mapping[str, int], *, gpu: bool = T
     `gpu`: which attention backend `auto` becomes. The config must divide over the mesh (configs.rules.check_devices).
     """
     local = LocalSizes.of(config, sizes)
-    state = _state(local, sizes)
+    state = _state(local, sizes, gpu)
     backend = attention_backend(config, gpu=gpu)
     saved = _saved(local, backend)
     moments = {
@@ -115,7 +117,7 @@ TEMPORARY = (
 """Components that live within a step, in the order they are shown."""
 
 
-def _state(local: LocalSizes, sizes: Mapping[str, int]) -> dict[str, Component]:
+def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, Component]:
     """What exists between steps, and what the runtime takes for itself."""
     config = local.config
     used = [axis for axis, size in sizes.items() if size > 1]
@@ -130,8 +132,10 @@ def _state(local: LocalSizes, sizes: Mapping[str, int]) -> dict[str, Component]:
         "moments": Component(bytes_of_moments, of_moments),
         "batch": Component(arrays * rows * config.data.seq_len * 4, f"{arrays} int32 or float32 arrays of the step's rows"),
         "runtime_reserve": Component(
-            CUDA_CONTEXT_BYTES + groups * NCCL_BYTES_PER_COMMUNICATOR,
-            f"CUDA context 0.6 GiB, NCCL 0.2 GiB for each of {groups} communicators; not part of the compiled size",
+            CUDA_CONTEXT_BYTES + groups * NCCL_BYTES_PER_COMMUNICATOR if gpu else HOST_PROCESS_BYTES,
+            f"CUDA context 0.6 GiB, NCCL 0.2 GiB for each of {groups} communicators; not part of the compiled size"
+            if gpu
+            else "the process with JAX loaded; not part of the compiled size",
         ),
     }
 

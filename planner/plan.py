@@ -132,7 +132,7 @@ def _fewest_nodes(config: Config, cluster: ClusterConfig, calibration: Calibrati
             scale = search_scale(config, cluster, calibration, nodes, tokens)
             if scale.best is not None:
                 layout = scale.best.layout
-                return f"Nearest choice: {nodes} nodes ({layout.text()}, remat {layout.remat.policy})."
+                return f"Nearest choice: {nodes} node{'s' if nodes != 1 else ''} ({layout.text()}, remat {layout.remat.policy})."
         nodes *= 2
     rows = config.data.batch_size
     return f"No power of two up to {most:,} nodes works either: change data.batch_size={rows}, data.seq_len or the model."

@@ -52,13 +52,14 @@ def scaling_table(scales: Sequence[Scale], limits: Limits) -> list[ScalingRow]:
 
 
 def _why_none(scale: Scale) -> str:
-    """The nearest miss: the smallest lack of memory, else the first rule."""
+    """The nearest miss: the smallest lack of memory, else what keeps the rows from dividing, else the first rule broken."""
     short = [r for r in scale.rejections if r.short_bytes]
     if short:
         nearest = min(short, key=lambda r: r.short_bytes)
         mesh = " x ".join(f"{axis}={size}" for axis, size in nearest.mesh.items()) or "one device"
         return f"nothing fits; nearest is {mesh} with remat {nearest.remat}: {nearest.reason}"
-    return f"no mesh divides: {scale.rejections[-1].reason}" if scale.rejections else "no mesh"
+    rows = [r for r in scale.rejections if "data.batch_size" in r.reason]
+    return f"no mesh divides: {(rows or scale.rejections)[-1].reason}"
 
 
 def worth_until(rows: Sequence[ScalingRow], objective: Objective) -> tuple[int | None, str]:

@@ -1,0 +1,131 @@
+"""From a step to money, failures and the scaling table."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.errors import UserError
+from planner.economics import LEAST_INTERVAL_S, estimate_run, state_bytes
+from planner.hardware import hardware
+from planner.layouts import Layout
+from planner.local import LocalSizes
+from planner.parameters import count_parameters
+from planner.plan import make_plan
+from planner.scaling import LEAST_MARGINAL_EFFICIENCY, scaling_table, worth_until
+from planner.search import Limits, search
+from tests.planner.clusters import CALIBRATION, cluster, config
+
+TOKENS = 1e11
+
+
+def run(layout=None, made=None, step_s=1.0, tokens=TOKENS, nodes=1, model=None):
+    layout, made = layout or Layout(1, 8, 1), made or cluster()
+    chosen = layout.apply(model or config())
+    return estimate_run(chosen, LocalSizes.of(chosen, layout.sizes), step_s, made, hardware(made.device), tokens, nodes)
+
+
+def test_days_hours_and_money_follow_from_the_step():
+    made = run(tokens=128 * 4096 * 3600, step_s=2.0)
+    assert made.steps == 3600
+    assert made.days == pytest.approx(2 / 24)
+    assert made.device_hours == pytest.approx(16)
+    assert made.cost_usd == pytest.approx(48.0)
+    assert made.energy_kwh == pytest.approx(made.wall_device_hours * 0.7 * 1.2)
+
+
+def test_failures_and_saves_only_add():
+    made = run(tokens=1e12, step_s=30.0, nodes=64)
+    assert 0 < made.goodput < 1
+    assert made.wall_days == pytest.approx(made.days / made.goodput)
+    assert made.wall_cost_usd > made.cost_usd
+    assert made.expected_failures == pytest.approx(made.wall_days * 24 / made.mtbf_hours)
+    assert made.mtbf_hours == pytest.approx(run(nodes=1).mtbf_hours / 64)
+
+
+@given(st.integers(1, 500))
+def test_more_nodes_fail_more_often_and_are_saved_no_less_often(nodes):
+    few, many = run(nodes=nodes), run(nodes=2 * nodes)
+    assert many.mtbf_hours < few.mtbf_hours
+    assert LEAST_INTERVAL_S <= many.checkpoint_interval_s <= few.checkpoint_interval_s
+    assert many.goodput <= few.goodput
+
+
+def test_a_checkpoint_is_parameters_and_moments():
+    assert state_bytes(config()) == 12 * count_parameters(config().model).total
+
+
+def test_a_cluster_without_a_price_has_the_catalogues():
+    assert run(made=cluster(price_per_device_hour_usd=None)).cost_usd == pytest.approx(
+        run().device_hours * hardware("h100-sxm").price_per_hour_usd
+    )
+
+
+def test_parallel_efficiency_is_throughput_per_device_against_the_smallest_that_works():
+    scales = search(config("models/llama-3.1-70b", rows=64), cluster(), CALIBRATION, [1, 4, 8, 16], TOKENS)
+    rows = scaling_table(scales, Limits())
+    assert rows[0].best is None and "more than the" in rows[0].outside  # one node cannot hold it
+    assert rows[1].efficiency == 1 and rows[1].marginal_efficiency is None
+    for row in rows[2:]:
+        assert row.efficiency == pytest.approx(row.best.step.tokens_per_s_per_device / rows[1].best.step.tokens_per_s_per_device)
+        assert row.marginal_efficiency <= 1.5
+
+
+def test_time_stops_being_worth_it_where_added_devices_work_at_half_the_efficiency():
+    """A fixed batch of 64 rows: one row per device at 8 nodes; beyond, rows must be cut over tensor."""
+    scales = search(config(rows=64, length=2048), cluster(), CALIBRATION, [1, 2, 4, 8, 16, 32], TOKENS)
+    rows = scaling_table(scales, Limits())
+    good, why = worth_until(rows, "time")
+    beyond = [row for row in rows if row.nodes > good and row.best is not None]
+    assert good < 32 and str(good) in why
+    assert beyond[0].marginal_efficiency < LEAST_MARGINAL_EFFICIENCY
+    assert all(row.marginal_efficiency >= LEAST_MARGINAL_EFFICIENCY for row in rows[1:] if row.nodes <= good)
+
+
+def test_cost_and_efficiency_stop_earlier_than_time():
+    scales = search(config(rows=64, length=2048), cluster(), CALIBRATION, [1, 2, 4, 8, 16, 32], TOKENS)
+    rows = scaling_table(scales, Limits())
+    by_time, by_cost = worth_until(rows, "time")[0], worth_until(rows, "cost")[0]
+    assert by_cost <= by_time and worth_until(rows, "efficiency")[0] <= by_time
+
+
+# Impossible wishes.
+
+
+def planned(model=None, made=None, nodes=(1, 2), **wishes):
+    return make_plan(model or config(rows=64), made or cluster(), CALIBRATION, nodes, tokens=TOKENS, **wishes)
+
+
+def test_a_budget_that_is_too_small_is_told_the_cheapest_and_what_it_pays_for():
+    with pytest.raises(UserError, match=r"cheapest \(\d node.*times the budget of \$100; the budget pays for .* tokens"):
+        planned(limits=Limits(budget_usd=100))
+
+
+def test_a_deadline_that_is_too_early_is_told_the_fastest():
+    with pytest.raises(UserError, match=r"fastest \(2 nodes.*times the deadline of 0\.001"):
+        planned(limits=Limits(deadline_days=0.001))
+
+
+def test_a_budget_and_a_deadline_that_exclude_each_other_are_told_apart():
+    everything = planned()
+    cheapest = min(c.run.wall_cost_usd for s in everything.scales for c in s.candidates)
+    fastest = min(c.run.wall_days for s in everything.scales for c in s.candidates)
+    if all(c.run.wall_days > fastest * 1.001 for s in everything.scales for c in s.candidates if c.run.wall_cost_usd <= cheapest * 1.0001):
+        with pytest.raises(UserError, match="cheapest within the deadline"):
+            planned(limits=Limits(budget_usd=cheapest * 1.0001, deadline_days=fastest * 1.001))
+
+
+def test_a_model_too_large_is_told_by_how_much_and_the_nearest_number_of_nodes():
+    with pytest.raises(UserError, match=r"GB more than the .* GB.*Nearest choice: 4 nodes"):
+        planned(config("models/llama-3.1-70b", rows=64), nodes=(1, 2))
+
+
+def test_a_batch_that_does_not_divide_is_named():
+    with pytest.raises(UserError, match=r"no mesh divides: .*data\.batch_size=7"):
+        planned(config("models/llama-3.2-1b", rows=7), cluster(devices_per_node=5), nodes=(1,))
+
+
+def test_more_nodes_than_the_cluster_has_are_refused():
+    with pytest.raises(UserError, match=r"--nodes 5: cluster 'planted' has 4 nodes \(1 too many\)"):
+        planned(made=cluster(nodes=4), nodes=(2, 5))
