@@ -346,6 +346,8 @@ class RuntimeConfig(Section):
     """Virtual devices per process on the cpu platform."""
     compilation_cache: LocalPath | None = env_allowed(default=None)
     """Persistent compilation cache directory; null: off."""
+    rendezvous_timeout_s: PositiveFloat = 120.0
+    """Longest wait for the other processes of the run to report before training; who is missing is then named."""
 
 
 class Config(Section):

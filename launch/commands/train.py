@@ -15,19 +15,29 @@ from launch import cluster, exit_codes
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--coordinator", metavar="HOST:PORT", help="Where process 0 listens (several processes).")
-@click.option("--processes", type=int, help="Number of processes of the run.")
-@click.option("--process", type=int, help="Index of this process.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Where process 0 listens, if no launcher says it.")
+@click.option("--processes", type=int, help="Number of processes of the run, if no launcher says it.")
+@click.option("--process", type=int, help="Index of this process, if no launcher says it.")
 def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, processes: int | None, process: int | None) -> None:
     """Train a model: start a run, or continue the one in its run directory.
 
     CONFIG is a YAML file; each override is section.key=value, e.g. trainer.steps=200 mesh.fsdp=4.
+    Under srun, mpirun, torchrun or a Kubernetes indexed job the processes find each other by themselves.
     Ctrl-C saves and stops; the same command continues.
     """
     resolved = load(config, overrides)
-    here = cluster.detect(os.environ, coordinator=coordinator, processes=processes, process=process)
+    here = cluster.describe(os.environ, flags=cluster.Flags(coordinator, processes, process), platform=resolved.config.runtime.platform)
     cluster.configure_runtime(resolved.config.runtime)
-    cluster.join(here)
+    if here.process == 0 and here.processes > 1:
+        click.echo("\n".join(cluster.explain(here)))
+    try:
+        cluster.join(here, resolved.config)
+    except cluster.ClusterError as error:
+        click.echo(f"ridge: stopped: {error}", err=True)
+        sys.exit(error.exit_code)
+    except cluster.Preempted as error:
+        click.echo(f"ridge: stopped: {error}; nothing to save yet", err=True)
+        sys.exit(exit_codes.PREEMPTED)
 
     from trainer.checkpoint import CheckpointError
     from trainer.loop import NumericalFailure

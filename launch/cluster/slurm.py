@@ -1,0 +1,170 @@
+"""Slurm's variables: the only file of the project that reads them.
+
+What Slurm sets where (seen with 22.05): a job script and an `salloc` shell have the job's variables; a script also has SLURM_PROCID=0,
+so only the variables of a *step* say that `srun` started this process. The steps that srun starts are numbered from 0; the batch script,
+the extern step and an interactive step have numbers close to 2**32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from configs.errors import UserError
+from launch.cluster.hostlist import expand_counts
+
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_TASK_PARENTS = ("slurmstepd", "srun", "salloc")
+"""Programs of Slurm whose descendants belong to a job."""
+_REMOTE_SHELLS = ("sshd", "sshd-session", "telnetd", "rlogind")
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """One task's view of its step."""
+
+    job: str
+    step: str
+    restart: int
+    tasks: int
+    task: int
+    local_task: int
+    node: int
+    nodes: int
+    node_list: str
+    node_name: str | None
+    tasks_per_node: tuple[int, ...] | None
+    """By node index; None where Slurm does not say."""
+    distribution: str
+    own_tasks: tuple[int, ...] | None
+    """Indices of all tasks of this node."""
+    gpus_on_node: int | None
+    cpus_per_task: int | None
+    identity: str
+    """The same in all tasks of the step, different for every other step of the cluster."""
+
+
+def read_step(env: Mapping[str, str]) -> SlurmStep | None:
+    """Return the srun step that the variables describe; None outside of one. Raises UserError for variables that contradict."""
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    job = env.get("SLURM_JOB_ID", env.get("SLURM_JOBID", ""))
+    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP or not job or "SLURM_PROCID" not in env:
+        return None
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if tasks is None:
+        return None
+    node_list = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+    task = _number(env, "SLURM_PROCID")
+    assert task is not None
+    if not task < tasks:
+        raise UserError(f"SLURM_PROCID={task} of a step with {tasks} tasks: these variables contradict each other (were they edited?)")
+    restart = restart_count(env)
+    # A heterogeneous job shows the leader's job id in all its components, whose steps are numbered alike: the nodes tell them apart.
+    identity = f"slurm {env.get('SLURM_CLUSTER_NAME', '')} job {job} step {step} restart {restart} tasks {tasks} on {node_list}"
+    return SlurmStep(
+        job=job,
+        step=step,
+        restart=restart,
+        tasks=tasks,
+        task=task,
+        local_task=_number(env, "SLURM_LOCALID") or 0,
+        node=_number(env, "SLURM_NODEID") or 0,
+        nodes=_number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1,
+        node_list=node_list,
+        node_name=env.get("SLURMD_NODENAME"),
+        tasks_per_node=_tasks_per_node(env, tasks),
+        distribution=env.get("SLURM_DISTRIBUTION", "block").split(":")[0],
+        own_tasks=tuple(int(item) for item in env["SLURM_GTIDS"].split(",")) if _is_list(env.get("SLURM_GTIDS")) else None,
+        gpus_on_node=_number(env, "SLURM_GPUS_ON_NODE"),
+        cpus_per_task=_number(env, "SLURM_CPUS_PER_TASK"),
+        identity=identity,
+    )
+
+
+def allocated_tasks(env: Mapping[str, str]) -> int | None:
+    """Return how many tasks the job of a script or shell was given; None outside of a job."""
+    if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
+        return None
+    tasks = _number(env, "SLURM_NTASKS", "SLURM_NPROCS")
+    if tasks is not None:
+        return tasks
+    return (_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1) * (_number(env, "SLURM_NTASKS_PER_NODE") or 1)
+
+
+def job_id(env: Mapping[str, str]) -> str | None:
+    """Return the id of the job whose variables are set, None without."""
+    return env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or None
+
+
+def restart_count(env: Mapping[str, str]) -> int:
+    """Return how often Slurm has requeued this job."""
+    return _number(env, "SLURM_RESTART_COUNT") or 0
+
+
+def node_list(env: Mapping[str, str]) -> str | None:
+    """Return the compressed list of the job's nodes, None outside of a job."""
+    return env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or None
+
+
+def cpus_per_task(env: Mapping[str, str]) -> int | None:
+    """Return the cores a task was given: asked for, else this node's share."""
+    asked = _number(env, "SLURM_CPUS_PER_TASK")
+    step = read_step(env)
+    if asked is not None or step is None:
+        return asked
+    on_node, counts = _number(env, "SLURM_CPUS_ON_NODE"), step.tasks_per_node
+    if on_node is None or counts is None or step.node >= len(counts):
+        return None
+    return max(1, on_node // counts[step.node])
+
+
+def is_stray(ancestry: Sequence[str]) -> bool:
+    """Tell from the names of a process's ancestors, nearest first, that its Slurm variables came from elsewhere.
+
+    So it is where a remote shell is nearer than any program of Slurm. Unknown ancestors (a container's) prove nothing.
+    """
+    for name in ancestry:
+        if name in _TASK_PARENTS:
+            return False
+        if name in _REMOTE_SHELLS:
+            return True
+    return False
+
+
+def hosts_of_tasks(step: SlurmStep, hosts: Sequence[str]) -> list[str | None]:
+    """Return the host of every task of a step, None where the distribution does not tell."""
+    unknown: list[str | None] = [None] * step.tasks
+    counts = step.tasks_per_node
+    if counts is None or len(counts) != len(hosts):
+        return unknown
+    order: list[int] = []
+    if step.distribution == "block":
+        order = [node for node, count in enumerate(counts) for _ in range(count)]
+    elif step.distribution == "cyclic":
+        order = [node for turn in range(max(counts)) for node, count in enumerate(counts) if turn < count]
+    if len(order) != step.tasks or any(order[task] != step.node for task in step.own_tasks or ()):
+        return unknown
+    return [hosts[node] for node in order]
+
+
+def _tasks_per_node(env: Mapping[str, str], tasks: int) -> tuple[int, ...] | None:
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if name in env:
+            try:
+                counts = tuple(expand_counts(env[name]))
+            except ValueError:
+                continue
+            if sum(counts) == tasks:
+                return counts
+    return None
+
+
+def _number(env: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if env.get(name, "").isdigit():
+            return int(env[name])
+    return None
+
+
+def _is_list(text: str | None) -> bool:
+    return text is not None and all(item.isdigit() for item in text.split(","))
