@@ -59,7 +59,7 @@ def test_a_sound_job_on_the_local_cluster_may_write_anywhere() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nodes": 2000, "overrides": ("data.batch_size=8000",)}, r"--nodes 2000: mn5-acc allows at most 1120 \(nodes\)"),
+        ({"cluster_set": ("nodes=1",)}, r"--nodes 2: mn5-acc allows at most 1 \(nodes\)"),
         ({"cluster_set": ("slurm.max_nodes=1",)}, r"--nodes 2: mn5-acc allows at most 1 \(slurm.max_nodes\)"),
         (
             {"cluster_set": ("slurm.cpus_per_task=21",)},
