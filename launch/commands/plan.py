@@ -104,7 +104,8 @@ def write_layout(path: Path, config: str, overrides: tuple[str, ...], made: Plan
         "compute": {"remat": {"policy": layout.remat.policy, "names": list(layout.remat.names)}},
     }
     notes = [
-        f"Layout for {best.nodes} node{'s' if best.nodes != 1 else ''} of {made.cluster.name} ({best.step.devices} devices), planned with {made.calibration.name}.",
+        f"Layout for {best.nodes} node{'s' if best.nodes != 1 else ''} of {made.cluster.name} ({best.step.devices} devices),"
+        f" planned with {made.calibration.name}.",
         f"Predicted: {best.step.step_s:.4g} s per step, {best.step.tokens_per_s_per_device:,.0f} tokens/s per device,"
         f" MFU {best.step.mfu:.1%}, {best.memory.total_bytes / GB:.1f} GB per device.",
     ]
