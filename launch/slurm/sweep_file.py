@@ -145,5 +145,12 @@ def _point(base: Mapping, common: list[_Override], chosen: list[_Override], envi
         if key in ("name", "run_dir"):
             raise UserError(f"{source}: {key}: every point of a sweep has its own; `name` and `directory` of the sweep decide it")
         tree = set_key(tree, key, value, source)
-    config = resolve(compose.with_family_defaults(tree), environment).config
-    return Point({key: plain(value) for key, value, _ in chosen}, config)
+    overrides = {key: plain(value) for key, value, _ in chosen}
+    try:
+        return Point(overrides, resolve(compose.with_family_defaults(tree), environment).config)
+    except UserError as error:
+        lines = {str(source) for _, _, source in (*common, *chosen)}
+        if str(error).partition(": ")[0] in lines or not lines:
+            raise
+        place = chosen[0][2] if chosen else common[0][2]  # a rule between keys may blame the one in the base config
+        raise UserError(f"{place}: the point {json.dumps(overrides)} breaks a rule: {error}") from None
