@@ -222,8 +222,6 @@ def test_the_table_on_the_terminal_and_as_json(
     assert lines[1].split() == ["000", "0.001", "2", "finished", "20", "20", "4.0000", "5.0000", "100", "0"]
     assert lines[2].split() == ["001", "0.001", "4", "failed", "(70)", "7", "20", "3.0000", "4.0000", "100", "0"]
     assert lines[-1].endswith("runs/lr: 1 finished, 2 failed, 1 running")
-        "runs/lr: 1 finished, 1 failed, 1 running, 1 failed"
-    )
     assert cli.run(["status", "runs/lr", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [row["state"] for row in shown] == ["finished", "failed", "running", "failed"]
