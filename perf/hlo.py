@@ -48,6 +48,8 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     """Everything after the operand list, as written."""
+    parameter_number: int | None = None
+    """Of a `parameter`."""
 
     @property
     def bytes(self) -> int:
@@ -177,6 +179,15 @@ def is_backward(op_name: str) -> bool:
     return "transpose(" in op_name
 
 
+def part_of(op_name: str) -> str:
+    """Return forward, backward, recompute or update (everything outside a differentiated function), from an operation's path."""
+    if "rematted_computation" in op_name:
+        return "recompute"
+    if is_backward(op_name):
+        return "backward"
+    return "forward" if "jvp(" in op_name else "update"
+
+
 def parse(text: str) -> Module:
     """Parse the text of a compiled module. Raises ValueError when it holds no entry computation."""
     computations: dict[str, Computation] = {}
@@ -219,7 +230,8 @@ def _instruction(line: str) -> Instruction | None:
     shapes = tuple(Shape(dtype, _dims(dims)) for dtype, dims in _SHAPE.findall(re.sub(r"\{[^}]*\}", "", line[start:end])))
     arguments = line[opcode.end() : close]
     operands = tuple(re.findall(r"%([\w.\-]+)", arguments)) if opcode.group("opcode") not in ("constant", "parameter") else ()
-    return Instruction(head.group("name"), opcode.group("opcode"), shapes, operands, line[close + 1 :])
+    number = int(arguments) if opcode.group("opcode") == "parameter" and arguments.isdigit() else None
+    return Instruction(head.group("name"), opcode.group("opcode"), shapes, operands, line[close + 1 :], number)
 
 
 def _closing(line: str, opening: int) -> int:

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from perf.summary import format_summary, summarize
 from perf.writers import build_writers
 from planner.flops import train_flops_per_token
 from planner.hardware import matmul_dtype, peak_flops
-from sharding.mesh import build_mesh, describe_mesh
+from sharding.mesh import NodeOf, build_mesh, describe_mesh, node_of
 from sharding.partition import Partitioner
 from sharding.rules import Rules
 from trainer import config_guard
@@ -45,11 +45,14 @@ from trainer.state import ModelSpec, TrainState, abstract_state, init_state, mod
 from trainer.step import make_evaluation_step, make_train_step, param_norm
 
 
-def train(config: Config, *, command: Sequence[str]) -> signal.Signals | None:
+def train(
+    config: Config, *, command: Sequence[str], rendezvous_s: float = 0.0, facts: Mapping[str, Mapping[str, Any]] | None = None
+) -> signal.Signals | None:
     """Train to the last step, or until asked to stop; return the signal it stopped for, if any.
 
     Starts the run of `config.directory`, or continues it from its newest good checkpoint. Raises UserError for bad input,
-    NumericalFailure and CheckpointError for runs that cannot go on.
+    NumericalFailure and CheckpointError for runs that cannot go on. `facts` (kind -> fields) of the start go into the event log, and
+    `rendezvous_s` as the time it took the processes to find each other.
     """
     process = jax.process_index()
     progress = build_progress(config.trainer.steps, process=process)
@@ -58,7 +61,11 @@ def train(config: Config, *, command: Sequence[str]) -> signal.Signals | None:
         parts = prepare(config)
         run = open_run_dir(config, command=command, log=progress.note)
         events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart)
-        events.total("launch", process_age_s())
+        events.total("launch", max(0.0, process_age_s() - rendezvous_s))
+        if rendezvous_s:
+            events.total("rendezvous", rendezvous_s)
+        for kind, fields in (facts or {}).items():
+            events.emit(kind, **fields)
         try:
             outcome = _train(config, parts, run, tokenizer, events, progress)
         finally:
@@ -241,12 +248,16 @@ class Prepared:
     make_state: Callable[[], TrainState]
 
 
-def prepare(config: Config) -> Prepared:
-    """Build mesh, model description and step functions of a config. Nothing is allocated or compiled."""
-    check_devices(config, jax.device_count())
+def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: NodeOf = node_of) -> Prepared:
+    """Build mesh, model description and step functions of a config. Nothing is allocated or compiled.
+
+    `devices`: those of the run, or of a topology that is only compiled for; `node` tells which of them share a node.
+    """
+    devices = jax.devices() if devices is None else devices
+    check_devices(config, len(devices))
     precision = config.compute.matmul_precision
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
-    mesh = build_mesh(config.mesh)
+    mesh = build_mesh(config.mesh, devices, node)
     partitioner = Partitioner(mesh, Rules.from_config(config.mesh))
     spec = model_spec(config, partitioner)
     optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)

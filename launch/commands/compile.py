@@ -1,0 +1,166 @@
+"""`ridge compile CONFIG --cluster C --nodes N`: the actual train step, compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from configs.errors import UserError
+from launch.options import config_arguments, json_option
+from launch.tables import Column, print_json, print_table
+
+if TYPE_CHECKING:
+    from trainer.aot_report import Report
+
+GB = 1e9
+
+
+@click.command("compile")
+@config_arguments
+@click.option("--cluster", "-c", required=True, help="Cluster file: a shipped one by name, or a YAML file.")
+@click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes of the run.")
+@click.option(
+    "--fail-if-memory-above", metavar="GB", type=click.FloatRange(min=0, min_open=True), help="Exit with 1 when a device needs more."
+)
+@click.option("--xla-flag", "xla_flags", metavar="--xla_...=V", multiple=True, help="Flag of XLA to compile with; repeatable.")
+@click.option(
+    "--optimization-level",
+    type=click.Choice(["O0", "O1", "O2", "O3"]),
+    help="JAX_OPTIMIZATION_LEVEL; O1 pipelines collectives and takes more memory.",
+)
+@click.option("--calibration", metavar="FILE", help="Rates measured by `ridge calibrate` [default: published ones].")
+@click.option("--hlo", type=click.Path(path_type=Path), help="Also write the compiled module's text to this file.")
+@click.option("--timeout-s", type=click.FloatRange(min=1), default=1800.0, show_default=True, help="End a compile that takes longer.")
+@json_option
+def compile_command(
+    config: str,
+    overrides: tuple[str, ...],
+    cluster: str,
+    nodes: int,
+    fail_if_memory_above: float | None,
+    xla_flags: tuple[str, ...],
+    optimization_level: str | None,
+    calibration: str | None,
+    hlo: Path | None,
+    timeout_s: float,
+    as_json: bool,
+) -> int:
+    """Compile the train step of CONFIG for the GPUs of a cluster, without a GPU, and report what it needs.
+
+    Exact bytes per device against capacity; every collective by kind and mesh axes, whether compute hides it, and what the plan does not
+    contain; what fills the memory, mapped to parameters, layers and source lines; a roofline of all kernels. Exit code 1 when the step
+    needs more than --fail-if-memory-above.
+    """
+    from configs.cluster import load_cluster
+    from configs.load import load
+    from planner.calibration import load_calibration
+    from trainer.aot import Request, compile_ahead
+    from trainer.aot_report import build_report, report_json, smallest_change
+
+    resolved, place = load(config, overrides).config, load_cluster(cluster).config
+    request = Request.on(resolved, place, nodes, xla_flags=xla_flags, optimization_level=optimization_level)
+    compiled = compile_ahead(request, timeout_s=timeout_s)
+    report = build_report(request, place, compiled, load_calibration(calibration))
+    change = None if report.fits else smallest_change(request, place, report)
+    if hlo is not None:
+        try:
+            hlo.write_text(compiled.hlo_text)
+        except OSError as error:
+            raise UserError(f"cannot write {hlo}: {error.strerror}") from None
+    if as_json:
+        print_json(report_json(report) | {"smallest_change": change})
+    else:
+        print_report(report, change, resolved.name, place.name, nodes)
+    needed = (compiled.peak_bytes + report.reserve_bytes) / GB
+    if fail_if_memory_above is not None and needed > fail_if_memory_above:
+        click.echo(f"ridge: {needed:.2f} GB per device are above the {fail_if_memory_above:g} GB allowed", err=True)
+        return 1
+    return 0
+
+
+def print_report(report: Report, change: list[str] | None, name: str, cluster: str, nodes: int) -> None:
+    """Print the report for people."""
+    c = report.compiled
+    mesh = " x ".join(f"{axis}={size}" for axis, size in c.mesh.items() if size > 1) or "one device"
+    print(f"{name} on {nodes} node(s) of {cluster} ({math.prod(c.mesh.values())} x {report.device.name}, {mesh})")
+    print(f"compiled in {c.compile_s:.1f} s (lowered in {c.lower_s:.1f} s) with jaxlib {c.versions['jaxlib']}; GB is 1e9 bytes\n")
+    _print_memory(report)
+    for warning in c.warnings:
+        print(f"XLA: {warning}")
+    if not report.fits:
+        print(f"\nsmallest change that should fit: {' '.join(change) if change else 'none found; use more devices or a smaller model'}")
+    print()
+    _print_buffers(report)
+    print()
+    _print_collectives(report)
+    print()
+    _print_roofline(report)
+
+
+def _print_memory(report: Report) -> None:
+    c, e = report.compiled, report.estimate
+    rows: list[dict[str, object]] = [
+        {"what": "arguments (state, batch)", "compiled": c.argument_bytes / GB, "planned": e.argument_bytes / GB},
+        {"what": "temporaries", "compiled": c.temp_bytes / GB, "planned": e.temp_bytes / GB},
+        {"what": "peak of the step", "compiled": c.peak_bytes / GB, "planned": e.compiled_bytes / GB},
+        {"what": "runtime (driver, communicators)", "compiled": None, "planned": report.reserve_bytes / GB},
+    ]
+    number = "{:.2f}".format
+    print_table(["what", Column("compiled", format=number), Column("planned", format=number)], rows, title="memory per device, GB")
+    needed = (c.peak_bytes + report.reserve_bytes) / GB
+    verdict = "fits" if report.fits else f"DOES NOT FIT: {needed - report.capacity_bytes / GB:.2f} GB too much"
+    print(f"needs {needed:.2f} GB of {report.capacity_bytes / GB:.2f} GB that may be used: {verdict}")
+
+
+def _print_buffers(report: Report) -> None:
+    from trainer.aot_report import buffer_json
+
+    rows = [buffer_json(buffer) | {"gb": buffer.bytes / GB} for buffer in report.buffers[:12]]
+    columns = [Column("gb", "GB", "{:.3f}".format), Column("copies"), Column("shape"), Column("what"), Column("source")]
+    print_table(columns, rows, title="what fills the memory at its fullest moment")
+
+
+def _print_collectives(report: Report) -> None:
+    rows = [
+        {
+            "where": row.where,
+            "kind": row.kind,
+            "axes": ",".join(row.axes),
+            "planned": row.planned_bytes / GB,
+            "compiled": row.compiled_bytes / GB,
+            "verdict": "as planned" if row.agrees else f"{row.excess_bytes / GB:+.3f} GB",
+        }
+        for row in report.traffic
+    ]
+    number = "{:.3f}".format
+    columns: list[Column | str] = ["where", "kind", "axes", Column("planned", format=number), Column("compiled", format=number), "verdict"]
+    print_table(columns, rows, title="collectives per step and device, GB")
+    print(f"{report.overlapped_share:.1%} of the bytes have compute between start and done")
+    for heading, found in (("not in the plan", report.unplanned), ("full precision where half would do", report.wide_gathers)):
+        for c in found[:8]:
+            place = f"{c.source.file}:{c.source.line}" if c.source is not None else c.op_name or c.name
+            print(f"{heading}: {c.kind} over {c.axes} of {c.bytes / 1e6:.1f} MB {c.dtype} x {c.count:.0f} at {place}")
+
+
+def _print_roofline(report: Report) -> None:
+    from trainer.aot_report import roofline_json
+
+    roofline = roofline_json(report)
+    rows = [row for row in roofline["components"] if row["seconds"] >= 0.005 * roofline["kernels_s"]]
+    for row in rows:
+        row |= {
+            "ms": row["seconds"] * 1e3,
+            "share": row["seconds"] / roofline["kernels_s"],
+            "tf": row["flops"] / 1e12,
+            "gb": row["bytes"] / GB,
+        }
+    columns: list[Column | str] = ["component", "part", Column("ms", format="{:.2f}".format), Column("share", format="{:.0%}".format)]
+    columns += [Column("tf", "TFLOP", "{:.2f}".format), Column("gb", "GB", "{:.1f}".format)]
+    print_table(columns, rows, title="roofline of the kernels: the least time by FLOPs and bytes at the datasheet's rates")
+    print(f"all kernels: at least {roofline['kernels_s'] * 1e3:.1f} ms per step, communication left out")
+    step, compute, talk, waited = (roofline[k] * 1e3 for k in ("step_s", "compute_s", "communication_s", "exposed_communication_s"))
+    print(f"the schedule at calibrated rates: {step:.1f} ms per step, {compute:.1f} ms of them kernels")
+    print(f"of {talk:.1f} ms of communication {waited:.1f} ms are waited for")

@@ -1,0 +1,195 @@
+"""A roofline walk over a compiled module: FLOPs and bytes of every kernel, and the least time each can take.
+
+A kernel takes at least max(FLOPs / peak, bytes / bandwidth). Bytes are those that must move: what a fusion reads and writes in memory, a
+slice for an operand it only slices, an update for a buffer it updates in place. Loops count by their trip count. Collectives are no
+kernels; they are listed by perf.collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from perf.hlo import Computation, Instruction, Module, Shape, Source, part_of, scope
+
+_FREE = frozenset(
+    {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "iota", "copy-done"}
+    | {"while", "conditional", "call", "opt-barrier", "optimization-barrier", "async-start", "async-done", "async-update"}
+)
+_COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-|send|recv|ragged-all)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of the step."""
+
+    name: str
+    opcode: str
+    flops: float
+    """Of matrix products and attention, per run."""
+    bytes: float
+    """Moved to and from memory, per run."""
+    count: float
+    """Runs per step."""
+    dtype: str
+    """Of the inputs of its products, as HLO writes it; '' for a kernel without any."""
+    component: str
+    """attention, mlp, loss, ...; 'other' outside every named scope."""
+    part: str
+    """forward, backward, recompute or update."""
+    op_name: str
+    source: Source | None
+
+    def seconds(self, peak_flops: float, bandwidth: float) -> float:
+        """The least time of all its runs."""
+        return self.count * max(self.flops / peak_flops, self.bytes / bandwidth)
+
+    def binds(self, peak_flops: float, bandwidth: float) -> str:
+        """`compute` or `memory`."""
+        return "compute" if self.flops / peak_flops > self.bytes / bandwidth else "memory"
+
+
+def kernels(module: Module) -> list[Kernel]:
+    """List the kernels a call of the module runs, in text order; those inside fusions belong to their fusion."""
+    return [
+        _kernel(module, computation, instruction, module.runs[computation.name])
+        for computation in _executed(module)
+        for instruction in computation.instructions
+        if instruction.opcode not in _FREE and not _COLLECTIVE.match(instruction.opcode)
+    ]
+
+
+def total_flops(found: list[Kernel]) -> float:
+    """FLOPs of a step on one device, recomputation included."""
+    return math.fsum(kernel.flops * kernel.count for kernel in found)
+
+
+def _executed(module: Module) -> Iterator[Computation]:
+    """Computations whose instructions are launched by themselves: the entry, bodies of loops, branches, calls, asynchronous ones."""
+    inner: set[str] = set()
+    for _, instruction in module.instructions():
+        if instruction.opcode not in ("while", "conditional", "call", "async-start"):
+            inner.update(instruction.called)
+    for computation in module.computations.values():
+        if computation.name not in inner and module.runs[computation.name] > 0:
+            yield computation
+
+
+def _kernel(module: Module, computation: Computation, instruction: Instruction, count: float) -> Kernel:
+    fused = next((module.computations[name] for name in instruction.called if name in module.computations), None)
+    if instruction.opcode == "fusion" and fused is not None:
+        products = [(fused, i) for i in fused.instructions if i.opcode in ("dot", "custom-call")]
+        size = _fusion_bytes(computation, instruction, fused)
+    else:
+        products = [(computation, instruction)]
+        size = float(sum(s.bytes for s in computation.operand_shapes(instruction)) + instruction.bytes)
+        if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+            size = 2.0 * instruction.bytes
+        elif instruction.opcode == "dynamic-update-slice":
+            size = 2.0 * computation.operand_shapes(instruction)[1].bytes
+    flops, dtype = 0.0, ""
+    for where, product in products:
+        more = product_flops(where, product)
+        flops += more
+        if more and not dtype:
+            dtype = where.operand_shapes(product)[0].dtype
+    name = instruction.op_name
+    return Kernel(
+        instruction.name,
+        instruction.opcode,
+        flops,
+        size,
+        count,
+        dtype,
+        scope(name) or "other",
+        part_of(name),
+        name,
+        module.source(instruction),
+    )
+
+
+def product_flops(computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of a dot, a library matrix product or a fused attention call; 0 for anything else."""
+    if instruction.opcode == "dot":
+        lhs = computation.operand_shapes(instruction)[0]
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        dims = [int(d) for d in contracted.group(1).split(",") if d] if contracted else []
+        return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[d] for d in dims)
+    if instruction.opcode != "custom-call":
+        return 0.0
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    if target is None:
+        return 0.0
+    if "gemm" in target.group(1) or "matmul" in target.group(1):
+        lhs = computation.operand_shapes(instruction)[0]
+        contracted = re.search(r'lhs_contracting_dimensions": ?\["?([\d", ]*)\]', instruction.attributes)
+        dims = [int(d) for d in re.findall(r"\d+", contracted.group(1))] if contracted else []
+        return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[d] for d in dims)
+    if "fmha" in target.group(1):
+        return _attention_flops(computation, instruction, target.group(1))
+    return 0.0
+
+
+def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float:
+    """Two products forward (QK, PV), five backward; half under a causal mask, which the kernel skips."""
+    scores = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.attributes)
+    if not scores:
+        return 0.0
+    elements = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1)))
+    width = computation.operand_shapes(instruction)[0].dims[-1]
+    products = 5 if "Backward" in target else 2
+    causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes else 1.0
+    return 2.0 * elements * width * products * causal
+
+
+def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Computation) -> float:
+    """What a fusion must read and write: a slice of what it only slices, the update of what it updates in place."""
+    parameters = {i.parameter_number: i for i in fused.instructions if i.opcode == "parameter"}
+    users: dict[str, list[Instruction]] = {}
+    for inner in fused.instructions:
+        for operand in inner.operands:
+            users.setdefault(operand, []).append(inner)
+    total = 0.0
+    updated: set[str] = set()
+    root = fused.instructions[-1]
+    roots = [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    for item in roots:
+        origin = _through(fused, item)
+        if origin.opcode == "dynamic-update-slice":
+            total += fused.by_name[origin.operands[1]].bytes
+            updated.add(_through(fused, fused.by_name[origin.operands[0]]).name)
+        else:
+            total += item.bytes
+    for number, name in enumerate(instruction.operands):
+        inner_parameter = parameters.get(number)
+        if inner_parameter is None:
+            total += _bytes(computation.by_name[name].shapes)
+            continue
+        if inner_parameter.name in updated:
+            continue
+        uses = _real_users(users, inner_parameter.name)
+        if uses and all(use.opcode in ("dynamic-slice", "slice", "gather") and use.operands[0] == taken for use, taken in uses):
+            total += sum(use.bytes for use, _ in uses)
+        else:
+            total += inner_parameter.bytes
+    return total
+
+
+def _real_users(users: dict[str, list[Instruction]], name: str) -> list[tuple[Instruction, str]]:
+    """Users of a value, seen through bitcasts, each with the name it takes it by."""
+    found: list[tuple[Instruction, str]] = []
+    for user in users.get(name, []):
+        found += _real_users(users, user.name) if user.opcode == "bitcast" else [(user, name)]
+    return found
+
+
+def _through(fused: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode in ("bitcast", "copy", "convert") and instruction.operands and instruction.operands[0] in fused.by_name:
+        instruction = fused.by_name[instruction.operands[0]]
+    return instruction
+
+
+def _bytes(shapes: tuple[Shape, ...]) -> int:
+    return sum(shape.bytes for shape in shapes)

@@ -1,0 +1,319 @@
+"""What a compiled step says of a run before it starts: memory, collectives against the plan, what fills the memory, a second step time."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.cluster import ClusterConfig
+from configs.schema import Config
+from perf.collectives import Collective, collectives
+from perf.hlo import Source, parse
+from perf.hlo_buffers import Buffer, grouped, live_at_peak
+from perf.hlo_roofline import Kernel, kernels, total_flops
+from perf.hlo_schedule import Schedule, play
+from planner.calibration import Calibration, load_calibration
+from planner.collectives import PlannedCollective, as_compiled_for_gpu, planned_collectives
+from planner.communication import time_s
+from planner.hardware import Hardware, matmul_dtype
+from planner.links import Fabric
+from planner.memory import MemoryEstimate, memory_per_device
+from trainer.aot import Compiled, Request
+
+SMALL_BYTES = 1 << 18
+"""Collectives and differences below this are scalars, norms and counters: nobody plans them."""
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over the same axes, inside the layers or outside, planned and compiled."""
+
+    where: str
+    """layer or once."""
+    kind: str
+    axes: tuple[str, ...]
+    planned_bytes: float
+    """Per step and device, all runs."""
+    compiled_bytes: float
+
+    @property
+    def excess_bytes(self) -> float:
+        """Compiled beyond planned."""
+        return self.compiled_bytes - self.planned_bytes
+
+    @property
+    def agrees(self) -> bool:
+        """Equal to the tolerance, small things aside."""
+        return abs(self.excess_bytes) <= max(SMALL_BYTES, TOLERANCE * self.planned_bytes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole report of one compile."""
+
+    compiled: Compiled
+    device: Hardware
+    capacity_bytes: int
+    reserve_bytes: int
+    """Of the runtime, outside what is compiled: driver context, communicators."""
+    estimate: MemoryEstimate
+    collectives: list[Collective]
+    traffic: list[Traffic]
+    unplanned: list[Collective]
+    """Those that make up what the plan does not contain."""
+    wide_gathers: list[Collective]
+    """Gathers of full-precision values where the compute dtype is half."""
+    buffers: list[Buffer]
+    """Live at the peak, grouped, largest first."""
+    kernels: list[Kernel]
+    peak_flops: float
+    bandwidth: float
+    schedule: Schedule
+    """The compiled schedule, played with calibrated rates of kernels and links."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step and the runtime fit into what a run may plan with."""
+        return self.compiled.peak_bytes + self.reserve_bytes <= self.capacity_bytes
+
+    @property
+    def kernels_s(self) -> float:
+        """The least time of all kernels on one device: no step can be faster, communication left out."""
+        return math.fsum(kernel.seconds(self.peak_flops, self.bandwidth) for kernel in self.kernels)
+
+    @property
+    def overlapped_share(self) -> float:
+        """Share of the collective bytes with compute between start and done; 1 without any."""
+        total = math.fsum(c.total_bytes for c in self.collectives)
+        return math.fsum(c.total_bytes for c in self.collectives if overlapped(c)) / total if total else 1.0
+
+
+def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, calibration: Calibration | None = None) -> Report:
+    """Read a compiled step. `calibration`: rates of kernels and links; None: the shipped ones."""
+    config, device = request.config, request.device
+    module = parse(compiled.hlo_text)
+    found = collectives(module, compiled.mesh)
+    estimate = memory_per_device(config, compiled.mesh)
+    traffic = compare_traffic(config, compiled.mesh, found)
+    dtype = matmul_dtype(config.precision.compute, config.compute.matmul_precision)
+    launched = kernels(module)
+    rates = calibration or load_calibration()
+    live = live_at_peak(module, compiled.live_ranges_text) if compiled.live_ranges_text else []
+    return Report(
+        compiled=compiled,
+        device=device,
+        capacity_bytes=int(device.memory_bytes * cluster.utilisation_cap),
+        reserve_bytes=estimate.components["runtime_reserve"].bytes,
+        estimate=estimate,
+        collectives=found,
+        traffic=traffic,
+        unplanned=_unplanned(config, compiled.mesh, found, traffic),
+        wide_gathers=_wide_gathers(config, found),
+        buffers=grouped(live),
+        kernels=launched,
+        peak_flops=device.peak_flops[dtype],
+        bandwidth=device.memory_bandwidth_bytes_per_s,
+        schedule=_played(request, cluster, compiled, rates, launched, found, dtype),
+    )
+
+
+def _played(
+    request: Request,
+    cluster: ClusterConfig,
+    compiled: Compiled,
+    rates: Calibration,
+    launched: Sequence[Kernel],
+    found: Sequence[Collective],
+    dtype: str,
+) -> Schedule:
+    """Play the schedule with calibrated rates: products as cubes of the same FLOPs, collectives over the links their axes span."""
+    fabric = Fabric.from_cluster(cluster, rates, num_devices=request.devices)
+    bandwidth = rates.memory_bytes_per_s(request.device)
+
+    def kernel_s(kernel: Kernel) -> float:
+        side = max(1, round((kernel.flops / 2) ** (1 / 3)))
+        compute_s = kernel.flops / rates.matmul_flops_per_s(request.device, dtype, side, side, side) if kernel.flops else 0.0
+        return max(compute_s, kernel.bytes / bandwidth)
+
+    def collective_s(collective: Collective) -> float:
+        axes = collective.axes if collective.axes is not None else tuple(axis for axis, size in compiled.mesh.items() if size > 1)
+        op = collective.kind if collective.kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all") else "all-gather"
+        return time_s(op, collective.bytes, fabric.axes_group(compiled.mesh, axes)).seconds
+
+    return play(parse(compiled.hlo_text), launched, found, kernel_s, collective_s)
+
+
+def overlapped(collective: Collective) -> bool:
+    """Whether compute is scheduled between the start and the done of a collective."""
+    return collective.asynchronous and collective.compute_between > 0
+
+
+def payload_bytes(collective: Collective) -> int:
+    """Bytes of a collective without the scalars XLA combined into it."""
+    return collective.bytes - 4 * sum(dims == () for dims in collective.operands)
+
+
+def compare_traffic(config: Config, sizes: Mapping[str, int], found: Sequence[Collective]) -> list[Traffic]:
+    """Add up planned and compiled bytes by kind and axes, inside the layers and outside them."""
+    loops = config.model.num_layers * config.trainer.accumulation
+    planned: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
+    compiled: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
+    for item in as_compiled_for_gpu(planned_collectives(config, sizes)):
+        planned[_where_planned(item), item.kind, item.axes] += float(item.bytes) * item.count
+    for c in found:
+        if payload_bytes(c) > 0:
+            compiled[_where(c, loops), c.kind, c.axes or ("?",)] += payload_bytes(c) * c.count
+    merged = _merge_places(planned, compiled)
+    return [Traffic(where, kind, axes, p, c) for (where, kind, axes), (p, c) in sorted(merged.items())]
+
+
+def _merge_places(
+    planned: Mapping[tuple[str, str, tuple[str, ...]], float], compiled: Mapping[tuple[str, str, tuple[str, ...]], float]
+) -> dict[tuple[str, str, tuple[str, ...]], tuple[float, float]]:
+    """Pair them; pipelined loops peel a layer or unroll it, so what is inside the layers is told by its count only when that is exact."""
+    result: dict[tuple[str, str, tuple[str, ...]], tuple[float, float]] = {}
+    for kind, axes in sorted({key[1:] for key in (*planned, *compiled)}):
+        parts = {w: (planned.get((w, kind, axes), 0.0), compiled.get((w, kind, axes), 0.0)) for w in ("layer", "once")}
+        if all(abs(p - c) <= max(SMALL_BYTES, TOLERANCE * p) for p, c in parts.values()):
+            result.update({(w, kind, axes): pair for w, pair in parts.items() if any(pair)})
+        else:
+            result["all", kind, axes] = (sum(p for p, _ in parts.values()), sum(c for _, c in parts.values()))
+    return result
+
+
+def _where_planned(item: PlannedCollective) -> str:
+    return "layer" if item.where == "layer" else "once"
+
+
+def _where(collective: Collective, loops: int) -> str:
+    return "layer" if collective.count == loops else "once"
+
+
+def _unplanned(config: Config, sizes: Mapping[str, int], found: Sequence[Collective], traffic: Sequence[Traffic]) -> list[Collective]:
+    """Of every kind and axes with more bytes than planned: the collectives that match no planned one, else the whole group."""
+    items = as_compiled_for_gpu(planned_collectives(config, sizes))
+    extra: list[Collective] = []
+    for row in traffic:
+        if row.agrees or row.excess_bytes <= 0:
+            continue
+        group = [c for c in found if c.kind == row.kind and (c.axes or ("?",)) == row.axes and payload_bytes(c) >= SMALL_BYTES]
+        sizes_planned = [item.bytes for item in items if item.kind == row.kind and item.axes == row.axes]
+        odd = [c for c in group if not any(abs(payload_bytes(c) - size) <= TOLERANCE * size for size in sizes_planned)]
+        extra += sorted(odd or group, key=lambda c: -c.total_bytes)
+    return extra
+
+
+def _wide_gathers(config: Config, found: Sequence[Collective]) -> list[Collective]:
+    if config.precision.compute == "float32":
+        return []
+    return [c for c in found if c.kind == "all-gather" and c.dtype == "f32" and c.bytes >= 4 * SMALL_BYTES]
+
+
+def smallest_change(request: Request, cluster: ClusterConfig, report: Report) -> list[str] | None:
+    """Return the overrides of the smallest change that should fit, by the memory model corrected by this compile; None: none found."""
+    from planner.fitting import fitting_changes
+
+    correction = report.compiled.peak_bytes - report.estimate.compiled_bytes
+    return fitting_changes(request.config, report.compiled.mesh, report.capacity_bytes - correction)
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Return the JSON contract of `ridge compile`."""
+    c = report.compiled
+    return {
+        "argument_bytes": c.argument_bytes,
+        "output_bytes": c.output_bytes,
+        "alias_bytes": c.alias_bytes,
+        "temp_bytes": c.temp_bytes,
+        "peak_bytes": c.peak_bytes,
+        "reserve_bytes": report.reserve_bytes,
+        "capacity_bytes": report.capacity_bytes,
+        "fits": report.fits,
+        "lower_s": c.lower_s,
+        "compile_s": c.compile_s,
+        "mesh": c.mesh,
+        "device": report.device.name,
+        "versions": c.versions,
+        "warnings": list(c.warnings),
+        "collectives": [collective_json(x) for x in report.collectives],
+        "overlapped_share": report.overlapped_share,
+        "unplanned": [collective_json(x) for x in report.unplanned],
+        "full_precision_gathers": [collective_json(x) for x in report.wide_gathers],
+        "traffic": [vars(row) | {"axes": list(row.axes), "agrees": row.agrees} for row in report.traffic],
+        "largest_buffers": [buffer_json(b) for b in report.buffers[:40]],
+        "planned_memory": {
+            "compiled_bytes": report.estimate.compiled_bytes,
+            "components": {name: part.bytes for name, part in report.estimate.components.items()},
+        },
+        "roofline": roofline_json(report),
+    }
+
+
+def roofline_json(report: Report) -> dict[str, Any]:
+    """Return the roofline walk: least time of all kernels, by component and pass, and the longest ones."""
+    parts: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for k in report.kernels:
+        row = parts[k.component, k.part]
+        row[0] += k.seconds(report.peak_flops, report.bandwidth)
+        row[1] += k.flops * k.count
+        row[2] += k.bytes * k.count
+    longest = sorted(report.kernels, key=lambda k: -k.seconds(report.peak_flops, report.bandwidth))[:20]
+    played = report.schedule
+    return {
+        "kernels_s": report.kernels_s,
+        "step_s": played.step_s,
+        "compute_s": played.compute_s,
+        "communication_s": played.communication_s,
+        "exposed_communication_s": played.exposed_s,
+        "exposed": [{"kind": kind, "axes": list(axes or ()), "seconds": s} for (kind, axes), s in played.exposed.items() if s > 0],
+        "flops": total_flops(report.kernels),
+        "components": [
+            {"component": name, "part": part, "seconds": s, "flops": f, "bytes": b}
+            for (name, part), (s, f, b) in sorted(parts.items(), key=lambda item: -item[1][0])
+        ],
+        "longest": [
+            {
+                "name": k.name,
+                "component": k.component,
+                "part": k.part,
+                "seconds": k.seconds(report.peak_flops, report.bandwidth),
+                "count": k.count,
+                "flops": k.flops,
+                "bytes": k.bytes,
+                "binds": k.binds(report.peak_flops, report.bandwidth),
+                "op_name": k.op_name,
+                "source": source_text(k.source),
+            }
+            for k in longest
+        ],
+    }
+
+
+def collective_json(c: Collective) -> dict[str, Any]:
+    """Return one collective as plain values."""
+    return {
+        "kind": c.kind,
+        "axes": list(c.axes) if c.axes is not None else None,
+        "dtype": c.dtype,
+        "bytes": c.bytes,
+        "count": c.count,
+        "overlapped": overlapped(c),
+        "name": c.name,
+        "op_name": c.op_name,
+        "source": source_text(c.source),
+    }
+
+
+def buffer_json(b: Buffer) -> dict[str, Any]:
+    """Return one (grouped) buffer as plain values."""
+    shape = f"{b.dtype}[{','.join(map(str, b.dims))}]"
+    return {"what": b.what, "bytes": b.bytes, "copies": b.copies, "shape": shape, "op_name": b.op_name, "source": source_text(b.source)}
+
+
+def source_text(source: Source | None) -> str | None:
+    """Return file:line of a source line."""
+    return None if source is None else f"{source.file}:{source.line}"

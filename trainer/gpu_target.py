@@ -1,0 +1,86 @@
+"""Describe a GPU that is not here to XLA: the target of an ahead-of-time compile.
+
+XLA takes a `GpuTargetConfigProto` in text form. What differs between products (memory, bandwidth, cache, multiprocessors, clock) comes
+from the hardware catalogue; what belongs to a generation (shared memory, registers, vector units) from the CUDA C++ Programming Guide,
+table "Technical Specifications per Compute Capability", as in openxla/xla, xla/backends/gpu/target_config/specs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.errors import UserError
+from planner.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class _Generation:
+    major: int
+    minor: int
+    fpus_per_core: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+
+
+_AMPERE = _Generation(8, 0, 64, 167936, 166912)
+_HOPPER = _Generation(9, 0, 128, 233472, 232448)
+_BLACKWELL = _Generation(10, 0, 128, 233472, 232448)
+_BLACKWELL_ULTRA = _Generation(10, 3, 128, 233472, 232448)
+
+_GENERATIONS = {
+    "a100": _AMPERE,
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "gh200": _HOPPER,
+    "b200": _BLACKWELL,
+    "gb200": _BLACKWELL,
+    "b300": _BLACKWELL_ULTRA,
+    "gb300": _BLACKWELL_ULTRA,
+}
+"""First part of a catalogue name -> generation."""
+
+CUDNN_VERSION = (9, 10, 0)
+"""cuDNN that the target is said to have: what the CUDA wheels of jax 0.10 to 0.12 bring at least."""
+
+
+def compute_capability(hardware: Hardware) -> tuple[int, int]:
+    """Return the CUDA compute capability. Raises UserError for what is no NVIDIA GPU of a known generation."""
+    generation = _generation(hardware)
+    return generation.major, generation.minor
+
+
+def target_config(hardware: Hardware) -> str:
+    """Return the target description in protobuf text form. Raises UserError for what is no NVIDIA GPU of a known generation."""
+    g = _generation(hardware)
+    fields = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": g.shared_memory_per_core,
+        "threads_per_core_limit": 2048,
+        "core_count": hardware.cores,
+        "fpus_per_core": g.fpus_per_core,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": int(hardware.memory_bandwidth_bytes_per_s),
+        "l2_cache_size": hardware.l2_bytes,
+        "clock_rate_ghz": round(hardware.clock_hz / 1e9, 4),
+        "device_memory_size": hardware.memory_bytes,
+        "shared_memory_per_block_optin": g.shared_memory_per_block_optin,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+    info = " ".join(f"{name}: {value}" for name, value in fields.items())
+    capability = f"cuda_compute_capability {{ major: {g.major} minor: {g.minor} }}"
+    major, minor, patch = CUDNN_VERSION
+    cudnn = f"dnn_version_info {{ major: {major} minor: {minor} patch: {patch} }}"
+    name = hardware.kinds[0]
+    return f'gpu_device_info {{ {info} {capability} }} platform_name: "CUDA" {cudnn} device_description_str: "{name}"'
+
+
+def _generation(hardware: Hardware) -> _Generation:
+    found = _GENERATIONS.get(hardware.name.split("-")[0])
+    if found is None:
+        raise UserError(f"device '{hardware.name}' cannot be compiled for ahead of time (it can for: {', '.join(_GENERATIONS)})")
+    return found
