@@ -116,8 +116,8 @@ class EventLog:
         assert not _OWN_KEYS & fields.keys(), f"event fields {sorted(_OWN_KEYS & fields.keys())} belong to the log itself"
         self._write(kind, self._monotonic(), fields)
 
-    def _write(self, kind: str, mono_s: float, fields: dict[str, Any]) -> None:
-        head = f'{{"time":{self._clock():.6f},"mono":{mono_s:.6f}{self._prefix}"{kind}"'
+    def _write(self, kind: str, mono_s: float, fields: dict[str, Any], ago_s: float = 0.0) -> None:
+        head = f'{{"time":{self._clock() - ago_s:.6f},"mono":{mono_s:.6f}{self._prefix}"{kind}"'
         line = head + ("," + dump_json(fields)[1:] if fields else "}") + "\n"
         if dropped := self._file.dropped:
             line = f'{head[: head.rindex(":")]}:"dropped","count":{dropped}}}\n' + line
@@ -149,11 +149,13 @@ class EventLog:
             end_s = self._monotonic()
             self._write("phase_end", end_s, {**where, "duration_s": end_s - start_s, **outcome, **results})
 
-    def total(self, name: str, duration_s: float, count: int = 1, **fields: Any) -> None:
-        """Record `count` stretches of a phase, `duration_s` in all, that ended by now (in the enclosing phase, if any)."""
+    def total(self, name: str, duration_s: float, count: int = 1, *, ago_s: float = 0.0, **fields: Any) -> None:
+        """Record `count` stretches of a phase, `duration_s` in all, that ended by now, or `ago_s` ago (in the enclosing phase, if any)."""
         assert name in PHASES, f"'{name}' is not a phase; phases are {PHASES}"
         stack: list[int] = self._stack.__dict__.get("ids", [])
-        self.emit("phase_total", phase=name, parent=stack[-1] if stack else None, duration_s=duration_s, count=count, **fields)
+        parent = stack[-1] if stack else None
+        values = {"phase": name, "parent": parent, "duration_s": duration_s, "count": count, **fields}
+        self._write("phase_total", self._monotonic() - ago_s, values, ago_s)
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""

@@ -46,13 +46,17 @@ from trainer.step import make_evaluation_step, make_train_step, param_norm
 
 
 def train(
-    config: Config, *, command: Sequence[str], rendezvous_s: float = 0.0, facts: Mapping[str, Mapping[str, Any]] | None = None
+    config: Config,
+    *,
+    command: Sequence[str],
+    rendezvous: tuple[float, float] | None = None,
+    facts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> signal.Signals | None:
     """Train to the last step, or until asked to stop; return the signal it stopped for, if any.
 
     Starts the run of `config.directory`, or continues it from its newest good checkpoint. Raises UserError for bad input,
     NumericalFailure and CheckpointError for runs that cannot go on. `facts` (kind -> fields) of the start go into the event log, and
-    `rendezvous_s` as the time it took the processes to find each other.
+    with `rendezvous` (begin and end by the monotonic clock, s) the time it took the processes to find each other.
     """
     process = jax.process_index()
     progress = build_progress(config.trainer.steps, process=process)
@@ -61,11 +65,7 @@ def train(
         parts = prepare(config)
         run = open_run_dir(config, command=command, log=progress.note)
         events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart)
-        events.total("launch", max(0.0, process_age_s() - rendezvous_s))
-        if rendezvous_s:
-            events.total("rendezvous", rendezvous_s)
-        for kind, fields in (facts or {}).items():
-            events.emit(kind, **fields)
+        _record_start(events, rendezvous, facts or {})
         try:
             outcome = _train(config, parts, run, tokenizer, events, progress)
         finally:
@@ -75,6 +75,20 @@ def train(
     if process == 0 and outcome is not None:
         _report(run, outcome)
     return None if outcome is None else outcome.stopped_by
+
+
+def _record_start(events: EventLog, rendezvous: tuple[float, float] | None, facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put what was before the log was open into it."""
+    now_s, age_s = time.monotonic(), process_age_s()
+    if rendezvous is None:
+        events.total("launch", age_s)
+    else:
+        begin_s, end_s = rendezvous
+        events.total("launch", max(0.0, age_s - (now_s - begin_s)), ago_s=now_s - begin_s)
+        events.total("rendezvous", end_s - begin_s, ago_s=now_s - end_s)
+        events.total("launch", now_s - end_s)
+    for kind, fields in facts.items():
+        events.emit(kind, **fields)
 
 
 def _train(config: Config, parts: Prepared, run: RunDir, tokenizer: TokenizerInfo, events: EventLog, progress: Progress) -> Outcome | None:

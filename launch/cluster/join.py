@@ -6,11 +6,13 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from configs.errors import UserError
 from configs.rules import check_devices
-from configs.schema import Config
+from configs.schema import Config, RuntimeConfig
 from launch import exit_codes
 from launch.cluster import network, rollcall_client, rollcall_server
 from launch.cluster.card import Card, make_card
@@ -34,45 +36,83 @@ class Preempted(RuntimeError):
     """This or another process was asked to stop before training began; nothing needs saving."""
 
 
+@dataclass(frozen=True)
+class Joined:
+    """How the processes of a run came together."""
+
+    interval: tuple[float, float] | None = None
+    """Begin and end by the monotonic clock, s; None for a single process."""
+    roll_call_s: float = 0.0
+    """From detection to the verdict: waiting for the slowest process is in it."""
+    connect_s: float = 0.0
+    """Loading JAX and connecting jax.distributed."""
+    coordinator: str | None = None
+    """address:port of jax.distributed; None for a single process."""
+
+
 def join(
     cluster: Cluster,
     config: Config,
     *,
-    env: Mapping[str, str] | None = None,
     stop: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] | None = None,
-) -> Verdict | None:
-    """Bring the processes of a run together; a no-op that returns None for a single process.
+    clock: Callable[[], float] = time.monotonic,
+) -> Joined:
+    """Bring the processes of a run together and load JAX with the settings of `config.runtime`; only the latter for a single process.
 
     stop: whether this process was asked to end (SIGTERM); looked at ten times a second. Raises UserError (what differs between processes,
-    tasks that do not fit the mesh), ClusterError (a missing process, an unreachable port), each in every process with the same words, and
-    Preempted.
+    tasks that do not fit the mesh), ClusterError (a missing process, an unreachable port, missing devices), each in every process with the
+    same words, and Preempted.
     """
     if cluster.processes == 1:
         if cluster.devices.trouble is not None:
             raise ClusterError(cluster.devices.trouble[1], cluster.devices.trouble[0])
-        return None
-    tell = say or _say
-    card = make_card(cluster, config, os.environ if env is None else env)
+        configure_runtime(config.runtime)
+        return Joined()
+    begin = clock()
+    card = make_card(cluster, config, os.environ)
     held: list[socket.socket] = []
     try:
-        verdict = _roll_call(cluster, config, card, stop, tell, held)
-        if not verdict.ok:
-            if verdict.exit_code == exit_codes.PREEMPTED:
-                raise Preempted(verdict.message)
-            if verdict.exit_code == exit_codes.USAGE:
-                raise UserError(verdict.message)
-            raise ClusterError(verdict.message, verdict.exit_code)
+        verdict = _roll_call(cluster, config, card, stop, say or _say, held)
+        _raise_refusal(verdict)
+        called = clock()
         if stop():
-            raise Preempted("asked to stop")
-        _initialize(cluster, verdict)
+            raise Stopped
+        configure_runtime(config.runtime)
+        _connect(cluster, verdict)
     except Stopped:
         raise Preempted("asked to stop") from None
     finally:
         # Held until JAX has its port: no other run of this host can take the pair of ports meanwhile.
         for listener in held:
             listener.close()
-    return verdict
+    _check_found_devices(card, verdict)
+    end = clock()
+    return Joined((begin, end), called - begin, end - called, network.with_port(verdict.address, verdict.port))
+
+
+def configure_runtime(runtime: RuntimeConfig) -> None:
+    """Apply the runtime section. Must run before the first JAX computation of the process."""
+    if runtime.platform != "auto":
+        os.environ["JAX_PLATFORMS"] = runtime.platform
+    import jax
+
+    if runtime.platform != "auto":
+        jax.config.update("jax_platforms", runtime.platform)
+    if runtime.cpu_devices > 1:
+        jax.config.update("jax_num_cpu_devices", runtime.cpu_devices)
+    if runtime.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(runtime.compilation_cache))
+
+
+def _raise_refusal(verdict: Verdict) -> None:
+    if verdict.ok:
+        return
+    if verdict.exit_code == exit_codes.PREEMPTED:
+        raise Preempted(verdict.message)
+    if verdict.exit_code == exit_codes.USAGE:
+        raise UserError(verdict.message)
+    raise ClusterError(verdict.message, verdict.exit_code)
 
 
 def _roll_call(
@@ -175,13 +215,14 @@ def _judge(config: Config, cards: Sequence[Card]) -> tuple[int, str] | None:
     return None
 
 
-def _initialize(cluster: Cluster, verdict: Verdict) -> None:
-    """Connect jax.distributed with everything spelled out: its own detection is wrong in several ways under Slurm."""
+def _connect(cluster: Cluster, verdict: Verdict) -> None:
+    """Start jax.distributed with everything spelled out: its own detection is wrong in several ways under Slurm."""
     import jax
 
     if any(name.lower().endswith("_proxy") for name in os.environ):
         # gRPC would send the coordinator's traffic through a site's web proxy; JAX only warns of that
-        os.environ["no_grpc_proxy"] = ",".join(filter(None, (os.environ.get("no_grpc_proxy", os.environ.get("no_proxy")), verdict.address)))
+        exempt = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # noqa: SIM112 - gRPC reads lower case
+        os.environ["no_grpc_proxy"] = f"{exempt},{verdict.address}".lstrip(",")  # noqa: SIM112
         jax.config.update("jax_check_proxy_envs", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     where = network.with_port(verdict.address, verdict.port)
@@ -195,6 +236,17 @@ def _initialize(cluster: Cluster, verdict: Verdict) -> None:
         heartbeat_timeout_seconds=HEARTBEAT_S,
         coordinator_bind_address=where,
     )
+
+
+def _check_found_devices(card: Card, verdict: Verdict) -> None:
+    """Hold what JAX found against what was promised; all processes see the same sum, so all refuse."""
+    import jax
+
+    if verdict.devices is None or jax.device_count() == verdict.devices:
+        return
+    here = jax.local_device_count()
+    own = f"; {card.name} brings {here} instead of {card.devices}" if here != card.devices else ""
+    raise ClusterError(f"JAX finds {jax.device_count()} devices, {verdict.devices} were expected{own}", exit_codes.BAD_NODE)
 
 
 def _say(message: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from configs.load import load
-from launch import cluster, exit_codes
+from launch import cluster, environment, exit_codes
+from launch.early_stop import EarlyStop
 
 
 @click.command()
@@ -27,11 +29,15 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
     """
     resolved = load(config, overrides)
     here = cluster.describe(os.environ, flags=cluster.Flags(coordinator, processes, process), platform=resolved.config.runtime.platform)
-    cluster.configure_runtime(resolved.config.runtime)
-    if here.process == 0 and here.processes > 1:
-        click.echo("\n".join(cluster.explain(here)))
+    settings = environment.prepare(resolved.config, here)
+    if here.process == 0 and (here.processes > 1 or settings):
+        click.echo("\n".join([*cluster.explain(here), *environment.lines(settings)]))
+    stop = EarlyStop()
+    if here.processes > 1:
+        stop.install()
     try:
-        cluster.join(here, resolved.config)
+        joined = cluster.join(here, resolved.config, stop=stop)
+        stop.hand_over()
     except cluster.ClusterError as error:
         click.echo(f"ridge: stopped: {error}", err=True)
         sys.exit(error.exit_code)
@@ -44,7 +50,15 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
     from trainer.run import train as run_training
 
     try:
-        stopped_by = run_training(resolved.config, command=sys.argv)
+        stopped_by = run_training(
+            resolved.config,
+            command=sys.argv,
+            rendezvous=joined.interval,
+            facts={
+                "cluster": {"described": asdict(here), "joined": asdict(joined)},
+                "environment": {"settings": [asdict(setting) for setting in settings]},
+            },
+        )
     except NumericalFailure as error:
         click.echo(f"ridge: stopped: {error}; the last good checkpoint is intact", err=True)
         sys.exit(exit_codes.NUMERICAL_FAILURE)
