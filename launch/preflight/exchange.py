@@ -1,0 +1,275 @@
+"""How the processes of a doctor talk: a star of plain TCP connections around process 0.
+
+Not jax.distributed: a node whose JAX, driver or devices are broken must still be able to say so, and a process that dies or falls silent
+must be named instead of taking the others along. Messages are JSON lines. Process 0 listens where the run's coordinator will listen later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.errors import UserError
+
+_RETRY_S = 0.1
+_LINE_BYTES = 1 << 26
+_CLOCK_ROUNDS = 12
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+@dataclass
+class _Board:
+    """What has arrived, guarded by one condition."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    nodes: dict[int, str] = field(default_factory=dict)
+    """Process -> node name, of those that came."""
+    lost: set[int] = field(default_factory=set)
+    """Processes whose connection ended."""
+    said: dict[str, dict[int, Any]] = field(default_factory=dict)
+    """Tag -> process -> the last value it put under that tag."""
+
+
+class Centre:
+    """Process 0's side. Opens its port when there are other processes.
+
+    Args:
+      address: HOST:PORT to listen on; None with a single process.
+      clock: wall clock in seconds, which the others compare theirs with.
+
+    Raises:
+      UserError: the address cannot be listened on.
+    """
+
+    def __init__(self, address: str | None, processes: int, node: str, *, clock: Callable[[], float] = time.time) -> None:
+        self.processes = processes
+        self._clock = clock
+        self._board = _Board(nodes={0: node})
+        self._writers: list[asyncio.StreamWriter] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if processes > 1:
+            assert address is not None
+            _allow_connections(processes)
+            self._loop = asyncio.new_event_loop()
+            host, port = _split(address)
+            try:
+                self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, host, port, limit=_LINE_BYTES, backlog=4096))
+            except OSError as error:
+                raise UserError(f"process 0 cannot listen on {address}: {error.strerror}") from error
+            self._thread = threading.Thread(target=self._loop.run_forever, name="doctor-exchange", daemon=True)
+            self._thread.start()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        process: int | None = None
+        board = self._board
+        try:
+            while data := await reader.readline():
+                message = json.loads(data)
+                if process is None:
+                    process = self._greet(message)
+                    if process is None:
+                        break
+                    self._writers.append(writer)
+                elif "ping" in message:
+                    writer.write(_line({"pong": message["ping"], "time": self._clock()}))
+                else:
+                    with board.changed:
+                        board.said.setdefault(message["tag"], {})[process] = message["value"]
+                        board.changed.notify_all()
+        except (ValueError, KeyError, TypeError, ConnectionError, asyncio.LimitOverrunError):
+            pass  # a stranger on our port, or a peer that died in the middle of a line: either way this connection is over
+        finally:
+            if writer in self._writers:
+                self._writers.remove(writer)
+            writer.close()
+            if process is not None:
+                with board.changed:
+                    board.lost.add(process)
+                    board.changed.notify_all()
+
+    def _greet(self, message: dict[str, Any]) -> int | None:
+        """Return the process that introduces itself; None for one that is not of this job."""
+        process, node = message.get("process"), message.get("node")
+        if not isinstance(process, int) or not isinstance(node, str) or message.get("processes") != self.processes:
+            return None
+        if not 0 < process < self.processes:
+            return None
+        with self._board.changed:
+            if process in self._board.nodes:
+                return None
+            self._board.nodes[process] = node
+            self._board.changed.notify_all()
+        return process
+
+    def wait_for_all(self, timeout_s: float) -> dict[int, str]:
+        """Wait until every process has come, or the time is over; return process -> node of those that came."""
+        with self._board.changed:
+            self._board.changed.wait_for(lambda: len(self._board.nodes) == self.processes, timeout_s)
+            return dict(self._board.nodes)
+
+    def put(self, tag: str, value: Any) -> None:
+        """Say something as process 0."""
+        with self._board.changed:
+            self._board.said.setdefault(tag, {})[0] = value
+            self._board.changed.notify_all()
+
+    def gather(self, tag: str, timeout_s: float) -> dict[int, Any]:
+        """Wait until every process that is still connected has said `tag`, or the time is over; return process -> value."""
+        board = self._board
+
+        def complete() -> bool:
+            return set(board.nodes) <= set(board.said.get(tag, {})) | board.lost
+
+        with board.changed:
+            board.changed.wait_for(complete, timeout_s)
+            return dict(board.said.get(tag, {}))
+
+    def last(self, tag: str) -> dict[int, Any]:
+        """Return process -> value of what has been said under `tag` by now."""
+        with self._board.changed:
+            return dict(self._board.said.get(tag, {}))
+
+    @property
+    def lost(self) -> set[int]:
+        """Processes that came and whose connection has ended."""
+        with self._board.changed:
+            return set(self._board.lost)
+
+    def announce(self, tag: str, value: Any) -> None:
+        """Tell every other process."""
+        if self._loop is None:
+            return
+        data = _line({"tag": tag, "value": value})
+
+        async def send() -> None:
+            for writer in list(self._writers):
+                writer.write(data)
+
+        asyncio.run_coroutine_threadsafe(send(), self._loop).result()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Wait for the others to leave, then stop listening."""
+        if self._loop is None:
+            return
+        with self._board.changed:
+            self._board.changed.wait_for(lambda: self._board.lost >= set(self._board.nodes) - {0}, timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._server.close()
+        self._loop.close()
+
+
+class Member:
+    """The side of every other process.
+
+    Raises:
+      UserError: process 0 cannot be reached within `timeout_s`, or does not know this process.
+    """
+
+    def __init__(self, address: str, processes: int, process: int, node: str, *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        self.address = address
+        while True:
+            try:
+                self._socket = socket.create_connection(_split(address), timeout=max(0.1, deadline - time.monotonic()))
+                break
+            except OSError as error:
+                if time.monotonic() + _RETRY_S > deadline:
+                    why = "its name does not resolve" if isinstance(error, socket.gaierror) else (error.strerror or str(error))
+                    raise UserError(
+                        f"process {process} on {node} cannot reach process 0 at {address} within {timeout_s:.0f} s: {why}"
+                    ) from error
+            time.sleep(_RETRY_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._send_lock = threading.Lock()
+        self._buffer = b""
+        self._heard: dict[str, Any] = {}
+        self._send({"process": process, "processes": processes, "node": node})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._send_lock:
+            try:
+                self._socket.settimeout(None)
+                self._socket.sendall(_line(message))
+            except OSError as error:
+                raise UserError(f"process 0 at {self.address} has gone: {error.strerror or error}") from error
+
+    def put(self, tag: str, value: Any) -> None:
+        """Tell process 0. Safe to call from several threads."""
+        self._send({"tag": tag, "value": value})
+
+    def hear(self, tag: str, timeout_s: float) -> Any:
+        """Wait for what process 0 announces under `tag`. Raises UserError when it falls silent or ends."""
+        deadline = time.monotonic() + timeout_s
+        while tag not in self._heard:
+            message = self._receive(deadline)
+            self._heard[message["tag"]] = message["value"]
+        return self._heard[tag]
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        while b"\n" not in self._buffer:
+            try:
+                self._socket.settimeout(max(0.01, deadline - time.monotonic()))
+                data = self._socket.recv(1 << 16)
+            except TimeoutError:
+                raise UserError(f"process 0 at {self.address} has been silent for too long") from None
+            except OSError as error:
+                raise UserError(f"process 0 at {self.address} has gone: {error.strerror or error}") from error
+            if not data:
+                raise UserError(f"process 0 at {self.address} has gone: it ended, or another job listens there")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def clock_offset(self, *, clock: Callable[[], float] = time.time, rounds: int = _CLOCK_ROUNDS) -> tuple[float, float]:
+        """Compare this wall clock with process 0's; return (this minus that, its uncertainty), in seconds.
+
+        Of several round trips the fastest counts: process 0 read its clock somewhere between sending and receiving, so half of that trip
+        bounds the error (Cristian 1989, Probabilistic clock synchronization). Call it before `hear`.
+        """
+        best: tuple[float, float] | None = None
+        for number in range(rounds):
+            sent_s, begun_s = clock(), time.monotonic()
+            self._send({"ping": number})
+            answer = self._receive(time.monotonic() + 5.0)
+            trip_s = time.monotonic() - begun_s
+            assert answer["pong"] == number
+            if best is None or trip_s / 2 < best[1]:
+                best = (sent_s + trip_s / 2 - answer["time"], trip_s / 2)
+        assert best is not None
+        return best
+
+    def close(self) -> None:
+        """Leave."""
+        self._socket.close()
+
+
+def free_port(host: str) -> int:
+    """Find a port of `host` that nobody listens on now."""
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _allow_connections(processes: int) -> None:
+    """Raise the limit of open files: one connection per process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < processes + 256:
+        wanted = processes + 256 if hard == resource.RLIM_INFINITY else min(processes + 256, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
