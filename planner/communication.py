@@ -15,16 +15,22 @@ W bandwidth of a device in ONE direction (bytes/s).
     all-to-all                   pairwise            (p-1)*a + (p-1)/p * n/W
     point-to-point                                   a + n/W
 
-Over several levels (g devices per domain of the innermost, the rest outside), *hierarchical* is
+Over several levels (g devices per domain of the innermost, M domains), *hierarchical* is one phase after the other,
     all-reduce(n) = reduce-scatter(g, n) + all-reduce(rest, n/g) + all-gather(g, n)
     all-gather(n) = all-gather(rest, n/g) + all-gather(g, n), reduce-scatter its mirror image,
-    all-to-all: what stays inside a domain goes over its links, the rest over the outer ones,
-one phase after the other; *pipelined* is the same with the phases overlapped chunk by chunk, as communication libraries do for large
-messages: all latencies, and the transfer time of the slowest ports alone (all network levels leave through the same ones). A plain
-*ring* (or tree, or recursive halving) over several levels runs at the slowest link.
+    all-to-all: what stays inside a domain goes over its links, the rest over the outer ones.
+A plain *ring* (or tree, or recursive halving) over several levels runs at the slowest link.
+
+What communication libraries do with large messages overlaps the levels chunk by chunk: all hops, and the transfer of the slowest ports
+(the network's levels share the ports of a device):
+    *rail-ring*     g rings through all p devices, one per port: a level with q devices inside carries r*(p-1)/p * n/q, r = 2 for all-reduce
+    *double-tree*   all-reduce inside the domains (a chain, or in the switch) and over two trees between them: 2*n/g outside (n/g when
+                    M = 2); 2*(g-1) hops inside and 2*log2(M) outside. On one level: 2*log2(p)*a + 2*n/W (n/W when p = 2)
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19(1), 2005, sections
-3 and 4; JAX scaling book, chapters Sharding and GPUs; DeepSeek-V3 (arXiv 2412.19437, section 3.2) for node-limited all-to-all.
+3 and 4; JAX scaling book, chapters Sharding and GPUs; double-tree: P. Sanders, J. Speck, J. L. Träff, Two-tree algorithms for full
+bandwidth broadcast, reduction and scan, Parallel Computing 35, 2009, as in NCCL since 2.4; rail-ring: NCCL, src/graph/tuning.cc (hops) and
+the NCCL maintainers on nccl-tests issue 160 (a ring's bus bandwidth is what goes through the ports).
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from configs.errors import UserError, unknown_name
 from planner.links import CommGroup, Link, Span
 
 Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point"]
-Algorithm = Literal["ring", "tree", "recursive-halving", "in-switch", "hierarchical", "pipelined"]
+Algorithm = Literal["ring", "tree", "recursive-halving", "in-switch", "hierarchical", "rail-ring", "double-tree"]
 OPS: tuple[Op, ...] = get_args(Op)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
@@ -75,7 +81,7 @@ class CollectiveCost:
     bottleneck_link: str
     """Name of the link that takes longest; empty for a group of one."""
     terms: tuple[Term, ...] = ()
-    """By link, innermost first. They sum to `seconds`, except when pipelined."""
+    """By link, innermost first. They sum to `seconds`, except where the levels overlap (rail-ring, double-tree)."""
 
     @property
     def by_link(self) -> dict[str, float]:
@@ -91,11 +97,10 @@ def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None =
       bytes_full: the full tensor: what a gather gives out, what a reduction takes in; for all-to-all and point-to-point the tensor one
         device holds.
       group: from `Fabric.group` or `Fabric.axes_group`.
-      algorithm: one of ALGORITHMS; None: what a communication library would choose. That is the fastest of those it has (ring, tree,
-        in-switch where the switch can, hierarchical over several levels; pipelined where the links are calibrated, because their
-        curves were measured so).
-      phases: with hierarchical and pipelined, the algorithm of the phases: ring, recursive-halving, or tree (of the all-reduce between
-        domains; the gathers inside are rings then).
+      algorithm: one of ALGORITHMS; None: the fastest of what a communication library has: ring, in-switch where the switch can, over
+        several levels rail-ring, between nodes double-tree.
+      phases: with hierarchical, the algorithm of the phases: ring, recursive-halving, or tree (of the all-reduce between domains; the
+        gathers inside are rings then).
 
     Raises UserError: an unknown op or algorithm, bytes that are no positive number, an algorithm the op or the group does not have.
     """
@@ -120,50 +125,69 @@ def bus_factor(op: str, size: int) -> float:
 
 
 def _library_choices(op: str, group: CommGroup) -> list[str]:
-    if op == "point-to-point":
-        return ["ring"]
-    if len(group.spans) == 1:
-        choices = ["ring"]
-        if op == "all-reduce":
-            choices.append("tree")
-            if group.spans[0].link.in_switch is not None and group.size >= IN_SWITCH_FROM:
-                choices.append("in-switch")
-        return choices
-    calibrated = all(span.link.reached is not None for span in group.spans)
-    choices = ["pipelined" if calibrated else "hierarchical"]
+    several = len(group.spans) > 1
+    if op in ("point-to-point", "all-to-all"):
+        return ["hierarchical" if several else "ring"]
+    choices = ["rail-ring" if several else "ring"]
     if op == "all-reduce":
-        choices.append("tree")
+        if group.spans[-1].link.kind == "network":  # inside a node NCCL takes rings and the switch
+            choices.append("double-tree")
+        if not several and group.spans[0].link.in_switch is not None and group.size >= IN_SWITCH_FROM:
+            choices.append("in-switch")
     return choices
 
 
 def _cost(op: str, n: float, group: CommGroup, algorithm: str, phases: str = "ring") -> CollectiveCost:
-    if algorithm in ("hierarchical", "pipelined") and len(group.spans) > 1:
+    if algorithm == "hierarchical" and len(group.spans) > 1:
         terms = _merge(_hierarchical(op, n, group.spans, phases))
-        longest = max(terms, key=lambda term: term.seconds)
         seconds = sum(term.seconds for term in terms)
-        if algorithm == "pipelined":
-            seconds = sum(term.latency_s for term in terms) + max(_transfer_by_port(terms).values())
+    elif algorithm in ("rail-ring", "double-tree"):
+        terms = _rail_ring(op, n, group) if algorithm == "rail-ring" else _double_tree(op, n, group)
+        seconds = sum(term.latency_s for term in terms) + max(term.transfer_s for term in terms)
     else:
-        name = phases if algorithm in ("hierarchical", "pipelined") else algorithm
+        algorithm = phases if algorithm == "hierarchical" else algorithm
         slowest = group.slowest
         assert slowest is not None
-        if name == "in-switch" and (len(group.spans) > 1 or slowest.in_switch is None):
+        if algorithm == "in-switch" and (len(group.spans) > 1 or slowest.in_switch is None):
             raise UserError("algorithm 'in-switch' needs one level whose switch can reduce (in_switch_reduction in the cluster file)")
         worst_hop = max(span.link.latency_s for span in group.spans)
-        longest = _flat(op, n, group.size, slowest, worst_hop, name)
-        terms, seconds, algorithm = [longest], longest.seconds, name
+        terms = [_flat(op, n, group.size, slowest, worst_hop, algorithm)]
+        seconds = terms[0].seconds
+    longest = max(terms, key=lambda term: term.seconds)
     algorithm_bandwidth = n / seconds
     bus = algorithm_bandwidth * bus_factor(op, group.size)
     return CollectiveCost(seconds, algorithm, algorithm_bandwidth, bus, longest.link.name, tuple(terms))
 
 
-def _transfer_by_port(terms: list[Term]) -> dict[str, float]:
-    """Add up what leaves a device through the same ports: all network levels share them."""
-    ports: dict[str, float] = {}
-    for term in terms:
-        port = "network" if term.link.kind == "network" else term.link.name
-        ports[port] = ports.get(port, 0.0) + term.transfer_s
-    return ports
+def _rail_ring(op: str, n: float, group: CommGroup) -> list[Term]:
+    """Rings through all devices, as many as a domain has ports: hops and share of every level."""
+    if op in ("all-to-all", "point-to-point"):
+        raise UserError(f"{op} has no algorithm 'rail-ring' (it has: ring, hierarchical)")
+    rounds, p, inside = (2 if op == "all-reduce" else 1), group.size, 1
+    terms = []
+    for span in group.spans:
+        hops = rounds * (span.fan_out - 1) * (p // (inside * span.fan_out))
+        terms.append(Term(span.link, hops * span.link.latency_s, span.link.seconds(rounds * (p - 1) / p * n / inside)))
+        inside *= span.fan_out
+    return terms
+
+
+def _double_tree(op: str, n: float, group: CommGroup) -> list[Term]:
+    """All-reduce inside the innermost domains and over two trees between them; on one level the trees alone."""
+    if op != "all-reduce":
+        raise UserError(f"{op} has no algorithm 'double-tree' (it has: {'ring, recursive-halving' if op != 'all-to-all' else 'ring'})")
+    inner, outer = group.spans[0], group.spans[1:]
+    if not outer:
+        link = inner.link
+        return [Term(link, 2 * math.ceil(math.log2(group.size)) * link.latency_s, link.seconds((1 if group.size == 2 else 2) * n))]
+    g, domains = inner.fan_out, group.size // inner.fan_out
+    link = inner.link
+    in_switch = link.in_switch is not None and g >= IN_SWITCH_FROM
+    chain = _in_switch_s(link, n) if in_switch else link.seconds(2 * (g - 1) / g * n)
+    terms = [Term(link, 2 * (g - 1) * link.latency_s, chain)]
+    share = (1 if domains == 2 else 2) * n / g  # the node inside one tree and leaf of the other sends most
+    hops = 2 * math.ceil(math.log2(domains))
+    return terms + [Term(span.link, hops * span.link.latency_s if span is outer[-1] else 0.0, span.link.seconds(share)) for span in outer]
 
 
 def _flat(op: str, n: float, p: int, link: Link, latency_s: float, algorithm: str) -> Term:

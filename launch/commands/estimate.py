@@ -65,7 +65,7 @@ def collective(
             cost = time_s(op, size, group, "hierarchical", phases=wanted)
         else:
             cost = time_s(op, size, group, wanted)
-    formula, source = FORMULAS.get((op, cost.algorithm), ("the sum of its phases, or their slowest when pipelined", SCALING_BOOK))
+    formula, source = FORMULAS[op, cost.algorithm]
     print_answers(
         [
             Answer("seconds", cost.seconds, "s", formula, source),
@@ -81,6 +81,8 @@ def collective(
 
 
 PHASES = ("ring", "tree", "recursive-halving")
+NCCL = "NCCL, src/graph/tuning.cc; nccl-tests issue 160"
+SANDERS = "Sanders, Speck, Träff, Parallel Computing 35, 2009, as in NCCL since 2.4"
 MPICH = "Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19(1), 2005"
 _ONE_WAY = "(p-1)*latency + (p-1)/p * bytes/bandwidth"
 FORMULAS = {
@@ -96,10 +98,16 @@ FORMULAS = {
     ),
     ("all-gather", "hierarchical"): ("all-gather(M, n/G) + all-gather(G, n), G devices per node, M nodes, n bytes", SCALING_BOOK),
     ("reduce-scatter", "hierarchical"): ("reduce-scatter(G, n) + reduce-scatter(M, n/G)", SCALING_BOOK),
+    **{
+        (op, "rail-ring"): ("all hops + max over levels of rounds*(p-1)/p * n/q / bandwidth, q devices inside the level", NCCL)
+        for op in ("all-reduce", "all-gather", "reduce-scatter")
+    },
+    ("all-reduce", "double-tree"): ("2*(G-1) + 2*log2(M) hops + max(transfer inside, 2*n/G / bandwidth outside)", SANDERS),
     ("all-to-all", "hierarchical"): (
         "inside: (G-1)*latency + (G-1)/p * n/bandwidth; outside: (p-G)*latency + (p-G)/p * n/bandwidth",
         "each pair of devices exchanges n/p bytes over the innermost level that joins it",
     ),
+    ("point-to-point", "hierarchical"): ("latency + bytes/bandwidth of the outermost link", MPICH),
     ("point-to-point", "ring"): ("latency + bytes/bandwidth", MPICH),
 }
 BUS = {
