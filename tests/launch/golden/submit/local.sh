@@ -22,6 +22,7 @@ JOB="$RUN/slurm/1"                              # this submission: config, clust
 PYTHON=/home/me/project/.venv/bin/python
 
 set -e  # software: whatever fails here ends the job
+export JAX_PLATFORMS=cpu
 export NCCL_DEBUG=INFO                          # as in the submitting shell
 export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"  # the code as it was when submitted
 export PYTHONSAFEPATH=1                         # and not what lies in the working directory

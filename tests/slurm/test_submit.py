@@ -1,0 +1,141 @@
+"""`ridge submit`, `status`, `logs`, `cancel`, `sweep` and `submit-data` on a real Slurm."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RIDGE = Path(sys.executable).with_name("ridge")
+CONFIG = """\
+name: tiny
+model: {vocab_size: 512, num_layers: 2, embed_dim: 32, num_heads: 4, mlp_dim: 64, max_seq_len: 64}
+precision: {compute: float32}
+data: {train: [{path: corpus}], seq_len: 32, batch_size: 8}
+trainer: {steps: 10, log_every: 5}
+checkpoint: {every: 5}
+logging: {tensorboard: false}
+"""
+READ = ["--input", "texts", "--include", "**/*.py", "--tokenizer", "bytes", "--shards", "6"]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A directory with texts and a tiny config."""
+    (tmp_path / "texts").mkdir()
+    for index in range(60):
+        (tmp_path / f"texts/m{index}.py").write_text(f"def f{index}(x):\n    return x + {index}\n" * 20)
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def ridge(slurm: Any, work: Path, *arguments: str, check: bool = True) -> str:
+    """Run a command as a user on the login node; return what it prints."""
+    env = {"XLA_FLAGS": ""}  # not the virtual devices of the other tests
+    done = slurm.run(RIDGE, *arguments, cwd=work, check=check, timeout_s=300, env=env)
+    return done.stdout if check else done.stdout + done.stderr
+
+
+def answer(slurm: Any, work: Path, *arguments: str) -> Any:
+    return json.loads(ridge(slurm, work, *arguments, "--json"))
+
+
+@pytest.fixture
+def corpus(slurm: Any, work: Path) -> Path:
+    ridge(slurm, work, "data", "prepare", *READ, "--output", "corpus")
+    return work / "corpus"
+
+
+def test_a_submitted_run_trains_to_its_end(slurm: Any, work: Path, corpus: Path) -> None:
+    told = answer(slurm, work, "submit", "tiny.yaml", "-c", "local", "-N", "2", "--time", "20", "trainer.steps=12")
+    (work / "tiny.yaml").write_text("later edits do not reach a submitted job")
+    state = slurm.wait_for_job(told["job"])
+    log = ridge(slurm, work, "logs", "runs/tiny")
+    assert state == "COMPLETED", log
+    fields = slurm.job(told["job"])
+    assert (fields["TimeLimit"], fields["NumNodes"], fields["Requeue"], fields["WorkDir"]) == ("00:20:00", "2", "1", str(work))
+
+    shown = answer(slurm, work, "status", "runs/tiny")
+    assert [(job["state"], job["exit_code"], job["restarts"]) for job in shown["jobs"]] == [("COMPLETED", 0, 0)]
+    assert (shown["progress"]["step"], shown["progress"]["steps"]) == (12, 12)
+    assert "step 12/12" in ridge(slurm, work, "logs", "runs/tiny", "--rank", "0")
+    assert "step 12/12" not in ridge(slurm, work, "logs", "runs/tiny", "--rank", "1")
+    assert "step 12/12" in ridge(slurm, work, "logs", "runs/tiny", "--follow"), "following an ended job prints it all and returns"
+
+    run = json.loads((work / "runs/tiny/run.json").read_text())
+    assert run["starts"][0]["processes"] == 2
+    assert run["starts"][0]["git"]["snapshot"] == str(work / "runs/tiny/slurm/1/code"), "the snapshot ran, not the working tree"
+    environment = (work / f"runs/tiny/slurm/1/environment-{told['job']}-0.txt").read_text()
+    assert f"SLURM_JOB_ID={told['job']}\n" in environment
+    assert ridge(slurm, work, "cancel", "runs/tiny") == "no job of this run waits or runs\n"
+
+
+def test_waiting_and_running_jobs_are_cancelled(slurm: Any, work: Path, corpus: Path) -> None:
+    endless = ["-c", "local", "-N", "4", "--cluster-set", "slurm.exclusive=true", "trainer.steps=1000000", "--no-preflight"]
+    running = answer(slurm, work, "submit", "tiny.yaml", *endless)["job"]
+    waiting = answer(slurm, work, "submit", "tiny.yaml", *endless, "name=other")["job"]
+    slurm.wait_for_job(running, "RUNNING")
+    assert answer(slurm, work, "status", "runs/other")["jobs"][0]["state"] == "PENDING"
+    assert "has written nothing yet (PENDING)" in ridge(slurm, work, "logs", "runs/other", check=False)
+    assert answer(slurm, work, "cancel", "runs/other") == {"cancelled": [waiting]}
+    assert slurm.wait_for_job(waiting) == "CANCELLED"
+    slurm.until(lambda: "step 5/" in (work / f"runs/tiny/slurm/job-{running}.log").read_text(), 200, "training")
+    assert answer(slurm, work, "cancel", "runs/tiny") == {"cancelled": [running]}
+    slurm.wait_for_job(running)
+    progress = answer(slurm, work, "status", "runs/tiny")["progress"]
+    assert 5 <= progress["step"] < 1000000
+    assert answer(slurm, work, "status", "runs/tiny")["jobs"][0]["restarts"] == 0
+
+
+def test_a_sweep_survives_a_failing_point_and_repeats_only_that(slurm: Any, work: Path, corpus: Path) -> None:
+    (work / "sweep.yaml").write_text(
+        "name: s\nconfig: tiny.yaml\nmax_running: 2\nlist:\n  - {seed: 1}\n  - {seed: 2, data: {train: [{path: later}]}}\n  - {seed: 3}\n"
+    )
+    submit = ["sweep", "sweep.yaml", "-c", "local", "--no-preflight"]
+    first = answer(slurm, work, *submit)
+    assert first["points"] == [0, 1, 2]
+    slurm.until(lambda: not slurm.run("squeue", "-h", "-j", first["job"], check=False).stdout.strip(), 300, "the array to end")
+    table = answer(slurm, work, "sweep", "sweep.yaml", "--table")
+    assert [row["state"] for row in table] == ["finished", "failed", "finished"], ridge(slurm, work, "logs", "runs/s/001")
+    assert [row["step"] for row in table] == [10, None, 10]
+    assert table[1]["exit_code"] == 2
+    assert "later" in ridge(slurm, work, "logs", "runs/s/001"), "the log of a point is in its run directory"
+    assert table[0]["loss"] != table[2]["loss"]
+
+    (work / "corpus").rename(work / "later")
+    second = answer(slurm, work, *submit)
+    assert second["points"] == [1]
+    slurm.wait_for_job(second["job"])
+    again = answer(slurm, work, "sweep", "sweep.yaml", "--table")
+    assert [row["state"] for row in again] == ["finished"] * 3
+    assert [again[i] for i in (0, 2)] == [table[i] for i in (0, 2)]
+    assert "nothing to do" in ridge(slurm, work, *submit)
+
+
+def test_a_corpus_of_an_array_is_byte_for_byte_that_of_one_process(slurm: Any, work: Path, corpus: Path) -> None:
+    submit = ["submit-data", "-c", "local", "--slices", "3", *READ, "--output", "array"]
+    (work / "texts").rename(work / "away")
+    assert "input not found: texts" in ridge(slurm, work, *submit, check=False), "mistakes are found before the queue"
+    (work / "away").rename(work / "texts")
+
+    first = answer(slurm, work, *submit)
+    slurm.run("scancel", f"{first['array']}_2")
+    slurm.until(lambda: not slurm.run("squeue", "-h").stdout.strip(), 200, "the jobs to end")
+    if slurm.job_state(first["merge"]) == "COMPLETED":
+        pytest.fail("the merge ran although a slice was cancelled")
+    assert not (work / "array/manifest.json").exists()
+
+    second = answer(slurm, work, *submit)
+    assert slurm.wait_for_job(second["merge"]) == "COMPLETED"
+    logs = "".join(path.read_text() for path in (work / "array.jobs/slurm").glob(f"job-{second['array']}_*.log"))
+    assert "0 shards made, 2 kept" in logs, "finished slices are not made again"
+    names = sorted(str(path.relative_to(corpus)) for path in corpus.rglob("*") if path.is_file() and ".prepare" not in path.parts)
+    assert len([name for name in names if name.endswith(".array_record")]) == 6
+    same, different, missing = filecmp.cmpfiles(corpus, work / "array", names, shallow=False)
+    assert (different, missing) == ([], [])
+    assert same == names
+    assert [job["state"] for job in answer(slurm, work, "status", "array.jobs")["jobs"]][-1] == "COMPLETED"
