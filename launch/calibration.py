@@ -20,7 +20,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from configs.cluster import LinkLevel
 from planner.calibration import AttentionPoint, CalibrationFile, HostPoint, LinkCurve, MatmulPoint, MemoryPoint
+from planner.communication import IN_SWITCH_FROM
 
 Shape = tuple[int, int, int]
 ROUNDS = 5
@@ -64,14 +66,14 @@ CPU = Sizes(
 )
 
 
-def calibrate(device_name: str, sizes: Sizes, *, link_kind: str, latency_s: float, report: Callable[[str], None]) -> CalibrationFile:
+def calibrate(device_name: str, sizes: Sizes, level: LinkLevel, *, report: Callable[[str], None]) -> CalibrationFile:
     """Measure the first local device and the links between the local ones.
 
     Args:
       device_name: catalogue name the entries are about.
       sizes: GPU or CPU.
-      link_kind: of the links between local devices, as in cluster files.
-      latency_s: of one hop, as the cluster file has it: the planner adds it, so it is taken off here.
+      level: the links between local devices, as in cluster files: their kind, whether a switch adds up all-reduces, and the latency of a
+        hop, which the planner adds and which is therefore taken off here.
       report: called with a line before each group of measurements.
     """
     devices = jax.local_devices()
@@ -95,11 +97,8 @@ def calibrate(device_name: str, sizes: Sizes, *, link_kind: str, latency_s: floa
         ]
     links = []
     if len(devices) > 1:
-        report(f"all-gather between {len(devices)} devices: {len(sizes.messages_bytes)} sizes")
-        measured = list(all_gather_rates(sizes.messages_bytes, latency_s))
-        links = [
-            LinkCurve(kind=link_kind, device=device_name, measured=measured, source=f"{source}, all-gather over {len(devices)} devices")
-        ]
+        report(f"collectives between {len(devices)} devices: {len(sizes.messages_bytes)} sizes")
+        links = list(_link_curves(device_name, sizes.messages_bytes, level, source))
     report("host")
     # on the CPU platform a copy to the device is none: JAX takes the host's array as it is
     copy = None if devices[0].platform == "cpu" else host_copy_bytes_per_s(sizes.stream_bytes // 4) / 1e9
@@ -156,21 +155,29 @@ def attention_flops_per_s(seq_len: int, head_dim: int) -> float:
     return rows * 12 * seq_len * (seq_len / 2) * heads * head_dim / time_s(lambda: gradient(q, k, v))
 
 
-def all_gather_rates(messages_bytes: tuple[int, ...], latency_s: float) -> Iterator[tuple[float, float]]:
-    """Yield (bytes a device sends, GB/s it reaches, latency of the hops taken off) of all-gathers over the local devices."""
-    devices = jax.local_devices()
-    count = len(devices)
-    mesh = Mesh(np.array(devices), ("x",))
+def _link_curves(device_name: str, messages_bytes: tuple[int, ...], level: LinkLevel, source: str) -> Iterator[LinkCurve]:
+    """Yield the curve of rings, from all-gathers, and that of the switch, from all-reduces of enough devices."""
+    count, hop_s = jax.local_device_count(), level.latency_us * 1e-6
 
-    def gather(part: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(part, "x", tiled=True)
+    def curve(what: str, function: Callable[[jax.Array], jax.Array], spec: P, hops: int, share: float, *, in_switch: bool) -> LinkCurve:
+        times = collective_times_s(function, spec, messages_bytes)
+        measured = [(full * share, full * share / max(seconds - hops * hop_s, 1e-9) / 1e9) for full, seconds in times]
+        text = f"{source}, {what} over {count} devices"
+        return LinkCurve(kind=level.kind, device=device_name, in_switch=in_switch, measured=measured, source=text)
 
-    run = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False))
+    gather = functools.partial(jax.lax.all_gather, axis_name="x", tiled=True)
+    yield curve("all-gather", gather, P("x"), count - 1, (count - 1) / count, in_switch=False)
+    if level.in_switch_reduction and count >= IN_SWITCH_FROM:
+        yield curve("all-reduce", functools.partial(jax.lax.psum, axis_name="x"), P(), 2, 1.0, in_switch=True)
+
+
+def collective_times_s(function: Callable[[jax.Array], jax.Array], spec: P, messages_bytes: tuple[int, ...]) -> Iterator[tuple[int, float]]:
+    """Yield (bytes of the full tensor, seconds) of a collective over the local devices; `spec` lays out its argument."""
+    mesh = Mesh(np.array(jax.local_devices()), ("x",))
+    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False))
     for full in messages_bytes:
-        part = jax.device_put(jnp.ones(full // 4, jnp.float32), jax.NamedSharding(mesh, P("x")))
-        sent = full * (count - 1) / count
-        transfer = max(time_s(functools.partial(run, part)) - (count - 1) * latency_s, 1e-9)
-        yield float(sent), sent / transfer / 1e9
+        argument = jax.device_put(jnp.ones(full // 4, jnp.float32), jax.NamedSharding(mesh, spec))
+        yield full, time_s(functools.partial(run, argument))
 
 
 def host_copy_bytes_per_s(array_bytes: int) -> float:

@@ -36,8 +36,12 @@ class Hardware:
     """Highest clock."""
     link_bandwidth_bytes_per_s: float | None
     """NVLink of one device in ONE direction, half of what datasheets print; None: no NVLink."""
+    link_latency_s: float
+    """One hop of a small message over NVLink."""
     host_bandwidth_bytes_per_s: float
     """Host link (PCIe, NVLink-C2C) in one direction."""
+    host_latency_s: float
+    """One hop of a small message over the host link."""
     tdp_w: float
     """Power limit of one device."""
     price_per_hour_usd: float | None
@@ -55,7 +59,8 @@ def catalogue() -> tuple[Hardware, ...]:
     """Read the catalogue."""
     entries = YAML(typ="safe").load(CATALOGUE)
     common = entries.pop("sources")
-    return tuple(_entry(name, entry, common) for name, entry in entries.items())
+    latencies = entries.pop("latencies")
+    return tuple(_entry(name, latencies | entry, common) for name, entry in entries.items())
 
 
 def _entry(name: str, entry: dict[str, Any], common: dict[str, str]) -> Hardware:
@@ -70,7 +75,9 @@ def _entry(name: str, entry: dict[str, Any], common: dict[str, str]) -> Hardware
         cores=int(entry["cores"]),
         clock_hz=float(entry["clock_ghz"]) * 1e9,
         link_bandwidth_bytes_per_s=None if link is None else float(link) * 1e9,
+        link_latency_s=float(entry["nvlink_us"]) * 1e-6,
         host_bandwidth_bytes_per_s=float(entry["host_gb_per_s"]) * 1e9,
+        host_latency_s=float(entry["host_us"]) * 1e-6,
         tdp_w=float(entry["tdp_w"]),
         price_per_hour_usd=None if entry["price_usd"] is None else float(entry["price_usd"]),
         source=entry["source"],

@@ -47,8 +47,7 @@ def calibrate(output: Path | None, cluster: str | None, data: Path | None, as_js
     measured = calibration.calibrate(
         found.name,
         calibration.CPU if local.platform == "cpu" else calibration.GPU,
-        link_kind=level.kind,
-        latency_s=level.latency_us * 1e-6,
+        level,
         report=lambda line: print(f"measuring {line}", file=sys.stderr),
     )
     if data is not None:
@@ -86,7 +85,8 @@ def _usual_link(device: Hardware) -> LinkLevel:
 
     if device.link_bandwidth_bytes_per_s is None:
         return LinkLevel(name="memory", kind="memory", bandwidth_gb_per_s=device.host_bandwidth_bytes_per_s / 1e9, latency_us=0.0)
-    return LinkLevel(name="nvlink", kind="nvlink", bandwidth_gb_per_s=device.link_bandwidth_bytes_per_s / 1e9, latency_us=1.9)
+    rate, latency = device.link_bandwidth_bytes_per_s / 1e9, device.link_latency_s * 1e6
+    return LinkLevel(name="nvlink", kind="nvlink", bandwidth_gb_per_s=rate, latency_us=latency)
 
 
 def _write(path: Path, measured: CalibrationFile) -> None:
@@ -123,8 +123,9 @@ def _rows(measured: CalibrationFile, device: Hardware) -> list[dict[str, object]
         share = None if nominal else rate / device.memory_bandwidth_bytes_per_s
         rows.append({"what": "device memory", "figure": f"{rate / 1e9:,.1f} GB/s", "share": share})
     for curve in measured.links:
-        for sent, rate in curve.measured:
-            rows.append({"what": f"{curve.kind}, {sent / 1e6:,.2f} MB sent", "figure": f"{rate:,.2f} GB/s", "share": None})
+        of = "MB added up by the switch" if curve.in_switch else "MB sent"
+        for size, rate in curve.measured:
+            rows.append({"what": f"{curve.kind}, {size / 1e6:,.2f} {of}", "figure": f"{rate:,.2f} GB/s", "share": None})
     host = measured.host
     if host.copy_gb_per_s is not None:
         share = host.copy_gb_per_s * 1e9 / device.host_bandwidth_bytes_per_s

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from configs.cluster import load_cluster
 from configs.errors import UserError
 from launch import calibration, cli
 from launch.commands.calibrate import device_entry
 from planner.calibration import load_calibration
+from planner.communication import time_s
 from planner.hardware import hardware
+from planner.links import Fabric
 from tests.loaders.token_corpora import random_docs, write_corpus
 
 QUICK = calibration.Sizes(((128, 128, 128), (64, 256, 64)), ("float32", "bfloat16"), 2**20, (2**12, 2**16), ())
@@ -52,6 +55,34 @@ def test_what_is_measured_is_what_the_planner_uses(capsys):
     assert steps[0]["calibration"] == "published measurements"
     assert steps[1]["calibration"] == measured["name"]
     assert steps[0]["step_s"] != steps[1]["step_s"]
+
+
+SWITCHED = """
+name: switched
+device: cpu
+devices_per_node: 8
+cores_per_node: 2
+memory_per_node_gib: 8
+links: [{name: switch, kind: nvlink, bandwidth_gb_per_s: 1000, latency_us: 0, in_switch_reduction: true}]
+"""
+
+
+def test_a_cluster_says_what_the_links_are(capsys):
+    Path("site.yaml").write_text(SWITCHED)
+    assert cli.run(["calibrate", "-o", "own.yaml", "--cluster", "site.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "nvlink, 0.06 MB sent" in shown
+    assert "nvlink, 0.07 MB added up by the switch" in shown
+    assert "written to own.yaml: use it with --calibration own.yaml" in shown
+    fabric = Fabric.from_cluster(load_cluster("site.yaml").config, load_calibration("own.yaml"))
+    rates = {
+        curve.in_switch: dict(curve.measured)[2**16 * (1 if curve.in_switch else 7 / 8)]
+        for curve in load_calibration("own.yaml").file.links[-2:]
+    }
+    predicted = time_s("all-reduce", 2**16, fabric.group(1, 8), "in-switch")
+    assert predicted.algorithm_bandwidth == pytest.approx(rates[True] * 1e9)
+    gather = time_s("all-gather", 2**16, fabric.group(1, 8))
+    assert gather.bus_bandwidth == pytest.approx(rates[False] * 1e9)
 
 
 def test_figures_are_shown_without_shares_of_nominal_peaks(capsys):

@@ -102,6 +102,10 @@ def test_pcie_5_moves_64_gigabytes_per_second_in_one_direction():
     assert {hardware(name).host_bandwidth_bytes_per_s for name in ("h100-sxm", "h200-sxm", "b200")} == {64e9}
 
 
+def test_a_hop_over_nvlink_is_shorter_than_over_pcie():
+    assert all(0 < h.link_latency_s < h.host_latency_s < 1e-5 for h in catalogue())
+
+
 def test_the_ridge_of_an_h100_is_295_flops_per_byte():
     h = hardware("h100-sxm")
     assert h.peak_flops["bfloat16"] / h.memory_bandwidth_bytes_per_s == pytest.approx(295, abs=3)
