@@ -47,6 +47,7 @@ _ESTIMATE: Table = {
 COMMANDS: Table = {
     "plan": ("launch.commands.plan:plan", "What a run should cost: layouts, memory, time, money, what binds."),
     "train": ("launch.commands.train:train", "Train a model from a config; the same command resumes a run."),
+    "launch": ("launch.commands.launch:launch", "Train with several processes on this machine, without Slurm."),
     "submit": ("launch.commands.submit:submit", "Submit a training run as a Slurm job."),
     "status": ("launch.commands.status:status", "State of a run's jobs, and how far training is."),
     "logs": ("launch.commands.logs:logs", "Print or follow the log of a run's job."),

@@ -24,6 +24,8 @@ PORT_TRIES = 16
 """Length of the sequence of ports that process 0 tries to listen on, and the others to reach it on."""
 
 
+LOCAL_PROCESSES, LOCAL_PROCESS = "RIDGE_LOCAL_PROCESSES", "RIDGE_LOCAL_PROCESS"
+"""Set by `ridge launch` for what its flags do not say: how many processes share this machine."""
 WHAT_JAX_FINDS = LocalDevices(None, "what JAX finds")
 
 
@@ -141,7 +143,7 @@ def _found(
 ) -> tuple[Found, slurm.SlurmStep | None]:
     """Return what the first source that knows says, and the Slurm step when that is the source."""
     if flags.processes is not None or flags.process is not None:
-        return _from_flags(flags), None
+        return _from_flags(flags, env), None
     allocated = slurm.allocated_tasks(env)
     stray = allocated is not None and slurm.is_stray(ancestry())
     step = None if stray else slurm.read_step(env)
@@ -168,7 +170,7 @@ def _found(
     return found, step
 
 
-def _from_flags(flags: Flags) -> Found:
+def _from_flags(flags: Flags, env: Mapping[str, str]) -> Found:
     """Return what complete flags say; `--processes 1` needs no others."""
     if flags.processes == 1 and flags.process in (None, 0):
         return Found("command-line flags", 1, 0, "single", {"processes": "--processes", "process": "--processes"})
@@ -191,6 +193,8 @@ def _from_flags(flags: Flags) -> Found:
         derivations={"processes": "--processes", "process": "--process", "coordinator": "--coordinator", "port": "--coordinator"},
         coordinator=split[0],
         port=split[1],
+        local_processes=int(env[LOCAL_PROCESSES]) if env.get(LOCAL_PROCESSES, "").isdigit() else None,
+        local_process=int(env[LOCAL_PROCESS]) if env.get(LOCAL_PROCESS, "").isdigit() else None,
     )
 
 

@@ -1,0 +1,148 @@
+"""N processes of one command on this machine, without a cluster manager: start them, pass signals on, end all when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TextIO
+
+from launch import exit_codes
+from launch.cluster.detect import FIRST_PORT, LAST_PORT, LOCAL_PROCESS, LOCAL_PROCESSES
+from launch.cluster.devices import VISIBLE
+from launch.cluster.rollcall_server import listen
+
+GRACE_S = 30.0
+"""After the first failure: the others have this long to end by themselves, then after a SIGTERM, before they are killed."""
+POLL_S = 0.1
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a group of processes ended."""
+
+    code: int
+    """0, or that of the process that failed first (128 + N for signal N)."""
+    culprit: int | None = None
+    """None when nothing failed: all finished, or stopped as asked."""
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on, above the ephemeral ones."""
+    slots = (LAST_PORT - FIRST_PORT) // 2
+    for number in range(slots):
+        port = FIRST_PORT + 2 * ((os.getpid() * 7919 + number) % slots)
+        listeners = listen([LOOPBACK], port)
+        if listeners is not None:
+            listeners[0].close()
+            return port
+    raise RuntimeError(f"no port of {FIRST_PORT}-{LAST_PORT} is free on {LOOPBACK}")
+
+
+def environments(processes: int, env: Mapping[str, str], gpus: int | None) -> list[dict[str, str]]:
+    """Return the variables of each process: an even share of the GPUs, and of the cores. Raises ValueError when the GPUs do not divide.
+
+    gpus: what the driver shows; None: none, or none wanted.
+    """
+    shown = env.get(VISIBLE)
+    ids = [str(number) for number in range(gpus or 0)]
+    if ids and shown is not None:
+        ids = [entry for entry in shown.split(",") if entry]
+    if ids and len(ids) % processes:
+        raise ValueError(f"{len(ids)} GPUs do not divide over {processes} processes")
+    share = len(ids) // processes
+    common = {**env, "PYTHONUNBUFFERED": "1", LOCAL_PROCESSES: str(processes)}
+    return [
+        {**common, LOCAL_PROCESS: str(index), **({VISIBLE: ",".join(ids[index * share : (index + 1) * share])} if ids else {})}
+        for index in range(processes)
+    ]
+
+
+class Group:
+    """The running processes. Signals this process gets go to all of them.
+
+    Ctrl-C reaches several processes as SIGTERM, on which they agree, save and stop; a second Ctrl-C kills them.
+    """
+
+    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], out: TextIO = sys.stdout) -> None:
+        self._out, self._lock, self._interrupted = out, threading.Lock(), False
+        self._previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        self.processes = [
+            # a session of its own: Ctrl-C reaches each of them once, through us
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            for command, env in zip(commands, environments, strict=True)
+        ]
+        self._readers = [threading.Thread(target=self._copy, args=(index, p.stdout), daemon=True) for index, p in enumerate(self.processes)]
+        for reader in self._readers:
+            reader.start()
+
+    def wait(self, clock: Callable[[], float] = time.monotonic, grace_s: float = GRACE_S) -> Ended:
+        """Wait for all; when one fails, the others get a SIGTERM after grace_s and are killed after as long again."""
+        first: tuple[int, int] | None = None
+        failed_at, sent = 0.0, 0
+        while (running := [process for process in self.processes if process.poll() is None]) or first is None:
+            if first is None:
+                bad = [(index, p.returncode) for index, p in enumerate(self.processes) if p.returncode]
+                if bad:
+                    first, failed_at = bad[0], clock()
+                    if running:
+                        self._write(
+                            f"ridge launch: process {first[0]} ended with {_code(first[1])}; waiting {grace_s:g} s for the others\n"
+                        )
+                elif not running:
+                    break
+            elif clock() - failed_at > grace_s * (sent + 1) and sent < 2:
+                sent += 1
+                for process in running:
+                    process.send_signal(signal.SIGTERM if sent == 1 else signal.SIGKILL)
+            time.sleep(POLL_S)
+        for reader in self._readers:
+            reader.join(5)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if first is None:
+            return Ended(0)
+        if self._interrupted:
+            return Ended(exit_codes.INTERRUPTED)
+        return Ended(_code(first[1]), None if first[1] == exit_codes.PREEMPTED else first[0])
+
+    def _forward(self, number: int, frame: types.FrameType | None) -> None:
+        if number == signal.SIGINT and len(self.processes) > 1:
+            number = signal.SIGKILL if self._interrupted else signal.SIGTERM
+            self._interrupted = True
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _copy(self, index: int, stream: IO[bytes] | None) -> None:
+        assert stream is not None
+        prefix = f"{index:>{len(str(len(self.processes) - 1))}}: " if len(self.processes) > 1 else ""
+        for line in stream:
+            self._write(prefix + line.decode(errors="replace").rstrip("\n") + "\n")
+
+    def _write(self, text: str) -> None:
+        with self._lock:
+            self._out.write(text)
+            self._out.flush()
+
+
+def _code(returncode: int) -> int:
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def commands(processes: int, arguments: Sequence[str], port: int) -> list[list[str]]:
+    """Return the command line of each process: `ridge ARGUMENTS` and its place in the group."""
+    base = [sys.executable, "-m", "launch", *arguments]
+    if processes == 1:
+        return [[*base, "--processes", "1"]]
+    place = ["--coordinator", f"{LOOPBACK}:{port}", "--processes", str(processes)]
+    return [[*base, *place, "--process", str(index)] for index in range(processes)]
