@@ -182,7 +182,7 @@ class Calibration:
             other = (point.m, point.n, point.k)
             measured.append((other, share / matmul.explained_share(device, other_peak, memory, point.dtype, other)))
         explained = matmul.explained_share(device, peak, memory, dtype, shape)
-        most = max(1.0, *(share for _, share in measured)) if device.kinds == () else 1.0
+        most = max(1.0, *(share for _, share in measured)) if device.nominal else 1.0
         return peak * min(most, explained * matmul.rest(measured, shape))
 
     def matmul_share(self, device: Hardware, dtype: str, m: int, n: int, k: int) -> float:

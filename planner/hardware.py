@@ -53,6 +53,11 @@ class Hardware:
     tensor_cores: bool = True
     """Matmuls run in tiles on tensor cores; false for CPUs."""
 
+    @property
+    def nominal(self) -> bool:
+        """True when the figures stand for no real device (cpu): good for trying plans, but no MFU is worth anything against them."""
+        return not self.kinds
+
 
 @functools.cache
 def catalogue() -> tuple[Hardware, ...]:

@@ -107,11 +107,10 @@ def _write(path: Path, measured: CalibrationFile) -> None:
 
 def _rows(measured: CalibrationFile, device: Hardware) -> list[dict[str, object]]:
     """One row per figure, with its share of the datasheet where there is one. A nominal entry (cpu) has none."""
-    nominal = not device.kinds
     rows: list[dict[str, object]] = []
     for matmul in measured.matmul:
         rate = (matmul.tflop_per_s or 0) * 1e12
-        peak = None if nominal else device.peak_flops.get(matmul.dtype)
+        peak = None if device.nominal else device.peak_flops.get(matmul.dtype)
         what = f"matmul {matmul.dtype} {matmul.m} x {matmul.k} x {matmul.n}"
         rows.append({"what": what, "figure": f"{rate / 1e12:,.3f} TFLOP/s", "share": peak and rate / peak})
     for attention in measured.attention:
@@ -120,7 +119,7 @@ def _rows(measured: CalibrationFile, device: Hardware) -> list[dict[str, object]
         rows.append({"what": what, "figure": f"{rate / 1e12:,.1f} TFLOP/s", "share": rate / device.peak_flops["bfloat16"]})
     for memory in measured.memory:
         rate = (memory.gb_per_s or 0) * 1e9
-        share = None if nominal else rate / device.memory_bandwidth_bytes_per_s
+        share = None if device.nominal else rate / device.memory_bandwidth_bytes_per_s
         rows.append({"what": "device memory", "figure": f"{rate / 1e9:,.1f} GB/s", "share": share})
     for curve in measured.links:
         of = "MB added up by the switch" if curve.in_switch else "MB sent"

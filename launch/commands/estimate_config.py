@@ -177,12 +177,14 @@ def step(
 ) -> None:
     """Time of one optimiser step of CONFIG as it stands, split by the ceiling that holds each part."""
     from planner.calibration import load_calibration
+    from planner.hardware import hardware
     from planner.step_time import step_time
 
     resolved, site, sizes = _place(config, overrides, None, cluster, nodes)
     assert site is not None
     factors = load_calibration(calibration)
     found = step_time(resolved, sizes, site, factors)
+    mfu = None if hardware(site.device).nominal else found.mfu
     flops = "model FLOPs (planner.flops) / (step_s * devices * datasheet peak)"
     print_answers(
         [
@@ -197,7 +199,7 @@ def step(
                 Answer(f"{name}_s", seconds, "s", CEILINGS.get(name, "exposed communication on this kind of link"))
                 for name, seconds in found.breakdown_s.items()
             ),
-            Answer("mfu", found.mfu, "share", flops, "PaLM, arXiv 2204.02311, appendix B"),
+            Answer("mfu", mfu, "share", flops, "PaLM, arXiv 2204.02311, appendix B"),
             Answer("tokens_per_s", found.tokens_per_s, "tokens/s", "batch_size * seq_len / step_s"),
             Answer("tokens_per_s_per_device", found.tokens_per_s_per_device, "tokens/s", "tokens_per_s / devices"),
             Answer("devices", found.devices),

@@ -193,6 +193,14 @@ def test_nonsense_is_one_line_that_says_what_is_allowed(line, message, capsys):
     assert captured.err.count("\n") == 1
 
 
+def test_a_nominal_peak_gives_no_mfu(estimate):
+    small = ["model.num_layers=2", "model.embed_dim=64", "model.mlp_dim=128", "data.seq_len=64", "mesh.fsdp=1"]
+    Path("x.yaml").write_text("{}\n")
+    answer = estimate("step", "x.yaml", *small, "--cluster", "local", "--nodes", "1")
+    assert answer["mfu"] is None
+    assert answer["tokens_per_s"] > 0
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
