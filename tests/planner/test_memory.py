@@ -25,14 +25,37 @@ from planner.local import LocalSizes, attention_backend
 from planner.memory import memory_per_device
 from planner.parameters import count_parameters
 
-COMPILED = json.loads((Path(__file__).parent / "compiled_steps.json").read_text())["cases"]
+HERE = Path(__file__).parent
+
+
+def compiled(overlap):
+    """Sizes of steps compiled with the latency-hiding scheduler (O1), as runs on GPUs are, or with XLA's default flags."""
+    name = "compiled_steps_overlap.json" if overlap else "compiled_steps.json"
+    return [case | {"overlap": overlap} for case in json.loads((HERE / name).read_text())["cases"]]
+
+
+COMPILED = compiled(True) + compiled(False)
 SCORES = [case for case in COMPILED if any("backend=xla" in override for override in case["overrides"])]
 USUAL = [case for case in COMPILED if case not in SCORES]
+
+
+def unrolled(case):
+    """Several microbatches in an unrolled loop: the schedule decides by rules of its own which buffers of the second exist early."""
+    return case["overlap"] and any("accumulation" in override for override in case["overrides"])
+
+
 POLICIES = ("none", "attention-only", "dots", "full")
 
 
 def case_name(case):
-    return "-".join([case["config"].removeprefix("models/"), *(f"{a}{n}" for a, n in case["mesh"].items()), *case["overrides"][2:]])
+    return "-".join(
+        [
+            case["config"].removeprefix("models/"),
+            *(f"{a}{n}" for a, n in case["mesh"].items()),
+            *case["overrides"][2:],
+            "overlap" * case["overlap"],
+        ]
+    )
 
 
 def sizes(data=1, fsdp=1, tensor=1):
@@ -51,7 +74,7 @@ def config(policy="full", accumulation=1, rows=64, length=512, **model):
 
 def estimated(case):
     resolved = load(case["config"], case["overrides"]).config
-    return memory_per_device(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
+    return memory_per_device(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"], overlap=case["overlap"])
 
 
 def relative_error(case):
@@ -61,13 +84,20 @@ def relative_error(case):
 @pytest.mark.parametrize("case", USUAL, ids=case_name)
 def test_state_is_exact_and_the_whole_is_close_to_the_compiled_step(case):
     assert estimated(case).argument_bytes == pytest.approx(case["argument_bytes"], rel=0.01)
-    assert abs(relative_error(case)) < 0.065
+    most = 0.25 if unrolled(case) else 0.065
+    assert -0.08 < relative_error(case) < most
 
 
-def test_all_but_two_percent_of_the_compiled_steps_are_within_five_percent():
-    errors = [abs(relative_error(case)) for case in USUAL]
-    assert sum(error <= 0.05 for error in errors) >= 0.98 * len(errors)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nearly_all_compiled_steps_are_within_five_percent(overlap):
+    errors = [abs(relative_error(case)) for case in USUAL if case["overlap"] == overlap and not unrolled(case)]
+    assert len(errors) > 40 and sum(error <= 0.05 for error in errors) >= len(errors) - 1
     assert sorted(errors)[len(errors) // 2] < 0.02
+
+
+def test_most_steps_with_unrolled_microbatches_are_within_five_percent():
+    errors = [abs(relative_error(case)) for case in USUAL if unrolled(case)]
+    assert sum(error <= 0.05 for error in errors) >= 0.75 * len(errors)
 
 
 def test_the_compiled_steps_span_what_the_model_is_used_for():
@@ -85,7 +115,7 @@ def json_devices(case):
 
 @pytest.mark.parametrize("case", SCORES, ids=case_name)
 def test_attention_that_stores_scores_is_seen_to_be_large(case):
-    assert abs(relative_error(case)) < 0.12
+    assert abs(relative_error(case)) < 0.15
 
 
 def test_components_sum_to_the_total_and_each_says_what_it_assumes():
@@ -112,8 +142,11 @@ def test_memory_falls_with_shards_and_microbatches(policy, data, tensor, fsdp, a
     for name in ("parameters", "moments", "activations"):
         assert sharded.components[name].bytes <= base.components[name].bytes
     assert sharded.components["parameters"].bytes < base.components["parameters"].bytes
-    smaller = memory_per_device(config(policy, 2 * accumulation), sizes(data, fsdp, tensor))
-    assert smaller.components["activations"].bytes < base.components["activations"].bytes
+    whole, half = (
+        memory_per_device(config(policy, times * accumulation), sizes(data, fsdp, tensor), overlap=False).components["activations"].bytes
+        for times in (1, 2)
+    )
+    assert half < whole
 
 
 @settings(max_examples=30, deadline=None)

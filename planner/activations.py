@@ -1,0 +1,109 @@
+"""Activations of one device: what is kept from the forward to the backward pass, and what attention needs beside it.
+
+Legend: R rows per device, T sequence, D width, F MLP width, N/K query/key heads, H head width, L layers; t devices on tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.local import LocalSizes
+
+
+@dataclass(frozen=True)
+class Component:
+    """Bytes of one device and the assumption behind them."""
+
+    bytes: int
+    assumption: str
+
+
+def saved_activations(local: LocalSizes, backend: str) -> Component:
+    """Return the activations of all layers that the backward pass finds, by rematerialisation policy and attention backend."""
+    config = local.config
+    policy, layers = config.compute.remat.policy, local.model.num_layers
+    stream, cut, q, k, hidden = local.stream_bytes, local.cut_stream_bytes, local.query_bytes, local.key_bytes, local.hidden_bytes
+    normed_heads = q + k if local.model.qk_norm else 0
+    packed = q if config.data.document_masking and backend == "cudnn" else 0
+    gates = 2 if local.model.gated_mlp else 1
+    if policy in ("none", "attention-only"):
+        per_layer = 2 * cut + 2 * stream + 2 * q + 2 * k + (gates + 1) * hidden + normed_heads
+        words = "block input, both normed inputs, queries, keys, values, attention result, MLP hidden values"
+        if policy == "none":
+            per_layer += packed + local.softmax_bytes + _scores_saved(local, backend)
+            words += ", softmax statistics"
+    elif policy == "dots":
+        per_layer = 2 * cut + q + 2 * k + gates * hidden
+        words = "block input and the results of products with parameters"
+    elif policy == "full":
+        per_layer, words = cut, "each block's input"
+    else:
+        named = _named_bytes(local)
+        listed = sum(named[name] for name in dict.fromkeys(config.compute.remat.names) if name != "block_input")
+        on_device = policy == "names"
+        per_layer = cut + (listed if on_device else 0)
+        words = f"each block's input and {'' if on_device else '(in host memory) '}{', '.join(config.compute.remat.names)}"
+    return Component(layers * per_layer, f"{policy}: {words}; {layers} layers, {config.precision.compute}")
+
+
+def _named_bytes(local: LocalSizes) -> dict[str, int]:
+    """Bytes of one layer's value by checkpoint name (models/remat.py)."""
+    return {
+        "block_input": local.cut_stream_bytes,
+        "query": local.query_bytes,
+        "key": local.key_bytes,
+        "value": local.key_bytes,
+        "attention_context": local.query_bytes,
+        "attention_lse": local.softmax_bytes,
+        "attention_out": local.cut_stream_bytes,
+        "mlp_gate": local.hidden_bytes if local.model.gated_mlp else 0,
+        "mlp_up": local.hidden_bytes,
+        "mlp_out": local.cut_stream_bytes,
+    }
+
+
+def score_bytes(local: LocalSizes, itemsize: int) -> int:
+    """Return the bytes of one [R, N/t, T, T] array."""
+    return local.tokens * local.config.data.seq_len * local.model.num_heads * itemsize // local.tensor
+
+
+def _scores_saved(local: LocalSizes, backend: str) -> int:
+    """Attention probabilities that a backend without a backward pass of its own keeps for it."""
+    return {"xla": score_bytes(local, 4 + local.compute_itemsize), "reference": score_bytes(local, 8)}.get(backend, 0)
+
+
+def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
+    """Return the largest saved value that the backward pass wants in another layout and copies for all layers at its start.
+
+    With tensor, several rows lie inside the sequence where a stream was gathered or scattered: a gathered stream where it is saved, else
+    (when unrolled for overlap) the block input. Attention that stores scores transposes them.
+    """
+    policy, layers = local.config.compute.remat.policy, local.model.num_layers
+    relaid = 0
+    between = local.tensor > 1 and local.rows > 1
+    if between and policy in ("none", "attention-only"):
+        relaid = layers * local.stream_bytes
+    elif between and policy != "dots" and local.fsdp > 1 and overlap:
+        relaid = layers * local.cut_stream_bytes
+    if backend in ("xla", "reference") and policy == "none":
+        relaid += layers * score_bytes(local, 4)
+    return relaid
+
+
+def mask_bytes(local: LocalSizes, backend: str) -> int:
+    """Return the mask of packed documents: a bias [R, T, T] in the compute dtype for cuDNN, booleans for the score backends."""
+    if not local.config.data.document_masking or backend == "chunked":
+        return 0
+    return local.tokens * local.config.data.seq_len * (local.compute_itemsize if backend == "cudnn" else 1)
+
+
+def attention_workspace(local: LocalSizes, backend: str) -> Component:
+    """Return what the attention of one layer needs beside its inputs and outputs, in the backward pass."""
+    mask = mask_bytes(local, backend)
+    if backend == "cudnn":
+        words = "cuDNN flash attention keeps no scores" + (f"; the mask of packed documents costs {mask / 1e6:.0f} MB" if mask else "")
+        return Component(2 * mask, words)
+    if backend == "chunked":
+        accumulators = 2 * local.query_bytes * 4 // local.compute_itemsize
+        return Component(accumulators, "chunked: float32 accumulators of the query gradient")
+    return Component(mask + 3 * score_bytes(local, 4), f"{backend}: float32 scores [R, N/t, T, T], their gradient and a temporary")
