@@ -12,7 +12,7 @@ from launch.slurm import container, places
 from launch.slurm.shape import CPU, JobShape, describe
 from launch.slurm.units import format_time
 
-KEPT_PREFIXES = ("JAX_", "XLA_", "NCCL_", "RIDGE_")
+KEPT_PREFIXES = ("JAX_", "XLA_", "NCCL_")
 """Variables of the submitting shell that steer a run: written into the script, so that it alone says what runs."""
 COMMENT_COLUMN = 46
 WAIT_S = 120

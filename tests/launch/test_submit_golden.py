@@ -6,8 +6,10 @@ Regenerate with `python tests/launch/test_submit_golden.py`, and read the differ
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +22,9 @@ from launch.slurm.shape import job_shape
 from launch.slurm.submit import Submitter, training_job
 
 GOLDEN = Path(__file__).parent / "golden" / "submit"
+GUIDE = Path(__file__).parents[2] / "docs/guides/slurm.md"
+BLOCK = re.compile(r"```bash job\.sh\n(.*?)```\n", re.DOTALL)
+OWN = re.compile(r"```bash own\.sh\n(.*?)```\n", re.DOTALL)
 BY = Submitter(
     environment={"NCCL_DEBUG": "INFO", "HOME": "/home/me", "WANDB_API_KEY": "abcdef012345"},
     workdir=Path("/home/me/project"),
@@ -44,13 +49,14 @@ CONTAINERS = {
     ),
 }
 CASES = {name: (name, []) for name in cluster_names()} | CONTAINERS
+PLAIN_BY = replace(BY, environment={})
 
 
-def script(case: str) -> str:
+def script(case: str, by: Submitter = BY) -> str:
     cluster_name, overrides = CASES[case]
     cluster = load_cluster(cluster_name, [*SITE, *overrides]).config
     config = load("quickstart", ["run_dir=/shared/runs/quickstart"]).config
-    return job_script(training_job(config, cluster, job_shape(cluster, 2, "12:00:00"), BY))
+    return job_script(training_job(config, cluster, job_shape(cluster, 2, "12:00:00"), by))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,12 +93,34 @@ def test_nothing_secret_of_the_submitting_shell_is_in_the_script(case: str) -> N
     assert "WANDB_API_KEY" not in text
 
 
+def sections(text: str) -> list[str]:
+    """Cut a script at its empty lines."""
+    return [f"{part.strip(chr(10))}\n" for part in text.split("\n\n")]
+
+
+def test_the_guide_explains_the_whole_script() -> None:
+    shown = BLOCK.findall(GUIDE.read_text())
+    assert shown == sections(script("mn5-acc", PLAIN_BY)), (
+        "docs/guides/slurm.md shows another script: run `python tests/launch/test_submit_golden.py`"
+    )
+
+
+def test_the_guides_own_script_is_valid() -> None:
+    (text,) = OWN.findall(GUIDE.read_text())
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+    if shutil.which("shellcheck") is not None:
+        assert subprocess.run(["shellcheck", "-"], input=text, text=True, capture_output=True).stdout == ""
+
+
 def regenerate() -> None:
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for stale in GOLDEN.glob("*.sh"):
         stale.unlink()
     for case in CASES:
         (GOLDEN / f"{case}.sh").write_text(script(case))
+    parts = iter(sections(script("mn5-acc", PLAIN_BY)))
+    GUIDE.write_text(BLOCK.sub(lambda _: f"```bash job.sh\n{next(parts)}```\n", GUIDE.read_text()))
+    assert next(parts, None) is None, "the script has more sections than the guide explains"
 
 
 if __name__ == "__main__":
