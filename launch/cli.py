@@ -48,6 +48,7 @@ COMMANDS: Table = {
     "plan": ("launch.commands.plan:plan", "What a run should cost: layouts, memory, time, money, what binds."),
     "train": ("launch.commands.train:train", "Train a model from a config; the same command resumes a run."),
     "launch": ("launch.commands.launch:launch", "Train with several processes on this machine, without Slurm."),
+    "doctor": ("launch.commands.doctor:doctor", "Examine this machine, or every node of a job, before training."),
     "submit": ("launch.commands.submit:submit", "Submit a training run as a Slurm job."),
     "status": ("launch.commands.status:status", "State of a run's jobs, and how far training is."),
     "logs": ("launch.commands.logs:logs", "Print or follow the log of a run's job."),

@@ -12,13 +12,14 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from configs.errors import UserError
 
-_RETRY_S = 0.1
+_RETRY_S = 0.2
+_CONNECT_S = 5.0
 _LINE_BYTES = 1 << 26
 _CLOCK_ROUNDS = 12
 
@@ -41,31 +42,35 @@ class _Board:
 
 
 class Centre:
-    """Process 0's side. Opens its port when there are other processes.
+    """Process 0's side.
 
     Args:
-      address: HOST:PORT to listen on; None with a single process.
+      listeners: sockets that listen already; none with a single process.
+      identity: of this start of the run: processes of another are sent away.
       clock: wall clock in seconds, which the others compare theirs with.
-
-    Raises:
-      UserError: the address cannot be listened on.
     """
 
-    def __init__(self, address: str | None, processes: int, node: str, *, clock: Callable[[], float] = time.time) -> None:
-        self.processes = processes
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        identity: str,
+        processes: int,
+        node: str,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.processes, self.identity = processes, identity
         self._clock = clock
         self._board = _Board(nodes={0: node})
         self._writers: list[asyncio.StreamWriter] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         if processes > 1:
-            assert address is not None
             _allow_connections(processes)
             self._loop = asyncio.new_event_loop()
-            host, port = _split(address)
-            try:
-                self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, host, port, limit=_LINE_BYTES, backlog=4096))
-            except OSError as error:
-                raise UserError(f"process 0 cannot listen on {address}: {error.strerror}") from error
+            self._servers = [
+                self._loop.run_until_complete(asyncio.start_server(self._serve, sock=listener, limit=_LINE_BYTES, backlog=4096))
+                for listener in listeners
+            ]
             self._thread = threading.Thread(target=self._loop.run_forever, name="doctor-exchange", daemon=True)
             self._thread.start()
 
@@ -79,6 +84,7 @@ class Centre:
                     process = self._greet(message)
                     if process is None:
                         break
+                    writer.write(_line({"tag": "welcome", "value": self.identity}))
                     self._writers.append(writer)
                 elif "ping" in message:
                     writer.write(_line({"pong": message["ping"], "time": self._clock()}))
@@ -100,7 +106,7 @@ class Centre:
     def _greet(self, message: dict[str, Any]) -> int | None:
         """Return the process that introduces itself; None for one that is not of this job."""
         process, node = message.get("process"), message.get("node")
-        if not isinstance(process, int) or not isinstance(node, str) or message.get("processes") != self.processes:
+        if not isinstance(process, int) or not isinstance(node, str) or message.get("identity") != self.identity:
             return None
         if not 0 < process < self.processes:
             return None
@@ -165,36 +171,49 @@ class Centre:
             self._board.changed.wait_for(lambda: self._board.lost >= set(self._board.nodes) - {0}, timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._server.close()
+        for server in self._servers:
+            server.close()
         self._loop.close()
 
 
 class Member:
     """The side of every other process.
 
+    Args:
+      addresses, ports: where process 0 may listen; every pair is tried again and again.
+      identity: of this start of the run: others who listen there are passed over.
+
     Raises:
-      UserError: process 0 cannot be reached within `timeout_s`, or does not know this process.
+      UserError: process 0 cannot be reached within `timeout_s`.
     """
 
-    def __init__(self, address: str, processes: int, process: int, node: str, *, timeout_s: float) -> None:
+    def __init__(self, addresses: Sequence[str], ports: Sequence[int], identity: str, process: int, node: str, *, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        self.address = address
-        while True:
-            try:
-                self._socket = socket.create_connection(_split(address), timeout=max(0.1, deadline - time.monotonic()))
-                break
-            except OSError as error:
-                if time.monotonic() + _RETRY_S > deadline:
-                    why = "its name does not resolve" if isinstance(error, socket.gaierror) else (error.strerror or str(error))
-                    raise UserError(
-                        f"process {process} on {node} cannot reach process 0 at {address} within {timeout_s:.0f} s: {why}"
-                    ) from error
-            time.sleep(_RETRY_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send_lock = threading.Lock()
-        self._buffer = b""
-        self._heard: dict[str, Any] = {}
-        self._send({"process": process, "processes": processes, "node": node})
+        why = "nobody answered"
+        while True:
+            for address, port in ((address, port) for port in ports for address in addresses):
+                self.address = f"{address}:{port}"
+                self._buffer, self._heard = b"", dict[str, Any]()
+                try:
+                    self._socket = socket.create_connection((address, port), timeout=_CONNECT_S)
+                except OSError as error:
+                    why = error.strerror or str(error)
+                    continue
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    self._send({"process": process, "identity": identity, "node": node})
+                    if self.hear("welcome", _CONNECT_S) == identity:
+                        return
+                except (UserError, ValueError, KeyError, TypeError) as error:
+                    why = str(error)
+                self._socket.close()
+            if time.monotonic() + _RETRY_S > deadline:
+                raise UserError(
+                    f"process {process} on {node} did not reach process 0 at {', '.join(addresses)}, ports {ports[0]}... "
+                    f"within {timeout_s:.0f} s: {why}"
+                )
+            time.sleep(_RETRY_S)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._send_lock:
@@ -236,13 +255,14 @@ class Member:
         """Compare this wall clock with process 0's; return (this minus that, its uncertainty), in seconds.
 
         Of several round trips the fastest counts: process 0 read its clock somewhere between sending and receiving, so half of that trip
-        bounds the error (Cristian 1989, Probabilistic clock synchronization). Call it before `hear`.
+        bounds the error (Cristian 1989, Probabilistic clock synchronization).
         """
         best: tuple[float, float] | None = None
         for number in range(rounds):
             sent_s, begun_s = clock(), time.monotonic()
             self._send({"ping": number})
-            answer = self._receive(time.monotonic() + 5.0)
+            while "pong" not in (answer := self._receive(time.monotonic() + _CONNECT_S)):
+                self._heard[answer["tag"]] = answer["value"]
             trip_s = time.monotonic() - begun_s
             assert answer["pong"] == number
             if best is None or trip_s / 2 < best[1]:
@@ -255,16 +275,12 @@ class Member:
         self._socket.close()
 
 
-def free_port(host: str) -> int:
-    """Find a port of `host` that nobody listens on now."""
-    with socket.create_server((host, 0)) as probe:
+def free_port(address: str) -> int:
+    """Find a port of `address` that nobody listens on now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as probe:
         port: int = probe.getsockname()[1]
         return port
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _allow_connections(processes: int) -> None:

@@ -55,18 +55,30 @@ class DeviceContext:
 
 
 def judge_devices(facts: Sequence[DeviceFacts], context: DeviceContext) -> list[Check]:
-    """Judge what all processes measured, node by node."""
-    by_node: dict[str, list[DeviceFacts]] = {}
-    for fact in sorted(facts, key=lambda fact: fact.process):
-        if "devices" in fact.results:
-            by_node.setdefault(fact.node, []).append(fact)
+    """Judge what every process measured on its own devices."""
+    by_node = _by_node(facts)
     checks: list[Check] = []
     for node, own in by_node.items():
         checks += [judge_count(node, own, context), judge_kind(node, own, context), *judge_arithmetic(node, own)]
     rates = {name for fact in facts for name in fact.results if name.startswith("matmul ") or name == "memory bandwidth"}
     for name in sorted(rates):
         checks += _judge_device_rate(name, by_node, context)
-    return [*checks, *_judge_links(by_node, context), *_judge_axes(by_node, context)]
+    return checks
+
+
+def judge_joint(facts: Sequence[DeviceFacts], context: DeviceContext) -> list[Check]:
+    """Judge what the processes measured together: links between nodes, collectives over mesh axes."""
+    by_node = _by_node(facts)
+    return [*_judge_links(by_node, context), *_judge_axes(by_node, context)]
+
+
+def _by_node(facts: Sequence[DeviceFacts]) -> dict[str, list[DeviceFacts]]:
+    """Group by node, in the order of processes, those that opened their devices."""
+    by_node: dict[str, list[DeviceFacts]] = {}
+    for fact in sorted(facts, key=lambda fact: fact.process):
+        if fact.results.get("devices"):
+            by_node.setdefault(fact.node, []).append(fact)
+    return by_node
 
 
 def judge_count(node: str, own: Sequence[DeviceFacts], context: DeviceContext) -> Check:
@@ -151,7 +163,7 @@ def _judge_device_rate(name: str, by_node: Mapping[str, Sequence[DeviceFacts]], 
 def _device_figure(name: str, device: Hardware | None, kind: str, context: DeviceContext) -> Expected:
     """Return what this device should reach: the figure a plan would use."""
     if device is None:
-        return Expected(None, f"no figure for '{kind}' (planner/hardware.yaml; ridge calibrate measures this machine)")
+        return Expected(None, f"no figure for '{kind}' (--calibration)")
     source = f"what {device.name} reaches ({context.calibration.name})"
     if name == "memory bandwidth":
         return Expected(context.calibration.memory_bytes_per_s(device), source)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from launch.cluster.devices import gpus_present
+
 T = TypeVar("T")
 
 THROTTLE_BITS = {
@@ -80,7 +82,9 @@ def read_gpus(environment: Mapping[str, str]) -> GpuReport:
     try:
         import pynvml
     except ImportError:
-        return GpuReport((), "the package nvidia-ml-py is not installed (it comes with the extras cuda12 and cuda13)")
+        if gpus_present() is None:
+            return GpuReport((), "no NVIDIA GPU here")
+        return GpuReport((), "nvidia-ml-py is not installed (extras cuda12, cuda13)")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -26,9 +26,11 @@ MEASURE_S = 40.0
 class ProbePlan:
     """What a probe is to do."""
 
+    together: bool
+    """Measure links and collectives, all processes at once; false: this process's own devices."""
     process: int
     processes: int
-    """1: measure this process's own devices only."""
+    """Of the job."""
     coordinator: str | None
     """HOST:PORT of jax.distributed."""
     local_device_ids: list[int] | None
@@ -72,7 +74,7 @@ def main() -> None:
     if attempt("devices", START_S, lambda: _open_devices(plan)):
         for name, measure in _measurements(plan).items():
             # A rank that has left a collective early would let the others wait for it in the next one.
-            if not attempt(name, MEASURE_S, measure) and (plan.processes > 1 or name == "mesh"):
+            if not attempt(name, MEASURE_S, measure) and plan.together:
                 break
     answer("end", "")
     answers.flush()
@@ -93,7 +95,7 @@ def _open_devices(plan: ProbePlan) -> dict[str, Any]:
 
     if plan.cpu_devices > 1:
         jax.config.update("jax_num_cpu_devices", plan.cpu_devices)
-    if plan.processes > 1:
+    if plan.together and plan.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             plan.coordinator,
@@ -101,8 +103,11 @@ def _open_devices(plan: ProbePlan) -> dict[str, Any]:
             plan.process,
             local_device_ids=plan.local_device_ids,
             coordinator_bind_address=plan.coordinator,
+            cluster_detection_method="deactivate",
             initialization_timeout=int(START_S),
         )
+    elif plan.local_device_ids is not None:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, plan.local_device_ids)))
     local = jax.local_devices()
     return {
         "platform": local[0].platform,
@@ -113,16 +118,18 @@ def _open_devices(plan: ProbePlan) -> dict[str, Any]:
 
 
 def _measurements(plan: ProbePlan) -> Mapping[str, Callable[[], Any]]:
-    """Return the measurements in order: first each device alone, then what all processes do together."""
+    """Return the measurements in order."""
     from launch.preflight import collectives, measure
 
+    if plan.together:
+        return collectives.measurements(plan.mesh, plan.nodes, plan.quick)
     gpu = measure.busy_devices()[0].platform != "cpu"
     dtypes = plan.dtypes or (["bfloat16", "tfloat32"] if gpu else ["float32", "bfloat16"])
     steps: dict[str, Callable[[], Any]] = {"arithmetic": functools.partial(measure.arithmetic, plan.quick)}
     for dtype in dtypes:
         steps[f"matmul {dtype}"] = functools.partial(measure.matmul_rates, dtype, plan.quick)
     steps["memory bandwidth"] = functools.partial(measure.memory_rates, plan.quick)
-    return steps | collectives.measurements(plan.mesh, plan.nodes, plan.quick)
+    return steps
 
 
 if __name__ == "__main__":

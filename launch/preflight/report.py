@@ -1,0 +1,125 @@
+"""From checks to a verdict: which nodes are unfit, what is printed, and what is written into the run directory.
+
+`doctor.jsonl` gets one line per check and one with the verdict; `bad_nodes` one line per unfit node: name, tab, time, tab, reason. The job
+script puts those names on the exclude list of the requeue.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from launch.preflight.checks import Check, Verdict
+from perf.jsonl import LineFile, dump_json
+
+BAD_NODES = "bad_nodes"
+LOG = "doctor.jsonl"
+FULL_TABLES = 8
+"""With more nodes than this only those with something to say get a table; all of them are in doctor.jsonl."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a preflight."""
+
+    nodes: tuple[str, ...]
+    checks: tuple[Check, ...]
+    unfit: Mapping[str, str]
+    """Node -> why, of nodes that are worse than the others."""
+    common: Mapping[str, str]
+    """Check -> why, of failures that most nodes share: no node's own fault."""
+    seconds: float
+
+    @property
+    def fit(self) -> bool:
+        """Whether the job may start."""
+        return not self.unfit and not self.common
+
+
+def conclude(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> Report:
+    """Tell unfit nodes from trouble that most nodes share.
+
+    A check that fails on more than half of two or more nodes is not a node's fault (the wrong cluster file, a fabric that is slow
+    everywhere, a full file system): excluding those nodes would help nobody. Unless it failed by comparison with the other nodes.
+    """
+    failed = [check for check in checks if check.verdict == Verdict.FAIL]
+    everywhere: dict[str, str] = {}
+    for name in dict.fromkeys(check.name for check in failed if not check.against_peers):
+        where = {check.node for check in failed if check.name == name and not check.against_peers}
+        if len(nodes) > 1 and len(where) > len(nodes) / 2:
+            first = next(check for check in failed if check.name == name and not check.against_peers)
+            everywhere[name] = f"{len(where)} of {len(nodes)} nodes: {first.measured}: {first.reason}"
+    unfit: dict[str, str] = {}
+    for check in failed:
+        if check.against_peers or check.name not in everywhere:
+            text = f"{check.name}: {check.measured}: {check.reason}" if check.measured else f"{check.name}: {check.reason}"
+            unfit[check.node] = f"{unfit[check.node]}; {text}" if check.node in unfit else text
+    return Report(tuple(nodes), tuple(checks), unfit, everywhere, seconds)
+
+
+def verdict_lines(report: Report) -> list[str]:
+    """Say the outcome in words, one line per unfit node or shared trouble."""
+    warned = {check.node for check in report.checks if check.verdict == Verdict.WARN}
+    count = f"{len(report.nodes)} node{'s' if len(report.nodes) != 1 else ''}"
+    lines = [f"doctor: {node} is unfit: {why}" for node, why in report.unfit.items()]
+    lines += [f"doctor: not one node's fault, none is excluded for it: {name}: {why}" for name, why in report.common.items()]
+    if report.fit:
+        also = f", {len(warned)} with warnings" if warned else ""
+        lines.append(f"doctor: {count} fit{also} ({report.seconds:.0f} s)")
+    else:
+        lines.append(f"doctor: {len(report.unfit)} of {count} unfit ({report.seconds:.0f} s)")
+    return lines
+
+
+def tables(report: Report) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return (node, rows) for the nodes to print."""
+    shown = []
+    for node in report.nodes:
+        rows = [check for check in report.checks if check.node == node]
+        telling = any(check.verdict in (Verdict.WARN, Verdict.FAIL) for check in rows)
+        if len(report.nodes) <= FULL_TABLES or telling:
+            shown.append((node, [asdict(check) for check in rows]))
+    return shown
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return the whole report as JSON values."""
+    return {
+        "fit": report.fit,
+        "nodes": list(report.nodes),
+        "unfit": dict(report.unfit),
+        "common": dict(report.common),
+        "seconds": report.seconds,
+        "checks": [asdict(check) for check in report.checks],
+    }
+
+
+def write(report: Report, run_dir: Path, now: datetime, *, restart: int) -> None:
+    """Append the report to doctor.jsonl, and unfit nodes to bad_nodes. Raises UserError when the run directory cannot be written."""
+    stamp = now.isoformat(timespec="seconds")
+    log = LineFile(run_dir / LOG)
+    try:
+        for check in report.checks:
+            log.append(dump_json({"time": stamp, "restart": restart, "kind": "check", **asdict(check)}).encode() + b"\n")
+        summary = {key: value for key, value in as_json(report).items() if key != "checks"}
+        log.append(json.dumps({"time": stamp, "restart": restart, "kind": "verdict", **summary}).encode() + b"\n")
+    finally:
+        log.close()
+    if report.unfit:
+        bad = LineFile(run_dir / BAD_NODES)
+        try:
+            for node, why in report.unfit.items():
+                bad.append(f"{node}\t{stamp}\t{' '.join(why.split())}\n".encode())
+        finally:
+            bad.close()
+
+
+def read_bad_nodes(run_dir: Path) -> dict[str, str]:
+    """Return node -> reason (the newest) of a run directory's bad_nodes; empty without one."""
+    path = run_dir / BAD_NODES
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {parts[0]: parts[-1] for line in lines if (parts := line.split("\t"))[0]}
