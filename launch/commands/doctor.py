@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--coordinator", metavar="HOST:PORT", help="Where process 0 listens, if no launcher says it.")
 @click.option("--processes", type=int, help="Number of processes, if no launcher says it.")
 @click.option("--process", type=int, help="Index of this process, if no launcher says it.")
+@click.option("--node", help="Name of this node, if no launcher says it.")
 @json_option
 def doctor(
     config: str | None,
@@ -50,6 +51,7 @@ def doctor(
     coordinator: str | None,
     processes: int | None,
     process: int | None,
+    node: str | None,
     as_json: bool,
 ) -> int:
     """Examine this machine, or with --job all nodes of a job, and name what is unfit.
@@ -77,7 +79,7 @@ def doctor(
     known = here.hosts[here.process] if here.process < len(here.hosts) else None
     exam = Examination(
         here=here,
-        node=known or (step.node_name if step is not None else None) or socket.gethostname(),
+        node=node or known or (step.node_name if step is not None else None) or socket.gethostname(),
         config=settings,
         cluster=site,
         calibration=measured,

@@ -235,13 +235,18 @@ def judge_disk(node: str, fact: HostFacts, context: HostContext, rates: Sequence
     fix = "free space, or keep fewer checkpoints" * bad
     space = Check(node, "disk space", verdict, f"{disk.free_bytes / 1e9:.3g} GB free", wanted, reason, fix, disk.free_bytes / 1e9, "GB")
     assert disk.write_bytes_per_s is not None
-    share_of_job = None if context.cluster is None else context.cluster.storage.write_gb_per_s / max(1, context.nodes)
+    # The schema's default is an assumption of plans, not a figure of this machine.
+    known = context.cluster is not None and "storage" in context.cluster.model_fields_set
+    share_of_job = context.cluster.storage.write_gb_per_s / max(1, context.nodes) if context.cluster is not None and known else None
     speed = judge_rate(
         node,
         "disk write",
         disk.write_bytes_per_s / 1e9,
         "GB/s",
-        expected=Expected(share_of_job, "no cluster file" if share_of_job is None else "this node's share of the cluster file's storage"),
+        expected=Expected(
+            share_of_job,
+            "the cluster file says nothing of storage" if share_of_job is None else "this node's share of the cluster file's storage",
+        ),
         peers=[rate / 1e9 for rate in rates],
         limits=STORAGE_LIMITS,
         fix="check the mount of the file system on this node; checkpoints will be slow",
