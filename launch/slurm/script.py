@@ -38,7 +38,8 @@ class Job:
     cluster: ClusterConfig
     shape: JobShape
     arguments: Sequence[str]
-    """Of `ridge`; "$JOB" and other shell variables of the script may be used, so they are quoted by the caller."""
+    """Of `ridge`; "$JOB" and other shell variables of the script may be used, so they are quoted by the caller. Of training, the last one
+    is the config."""
     python: str
     directories: Sequence[Path]
     """To be seen inside a container."""
@@ -72,8 +73,7 @@ def job_script(job: Job) -> str:
         _places(job),
         _software(job),
         _record(job),
-        *([_preflight(job)] if job.preflight and job.cluster.slurm.preflight_minutes else []),
-        _run(job),
+        *_stages(job),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
@@ -180,13 +180,19 @@ def srun(job: Job, arguments: Sequence[str], options: Sequence[str]) -> str:
     return " \\\n    ".join(parts)
 
 
-def _preflight(job: Job) -> list[str]:
-    minutes = job.cluster.slurm.preflight_minutes
-    arguments = ["doctor", f'--cluster "$JOB/{places.CLUSTER}"', '--run-dir "$RUN"', "--job"]
-    return [f"# Preflight: are these nodes fit? At most {minutes} minutes.", srun(job, arguments, [f"--time={minutes}"]) + " || exit $?"]
-
-
-def _run(job: Job) -> list[str]:
+def _stages(job: Job) -> list[list[str]]:
+    """Return the sections that run something: each stage a function of its own, and the line that calls them."""
     if not job.trains:
-        return [srun(job, job.arguments, [])]
-    return ["# The run. --label puts the rank before each line.", srun(job, job.arguments, ["--label", f"--wait={WAIT_S}"])]
+        return [[srun(job, job.arguments, [])]]
+    minutes = job.cluster.slurm.preflight_minutes if job.preflight else 0
+    doctor = ["doctor", job.arguments[-1], f'--cluster "$JOB/{places.CLUSTER}"', '--run-dir "$RUN"', "--job"]
+    preflight = _function(
+        f"Preflight: are these nodes fit? At most {minutes} minutes.", "preflight", srun(job, doctor, [f"--time={minutes}"])
+    )
+    options = ["--label", f"--wait={WAIT_S}"]
+    train = _function("The run. --label puts the rank before each line.", "train", srun(job, job.arguments, options))
+    return [*([preflight] if minutes else []), train, ["preflight && train" if minutes else "train"]]
+
+
+def _function(comment: str, name: str, body: str) -> list[str]:
+    return [f"# {comment}", f"{name}() {{", *(f"    {line}" for line in body.splitlines()), "}"]

@@ -248,7 +248,7 @@ def test_a_container_sees_what_the_run_reads_and_writes(tmp_path: Path) -> None:
     assert text.count("--container-image=i.sqsh") == 2, "the preflight runs in the container too"
     assert "PYTHON=python3\n" in text
     text = job_script(job(tmp_path, "software.container={runtime: apptainer, image: i.sif}", "software.python=/opt/python"))
-    assert text.count("apptainer exec \\\n    --nv \\\n    --bind /data/corpus:/data/corpus,") == 2
+    assert text.count("apptainer exec \\\n        --nv \\\n        --bind /data/corpus:/data/corpus,") == 2
     assert "PYTHON=/opt/python\n" in text
     assert "--container-" not in text
 
@@ -272,7 +272,7 @@ def test_software_comes_before_anything_runs_and_failing_ends_the_job(tmp_path: 
         "export A='x y'",
         "export PYTHONPATH=",
         "set +e",
-        "srun ",
+        "preflight() {",
     ]
     positions = [text.index(f"\n{line}") for line in order]
     assert positions == sorted(positions)

@@ -39,9 +39,15 @@ set +e -uo pipefail
 } > "$JOB/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt"
 
 # Preflight: are these nodes fit? At most 10 minutes.
-srun --time=10 --cpus-per-task=20 \
-    "$PYTHON" -m launch doctor --cluster "$JOB/cluster.yaml" --run-dir "$RUN" --job || exit $?
+preflight() {
+    srun --time=10 --cpus-per-task=20 \
+        "$PYTHON" -m launch doctor "$JOB/config.yaml" --cluster "$JOB/cluster.yaml" --run-dir "$RUN" --job
+}
 
 # The run. --label puts the rank before each line.
-srun --label --wait=120 --cpus-per-task=20 \
-    "$PYTHON" -m launch train "$JOB/config.yaml"
+train() {
+    srun --label --wait=120 --cpus-per-task=20 \
+        "$PYTHON" -m launch train "$JOB/config.yaml"
+}
+
+preflight && train
