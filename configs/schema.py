@@ -294,6 +294,9 @@ class TrainerConfig(Section):
     """Steps between log lines and metric records."""
     max_bad_steps: PositiveInt = 10
     """Stop after this many non-finite steps in a row (each is skipped and counted)."""
+    hang_timeout_s: PositiveFloat | None = 1800.0
+    """End the process (exit code 71, stacks in the run directory) when no step finishes for this long, and for 20 usual steps; null: never.
+    Start-up, saves and the end of a run may take ten times as long."""
     stop_after_s: PositiveFloat | None = None
     """Stop cleanly (saving) after this much wall time in the loop; null: off."""
 

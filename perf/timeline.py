@@ -69,8 +69,8 @@ def _of_one_log(log: list[Event]) -> list[Phase]:
             phase.duration_s, phase.outcome = values["duration_s"], values["outcome"]
             phase.fields.update({k: v for k, v in values.items() if k not in ("phase", "id", "parent", "duration_s", "outcome")})
         elif event.kind == "phase_total":
-            duration_s, parent = values.pop("duration_s"), values.pop("parent")
-            start_s, start_mono_s = event.time_s - duration_s, event.mono_s - duration_s
+            duration_s, parent, ago_s = values.pop("duration_s"), values.pop("parent"), values.pop("ago_s", 0.0)
+            start_s, start_mono_s = event.time_s - duration_s - ago_s, event.mono_s - duration_s - ago_s
             phase = Phase(
                 values.pop("phase"), event.process, event.restart, start_s, start_mono_s, duration_s, "ok", values.pop("count"), True
             )

@@ -89,6 +89,11 @@ class Agreement:
         self._told.append(key)
 
 
+def coordination_client() -> Any:
+    """Return JAX's coordination client; None for a single process."""
+    return _client() if jax.process_count() > 1 else None
+
+
 def _client() -> Any:
     # JAX offers its coordination client to libraries only here (Orbax uses it the same way).
     from jax._src import distributed

@@ -102,6 +102,7 @@ class Checkpointer:
         self._last_error: str | None = None
         self._current: int | None = None
         self._saves = 0
+        self._last_write_s: float | None = None
         self._mended = False
 
     # -- saving ---------------------------------------------------------------------------------------------------------------------
@@ -156,6 +157,10 @@ class Checkpointer:
         if self.failures >= self.config.max_failures:
             raise CheckpointError(f"{self.failures} saves in a row failed, the last with: {self._last_error}")
 
+    def last_write_s(self) -> float | None:
+        """Return how long the last good save took from its start to its seal, written in the background; None before the first."""
+        return self._last_write_s
+
     def close(self) -> None:
         """Wait for the save in flight. Raises CheckpointError when the last save failed: the state of that step is not on disk."""
         self.wait()
@@ -195,7 +200,8 @@ class Checkpointer:
             with contextlib.suppress(Exception):
                 self._background.first(lambda: self._report_failure(pending))
         else:
-            self._emit("checkpoint_saved", step=pending.step, size_bytes=size_bytes, total_s=time.perf_counter() - pending.start_s)
+            self._last_write_s = time.perf_counter() - pending.start_s
+            self._emit("checkpoint_saved", step=pending.step, size_bytes=size_bytes, total_s=self._last_write_s)
 
     def _await_payload(self, pending: _Pending) -> None:
         """Wait until Orbax has written and committed in every process, or one has failed (Orbax would wait for it to its time limit)."""

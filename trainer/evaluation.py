@@ -106,9 +106,25 @@ class Evaluator:
             for name, path in (config.evaluation.sets if sets is None else sets).items()
         }
 
-    def evaluate(self, params: Tree, *, max_batches: int | None = None, progress: ProgressCallback | None = None) -> dict[str, SetResult]:
-        """Evaluate every set with these parameters; `max_batches` caps each set (then bits per byte is not known)."""
-        return {name: self._one(name, held_out, params, max_batches, progress) for name, held_out in self.sets.items()}
+    def evaluate(
+        self,
+        params: Tree,
+        *,
+        max_batches: int | None = None,
+        progress: ProgressCallback | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> dict[str, SetResult] | None:
+        """Evaluate every set with these parameters; `max_batches` caps each set (then bits per byte is not known).
+
+        `stopping` is asked before each batch, in every process; once it says yes the evaluation is given up and None returned.
+        """
+        results = {}
+        for name, held_out in self.sets.items():
+            result = self._one(name, held_out, params, max_batches, progress, stopping)
+            if result is None:
+                return None
+            results[name] = result
+        return results
 
     def _one(
         self,
@@ -117,12 +133,15 @@ class Evaluator:
         params: Tree,
         max_batches: int | None,
         progress: ProgressCallback | None,
-    ) -> SetResult:
+        stopping: Callable[[], bool],
+    ) -> SetResult | None:
         count = held_out.num_batches if max_batches is None else min(max_batches, held_out.num_batches)
         start_s = time.monotonic()
         pending: list[Metrics] = []
         totals = dict.fromkeys(("nats", "weight", "correct"), 0.0)
         for index, batch in enumerate(_take(held_out, count)):
+            if stopping():
+                return None
             pending.append(self._step(params, to_global(batch, self._partitioner)))
             if len(pending) > 2:  # keeps two batches in flight and adds in float64 on the host
                 _add(totals, pending.pop(0))
@@ -167,7 +186,9 @@ def evaluate_model(
     step = jax.jit(make_evaluation_step(spec, config, partitioner))
     evaluation = config.evaluation.model_copy(update={} if batch_size is None else {"batch_size": batch_size})
     evaluator = Evaluator(config.model_copy(update={"data": data, "evaluation": evaluation}), partitioner, step, sets)
-    return evaluator.evaluate(params, progress=progress)
+    results = evaluator.evaluate(params, progress=progress)
+    assert results is not None, "nothing stops it"
+    return results
 
 
 def _take(batches: Iterable[dict[str, np.ndarray]], count: int) -> Iterable[dict[str, np.ndarray]]:

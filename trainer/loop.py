@@ -8,6 +8,7 @@ the end). A transfer guard makes any hidden copy between host and device an erro
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -26,9 +27,11 @@ from perf.progress import Progress, format_seconds
 from perf.writers import MetricWriter
 from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator, SetResult
-from trainer.signals import StopRequest
+from trainer.grace import Grace
 from trainer.state import TrainState
 from trainer.step import Batch, Metrics
+from trainer.stop import Stop, StopAsked
+from trainer.watchdog import Watchdog
 
 
 class NumericalFailure(Exception):
@@ -73,6 +76,9 @@ class Loop:
     progress: Progress
     profiler: Profiler
     events: EventLog
+    stop: Stop
+    watchdog: Watchdog
+    grace: Grace
     clock: Callable[[], float] = time.monotonic
     _pending: _Pending | None = field(default=None, init=False)
     _window_waits: int = field(default=0, init=False)
@@ -86,11 +92,12 @@ class Loop:
         steps = self.config.trainer.steps
         deadline_s = self.clock() + (self.config.trainer.stop_after_s or math.inf)
         step, results, stopped_by = start_step, dict[str, SetResult](), None
-        with StopRequest(self.progress.note) as stop, self.events.phase("train", start_step=start_step), jax.transfer_guard("disallow"):
+        self.watchdog.step(None)
+        with self.events.phase("train", start_step=start_step), jax.transfer_guard("disallow"):
             batches = iter(self.loader)
             batch = self._next_batch(batches)
             self._begin(step)
-            while step < steps:
+            while step < steps and batch is not None:
                 self._capture(step)
                 with step_annotation(step):
                     state, metrics = self.train_step(state, batch)
@@ -101,7 +108,7 @@ class Loop:
                 if step < steps:
                     batch = self._next_batch(batches)
 
-                stopped_by = stop.agreed(step)
+                stopped_by = self.stop.agreed()
                 last = step == steps or stopped_by is not None or self._past(deadline_s)
                 evaluate = self._evaluation_due(step)
                 save = self.checkpointer.should_save(step, last=last) or stopped_by is not None
@@ -109,13 +116,15 @@ class Loop:
                     self._read_pending()
                 if step == start_step + 1:
                     self._end_first_step()
-                if evaluate:
-                    results = self._evaluate(state, step)
-                if save:
+                if evaluate and stopped_by is None:
+                    results, stopped_by = self._evaluate(state, step)
+                if save or stopped_by is not None:
                     self._save(state, step)
-                if last:
+                if last or stopped_by is not None:
                     break
             self.profiler.close(step)
+        if batch is None and step == start_step:
+            stopped_by = self.stop.asked  # not a step was made: nothing to save
         return Outcome(state, step, stopped_by, step >= steps, results)
 
     def _begin(self, step: int) -> None:
@@ -158,10 +167,18 @@ class Loop:
         with jax.transfer_guard("allow"):
             return bool(multihost_utils.broadcast_one_to_all(np.asarray(past)))
 
-    def _next_batch(self, batches: Iterator[Mapping[str, np.ndarray]]) -> Batch:
-        """Take the next rows from the loader (the wait is measured) and start their copy to the devices."""
+    def _next_batch(self, batches: Iterator[Mapping[str, np.ndarray]]) -> Batch | None:
+        """Take the next rows from the loader (the wait is measured) and start their copy to the devices.
+
+        A single process that is asked to stop while it waits gives up waiting: None. One of several may not: the others have gone on to a
+        step that needs its rows.
+        """
         start_s = self.clock()
-        rows = next(batches)
+        try:
+            with self.stop.raising() if jax.process_count() == 1 else contextlib.nullcontext():
+                rows = next(batches)
+        except StopAsked:
+            return None
         self.timer.waited(self.clock() - start_s)
         self._window_waits += 1
         return self.put(rows)
@@ -172,7 +189,8 @@ class Loop:
             return
         pending, self._pending = self._pending, None
         values = {name: float(x) for name, x in jax.device_get(pending.metrics).items()}
-        self.timer.step()
+        self.watchdog.step(self.timer.usual_step_s())
+        self.grace.step_s = self.timer.step()
         self.progress.advance(pending.step)
         if values["bad_in_a_row"]:
             self._bad_step(pending.step, values)
@@ -209,21 +227,34 @@ class Loop:
         self.writer.write(step, metrics)
         self.progress.update(step, metrics)
 
-    def _evaluate(self, state: TrainState, step: int) -> dict[str, SetResult]:
+    def _evaluate(self, state: TrainState, step: int) -> tuple[dict[str, SetResult], signal.Signals | None]:
+        """Evaluate; return the results, or none and the signal for which all processes gave it up."""
         whole = step == self.config.trainer.steps
         limit = None if whole else self.config.evaluation.max_batches
+        asked: list[signal.Signals | None] = [None]
+
+        def stopping() -> bool:
+            self.watchdog.step(None)
+            asked[0] = self.stop.agreed()
+            return asked[0] is not None
+
         with self.timer.paused(), self.events.phase("evaluation", step=step) as record:
-            results = self.evaluator.evaluate(state.params, max_batches=limit)
+            results = self.evaluator.evaluate(state.params, max_batches=limit, stopping=stopping)
+            if results is None:
+                self.progress.note(f"step {step}: evaluation given up")
+                return {}, asked[0]
             record["results"] = {name: result.loss for name, result in results.items()}
         for name, result in results.items():
             self.writer.write(step, result.metrics(name))
             self.progress.note(f"step {step}: {name} {result.describe()}")
         self.writer.flush()
-        return results
+        return results, None
 
     def _save(self, state: TrainState, step: int) -> None:
-        with self.timer.paused(), self.events.phase("save", step=step), jax.transfer_guard("allow"):
+        watched = self.watchdog.phase("save")
+        with watched, self.timer.paused(), self.events.phase("save", step=step), jax.transfer_guard("allow"):
             report = self.checkpointer.save(step, state, self.save_metadata(step))
+        self.grace.saved(report.blocking_s)
         self.writer.write(step, {"train_save/blocking_s": report.blocking_s, "train_save/failures": float(self.checkpointer.failures)})
         self.writer.flush()
         if report.saved:

@@ -9,11 +9,13 @@ import hashlib
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -33,16 +35,22 @@ from sharding.mesh import NodeOf, build_mesh, describe_mesh, node_of
 from sharding.partition import Partitioner
 from sharding.rules import Rules
 from trainer import config_guard
+from trainer.agreement import coordination_client
 from trainer.batches import local_rows, to_global
 from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator
-from trainer.loop import Loop, Outcome
+from trainer.grace import Grace
+from trainer.loop import Loader, Loop, Outcome
 from trainer.optimizers import build_optimizer
 from trainer.pretrained import holds_only_params, start_from
 from trainer.run_dir import RunDir, open_run_dir
 from trainer.schedules import build_schedule
 from trainer.state import ModelSpec, TrainState, abstract_state, init_state, model_spec
 from trainer.step import make_evaluation_step, make_train_step, param_norm
+from trainer.stop import Stop, StopAsked
+from trainer.watchdog import HANG_EXIT_CODE, Watchdog
+
+T = TypeVar("T")
 
 
 def train(
@@ -51,27 +59,49 @@ def train(
     command: Sequence[str],
     rendezvous: tuple[float, float] | None = None,
     facts: Mapping[str, Mapping[str, Any]] | None = None,
+    stop: Stop | None = None,
+    grace_s: float | None = None,
 ) -> signal.Signals | None:
-    """Train to the last step, or until asked to stop; return the signal it stopped for, if any.
+    """Train to the last step, or until asked to stop; return the signal it stopped for after saving, if any.
 
-    Starts the run of `config.directory`, or continues it from its newest good checkpoint. Raises UserError for bad input,
-    NumericalFailure and CheckpointError for runs that cannot go on. `facts` (kind -> fields) of the start go into the event log, and
-    with `rendezvous` (begin and end by the monotonic clock, s) the time it took the processes to find each other.
+    Starts the run of `config.directory`, or continues it from its newest good checkpoint. `facts` (kind -> fields) of the start go into
+    the event log, and with `rendezvous` (begin and end by the monotonic clock, s) the time it took the processes to find each other.
+    `stop`: the request to stop, already installed (None: Ctrl-C and SIGTERM from here on); `grace_s`: time a job has to end once asked.
+
+    Raises UserError for bad input, NumericalFailure and CheckpointError for runs that cannot go on, and StopAsked when asked to stop before
+    the first step: nothing needs saving then, but threads may still be at work, so leave by `os._exit`.
     """
     process = jax.process_index()
     progress = build_progress(config.trainer.steps, process=process)
+    own_stop = stop is None
+    stop = Stop().install() if stop is None else stop
+    stop.say_through(progress.note)
     try:
-        tokenizer = check_data(config)
-        parts = prepare(config)
-        run = open_run_dir(config, command=command, log=progress.note)
-        events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart)
-        _record_start(events, rendezvous, facts or {})
+        with stop.raising():
+            tokenizer = check_data(config)
+            parts = prepare(config)
+            run = open_run_dir(config, command=command, log=progress.note)
+            events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart)
+            _record_start(events, rendezvous, facts or {})
         try:
-            outcome = _train(config, parts, run, tokenizer, events, progress)
+            stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
+            watchdog = Watchdog(config.trainer.hang_timeout_s, run.path / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit)
+            checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note)
+            session = _Session(config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s)
+            try:
+                outcome = session.train()
+            finally:
+                watchdog.close()
+        except StopAsked as asked:
+            events.emit("stopped_early", signal=asked.signal.name)
+            raise
         finally:
+            stop.unshare()
             events.close()
     finally:
         progress.close()
+        if own_stop:
+            stop.uninstall()
     if process == 0 and outcome is not None:
         _report(run, outcome)
     return None if outcome is None else outcome.stopped_by
@@ -91,79 +121,128 @@ def _record_start(events: EventLog, rendezvous: tuple[float, float] | None, fact
         events.emit(kind, **fields)
 
 
-def _train(config: Config, parts: Prepared, run: RunDir, tokenizer: TokenizerInfo, events: EventLog, progress: Progress) -> Outcome | None:
-    checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note)
-    reached = checkpointer.latest_step()
-    if reached is not None and reached >= config.trainer.steps:
-        progress.note(f"{run.path}: complete at step {reached}; raise trainer.steps (now {config.trainer.steps}) to train on")
-        return None
-    state, start_step = _restore(parts, checkpointer, tokenizer, events, progress)
-    if state is None:
-        with events.phase("init"):
-            state = parts.make_state()
-            source = run.path if checkpointer.has_checkpoints() else config.init_from
-            if source is not None:
-                state = start_from(source, config.model, tokenizer.sha256, parts.spec, state)
-                progress.note(f"starting from the parameters of {source}")
-            jax.block_until_ready(state)
-    if jax.process_index() == 0:
-        shutil.copytree(config.data.train[0].path / "tokenizer", run.path / "tokenizer", dirs_exist_ok=True)
+@dataclass
+class _Session:
+    """One start of a run, from its directory to its end."""
 
-    batch = abstract_batch(config, parts.partitioner)
-    with events.phase("compile", program="train_step"):
-        train_step = parts.train_step.lower(parts.abstract, batch).compile()
-        norm = jax.jit(param_norm).lower(parts.abstract.params).compile()
-    _say_what_runs(config, parts, progress)
+    config: Config
+    parts: Prepared
+    run: RunDir
+    tokenizer: TokenizerInfo
+    events: EventLog
+    progress: Progress
+    stop: Stop
+    watchdog: Watchdog
+    checkpointer: Checkpointer
+    grace_s: float | None
 
-    rows = local_rows(config.data.batch_size, parts.partitioner)
-    loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows, start_step=start_step)
-    timer = step_timer(config, parts)
-    writer = build_writers(
-        config.logging,
-        run.path,
-        name=config.name,
-        run=run.id,
-        config=config.model_dump(mode="json"),
-        process=jax.process_index(),
-        restart=run.restart,
-        resume_step=start_step or None,
-    )
-    writer.flush()  # opens the files now: the first write would otherwise lengthen a step
-    profiler = Profiler(
-        config.profiler,
-        run.path,
-        process=jax.process_index(),
-        num_processes=jax.process_count(),
-        restart=run.restart,
-        hlo_text=train_step.as_text,
-        step_time_s=timer.usual_step_s,
-    )
-    profiler.install_signal()
-    loop = Loop(
-        config=config,
-        train_step=train_step,
-        param_norm=norm,
-        put=lambda rows: to_global(rows, parts.partitioner),
-        loader=loader,
-        evaluator=Evaluator(config, parts.partitioner, _CompiledOnce(parts.evaluation_step, events, "evaluation_step")),
-        checkpointer=checkpointer,
-        save_metadata=lambda step: save_metadata(config, step, tokenizer),
-        timer=timer,
-        writer=writer,
-        progress=progress,
-        profiler=profiler,
-        events=events,
-    )
-    try:
-        outcome = loop.run(state, start_step)
-    finally:
-        with events.phase("teardown"):
-            profiler.close()
+    def train(self) -> Outcome | None:
+        """Make or restore the state, compile, and run the loop; None for a run that is complete already."""
+        config, steps = self.config, self.config.trainer.steps
+        with self.stop.raising(), self.watchdog.phase("start-up"):
+            reached = self.checkpointer.latest_step()
+            if reached is not None and reached >= steps:
+                self.progress.note(f"{self.run.path}: complete at step {reached}; raise trainer.steps (now {steps}) to train on")
+                return None
+            state, start_step = self._first_state()
+            if jax.process_index() == 0:
+                shutil.copytree(config.data.train[0].path / "tokenizer", self.run.path / "tokenizer", dirs_exist_ok=True)
+            with self.events.phase("compile", program="train_step"):
+                programs = _in_thread(self._compile)
+            _say_what_runs(config, self.parts, self.progress)
+        self.stop.saves_from_now()
+        rows = local_rows(config.data.batch_size, self.parts.partitioner)
+        loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows, start_step=start_step)
+        try:
+            return self._loop(*programs, loader, state, start_step)
+        finally:
             loader.close()
-            writer.close()
-            checkpointer.wait()
-    checkpointer.close()
-    return outcome
+
+    def _first_state(self) -> tuple[TrainState, int]:
+        """Return the newest good state or the initial one, and its step."""
+        config, parts, checkpointer = self.config, self.parts, self.checkpointer
+        state, start_step = _restore(parts, checkpointer, self.tokenizer, self.events, self.progress)
+        if state is None:
+            with self.events.phase("init"):
+                state = parts.make_state()
+                source = self.run.path if checkpointer.has_checkpoints() else config.init_from
+                if source is not None:
+                    state = start_from(source, config.model, self.tokenizer.sha256, parts.spec, state)
+                    self.progress.note(f"starting from the parameters of {source}")
+                jax.block_until_ready(state)
+        return state, start_step
+
+    def _compile(self) -> tuple[Any, Any]:
+        """Compile the step, and the norm of the parameters."""
+        parts = self.parts
+        step = parts.train_step.lower(parts.abstract, abstract_batch(self.config, parts.partitioner)).compile()
+        return step, jax.jit(param_norm).lower(parts.abstract.params).compile()
+
+    def _loop(self, train_step: Any, norm: Any, loader: Loader, state: TrainState, start_step: int) -> Outcome:
+        config, parts, run, events, progress = self.config, self.parts, self.run, self.events, self.progress
+        timer = step_timer(config, parts)
+        writer = build_writers(
+            config.logging,
+            run.path,
+            name=config.name,
+            run=run.id,
+            config=config.model_dump(mode="json"),
+            process=jax.process_index(),
+            restart=run.restart,
+            resume_step=start_step or None,
+        )
+        writer.flush()  # opens the files now: the first write would otherwise lengthen a step
+        profiler = Profiler(
+            config.profiler,
+            run.path,
+            process=jax.process_index(),
+            num_processes=jax.process_count(),
+            restart=run.restart,
+            hlo_text=train_step.as_text,
+            step_time_s=timer.usual_step_s,
+        )
+        profiler.install_signal()
+        loop = Loop(
+            config=config,
+            train_step=train_step,
+            param_norm=norm,
+            put=lambda rows: to_global(rows, parts.partitioner),
+            loader=loader,
+            evaluator=Evaluator(config, parts.partitioner, _CompiledOnce(parts.evaluation_step, events, "evaluation_step")),
+            checkpointer=self.checkpointer,
+            save_metadata=lambda step: save_metadata(config, step, self.tokenizer),
+            timer=timer,
+            writer=writer,
+            progress=progress,
+            profiler=profiler,
+            events=events,
+            stop=self.stop,
+            watchdog=self.watchdog,
+            grace=Grace(self.grace_s, progress.note, self.checkpointer.last_write_s),
+        )
+        try:
+            outcome = loop.run(state, start_step)
+        finally:
+            with events.phase("teardown"), self.watchdog.phase("teardown"):
+                profiler.close()
+                writer.close()
+                self.checkpointer.wait()
+        self.checkpointer.close()
+        return outcome
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    """Run work in a thread and wait for it: the main thread of a process that compiles for minutes still hears signals."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="compile", daemon=True).start()
+    return future.result()
 
 
 def _restore(

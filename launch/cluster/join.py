@@ -225,6 +225,8 @@ def _connect(cluster: Cluster, verdict: Verdict) -> None:
         os.environ["no_grpc_proxy"] = f"{exempt},{verdict.address}".lstrip(",")  # noqa: SIM112
         jax.config.update("jax_check_proxy_envs", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # its handler would take SIGTERM away from trainer.stop, which does the same in every phase
+    jax.config.update("jax_enable_preemption_service", False)
     where = network.with_port(verdict.address, verdict.port)
     jax.distributed.initialize(
         coordinator_address=where,

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
+from configs.errors import UserError
 from configs.load import load
 from launch import cluster, environment, exit_codes
-from launch.early_stop import EarlyStop
+from trainer.stop import Stop, StopAsked
+
+GRACE = "RIDGE_GRACE_S"
+"""Variable in which a job script says how long a job has to end once it is asked to."""
+LINGER_S = 3.0
+"""Process 0 holds the coordination service: it leaves last, so that nobody takes its leaving for a failure."""
 
 
 @click.command()
@@ -27,17 +35,17 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
     Under srun, mpirun, torchrun or a Kubernetes indexed job the processes find each other by themselves.
     Ctrl-C saves and stops; the same command continues.
     """
+    stop = Stop().install()
     resolved = load(config, overrides)
     here = cluster.describe(os.environ, flags=cluster.Flags(coordinator, processes, process), platform=resolved.config.runtime.platform)
     settings = environment.prepare(resolved.config, here)
     if here.process == 0 and (here.processes > 1 or settings):
         click.echo("\n".join([*cluster.explain(here), *environment.lines(settings)]))
-    stop = EarlyStop()
-    if here.processes > 1:
-        stop.install()
     try:
         joined = cluster.join(here, resolved.config, stop=stop)
-        stop.hand_over()
+        stop.check()
+    except StopAsked as asked:
+        _leave(_stopped(asked.signal.name), here.process, here.processes)
     except cluster.ClusterError as error:
         click.echo(f"ridge: stopped: {error}", err=True)
         sys.exit(error.exit_code)
@@ -47,6 +55,7 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
 
     from trainer.checkpoint import CheckpointError
     from trainer.loop import NumericalFailure
+    from trainer.peers import lost_peer
     from trainer.run import train as run_training
 
     try:
@@ -58,12 +67,45 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
                 "cluster": {"described": asdict(here), "joined": asdict(joined)},
                 "environment": {"settings": [asdict(setting) for setting in settings]},
             },
+            stop=stop,
+            grace_s=_grace_s(),
         )
+    except StopAsked as asked:
+        _leave(_stopped(asked.signal.name), here.process, here.processes)
     except NumericalFailure as error:
         click.echo(f"ridge: stopped: {error}; the last good checkpoint is intact", err=True)
         sys.exit(exit_codes.NUMERICAL_FAILURE)
     except CheckpointError as error:
         click.echo(f"ridge: stopped: {error}", err=True)
         sys.exit(exit_codes.SAVE_FAILURE)
+    except Exception as error:
+        why = lost_peer(error, here.processes)
+        if why is None:
+            raise
+        click.echo(f"ridge: stopped: {why}; the last good checkpoint is intact", err=True)
+        _leave(exit_codes.LOST_PEER, 1, 1)
     if stopped_by is not None:
-        sys.exit(exit_codes.INTERRUPTED if stopped_by.name == "SIGINT" else exit_codes.PREEMPTED)
+        sys.exit(_stopped(stopped_by.name))
+
+
+def _stopped(name: str) -> int:
+    return exit_codes.INTERRUPTED if name == "SIGINT" else exit_codes.PREEMPTED
+
+
+def _grace_s() -> float | None:
+    text = os.environ.get(GRACE)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{GRACE}={text} is not a number of seconds") from None
+
+
+def _leave(code: int, process: int, processes: int) -> NoReturn:
+    """End at once: threads may be inside a compiler, and jax.distributed's own farewell would wait for processes that are gone."""
+    if process == 0 and processes > 1:
+        time.sleep(LINGER_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

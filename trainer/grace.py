@@ -1,0 +1,41 @@
+"""Does a save fit into the time between the request to stop and the end? Known only after the first save: then said at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class Grace:
+    """Compares what stopping takes (the step in flight, the save, its writing) with the grace period of the job.
+
+    Args:
+      grace_s: from the request to the end; None: unknown, nothing is compared.
+      note: prints a line.
+      write_s: tells how long the last finished write took from its start to its seal; None: none has finished.
+    """
+
+    grace_s: float | None
+    note: Callable[[str], None]
+    write_s: Callable[[], float | None] = lambda: None
+    step_s: float = 0.0
+    """The last step's time."""
+    blocking_s: float = 0.0
+    """How long the last save held up the loop."""
+    warned: bool = False
+
+    def saved(self, blocking_s: float) -> None:
+        """Note a save, and warn once when stopping would not fit."""
+        self.blocking_s = blocking_s
+        needed_s = self.needed_s()
+        if self.grace_s is not None and needed_s > self.grace_s and not self.warned:
+            self.warned = True
+            self.note(
+                f"WARNING: stopping takes about {needed_s:.0f} s (step {self.step_s:.1f} s, save {needed_s - self.step_s:.1f} s), "
+                f"but the job has {self.grace_s:.0f} s of grace: raise slurm.signal_grace_s, or checkpoint.every_minutes loses less"
+            )
+
+    def needed_s(self) -> float:
+        """Seconds from a request to a sealed checkpoint, by what was measured."""
+        return self.step_s + max(self.blocking_s, self.write_s() or 0.0)
