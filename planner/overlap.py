@@ -39,7 +39,7 @@ class Communication:
     @property
     def hides_under(self) -> str:
         """What it can run under, in words."""
-        return f"the {self.planned.phase} pass of the neighbouring layer" if self.hideable else "nothing: the next product waits for it"
+        return f"{self.planned.phase} pass of the neighbouring layer" if self.hideable else "nothing"
 
     def by_kind(self) -> dict[str, float]:
         """Seconds by kind of link (nvlink, network, ...), adding up to `seconds`."""

@@ -11,6 +11,7 @@ from configs.errors import UserError
 from configs.schema import Config
 from planner.advice import Alternative, Binding, alternatives, binding
 from planner.calibration import Calibration
+from planner.overlap import Communication
 from planner.scaling import ScalingRow, scaling_table, worth_until
 from planner.search import Candidate, Limits, Objective, Scale, capacity_bytes, ranked, search, search_scale, within
 from planner.step_time import Machine
@@ -210,6 +211,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "step_s": step.step_s,
         "breakdown_s": step.breakdown_s,
         "communication_s": step.communication_s,
+        "communication": [communication_json(item) for item in step.communication],
         "mfu": step.mfu,
         "tokens_per_s": step.tokens_per_s,
         "tokens_per_s_per_device": step.tokens_per_s_per_device,
@@ -224,6 +226,24 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "mtbf_hours": run.mtbf_hours,
         "checkpoint_interval_s": run.checkpoint_interval_s,
         "energy_kwh": run.energy_kwh,
+    }
+
+
+def communication_json(item: Communication) -> dict[str, Any]:
+    """One planned collective as plain values; bytes and seconds of one execution."""
+    planned, cost = item.planned, item.cost
+    return {
+        "what": planned.what,
+        "where": planned.where,
+        "phase": planned.phase,
+        "kind": planned.kind,
+        "axes": list(planned.axes),
+        "bytes": planned.bytes,
+        "count": planned.count,
+        "seconds": cost.seconds,
+        "algorithm": cost.algorithm,
+        "link": cost.bottleneck_link,
+        "hides_under": item.hides_under,
     }
 
 

@@ -132,6 +132,9 @@ def print_plan(made: Plan) -> None:
     _print_breakdown(made)
     print()
     _print_memory(made, best)
+    if best.step.communication:
+        print()
+        _print_communication(best)
     if made.alternatives:
         print()
         print_table(
@@ -205,6 +208,41 @@ def _print_memory(made: Plan, best: Candidate) -> None:
         rows,
         title=f"{best.memory.total_bytes / GB:.1f} GB of {made.capacity_bytes / GB:.1f} GB a device may plan with;"
         f" fullest moment: {best.memory.moment}",
+    )
+
+
+def _print_communication(best: Candidate) -> None:
+    """Print a row for every kind, set of axes and hiding place."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for item in best.step.communication:
+        planned, cost = item.planned, item.cost
+        key = (planned.kind, *planned.axes, item.hides_under)
+        row = rows.setdefault(
+            key,
+            {
+                "kind": planned.kind,
+                "axes": " x ".join(planned.axes),
+                "gb": 0.0,
+                "seconds": 0.0,
+                "algorithm": cost.algorithm,
+                "link": cost.bottleneck_link,
+                "hides": item.hides_under,
+            },
+        )
+        row["gb"] += planned.bytes * planned.count / GB
+        row["seconds"] += item.seconds
+    print_table(
+        [
+            Column("kind", "communication"),
+            Column("axes", "over"),
+            Column("gb", "GB a step", lambda x: f"{x:.3g}"),
+            Column("seconds", "s if alone", lambda x: f"{x:.3g}"),
+            Column("algorithm"),
+            Column("link", "slowest link"),
+            Column("hides", "can hide under"),
+        ],
+        sorted(rows.values(), key=lambda row: -row["seconds"]),
+        title="communication of the best, per device and step; GB of the unsharded side",
     )
 
 

@@ -40,6 +40,9 @@ def test_json_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
         assert candidate["device_hours"] == pytest.approx(candidate["days"] * 24 * devices)
         assert candidate["tokens_per_s_per_device"] * devices * candidate["step_s"] == pytest.approx(64 * 2048)
         assert candidate["memory_bytes"] == sum(candidate["memory_components"].values()) <= made["capacity_bytes"]
+        moved = candidate["communication"]
+        assert moved and all(item["bytes"] > 0 and item["seconds"] > 0 and item["link"] and item["hides_under"] for item in moved)
+        assert sum(item["seconds"] * item["count"] for item in moved) == pytest.approx(candidate["communication_s"])
         rows = candidate["microbatch"] * candidate["accumulation"] * candidate["mesh"]["data"] * candidate["mesh"]["fsdp"]
         assert rows == 64
     assert [row["nodes"] for row in made["scaling"]] == [1, 2] and made["scaling"][0]["efficiency"] == 1
