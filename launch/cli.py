@@ -62,6 +62,7 @@ COMMANDS: Table = {
     "data": ("Prepare, look at and time training data.", _DATA),
     "config": ("Show, compare and describe configs.", _CONFIG),
     "compile": ("launch.commands.compile:compile_command", "Compile the train step for GPUs that are not here."),
+    "analyze": ("launch.commands.analyze:analyze_command", "Where the time of a step went: read a captured profile."),
     "goodput": ("launch.commands.goodput:goodput", "Where the wall time and the money of a run went."),
     "diagnose": ("launch.commands.diagnose:diagnose", "What holds a run back, with evidence, and what to do."),
     "report": ("launch.commands.report:report", "One HTML page about a run, or several side by side."),
