@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,27 +11,52 @@ from configs.errors import UserError
 from launch.options import json_option
 from launch.tables import print_json
 
+if TYPE_CHECKING:
+    from launch.slurm.places import JobRecord
+    from launch.slurm.state import JobState
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
+@click.option("--now", is_flag=True, help="Let Slurm end running jobs: they have its KillWait (often 30 s) to save.")
 @json_option
-def cancel(run: Path, as_json: bool) -> None:
-    """Cancel the jobs of RUN that wait or run. A running one saves first, and is not requeued."""
+def cancel(run: Path, now: bool, as_json: bool) -> None:
+    """Cancel the jobs of RUN that wait or run. A running one is told to save, has all the time it needs, and is not requeued."""
     from launch.slurm import sweep
-    from launch.slurm.state import job_states, run_command
+    from launch.slurm.state import job_states
 
-    cancelled = []
+    saving, cancelled = [], []
     for record in sweep.jobs_of(run):
-        if all(state.ended for state in job_states(record.job, record.slurm_cluster)):
-            continue
-        clusters = [f"--clusters={record.slurm_cluster}"] if record.slurm_cluster else []
-        done = run_command(["scancel", *clusters, record.job])
-        if done.returncode:
-            raise UserError(f"scancel refused job {record.job}: {' '.join(done.stderr.split())}")
-        cancelled.append(record.job)
+        for state in job_states(record.job, record.slurm_cluster):
+            if state.ended:
+                continue
+            if state.state == "RUNNING" and record.kind != "data" and not now:
+                _tell_to_save(record, state)
+                saving.append(state.job)
+            else:
+                _call(record, "scancel", state.job)
+                cancelled.append(state.job)
     if as_json:
-        print_json({"cancelled": cancelled})
-    elif cancelled:
+        print_json({"saving": saving, "cancelled": cancelled})
+        return
+    if saving:
+        click.echo(f"told to save and end: {', '.join(saving)} (`ridge status` shows when; --now does not wait for it)")
+    if cancelled:
         click.echo(f"cancelled: {', '.join(cancelled)}")
-    else:
+    if not saving and not cancelled:
         click.echo("no job of this run waits or runs")
+
+
+def _tell_to_save(record: JobRecord, state: JobState) -> None:
+    """Send SIGTERM to the ranks and only to them; Slurm starts no clock for that, and refuses the requeue that the script asks for."""
+    _call(record, "scontrol", "update", f"JobId={state.job}", "Requeue=0")
+    _call(record, "scancel", "--signal=TERM", state.job)
+
+
+def _call(record: JobRecord, program: str, *arguments: str) -> None:
+    from launch.slurm.state import run_command
+
+    clusters = [f"--clusters={record.slurm_cluster}"] if record.slurm_cluster else []
+    done = run_command([program, *clusters, *arguments])
+    if done.returncode:
+        raise UserError(f"{program} refused job {record.job}: {' '.join(done.stderr.split())}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+GUIDE = Path(__file__).parents[2] / "docs/guides/slurm.md"
 RIDGE = Path(sys.executable).with_name("ridge")
 CONFIG = """\
 name: tiny
@@ -81,14 +83,44 @@ def test_waiting_and_running_jobs_are_cancelled(slurm: Any, work: Path, corpus: 
     slurm.wait_for_job(running, "RUNNING")
     assert answer(slurm, work, "status", "runs/other")["jobs"][0]["state"] == "PENDING"
     assert "has written nothing yet (PENDING)" in ridge(slurm, work, "logs", "runs/other", check=False)
-    assert answer(slurm, work, "cancel", "runs/other") == {"cancelled": [waiting]}
+    assert answer(slurm, work, "cancel", "runs/other") == {"saving": [], "cancelled": [waiting]}
     assert slurm.wait_for_job(waiting) == "CANCELLED"
     slurm.until(lambda: "step 5/" in (work / f"runs/tiny/slurm/job-{running}.log").read_text(), 200, "training")
-    assert answer(slurm, work, "cancel", "runs/tiny") == {"cancelled": [running]}
+    assert answer(slurm, work, "cancel", "runs/tiny") == {"saving": [running], "cancelled": []}
     slurm.wait_for_job(running)
-    progress = answer(slurm, work, "status", "runs/tiny")["progress"]
-    assert 5 <= progress["step"] < 1000000
-    assert answer(slurm, work, "status", "runs/tiny")["jobs"][0]["restarts"] == 0
+    shown = answer(slurm, work, "status", "runs/tiny")
+    assert [(job["exit_code"], job["restarts"]) for job in shown["jobs"]] == [(75, 0)], "saved, and not requeued"
+    saved = max(int(path.name.removeprefix("step_")) for path in (work / "runs/tiny/checkpoints").glob("step_*"))
+    assert 5 <= shown["progress"]["step"] <= saved < 1000000
+
+
+def test_the_guides_own_script_requeues_after_saving_and_not_after_scancel(slurm: Any, work: Path, corpus: Path) -> None:
+    (text,) = re.findall(r"```bash own\.sh\n(.*?)```\n", GUIDE.read_text(), re.DOTALL)
+    fitted = {
+        "=4\n": "=1\n",
+        "=20\n": "=2\n",
+        "=12:00:00\n": "=20\n",
+        "#SBATCH --gres=gpu:4\n": "",
+        "source .venv/": f"source {RIDGE.parents[1]}/",
+        "my.yaml": "tiny.yaml",
+    }
+    for theirs, ours in fitted.items():
+        assert theirs in text
+        text = text.replace(theirs, ours)
+    (work / "own.sh").write_text(text)
+    job = slurm.run("sbatch", "--parsable", "own.sh", cwd=work, env={"XLA_FLAGS": ""}).stdout.strip()
+    log = work / f"my-run-{job}.log"
+
+    def reached(words: str) -> None:
+        slurm.until(lambda: log.exists() and words in log.read_text(), 200, words)
+
+    reached("step 5/20000")
+    slurm.run("scancel", "--signal=TERM", job)  # as preemption and the time limit do: to the ranks
+    reached("resuming from the checkpoint of step")
+    assert slurm.job(job)["Restarts"] == "1"
+    slurm.run("scancel", job)
+    assert slurm.wait_for_job(job) == "CANCELLED"
+    assert slurm.job(job)["Restarts"] == "1"
 
 
 def test_a_sweep_survives_a_failing_point_and_repeats_only_that(slurm: Any, work: Path, corpus: Path) -> None:
