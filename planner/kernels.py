@@ -18,7 +18,7 @@ from planner.flops import mean_keys_per_query
 from planner.hardware import Hardware, matmul_dtype
 from planner.local import LocalSizes, attention_backend
 
-IN_STEP_SHARE = 0.86
+IN_STEP_SHARE = 0.89
 """Rate of products and attention inside a training step over their rate alone: clocks fall under sustained load, kernels wait for each
 other, the slowest device sets the pace. The one number set by whole runs: the two MaxText figures of planner/published.yaml, whose software
 (JAX, XLA, scanned layers) is nearest to ours; every other published run is predicted with it."""
