@@ -72,7 +72,7 @@ def doctor(
     measured = load_calibration(calibration)
     flags = Flags(coordinator, processes, process)
     platform = "auto" if settings is None else settings.runtime.platform
-    here = describe(os.environ, flags=flags, platform=platform) if job or any((coordinator, processes)) else _alone(platform)
+    here = describe(os.environ, flags=flags, platform=platform) if job or flags != Flags() else _alone(platform)
     environment.prepare(settings or Config(), here)  # the collectives are measured as they will run
     step = slurm.read_step(os.environ) if here.source == "Slurm step" else None
     directory = run_dir or (settings.directory if settings is not None and job else None)

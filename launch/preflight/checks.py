@@ -56,7 +56,7 @@ class Limits:
 
 GPU_LIMITS = Limits(warn=0.85, fail=0.6, peer_warn=0.95, peer_fail=0.8)
 """A synchronous job runs at the pace of its slowest device: 20 % less than the peers costs all of them 20 %."""
-CPU_LIMITS = Limits(warn=0.5, fail=0.1, peer_warn=0.6, peer_fail=0.2)
+CPU_LIMITS = Limits(warn=0.5, fail=0.1, peer_warn=0.5, peer_fail=0.1)
 """CPU nodes are shared and noisy: only a node that is lame is refused."""
 NETWORK_LIMITS = Limits(warn=0.7, fail=0.4, peer_warn=0.8, peer_fail=0.5)
 """Collectives between GPUs: the achieved share of a link depends on the algorithm the library chooses, so wider than for one device."""

@@ -106,7 +106,7 @@ def _lead(exam: Examination, listeners: Sequence[Any]) -> Report:
     begun = time.monotonic()
     here = exam.here
     centre = Centre(listeners, here.identity, here.processes, exam.node)
-    came = centre.wait_for_all(exam.join_s)
+    came = dict(sorted(centre.wait_for_all(exam.join_s).items()))
     missing = {process: _name(here, process) for process in range(here.processes) if process not in came}
     leaders = [min(process for process in came if came[process] == node) for node in dict.fromkeys(came.values())]
     centre.announce("begin", {"leaders": leaders})
@@ -115,7 +115,7 @@ def _lead(exam: Examination, listeners: Sequence[Any]) -> Report:
     checks = judge_answers.judge_missing(missing, exam.join_s) + _silent(centre, came, set(hosts), "the host checks")
     centre.announce("own", None)
     centre.put("own", _own_devices(exam, _Shared(centre)))
-    own = centre.gather("own", exam.timeout_s + SLACK_S)
+    own = centre.gather("own", exam.timeout_s + SLACK_S, list(hosts))
     checks += _silent(centre, {process: came[process] for process in hosts}, set(own), "the measurements of its own devices")
     node_of = dict(came)
     checks += _judge_hosts(exam, hosts, node_of) + _judge_own(exam, hosts, own, node_of)

@@ -12,7 +12,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,12 +129,15 @@ class Centre:
             self._board.said.setdefault(tag, {})[0] = value
             self._board.changed.notify_all()
 
-    def gather(self, tag: str, timeout_s: float) -> dict[int, Any]:
-        """Wait until every process that is still connected has said `tag`, or the time is over; return process -> value."""
+    def gather(self, tag: str, timeout_s: float, awaited: Iterable[int] | None = None) -> dict[int, Any]:
+        """Wait until every awaited process that is still connected has said `tag`, or the time is over; return process -> value.
+
+        awaited: None: every process that came.
+        """
         board = self._board
 
         def complete() -> bool:
-            return set(board.nodes) <= set(board.said.get(tag, {})) | board.lost
+            return set(board.nodes if awaited is None else awaited) <= set(board.said.get(tag, {})) | board.lost
 
         with board.changed:
             board.changed.wait_for(complete, timeout_s)

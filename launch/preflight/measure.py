@@ -76,7 +76,7 @@ def matmul_rates(dtype: str, quick: bool) -> list[float]:
     devices = busy_devices()
     gpu = devices[0].platform != "cpu"
     size = 8192 if gpu else 512 if quick else 1024
-    chain = (10 if quick else 40) if gpu else 1 if quick else 2
+    chain = (10 if quick else 40) if gpu else 4
     precision = {"float32": jax.lax.Precision.HIGHEST}.get(dtype, jax.lax.Precision.DEFAULT)
     kind = {"tfloat32": "float32"}.get(dtype, dtype)
 
@@ -91,7 +91,7 @@ def matmul_rates(dtype: str, quick: bool) -> list[float]:
             # Columns of norm one: the chain neither overflows nor underflows, and random bits draw the power that training draws.
             operands.append([jax.random.normal(key, (size, size), kind) * scale for key, scale in zip(keys, (1, size**-0.5), strict=True)])
     return _concurrent_rates(
-        [functools.partial(multiply, x, w, chain) for x, w in operands], work=2 * size**3 * chain, repeats=3 if quick else 7
+        [functools.partial(multiply, x, w, chain) for x, w in operands], work=2 * size**3 * chain, repeats=3 if gpu and quick else 9
     )
 
 

@@ -119,10 +119,12 @@ def _open_devices(plan: ProbePlan) -> dict[str, Any]:
 
 def _measurements(plan: ProbePlan) -> Mapping[str, Callable[[], Any]]:
     """Return the measurements in order."""
-    from launch.preflight import collectives, measure
-
     if plan.together:
+        from launch.preflight import collectives
+
         return collectives.measurements(plan.mesh, plan.nodes, plan.quick)
+    from launch.preflight import measure
+
     gpu = measure.busy_devices()[0].platform != "cpu"
     dtypes = plan.dtypes or (["bfloat16", "tfloat32"] if gpu else ["float32", "bfloat16"])
     steps: dict[str, Callable[[], Any]] = {"arithmetic": functools.partial(measure.arithmetic, plan.quick)}
