@@ -35,7 +35,7 @@ def status(run: Path, as_json: bool) -> None:
         print_results(run, as_json=as_json)
         return
     records = sweep.jobs_of(run)
-    states = [(record, state) for record in records for state in _states(record)]
+    states = [(record, state) for record in records for state in _states(run, record)]
     progress = None if records[-1].kind == "data" else run_progress(run)
     if as_json:
         jobs = [_row(record, state) for record, state in states]
@@ -57,10 +57,15 @@ def status(run: Path, as_json: bool) -> None:
         click.echo(describe_progress(progress, time.time()))
 
 
-def _states(record: JobRecord) -> list[JobState]:
-    from launch.slurm.state import job_states
+def _states(run: Path, record: JobRecord) -> list[JobState]:
+    """Ask Slurm; of a job it has forgotten the run's own record says how it ended."""
+    from launch.slurm.progress import job_exit_code
+    from launch.slurm.state import FORGOTTEN, job_states
 
-    return job_states(record.job, record.slurm_cluster)
+    states = job_states(record.job, record.slurm_cluster)
+    if [state.state for state in states] == [FORGOTTEN]:
+        return [dataclasses.replace(states[0], exit_code=job_exit_code(run, record.job))]
+    return states
 
 
 def _row(record: JobRecord, state: JobState) -> dict[str, Any]:

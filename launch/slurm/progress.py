@@ -12,6 +12,8 @@ from configs.load import from_resolved
 from perf.events import event_file
 
 TAIL_BYTES = 1 << 20
+ATTEMPTS_FILE = "attempts.jsonl"
+"""One line per start of a job, written by its script: job, restart, begin, end, exit_code, checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,12 @@ def run_progress(run_dir: Path) -> RunProgress:
         starts=int(events[-1]["restart"]) + 1 if events else 0,
         logged_at_s=events[-1]["time"] if events else None,
     )
+
+
+def job_exit_code(run_dir: Path, job: str) -> int | None:
+    """Return how the last start of a job ended, by the job's own record; None when it ended without a word."""
+    mine = [record for record in last_records(run_dir / ATTEMPTS_FILE) if str(record.get("job")) == job]
+    return mine[-1]["exit_code"] if mine else None
 
 
 def last_records(path: Path) -> list[dict[str, Any]]:

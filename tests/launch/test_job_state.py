@@ -14,10 +14,10 @@ from configs.errors import UserError
 from configs.load import load
 from launch import cli
 from launch.commands.status import describe_progress
-from launch.slurm import logs, places
+from launch.slurm import logs, places, state
 from launch.slurm.places import JobRecord, record_job
 from launch.slurm.progress import run_progress
-from launch.slurm.state import FORGOTTEN, expand_indices, job_states, parse_scontrol
+from launch.slurm.state import FORGOTTEN, JobState, expand_indices, job_states, parse_scontrol
 
 RUNNING = (
     "JobId=7 JobName=a b UserId=me(1) Priority=1 JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 ExitCode=0:0 "
@@ -34,9 +34,9 @@ def replaced(**fields: str) -> str:
 
 
 def test_a_running_job_is_described() -> None:
-    (state,) = parse_scontrol(RUNNING)
-    assert (state.job, state.state, state.reason, state.nodes, state.restarts) == ("7", "RUNNING", None, "node[01,03]", 2)
-    assert (state.elapsed_s, state.limit_s, state.exit_code, state.ended) == (93784, 172800, None, False)
+    (found,) = parse_scontrol(RUNNING)
+    assert (found.job, found.state, found.reason, found.nodes, found.restarts) == ("7", "RUNNING", None, "node[01,03]", 2)
+    assert (found.elapsed_s, found.limit_s, found.exit_code, found.ended) == (93784, 172800, None, False)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,22 @@ def test_a_controller_that_does_not_answer_is_no_forgotten_job() -> None:
     _, run = slurm((1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"))
     with pytest.raises(UserError, match=r"^scontrol cannot say what became of job 7: slurm_load_jobs error: Unable to contact"):
         job_states("7", None, run)  # type: ignore[arg-type]
+
+
+def test_status_of_a_job_slurm_forgot_is_told_by_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(tmp_path, event(1, "step", 3.0, step=100, **STEP))
+    record_job(tmp_path, record("7"))
+    attempts = [{"job": 7, "restart": 0, "exit_code": 75}, {"job": 7, "restart": 1, "exit_code": 0}, {"job": 8, "exit_code": 70}]
+    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in attempts))
+    monkeypatch.setattr(state, "job_states", lambda job, slurm_cluster: [JobState(job, FORGOTTEN)])
+    assert cli.run(["status", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(job["job"], job["state"], job["exit_code"]) for job in shown["jobs"]] == [("7", FORGOTTEN, 0)]
+    assert (shown["progress"]["step"], shown["progress"]["starts"]) == (100, 2)
+    assert cli.run(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("step 100/100, loss 2.5000, 1k tokens/s, start 2: finished\n")
 
 
 def event(restart: int, kind: str, time_s: float, **fields: object) -> str:
