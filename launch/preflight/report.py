@@ -1,6 +1,6 @@
 """From checks to a verdict: which nodes are unfit, what is printed, and what is written into the run directory.
 
-`doctor.jsonl` gets one line per check and one with the verdict; `bad_nodes` one line per unfit node: name, tab, time, tab, reason. The job
+`doctor.jsonl` gets one line per check and one with the verdict; `bad_nodes` one line per unfit node: name, time, reason. The job
 script puts those names on the exclude list of the requeue.
 """
 
@@ -113,7 +113,7 @@ def write(report: Report, run_dir: Path, now: datetime, *, restart: int) -> None
         bad = LineFile(run_dir / BAD_NODES)
         try:
             for node, why in report.unfit.items():
-                bad.append(f"{node}\t{stamp}\t{' '.join(why.split())}\n".encode())
+                bad.append(f"{node} {stamp} {' '.join(why.split())}\n".encode())
         finally:
             bad.close()
 
@@ -122,4 +122,4 @@ def read_bad_nodes(run_dir: Path) -> dict[str, str]:
     """Return node -> reason (the newest) of a run directory's bad_nodes; empty without one."""
     path = run_dir / BAD_NODES
     lines = path.read_text().splitlines() if path.exists() else []
-    return {parts[0]: parts[-1] for line in lines if (parts := line.split("\t"))[0]}
+    return {parts[0]: parts[2] for line in lines if len(parts := line.split(" ", 2)) == 3}
