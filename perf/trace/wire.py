@@ -185,7 +185,7 @@ def _line(data: Buffer, start: int, end: int, reader: _Events) -> tuple[Line, in
             stop = position
             limit = min(end, position + BATCH_BYTES)
             while stop < limit and data[stop] == _EVENT:
-                length = data[stop + 1]
+                length = data[stop + 1] if stop + 1 < end else 0
                 if length < 128:
                     stop += 2 + length
                 else:
