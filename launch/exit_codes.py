@@ -18,3 +18,21 @@ PREEMPTED = 75
 """Stopped by SIGTERM after saving: run the same command again to continue."""
 INTERRUPTED = 130
 """Stopped by Ctrl-C after saving: run the same command again to continue."""
+
+
+_MEANINGS = {
+    DONE: "done",
+    USAGE: "usage error: one line says what is wrong",
+    HANG: "hang: no progress, ended by the watchdog; requeued",
+    LOST_PEER: "lost peer: another process died or never came; requeued",
+    BAD_NODE: "bad node: found by the preflight, excluded; requeued",
+    NUMERICAL_FAILURE: "numerical failure: too many non-finite steps",
+    SAVE_FAILURE: "checkpoints could not be written",
+    PREEMPTED: "preempted: saved after SIGTERM; requeued",
+    INTERRUPTED: "interrupted: saved after Ctrl-C",
+}
+
+
+def table() -> list[str]:
+    """Return the table, a line per code: what job scripts and guides show."""
+    return [f"{code:>3}  {meaning}" for code, meaning in sorted(_MEANINGS.items())]

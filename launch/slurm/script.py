@@ -10,6 +10,7 @@ from pathlib import Path
 from configs.cluster import ClusterConfig
 from launch.slurm import container, places
 from launch.slurm.shape import CPU, JobShape, describe
+from launch.slurm.supervise import supervised_lines
 from launch.slurm.units import format_time
 
 KEPT_PREFIXES = ("JAX_", "XLA_", "NCCL_")
@@ -191,7 +192,8 @@ def _stages(job: Job) -> list[list[str]]:
     )
     options = ["--label", f"--wait={WAIT_S}"]
     train = _function("The run. --label puts the rank before each line.", "train", srun(job, job.arguments, options))
-    return [*([preflight] if minutes else []), train, ["preflight && train" if minutes else "train"]]
+    stages = ["preflight", "train"] if minutes else ["train"]
+    return [*([preflight] if minutes else []), train, supervised_lines(stages, job.cluster.slurm)]
 
 
 def _function(comment: str, name: str, body: str) -> list[str]:
