@@ -131,7 +131,10 @@ def communication(hosts: Sequence[Host], members: Sequence[Member], programs: Pr
     if not calls:
         return found
     offsets = _clock_offsets(hosts, members, calls, programs)
-    found.clock_offsets_s = {hosts[h].name: float(offset) * PS for h, offset in offsets.items() if h != min(offsets)}
+    first = hosts[min(offsets)].zero_ns
+    found.clock_offsets_s = {
+        hosts[h].name: (hosts[h].zero_ns - first) * 1e-9 + offset * PS for h, offset in offsets.items() if h != min(offsets)
+    }
     shift = np.array([offsets.get(m.host, 0) for m in members], np.int64)
     late: dict[int, float] = defaultdict(float)
     cost: dict[int, float] = defaultdict(float)
@@ -302,12 +305,16 @@ def _bus_factor(kind: str, size: int) -> float:
 
 def _instruction(program: Program, op: str) -> str:
     """The instruction with the groups: of a start and done pair the start."""
-    if op in program.collectives or not guessed_opcode(op).endswith("-done"):
+    if op in program.collectives:
         return op
     for computation in program.module.computations.values():
-        done = computation.by_name.get(op)
-        if done is not None and done.operands:
-            return done.operands[0]
+        instruction = computation.by_name.get(op)
+        if instruction is None:
+            continue
+        if guessed_opcode(op).endswith("-done") and instruction.operands:
+            return _instruction(program, instruction.operands[0])
+        inner = [i.name for name in instruction.called for i in program.module.computations[name].instructions]
+        return next((name for name in inner if name in program.collectives), op)
     return op
 
 

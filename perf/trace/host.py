@@ -154,9 +154,9 @@ def _matching(host: Host, thread: Events, pattern: re.Pattern[str]) -> np.ndarra
 
 def _phase(host: Host, start_s: float, end_s: float) -> np.ndarray:
     """A phase of the event log on the clock of the trace."""
-    if host.epoch_ns is None:
+    if not host.has_wall_clock:
         return intervals.EMPTY
-    low, high = (round((min(max(t - host.epoch_ns / 1e9, -1e6), 1e6)) * 1e12) for t in (start_s, end_s))
+    low, high = (round((min(max(t - host.zero_ns / 1e9, -1e6), 1e6)) * 1e12) for t in (start_s, end_s))
     return np.array([[low, high]], np.int64) if high > low else intervals.EMPTY
 
 

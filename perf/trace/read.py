@@ -25,6 +25,8 @@ _DROPPED = re.compile(r"end: |ThreadpoolListener|Wait for |InvokeRendezvous|Rend
 _DEVICE_PLANE = re.compile(r"/device:GPU:(\d+)")
 _SUFFIX = re.compile(r"-p(\d{5})$")
 
+EPOCH_NS = 10**17
+"""Times above this (1973) are wall clock."""
 Kind = Literal["gpu", "cpu"]
 
 
@@ -97,12 +99,17 @@ class Host:
     process: int
     path: Path
     kind: Kind
-    epoch_ns: int | None
-    """Zero of its times, nanoseconds since 1970; None when the file does not tell."""
+    zero_ns: int
+    """Zero of its times by the host's clock, nanoseconds since 1970; in files that do not tell, since some moment."""
     strings: list[str]
     devices: list[Device]
     threads: list[Events]
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def has_wall_clock(self) -> bool:
+        """Whether its times can be compared with those of the event log."""
+        return self.zero_ns > EPOCH_NS
 
     def label(self, device: Device) -> str:
         """Name a device over all hosts."""
@@ -137,7 +144,7 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
         process=int(process.group(1)) if process else number,
         path=path,
         kind="gpu" if gpus else "cpu",
-        epoch_ns=_epoch_ns(space),
+        zero_ns=_zero_ns(space),
         strings=space.strings,
         devices=[],
         threads=[],
@@ -157,12 +164,11 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
     return host
 
 
-def _epoch_ns(space: Space) -> int | None:
-    """The wall clock at the zero of times. Files of JAX count from the start of the capture, which is a statistic of one of the planes."""
-    if space.base_ns > 10**17:
+def _zero_ns(space: Space) -> int:
+    """The clock at the zero of times. Files of JAX count from the start of the capture, which is a statistic of one of the planes."""
+    if space.base_ns > EPOCH_NS:
         return space.base_ns
-    started = next((plane.stats["profile_start_time"] for plane in space.planes if "profile_start_time" in plane.stats), None)
-    return None if started is None else space.base_ns + int(started)
+    return space.base_ns + next((int(p.stats["profile_start_time"]) for p in space.planes if "profile_start_time" in p.stats), 0)
 
 
 def _gpu(ordinal: int, plane: Plane) -> Device:

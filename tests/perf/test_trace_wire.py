@@ -118,6 +118,7 @@ def test_the_wall_clock_of_a_capture_is_found(tmp_path):
     ]
     found = read_host(write(tmp_path / "node07-p00003.xplane.pb", planes))
     assert (found.name, found.process, found.kind) == ("node07-p00003", 3, "gpu")
-    assert found.epoch_ns == 1_795_000_000_000_001_000
+    assert found.has_wall_clock
+    assert found.zero_ns == 1_795_000_000_000_001_000
     assert found.devices[0].ops.start.tolist() == [2_000_000]
     assert np.array_equal(found.threads[0].start, [0])

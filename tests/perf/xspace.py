@@ -8,11 +8,11 @@ from jax.profiler import ProfileData
 Event = tuple[str, float, float, dict[str, object]]
 
 
-def event(name: str, start_us: float, end_us: float, **stats: object) -> Event:
+def event(name: str, start_us: float, end_us: float, /, **stats: object) -> Event:
     return (name, start_us, end_us, stats)
 
 
-def kernel(name: str, start_us: float, end_us: float, hlo_op: str = "", correlation_id: int | None = None, **stats: object) -> Event:
+def kernel(name: str, start_us: float, end_us: float, hlo_op: str = "", correlation_id: int | None = None, /, **stats: object) -> Event:
     """A kernel as the CUDA tracer writes it."""
     more = {"hlo_op": hlo_op, "hlo_module": "jit_train_step", "program_id": 7} if hlo_op else {}
     correlation = {} if correlation_id is None else {"correlation_id": correlation_id}

@@ -1,0 +1,130 @@
+"""Assigning device work to steps: every kind of evidence, the host ahead of the device, cut traces."""
+
+import pytest
+
+from perf.trace.analysis import analyze, to_json
+from perf.trace.capture import find_capture
+from tests.perf.xspace import event, gpu, host, kernel, step, write
+
+STREAM = "Stream #14(Kernel)"
+
+
+def report_of(tmp_path, *planes):
+    return to_json(analyze(find_capture(write(tmp_path / "host0.xplane.pb", planes))))
+
+
+def bounds(report):
+    """Step -> (total, compute) in microseconds."""
+    return {s["step"]: (round(s["total_s"] * 1e6, 6), round(s["compute_s"] * 1e6, 6)) for s in report["steps"]}
+
+
+def ahead(correlated=True, steps=3, kernels=2):
+    """The host launches a step every 10 us and is then far ahead: each step takes the device 100 us (two kernels of 45)."""
+    main = [step(s, 10 * s, 10 * s + 8) for s in range(steps)]
+    launches, ops = [], []
+    for s in range(steps):
+        for k in range(kernels):
+            number = kernels * s + k + 1
+            launches.append(event("cuLaunchKernelEx", 10 * s + 1 + k, 10 * s + 2 + k, correlation_id=number))
+            begin = 20 + 100 * s + 50 * k
+            ops.append(kernel(f"gemm_{k}", begin, begin + 45, f"dot.{k}", number if correlated else None))
+    return [gpu(0, {STREAM: ops}), host({"python": main, "Host Threads/7": launches})]
+
+
+def test_launches_tell_the_step_when_the_host_runs_ahead(tmp_path):
+    report = report_of(tmp_path, *ahead())
+    assert report["step_assignment"] == [{"method": "launch correlation", "covered": 1.0}]
+    # step 0 from its annotation to the end of its work at 115; the others from there to the end of theirs
+    assert bounds(report) == {0: (115, 90), 1: (100, 90), 2: (100, 90)}
+    assert report["summary"]["total_s"]["p50"] == pytest.approx(100e-6)
+    assert report["summary"]["total_s"]["mean"] == pytest.approx(105e-6)
+
+
+def test_without_correlation_the_executions_of_the_program_are_counted(tmp_path):
+    report = report_of(tmp_path, *ahead(correlated=False))
+    assert report["step_assignment"] == [{"method": "program id", "covered": 1.0}]
+    assert bounds(report) == {0: (115, 90), 1: (100, 90), 2: (100, 90)}
+
+
+def test_a_few_missing_correlations_do_not_matter(tmp_path):
+    planes = ahead(kernels=10)
+    ops = planes[0].lines[STREAM]
+    del ops[13][3]["correlation_id"]
+    report = report_of(tmp_path, *planes)
+    ((found,),) = [report["step_assignment"]]
+    assert found["method"] == "launch correlation"
+    assert found["covered"] == pytest.approx(29 / 30)
+
+
+def test_run_ids_tell_the_step_on_the_cpu_backend(tmp_path):
+    main = [step(s, 10 * s, 10 * s + 8) for s in range(2)]
+    calls = [event("CommonPjRtLoadedExecutable::Execute (jit_f)", 10 * s + 1, 10 * s + 5, run_id=70 + s) for s in range(2)]
+    ops = [event("dot.1", 6 + 60 * s, 60 + 60 * s, hlo_op="dot.1", hlo_module="jit_f", run_id=70 + s, device_ordinal=0) for s in range(2)]
+    report = report_of(tmp_path, host({"python": sorted(main + calls, key=lambda e: e[1]), "tf_XLAExecute/4": ops}))
+    assert report["step_assignment"][0]["method"] == "run id"
+    assert bounds(report) == {0: (60, 54), 1: (60, 54)}
+
+
+def test_with_no_evidence_time_decides(tmp_path):
+    ops = [kernel("a", 1, 5), kernel("b", 11, 17), kernel("b", 17, 19)]
+    report = report_of(tmp_path, gpu(0, {STREAM: ops}), host({"python": [step(4, 0, 10), step(5, 10, 20)]}))
+    assert report["step_assignment"][0]["method"] == "time"
+    assert bounds(report) == {4: (10, 4), 5: (10, 8)}
+
+
+def test_a_step_that_is_cut_off_is_left_out_and_said(tmp_path):
+    planes = ahead(steps=4, kernels=10)
+    planes[0].lines[STREAM] = planes[0].lines[STREAM][:33]
+    report = report_of(tmp_path, *planes)
+    assert [s["step"] for s in report["steps"]] == [0, 1, 2]
+    assert "step 3 is only partly in the trace and left out" in report["notes"]
+    assert report["devices"][0]["steps"] == 3
+
+
+def test_steps_that_only_one_host_has_are_left_out(tmp_path):
+    for name, count in (("host0", 3), ("host1", 2)):
+        write(tmp_path / "capture" / f"{name}.xplane.pb", ahead(steps=count))
+    report = to_json(analyze(find_capture(tmp_path / "capture")))
+    assert [s["step"] for s in report["steps"]] == [0, 1]
+    assert [d["device"] for d in report["devices"]] == ["host0/gpu:0", "host1/gpu:0"]
+    assert [h["devices"] for h in report["hosts"]] == [["host0/gpu:0"], ["host1/gpu:0"]]
+
+
+def test_the_queue_and_the_launch_rate_of_a_host(tmp_path):
+    (found,) = report_of(tmp_path, *ahead())["hosts"]
+    assert found["launches"] == 6
+    assert found["launches_per_s"] == pytest.approx(6 / 315e-6)
+    # launched at 2,3 | 12,13 | 22,23, begun at 20,70 | 120,170 | 220,270
+    waits = [18, 67, 108, 157, 198, 247]
+    assert found["launch_to_start_s"] == pytest.approx(sum(waits) / 6 * 1e-6)
+    assert found["queue_depth_mean"] == pytest.approx(sum(waits) / 315)
+
+
+def test_a_wait_that_starves_the_device_is_named_with_its_line(tmp_path):
+    def frame(name, start, end):
+        return event(name, start, end)
+
+    main = [
+        step(0, 0, 100),
+        frame("$train.py:42 log_loss", 20, 160),
+        frame("$/venv/site-packages/jax/_src/array.py:300 __float__", 30, 150),
+        event("np.asarray(jax.Array)", 40, 140),
+        step(1, 300, 400),
+        event("np.asarray(jax.Array)", 410, 480),  # the device goes on at once: harmless
+        step(2, 500, 600),
+    ]
+    ops = [kernel("a", 10, 140, "dot.1", 1), kernel("a", 320, 500, "dot.1", 2), kernel("a", 501, 600, "dot.1", 3)]
+    launches = [event("cuLaunchKernel", t, t + 1, correlation_id=i) for i, t in ((1, 5), (2, 310), (3, 500))]
+    report = report_of(
+        tmp_path, gpu(0, {STREAM: ops}), host({"python": sorted(main, key=lambda e: (e[1], -e[2])), "Host Threads/7": launches})
+    )
+    (sync,) = report["hosts"][0]["syncs"]
+    assert (sync["what"], sync["source"], sync["count"]) == ("np.asarray(jax.Array)", "train.py:42", 1)
+    assert sync["wait_s"] == pytest.approx(100e-6)
+    assert sync["idle_after_s"] == pytest.approx(180e-6)
+
+
+def test_compilations_in_the_loop_are_counted_once_each(tmp_path):
+    main = [step(0, 0, 50), event("backend_compile", 5, 30), event("XlaCompile: jit_f", 6, 29), event("backend_compile", 35, 40)]
+    report = report_of(tmp_path, gpu(0, {STREAM: [kernel("a", 41, 50)]}), host({"python": main}))
+    assert report["hosts"][0]["compilations"] == {"backend_compile": 2}
