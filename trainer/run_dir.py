@@ -37,7 +37,7 @@ from trainer.config_guard import check_resume
 from trainer.integrity import write_atomically
 
 _FORMAT = 1
-_BEFORE_THE_FIRST_START = ("slurm", "doctor.jsonl", "bad_nodes")
+_BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes")
 """What `ridge submit` and the preflight of a job leave in a run directory before the run opens it."""
 _SNAPSHOT = "snapshot.json"
 """Beside the packages of a submitted job: which code they were copied from (launch/slurm/snapshot.py)."""
