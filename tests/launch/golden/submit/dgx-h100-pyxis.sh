@@ -55,4 +55,61 @@ train() {
         "$PYTHON" -m launch train "$JOB/config.yaml"
 }
 
+# What becomes of the job. Exit codes of ridge:
+#     0  done
+#     2  usage error: one line says what is wrong
+#    70  numerical failure: too many non-finite steps
+#    71  hang: no progress, ended by the watchdog; requeued
+#    72  lost peer: another process died or never came; requeued
+#    73  bad node: found by the preflight, excluded; requeued
+#    74  checkpoints could not be written
+#    75  preempted: saved after SIGTERM; requeued
+#   130  interrupted: saved after Ctrl-C
+export RIDGE_GRACE_S=300
+trap : TERM                                     # the ranks get the signal and save; this shell waits for them
+BEGIN=$(date +%s)
 preflight && train
+CODE=$?
+END=$(date +%s)
+NEWEST=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1)
+printf '{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\n' \
+    "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$BEGIN" "$END" "$CODE" "${NEWEST##*/}" >> "$RUN/attempts.jsonl"
+SHOWN=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+STATE=$(grep -oE 'JobState=[A-Z_]+' <<< "$SHOWN" | cut -d= -f2)
+say() { echo "ridge job: $*"; }
+
+case "$CODE" in
+    0) say "done"; exit 0 ;;
+    2|70|74|130) say "ended with $CODE: a restart would not mend it"; exit "$CODE" ;;
+    75) say "saved and stopped as asked" ;;
+    71|72|73) say "ended with $CODE" ;;
+    *) say "ended with $CODE: a rank or a node was lost" ;;
+esac
+if grep -q " Requeue=0 " <<< "$SHOWN"; then say "not to be requeued (ridge cancel, or slurm.requeue: false)"; exit "$CODE"; fi
+if [ "$STATE" != RUNNING ]; then
+    say "the job is $STATE to Slurm (cancelled, or out of time): not requeued here"; exit "$CODE"
+fi
+if [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ]; then
+    say "restarted 20 times, as often as slurm.max_restarts allows: giving up"; exit "$CODE"
+fi
+if [ "$CODE" -ne 75 ]; then
+    # failed starts in a row that ended with the same newest checkpoint
+    FRUITLESS=$(tail -n 3 "$RUN/attempts.jsonl" | grep -v '"exit_code": 75,' \
+        | grep -cF "\"checkpoint\": \"${NEWEST##*/}\"")
+    if [ "$FRUITLESS" -ge 3 ]; then say "3 failures without a new checkpoint: giving up"; exit "$CODE"; fi
+    if [ $((END - BEGIN)) -lt 600 ]; then
+        PAUSE=$((5 << FRUITLESS))
+        say "failed after $((END - BEGIN)) s: pausing $PAUSE s"; sleep "$PAUSE"
+    fi
+fi
+EXCLUDE=$(cut -d' ' -f1 "$RUN/bad_nodes" 2>/dev/null | sort -u | paste -sd, -)
+say "requeueing${EXCLUDE:+ without $EXCLUDE}"
+if [ -n "$EXCLUDE" ]; then
+    # a running job's list cannot be changed: hold it, change it, let it go
+    scontrol requeuehold "$SLURM_JOB_ID" && scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$EXCLUDE"
+    scontrol release "$SLURM_JOB_ID"
+else
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+sleep 60                                        # Slurm ends this shell now
+exit "$CODE"
