@@ -93,6 +93,8 @@ def judge_throttle(gpu: GpuFacts) -> Judgement:
 def judge_links(gpu: GpuFacts) -> Judgement:
     """Judge NVLink and PCIe."""
     report = "exclude the node and report it"
+    if gpu.nvlinks and not gpu.nvlinks_active:
+        return Verdict.WARN, "no NVLink is up", "right for cards without bridges; else the site's fabric manager is to be started"
     if gpu.nvlinks and (gpu.nvlinks_active or 0) < gpu.nvlinks:
         return Verdict.FAIL, f"{gpu.nvlinks_active} of {gpu.nvlinks} NVLinks are up", f"{report} (nvidia-smi nvlink -s)"
     if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:

@@ -279,6 +279,7 @@ GPU = GpuFacts(
         ("throttle", {"throttle_bits": 0x44}, Verdict.FAIL, "hardware thermal slowdown under load"),
         ("throttle", {"power_limit_w": 500.0}, Verdict.WARN, "power limit 500 W of 700 W"),
         ("gpu links", {"nvlinks_active": 17}, Verdict.FAIL, "17 of 18 NVLinks"),
+        ("gpu links", {"nvlinks_active": 0}, Verdict.WARN, "no NVLink is up"),
         ("gpu links", {"pcie_width": 8}, Verdict.FAIL, "8 of 16 lanes"),
         ("gpu links", {"pcie_generation": 3}, Verdict.WARN, "generation 3 of 5"),
     ],
