@@ -63,8 +63,9 @@ def doctor(
     from configs.load import load
     from configs.schema import Config
     from launch import environment
-    from launch.cluster import Flags, describe, slurm
-    from launch.preflight.doctor import Examination, check_reachable, examine
+    from launch.cluster import ClusterError, Flags, describe, slurm
+    from launch.preflight.doctor import Examination, examine, listen
+    from launch.preflight.exchange import LostCentre
     from planner.calibration import load_calibration
 
     settings = None if config is None else load(config, overrides).config
@@ -91,7 +92,14 @@ def doctor(
     )
     signal.signal(signal.SIGTERM, _stop)
     leads = here.process == 0
-    outcome = examine(exam, check_reachable(here) if leads and here.processes > 1 else ())
+    try:
+        outcome = examine(exam, listen(here) if leads and here.processes > 1 else ())
+    except ClusterError as error:
+        click.echo(f"ridge: stopped: {error}", err=True)
+        return error.exit_code
+    except LostCentre as error:
+        click.echo(f"ridge: stopped: {error}", err=True)
+        return exit_codes.LOST_PEER
     if isinstance(outcome, int):
         return outcome
     _show(outcome, as_json=as_json)

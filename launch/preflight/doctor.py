@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.cluster import ClusterConfig
-from configs.errors import UserError
 from configs.schema import Config
 from launch.cluster import Cluster
+from launch.exit_codes import BAD_NODE, DONE
 from launch.preflight import host, judge_answers, judge_devices, judge_gpu, judge_host, nvml
 from launch.preflight.checks import Check, Verdict
 from launch.preflight.exchange import Centre, Member, free_port
@@ -74,7 +74,7 @@ def examine(exam: Examination, listeners: Sequence[Any] = ()) -> Report | int:
     Args:
       listeners: process 0's listening sockets; none for a single process.
 
-    Raises UserError when process 0 cannot be reached.
+    Raises LostCentre when process 0 does not answer.
     """
     if exam.here.process == 0:
         return _lead(exam, listeners)
@@ -134,8 +134,6 @@ def _lead(exam: Examination, listeners: Sequence[Any]) -> Report:
 
 
 def _finish(report: Report, centre: Centre) -> Report:
-    from launch.exit_codes import BAD_NODE, DONE
-
     centre.announce("verdict", DONE if report.fit else BAD_NODE)
     centre.close()
     return report
@@ -288,14 +286,15 @@ def _device_context(exam: Examination, hosts: Mapping[int, Any], node_of: Mappin
     return judge_devices.DeviceContext(exam.cluster, exam.calibration, granted)
 
 
-def check_reachable(here: Cluster) -> list[Any]:
-    """Return process 0's listening sockets on the first free port. Raises UserError when there is none."""
+def listen(here: Cluster) -> list[Any]:
+    """Return process 0's listening sockets on the first free port. Raises ClusterError when there is none."""
+    from launch.cluster import ClusterError, rollcall_server
     from launch.cluster.join import own_addresses
-    from launch.cluster.rollcall_server import listen
 
     own = own_addresses(here)
     for port in here.ports:
-        listeners = listen(own, port)
+        listeners = rollcall_server.listen(own, port)
         if listeners is not None:
             return listeners
-    raise UserError(f"process 0 cannot listen on {', '.join(own)}: ports {', '.join(map(str, here.ports[:3]))}... are taken")
+    taken = ", ".join(map(str, here.ports[:3]))
+    raise ClusterError(f"process 0 cannot listen on {', '.join(own)}: port {taken} in use", BAD_NODE)

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.errors import UserError
-
 _RETRY_S = 0.2
 _CONNECT_S = 5.0
 _LINE_BYTES = 1 << 26
 _CLOCK_ROUNDS = 12
+
+
+class LostCentre(RuntimeError):
+    """Process 0 does not answer: it never came, fell silent or ended."""
 
 
 def _line(message: dict[str, Any]) -> bytes:
@@ -195,7 +197,7 @@ class Member:
       identity: of this start of the run: others who listen there are passed over.
 
     Raises:
-      UserError: process 0 cannot be reached within `timeout_s`.
+      LostCentre: process 0 cannot be reached within `timeout_s`.
     """
 
     def __init__(self, addresses: Sequence[str], ports: Sequence[int], identity: str, process: int, node: str, *, timeout_s: float) -> None:
@@ -216,11 +218,11 @@ class Member:
                     self._send({"process": process, "identity": identity, "node": node})
                     if self.hear("welcome", _CONNECT_S) == identity:
                         return
-                except (UserError, ValueError, KeyError, TypeError) as error:
+                except (LostCentre, ValueError, KeyError, TypeError) as error:
                     why = str(error)
                 self._socket.close()
             if time.monotonic() + _RETRY_S > deadline:
-                raise UserError(
+                raise LostCentre(
                     f"process {process} on {node} did not reach process 0 at {', '.join(addresses)}, ports {ports[0]}... "
                     f"within {timeout_s:.0f} s: {why}"
                 )
@@ -232,14 +234,14 @@ class Member:
                 self._socket.settimeout(None)
                 self._socket.sendall(_line(message))
             except OSError as error:
-                raise UserError(f"process 0 at {self.address} has gone: {error.strerror or error}") from error
+                raise LostCentre(f"process 0 at {self.address} has gone: {error.strerror or error}") from error
 
     def put(self, tag: str, value: Any) -> None:
         """Tell process 0. Safe to call from several threads."""
         self._send({"tag": tag, "value": value})
 
     def hear(self, tag: str, timeout_s: float) -> Any:
-        """Wait for what process 0 announces under `tag`. Raises UserError when it falls silent or ends."""
+        """Wait for what process 0 announces under `tag`. Raises LostCentre when it falls silent or ends."""
         deadline = time.monotonic() + timeout_s
         while tag not in self._heard:
             message = self._receive(deadline)
@@ -252,11 +254,11 @@ class Member:
                 self._socket.settimeout(max(0.01, deadline - time.monotonic()))
                 data = self._socket.recv(1 << 16)
             except TimeoutError:
-                raise UserError(f"process 0 at {self.address} has been silent for too long") from None
+                raise LostCentre(f"process 0 at {self.address} has been silent for too long") from None
             except OSError as error:
-                raise UserError(f"process 0 at {self.address} has gone: {error.strerror or error}") from error
+                raise LostCentre(f"process 0 at {self.address} has gone: {error.strerror or error}") from error
             if not data:
-                raise UserError(f"process 0 at {self.address} has gone: it ended, or another job listens there")
+                raise LostCentre(f"process 0 at {self.address} has gone: it ended, or another job listens there")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)

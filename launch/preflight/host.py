@@ -15,6 +15,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from launch.cluster.card import SOURCE, code_hash
+
 _PACKAGES = re.compile(r"ridgeline|jax.*|flax|optax|orbax-checkpoint|grain|numpy|nvidia-.*|ml[-_]dtypes", re.IGNORECASE)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -95,8 +97,8 @@ def read_host(node: str, process: int, *, shm: Path = Path("/dev/shm")) -> HostF
 
 
 def versions() -> dict[str, str]:
-    """Return what must be the same on every node: Python, the packages that take part in a step, the NVIDIA driver."""
-    found = {"python": platform.python_version()}
+    """Return what must be the same on every node: Python, this project's code, the packages that take part in a step, the NVIDIA driver."""
+    found = {"python": platform.python_version(), "ridgeline code": code_hash(SOURCE)[:12]}
     for package in distributions():
         # The first on the path is the one that is imported; half-removed packages have no name.
         if package.name and _PACKAGES.fullmatch(package.name):

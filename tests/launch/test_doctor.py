@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launch.cli import run
-from launch.exit_codes import BAD_NODE, DONE, PREEMPTED, USAGE
+from launch.exit_codes import BAD_NODE, DONE, LOST_PEER, PREEMPTED, USAGE
 from launch.preflight.report import read_bad_nodes
 
 RIDGE = Path(sys.executable).with_name("ridge")
@@ -247,7 +247,6 @@ def test_text_has_a_table_per_node_and_a_verdict(tmp_path: Path, cpus: Path) -> 
         (["--coordinator", "127.0.0.1:9", "--processes", "2", "--process", "2"], "process 2 is not in 0..1"),
         (["--timeout", "0"], "invalid value for '--timeout'"),
         (["--process", "1"], "--processes"),
-        (["--coordinator", "127.0.0.1:9", "--processes", "2", "--process", "1", "--join-timeout", "1"], "process 1 on"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -260,6 +259,17 @@ def test_a_mistake_is_one_line(
     assert line in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_0_that_is_not_there_is_a_lost_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--coordinator", "127.0.0.1:9", "--processes", "2", "--process", "1", "--node", "n1"]
+    assert run(["doctor", *flags, "--join-timeout", "1"]) == LOST_PEER
+    assert capsys.readouterr().err.startswith("ridge: stopped: process 1 on n1 did not reach process 0 at 127.0.0.1")
+
+
+def test_an_address_of_another_host_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--coordinator", "192.0.2.1:9", "--processes", "2", "--process", "0"]) == USAGE
+    assert "which has none of the addresses of 192.0.2.1" in capsys.readouterr().err
 
 
 def test_one_of_several_slurm_tasks_must_say_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import UserError
-from launch.preflight.exchange import Centre, Member, free_port
+from launch.preflight.exchange import Centre, LostCentre, Member, free_port
 from launch.preflight.host import control_group, measure_disk
 
 HERE = "127.0.0.1"
@@ -84,7 +83,7 @@ def test_strangers_and_other_runs_are_sent_away(star: Callable[..., Star]) -> No
     with socket.create_connection((HERE, two.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert stranger.recv(100) == b""
-    with pytest.raises(UserError, match="did not reach process 0"):
+    with pytest.raises(LostCentre, match="did not reach process 0"):
         two.join(1, identity="another run", timeout_s=0.5)
     two.join(1)
     assert two.centre.wait_for_all(30) == {0: "n0", 1: "n1"}
@@ -112,7 +111,7 @@ def test_a_silent_process_is_waited_for_no_longer_than_said(star: Callable[..., 
 
 def test_nobody_there_is_one_line_with_the_place() -> None:
     with pytest.raises(
-        UserError, match=r"process 3 on n3 did not reach process 0 at 127\.0\.0\.1, ports \d+\.\.\. within 0 s: Connection refused"
+        LostCentre, match=r"process 3 on n3 did not reach process 0 at 127\.0\.0\.1, ports \d+\.\.\. within 0 s: Connection refused"
     ):
         Member([HERE], [free_port(HERE)], "this run", 3, "n3", timeout_s=0.3)
 
@@ -121,7 +120,7 @@ def test_a_leaving_process_0_is_said() -> None:
     two = Star(2)
     member = two.join(1)
     two.centre.close(timeout_s=0)
-    with pytest.raises(UserError, match="has gone"):
+    with pytest.raises(LostCentre, match="has gone"):
         member.hear("verdict", 30)
     member.close()
 
