@@ -107,6 +107,7 @@ def submit(
         tell_findings(findings)
         return
     tell_findings(findings)
+    slurm.refuse_second_job(job.root)
     number = slurm.submit(job, resolved, by, {"nodes": nodes})
     if as_json:
         print_json({"job": number, "run_dir": str(job.root), "script": str(job.directory / "job.sh")})

@@ -53,7 +53,7 @@ def submit_data(
 
     from launch.slurm import data_job, filesystems, lint, shape
     from launch.slurm.script import job_script
-    from launch.slurm.submit import Submitter
+    from launch.slurm.submit import Submitter, refuse_second_job
 
     output: Path = options["output"]
     site = read_cluster(cluster, cluster_set, account=account, qos=qos, partition=partition)
@@ -69,6 +69,7 @@ def submit_data(
         tell_findings(findings)
         return
     tell_findings(findings)
+    refuse_second_job(jobs.slices.root)
     array, merge = data_job.submit_data(jobs, by)
     if as_json:
         print_json({"array": array, "merge": merge, "jobs": str(jobs.slices.root)})

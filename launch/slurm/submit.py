@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from configs.schema import Config
 from launch.slurm import container, places, snapshot
 from launch.slurm.script import Job, commented, job_script, kept_environment
 from launch.slurm.shape import JobShape, with_mesh
+from launch.slurm.state import JobState, job_states
 
 SBATCH_TIMEOUT_S = 120
 SUBMISSION_COMMENT = "this submission: config, cluster file, code"
@@ -117,6 +118,16 @@ def sbatch(script: Path, environment: Mapping[str, str], options: Sequence[str] 
         raise UserError(f"sbatch refused the job: {reason}; the script is {script}")
     job, _, slurm_cluster = done.stdout.strip().splitlines()[-1].partition(";")
     return job, slurm_cluster or None
+
+
+def refuse_second_job(run_dir: Path, ask: Callable[[str, str | None], Sequence[JobState]] = job_states) -> None:
+    """Raise UserError when a job of this run waits or runs: two jobs would write into one run directory."""
+    if not (places.slurm_directory(run_dir) / places.JOBS_FILE).exists():
+        return
+    for record in places.read_jobs(run_dir):
+        for state in ask(record.job, record.slurm_cluster):
+            if not state.ended:
+                raise UserError(f"job {state.job} of {run_dir} is {state.state}: `ridge cancel` it first, or choose another run_dir")
 
 
 def submit(job: Job, config: Config, by: Submitter, details: Mapping[str, Any]) -> str:

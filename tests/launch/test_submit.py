@@ -20,6 +20,7 @@ from launch.slurm import container, places, snapshot
 from launch.slurm import submit as slurm
 from launch.slurm.script import job_script
 from launch.slurm.shape import job_shape, placed
+from launch.slurm.state import JobState
 from launch.slurm.submit import Submitter, sbatch, training_job, with_environment, write
 
 ROOT = Path(__file__).parents[2]
@@ -42,12 +43,16 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An sbatch that notes its arguments and environment and answers as a federated Slurm does."""
+    """An sbatch that notes its arguments and environment and answers as a federated Slurm does; the controller forgets every job."""
     directory = tmp_path / "bin"
     directory.mkdir()
     program = directory / "sbatch"
     program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/sbatch.args\nenv > {tmp_path}/sbatch.env\necho "17;site"\n')
     program.chmod(0o755)
+    (directory / "scontrol").write_text('#!/bin/bash\necho "slurm_load_jobs error: Invalid job id specified" >&2\nexit 1\n')
+    (directory / "scontrol").chmod(0o755)
+    (directory / "sacct").write_text("#!/bin/bash\nexit 1\n")
+    (directory / "sacct").chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
     return tmp_path
 
@@ -145,6 +150,19 @@ def test_variables_that_override_a_script_are_hidden_from_sbatch_and_written_int
     assert "export NCCL_DEBUG=INFO " in script
     seen = dict(line.split("=", 1) for line in (fake_sbatch / "sbatch.env").read_text().splitlines() if "=" in line)
     assert {name for name in seen if name.startswith(("SBATCH_", "SLURM_"))} == {"SLURM_CONF"}
+
+
+def test_a_second_job_of_a_run_is_refused_while_the_first_waits_or_runs(tmp_path: Path) -> None:
+    places.record_job(tmp_path, places.JobRecord("17", "t", "train", "local", None, 1, {}))
+
+    def now(state: str) -> None:
+        slurm.refuse_second_job(tmp_path, lambda job, slurm_cluster: [JobState(job, state)])
+
+    for state in ("PENDING", "RUNNING", "COMPLETING"):
+        with pytest.raises(UserError, match=f"^job 17 of {tmp_path} is {state}: `ridge cancel` it first, or choose another run_dir$"):
+            now(state)
+    for state in ("COMPLETED", "FAILED", "CANCELLED", "FORGOTTEN"):
+        now(state)
 
 
 def test_options_of_the_command_line_win_over_variables_and_files() -> None:

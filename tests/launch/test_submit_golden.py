@@ -17,6 +17,7 @@ import pytest
 
 from configs.cluster import cluster_names, load_cluster
 from configs.load import load
+from launch import exit_codes
 from launch.slurm.script import job_script
 from launch.slurm.shape import job_shape
 from launch.slurm.submit import Submitter, training_job
@@ -103,6 +104,11 @@ def test_the_guide_explains_the_whole_script() -> None:
     assert shown == sections(script("mn5-acc", PLAIN_BY)), (
         "docs/guides/slurm.md shows another script: run `python tests/launch/test_submit_golden.py`"
     )
+
+
+def test_the_guide_has_every_exit_code() -> None:
+    codes = {value for value in vars(exit_codes).values() if isinstance(value, int)}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", GUIDE.read_text(), re.MULTILINE)} == codes
 
 
 def test_the_guides_own_script_is_valid() -> None:

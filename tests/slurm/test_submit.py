@@ -81,6 +81,9 @@ def test_waiting_and_running_jobs_are_cancelled(slurm: Any, work: Path, corpus: 
     running = answer(slurm, work, "submit", "tiny.yaml", *endless)["job"]
     waiting = answer(slurm, work, "submit", "tiny.yaml", *endless, "name=other")["job"]
     slurm.wait_for_job(running, "RUNNING")
+    assert f"job {waiting} of {work}/runs/other is PENDING" in ridge(
+        slurm, work, "submit", "tiny.yaml", *endless, "name=other", check=False
+    )
     assert answer(slurm, work, "status", "runs/other")["jobs"][0]["state"] == "PENDING"
     assert "has written nothing yet (PENDING)" in ridge(slurm, work, "logs", "runs/other", check=False)
     assert answer(slurm, work, "cancel", "runs/other") == {"saving": [], "cancelled": [waiting]}
