@@ -54,6 +54,12 @@ METRICS: dict[str, Metric] = {
         "bytes", "Peak device memory in use since the start, the largest over this process's devices; absent where not reported."
     ),
     "train_memory/limit_bytes": Metric("bytes", "Device memory the allocator may use; absent where the backend does not report it."),
+    "step_ledger/total_s": Metric("s", "A profiled step, mean over devices. The next parts but the overlapped one sum to it."),
+    "step_ledger/compute_s": Metric("s", "Time of a profiled step in which the device computed."),
+    "step_ledger/exposed_communication_s": Metric("s", "Time in which it communicated and did not compute."),
+    "step_ledger/overlapped_communication_s": Metric("s", "Time in which it communicated and computed (a part of compute_s)."),
+    "step_ledger/exposed_copy_s": Metric("s", "Time in which it only copied memory."),
+    "step_ledger/idle_s": Metric("s", "Time in which it did nothing."),
     "train_save/blocking_s": Metric("s", "Time a save held up the training loop."),
     "train_save/failures": Metric("saves", "Saves that failed so far."),
     "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set."),

@@ -13,6 +13,7 @@ import logging
 import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,13 @@ from types import FrameType
 from typing import Any
 
 from configs.schema import ProfilerConfig
+from perf.trace import background
 
 _log = logging.getLogger("ridgeline")
 POLL_S = 1.0
 """The request file is looked for at most this often: a shared filesystem is not asked once per step."""
+LAST_WAIT_S = 60.0
+"""At its end a run waits this long for the analysis of a profile."""
 
 
 def step_annotation(step: int) -> Any:
@@ -55,6 +59,7 @@ class Profiler:
       hlo_text: returns the optimised HLO of the step (`compiled.as_text()`), or None when it is not to be had.
       step_time_s: returns the usual step time, taken without a profiler, or None when not known yet.
       clock: monotonic seconds, for the polling.
+      analyze: analyse each capture when it is done, in another process (process 0 sees to it).
     """
 
     def __init__(
@@ -68,7 +73,9 @@ class Profiler:
         hlo_text: Callable[[], str | None] = lambda: None,
         step_time_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        analyze: bool = False,
     ) -> None:
+        self._analyze, self._analyses = analyze, list[subprocess.Popen[bytes]]()
         self._config, self._run_dir = config, run_dir
         self._process, self._num_processes, self._restart = process, num_processes, restart
         self._hlo_text, self._step_time_s, self._clock = hlo_text, step_time_s, clock
@@ -149,6 +156,9 @@ class Profiler:
             directory = self._publish(step)
             if self._process == 0:
                 self._describe(directory, step)
+                if self._analyze:
+                    planned = self._first_step == self._config.start_step  # by all processes; one asked for is of this one alone
+                    self._analyses.append(background.start(directory, self._num_processes if planned else 1))
         except (RuntimeError, OSError) as error:
             _log.warning("the profile of steps %d to %d was lost: %s", self._first_step, step - 1, error)
             return None
@@ -194,7 +204,19 @@ class Profiler:
         if self._previous_handler is not None:
             signal.signal(signal.SIGUSR1, self._previous_handler)
             self._previous_handler = None
+        self._finish_analyses()
         return finished
+
+    def _finish_analyses(self) -> None:
+        """Let running analyses come to their end: a job that ends takes them with it."""
+        for analysis in self._analyses:
+            try:
+                analysis.wait(LAST_WAIT_S)
+            except subprocess.TimeoutExpired:
+                analysis.kill()
+                analysis.wait()
+                _log.warning("a profile was not analysed in time: ridge analyze %s", self._run_dir)
+        self._analyses.clear()
 
 
 def hlo_module_name(hlo: str) -> str:

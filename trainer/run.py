@@ -200,6 +200,7 @@ class _Session:
             restart=run.restart,
             hlo_text=train_step.as_text,
             step_time_s=timer.usual_step_s,
+            analyze=True,
         )
         profiler.install_signal()
         loop = Loop(

@@ -28,8 +28,13 @@ def _giga(value: float) -> str:
 @click.option("--device", "device_name", help="Device of the planner's catalogue, for the ceilings. Default: the one the profile names.")
 @click.option("--cluster", help="Cluster file or name: its links give the planned bandwidth of collectives.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many operations to list.")
+@click.option(
+    "--save", is_flag=True, help="Leave analysis.json and figures beside the profile and in TensorBoard, as a run does by itself."
+)
 @json_option
-def analyze_command(source: Path, capture: str | None, device_name: str | None, cluster: str | None, top: int, as_json: bool) -> None:
+def analyze_command(
+    source: Path, capture: str | None, device_name: str | None, cluster: str | None, top: int, save: bool, as_json: bool
+) -> None:
     """Account for the time of the steps in a captured profile.
 
     RUN_OR_PROFILE is a run directory, the directory of one capture, or an .xplane.pb file (several files in a directory: one per host).
@@ -44,6 +49,10 @@ def analyze_command(source: Path, capture: str | None, device_name: str | None, 
         hardware=None if device_name is None else hardware(device_name),
         planned_bandwidth=None if cluster is None else planned_bandwidth(cluster, found),
     )
+    if save:
+        from perf.trace.publish import publish
+
+        publish(analysis)
     report = to_json(analysis, top=max(top, 1))
     if as_json:
         print_json(report)

@@ -52,6 +52,8 @@ class Operation:
     """`compute` or `memory`."""
     source: str | None
     """`file:line`."""
+    dtype: str = ""
+    """Of the inputs of its products, as HLO writes it."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ def _operation(key: tuple[str, str, str, str], time_s: float, runs: float, progr
         None if least is None else least[0] * runs,
         None if least is None else least[1],
         source,
+        kernel.dtype,
     )
 
 
@@ -175,6 +178,12 @@ def _without_hlo(module: str, path: str, programs: Programs) -> tuple[str, str]:
     return scope(path) or OTHER, part_of(path)
 
 
+def peak_flops_of(hardware: Hardware, dtype: str) -> float | None:
+    """Return the datasheet peak in FLOP/s for products of an HLO dtype; None when the catalogue has none."""
+    name = "float8" if dtype.startswith("f8") else "float4" if dtype.startswith("f4") else DTYPES.get(dtype, "")
+    return hardware.peak_flops.get(name) or (hardware.peak_flops.get("float32") if dtype == "f32" else None)
+
+
 def _least(kernel: Kernel, hardware: Hardware | None) -> tuple[float, str] | None:
     """The least time of one run, and what binds."""
     if hardware is None:
@@ -182,8 +191,7 @@ def _least(kernel: Kernel, hardware: Hardware | None) -> tuple[float, str] | Non
     memory_s = kernel.bytes / hardware.memory_bandwidth_bytes_per_s
     if not kernel.flops:
         return memory_s, "memory"
-    dtype = "float8" if kernel.dtype.startswith("f8") else "float4" if kernel.dtype.startswith("f4") else DTYPES.get(kernel.dtype, "")
-    peak = hardware.peak_flops.get(dtype) or (hardware.peak_flops.get("float32") if kernel.dtype == "f32" else None)
+    peak = peak_flops_of(hardware, kernel.dtype)
     if peak is None:
         return None
     return max((memory_s, "memory"), (kernel.flops / peak, "compute"))
