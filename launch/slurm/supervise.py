@@ -11,9 +11,10 @@ from configs.cluster import SlurmConfig
 from launch import exit_codes
 
 QUICK_S = 600
-"""A start that fails within this time is followed by a pause before the next one, twice as long after each failure in a row."""
-PAUSE_S = 5
-FRUITLESS = 3
+"""A start that fails within this time is followed by a pause before the next one."""
+PAUSE_S = 10
+"""After the first failure; three times as long after each further one in a row. The job waits in the queue: no node is held."""
+FRUITLESS = 5
 """Failed starts in a row without a new checkpoint after which a job gives up: something is broken that no restart mends."""
 
 
@@ -21,11 +22,15 @@ def supervised_lines(stages: Sequence[str], slurm: SlurmConfig) -> list[str]:
     """Return the bash lines that run the stages one after another and decide what becomes of the job.
 
     Needs the variables RUN (run directory) and JOB (directory of the submission). The job's own SIGTERM goes to the ranks; this shell
-    outlives it. A job that was cancelled, or has reached its time limit, is no longer RUNNING to Slurm when its ranks have ended: it is not
-    requeued. A preempted job is RUNNING through its grace period, and ends as finished unless it requeues itself.
+    outlives it. A preempted job is RUNNING through its grace period, and so is one that is told of its time limit; one that was saving
+    beyond the limit is COMPLETING for the reason TimeLimit. Any other job that is not RUNNING when its ranks have ended was cancelled, or
+    Slurm puts it back itself.
     """
-    restartable = [exit_codes.HANG, exit_codes.LOST_PEER, exit_codes.BAD_NODE]
-    final = [exit_codes.USAGE, exit_codes.NUMERICAL_FAILURE, exit_codes.SAVE_FAILURE, exit_codes.INTERRUPTED]
+    return [*_run_lines(stages, slurm), "", *_requeue_lines(slurm)]
+
+
+def _run_lines(stages: Sequence[str], slurm: SlurmConfig) -> list[str]:
+    """Run the stages; find out how they ended and what Slurm thinks of the job."""
     return [
         "# What becomes of the job. Exit codes of ridge:",
         *(f"#   {line}" for line in exit_codes.table()),
@@ -39,42 +44,49 @@ def supervised_lines(stages: Sequence[str], slurm: SlurmConfig) -> list[str]:
         'printf \'{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\\n\' \\',
         '    "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$BEGIN" "$END" "$CODE" "${NEWEST##*/}" >> "$RUN/attempts.jsonl"',
         'SHOWN=$(scontrol show job --oneliner "$SLURM_JOB_ID")',
-        "STATE=$(grep -oE 'JobState=[A-Z_]+' <<< \"$SHOWN\" | cut -d= -f2)",
+        "STATE=$(grep -oE 'JobState=[A-Z_]+ Reason=[^ ]+' <<< \"$SHOWN\")",
         'say() { echo "ridge job: $*"; }',
-        "",
+    ]
+
+
+def _requeue_lines(slurm: SlurmConfig) -> list[str]:
+    """Decide by the exit code and Slurm's state, and requeue or not."""
+    lost = [exit_codes.HANG, exit_codes.LOST_PEER, exit_codes.BAD_NODE]
+    final = [exit_codes.USAGE, exit_codes.NUMERICAL_FAILURE, exit_codes.SAVE_FAILURE, exit_codes.INTERRUPTED]
+    return [
         'case "$CODE" in',
         '    0) say "done"; exit 0 ;;',
         f'    {"|".join(map(str, final))}) say "ended with $CODE: a restart would not mend it"; exit "$CODE" ;;',
         f'    {exit_codes.PREEMPTED}) say "saved and stopped as asked" ;;',
-        f'    {"|".join(map(str, restartable))}) say "ended with $CODE" ;;',
+        '    143) say "asked to stop before it could listen" ;;',
+        f'    {"|".join(map(str, lost))}) say "ended with $CODE" ;;',
         '    *) say "ended with $CODE: a rank or a node was lost" ;;',
         "esac",
         'if grep -q " Requeue=0 " <<< "$SHOWN"; then say "not to be requeued (ridge cancel, or slurm.requeue: false)"; exit "$CODE"; fi',
-        'if [ "$STATE" != RUNNING ]; then',
-        '    say "the job is $STATE to Slurm (cancelled, or out of time): not requeued here"; exit "$CODE"',
-        "fi",
+        'case "$STATE" in',
+        '    "JobState=RUNNING "*|*" Reason=TimeLimit") ;;',
+        '    *) say "cancelled, or requeued by Slurm ($STATE): not requeued here"; exit "$CODE" ;;',
+        "esac",
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {slurm.max_restarts} ]; then',
         f'    say "restarted {slurm.max_restarts} times, as often as slurm.max_restarts allows: giving up"; exit "$CODE"',
         "fi",
-        f'if [ "$CODE" -ne {exit_codes.PREEMPTED} ]; then',
-        "    # failed starts in a row that ended with the same newest checkpoint",
-        f'    FRUITLESS=$(tail -n {FRUITLESS} "$RUN/attempts.jsonl" | grep -v \'"exit_code": {exit_codes.PREEMPTED},\' \\',
-        '        | grep -cF "\\"checkpoint\\": \\"${NEWEST##*/}\\"")',
+        "PAUSE=0",
+        f'if [ "$CODE" -ne {exit_codes.PREEMPTED} ] && [ "$CODE" -ne 143 ]; then',
+        "    # failed starts of this job in a row that ended with the same newest checkpoint",
+        f'    FRUITLESS=$(grep -F "\\"job\\": $SLURM_JOB_ID," "$RUN/attempts.jsonl" | tail -n {FRUITLESS} \\',
+        f'        | grep -v \'"exit_code": {exit_codes.PREEMPTED},\' | grep -cF "\\"checkpoint\\": \\"${{NEWEST##*/}}\\"")',
         f'    if [ "$FRUITLESS" -ge {FRUITLESS} ]; then say "{FRUITLESS} failures without a new checkpoint: giving up"; exit "$CODE"; fi',
-        f"    if [ $((END - BEGIN)) -lt {QUICK_S} ]; then",
-        f"        PAUSE=$(({PAUSE_S} << FRUITLESS))",
-        '        say "failed after $((END - BEGIN)) s: pausing $PAUSE s"; sleep "$PAUSE"',
-        "    fi",
+        f"    [ $((END - BEGIN)) -lt {QUICK_S} ] && PAUSE=$(({PAUSE_S} * 3 ** (FRUITLESS - 1)))",
         "fi",
         "EXCLUDE=$(cut -d' ' -f1 \"$RUN/bad_nodes\" 2>/dev/null | sort -u | paste -sd, -)",
-        'say "requeueing${EXCLUDE:+ without $EXCLUDE}"',
-        'if [ -n "$EXCLUDE" ]; then',
-        "    # a running job's list cannot be changed: hold it, change it, let it go",
-        '    scontrol requeuehold "$SLURM_JOB_ID" && scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$EXCLUDE"',
-        '    scontrol release "$SLURM_JOB_ID"',
-        "else",
-        '    scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        "sleep 60                                        # Slurm ends this shell now",
+        'say "requeueing${EXCLUDE:+ without $EXCLUDE}, not before $PAUSE s from now"',
+        "trap '' TERM                                    # Slurm ends what is left of a requeued job: not before the last line",
+        'ME="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"  # an array\'s own id would requeue all of its tasks',
+        'ME="${ME:-$SLURM_JOB_ID}"',
+        'scontrol requeue "$ME" || exit "$CODE"',
+        "# only a job that waits can be changed, and this one waits at least until this script has ended",
+        '[ "$PAUSE" -gt 0 ] && scontrol update JobId="$ME" StartTime="now+$PAUSE"',
+        "ALREADY=$(grep -oE 'ExcNodeList=[^ ]+' <<< \"$SHOWN\" | cut -d= -f2 | grep -v null)",
+        '[ -n "$EXCLUDE" ] && scontrol update JobId="$ME" ExcNodeList="${ALREADY:+$ALREADY,}$EXCLUDE"',
         'exit "$CODE"',
     ]

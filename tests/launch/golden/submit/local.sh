@@ -69,41 +69,41 @@ NEWEST=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null |
 printf '{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\n' \
     "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$BEGIN" "$END" "$CODE" "${NEWEST##*/}" >> "$RUN/attempts.jsonl"
 SHOWN=$(scontrol show job --oneliner "$SLURM_JOB_ID")
-STATE=$(grep -oE 'JobState=[A-Z_]+' <<< "$SHOWN" | cut -d= -f2)
+STATE=$(grep -oE 'JobState=[A-Z_]+ Reason=[^ ]+' <<< "$SHOWN")
 say() { echo "ridge job: $*"; }
 
 case "$CODE" in
     0) say "done"; exit 0 ;;
     2|70|74|130) say "ended with $CODE: a restart would not mend it"; exit "$CODE" ;;
     75) say "saved and stopped as asked" ;;
+    143) say "asked to stop before it could listen" ;;
     71|72|73) say "ended with $CODE" ;;
     *) say "ended with $CODE: a rank or a node was lost" ;;
 esac
 if grep -q " Requeue=0 " <<< "$SHOWN"; then say "not to be requeued (ridge cancel, or slurm.requeue: false)"; exit "$CODE"; fi
-if [ "$STATE" != RUNNING ]; then
-    say "the job is $STATE to Slurm (cancelled, or out of time): not requeued here"; exit "$CODE"
-fi
+case "$STATE" in
+    "JobState=RUNNING "*|*" Reason=TimeLimit") ;;
+    *) say "cancelled, or requeued by Slurm ($STATE): not requeued here"; exit "$CODE" ;;
+esac
 if [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ]; then
     say "restarted 20 times, as often as slurm.max_restarts allows: giving up"; exit "$CODE"
 fi
-if [ "$CODE" -ne 75 ]; then
-    # failed starts in a row that ended with the same newest checkpoint
-    FRUITLESS=$(tail -n 3 "$RUN/attempts.jsonl" | grep -v '"exit_code": 75,' \
-        | grep -cF "\"checkpoint\": \"${NEWEST##*/}\"")
-    if [ "$FRUITLESS" -ge 3 ]; then say "3 failures without a new checkpoint: giving up"; exit "$CODE"; fi
-    if [ $((END - BEGIN)) -lt 600 ]; then
-        PAUSE=$((5 << FRUITLESS))
-        say "failed after $((END - BEGIN)) s: pausing $PAUSE s"; sleep "$PAUSE"
-    fi
+PAUSE=0
+if [ "$CODE" -ne 75 ] && [ "$CODE" -ne 143 ]; then
+    # failed starts of this job in a row that ended with the same newest checkpoint
+    FRUITLESS=$(grep -F "\"job\": $SLURM_JOB_ID," "$RUN/attempts.jsonl" | tail -n 5 \
+        | grep -v '"exit_code": 75,' | grep -cF "\"checkpoint\": \"${NEWEST##*/}\"")
+    if [ "$FRUITLESS" -ge 5 ]; then say "5 failures without a new checkpoint: giving up"; exit "$CODE"; fi
+    [ $((END - BEGIN)) -lt 600 ] && PAUSE=$((10 * 3 ** (FRUITLESS - 1)))
 fi
 EXCLUDE=$(cut -d' ' -f1 "$RUN/bad_nodes" 2>/dev/null | sort -u | paste -sd, -)
-say "requeueing${EXCLUDE:+ without $EXCLUDE}"
-if [ -n "$EXCLUDE" ]; then
-    # a running job's list cannot be changed: hold it, change it, let it go
-    scontrol requeuehold "$SLURM_JOB_ID" && scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$EXCLUDE"
-    scontrol release "$SLURM_JOB_ID"
-else
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-sleep 60                                        # Slurm ends this shell now
+say "requeueing${EXCLUDE:+ without $EXCLUDE}, not before $PAUSE s from now"
+trap '' TERM                                    # Slurm ends what is left of a requeued job: not before the last line
+ME="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"  # an array's own id would requeue all of its tasks
+ME="${ME:-$SLURM_JOB_ID}"
+scontrol requeue "$ME" || exit "$CODE"
+# only a job that waits can be changed, and this one waits at least until this script has ended
+[ "$PAUSE" -gt 0 ] && scontrol update JobId="$ME" StartTime="now+$PAUSE"
+ALREADY=$(grep -oE 'ExcNodeList=[^ ]+' <<< "$SHOWN" | cut -d= -f2 | grep -v null)
+[ -n "$EXCLUDE" ] && scontrol update JobId="$ME" ExcNodeList="${ALREADY:+$ALREADY,}$EXCLUDE"
 exit "$CODE"
