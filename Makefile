@@ -40,7 +40,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,parity]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,parity,aot]'
 	@touch $@
 
 install: $(VENV)/.installed  ## make .venv and install the package
