@@ -10,13 +10,11 @@ The schema is XSpace of openxla/xla, xla/tsl/profiler/protobuf/xplane.proto.
 
 from __future__ import annotations
 
-import functools
 import mmap
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -182,19 +180,15 @@ def _line(data: Buffer, start: int, end: int, reader: _Events) -> tuple[Line, in
     position = start
     while position < end:
         if data[position] == _EVENT:
-            stop = position
-            limit = min(end, position + BATCH_BYTES)
-            while stop < limit and data[stop] == _EVENT:
-                length = data[stop + 1] if stop + 1 < end else 0
-                if length < 128:
-                    stop += 2 + length
-                else:
-                    length, after = _varint(data, stop + 1)
-                    stop = after + length
-            if stop > end:
-                raise Damaged("it is cut off inside an event")
-            parts.append(reader.read(bytes(data[position:stop])))
-            position = stop
+            raw = bytes(data[position : min(end, position + BATCH_BYTES)])
+            starts, stops = _messages(raw)
+            if not starts:  # one event longer than a batch, or cut off
+                length, begin = _varint(data, position + 1)
+                if begin + length > end:
+                    raise Damaged("it is cut off inside an event")
+                raw, starts, stops = bytes(data[position : begin + length]), [begin - position], [begin + length - position]
+            parts.append(reader.read(raw, starts, stops))
+            position += stops[-1]
             continue
         number, _, begin, stop = next(_fields(data, position, end))
         if number == 2:
@@ -205,6 +199,26 @@ def _line(data: Buffer, start: int, end: int, reader: _Events) -> tuple[Line, in
             name = _text(data, begin, stop)
         position = stop
     return _joined(name, parts, reader.wanted), base_ns
+
+
+def _messages(raw: bytes) -> tuple[list[int], list[int]]:
+    """Find the events that follow each other at the start of `raw` and lie in it whole: where each begins and ends."""
+    starts: list[int] = []
+    stops: list[int] = []
+    position = 0
+    while position + 1 < len(raw) and raw[position] == _EVENT:
+        length, begin = raw[position + 1], position + 2
+        if length > 127:
+            try:
+                length, begin = _varint(raw, position + 1)
+            except Damaged:
+                break
+        position = begin + length
+        if position > len(raw):
+            break
+        starts.append(begin)
+        stops.append(position)
+    return starts, stops
 
 
 _EVENT = 0x22
@@ -223,69 +237,124 @@ class _Columns:
 
 
 class _Events:
-    """Parses batches of events of one plane."""
+    """Parses batches of events of one plane, all events of a batch at once."""
 
     def __init__(
         self, events: dict[int, str], stats: dict[int, str], wanted: frozenset[str], drop: Callable[[str], bool], strings: _Strings
     ) -> None:
         self.wanted = wanted
         self._stats = stats
-        self._slots = {key: name for key, name in stats.items() if name in wanted}
+        self._slots = {name: key for key, name in stats.items() if name in wanted}
         self._names = {key: strings(name) for key, name in events.items() if not drop(name)}
-        self._dropped = {key for key, name in events.items() if drop(name)}
+        self._dropped = np.array([key for key, name in events.items() if drop(name)], np.int64)
         self._strings = strings
-        self._cache: dict[bytes, int] = {}
-        self._line = _line_message()
+        self._references: dict[int, int] = {}
 
-    def read(self, raw: bytes) -> _Columns:
-        """Parse adjacent XLine.events fields."""
-        try:
-            events = self._line.FromString(raw).events
-        except Exception as error:  # protobuf's DecodeError, whose module is not typed
-            raise Damaged("it holds an event that cannot be parsed") from error
-        names: list[int] = []
-        starts: list[int] = []
-        durations: list[int] = []
-        stats: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self.wanted}
-        slots, cache, dropped, known = self._slots, self._cache, self._dropped, self._names
-        for event in events:
-            key = event.metadata_id
-            if key in dropped:
+    def read(self, raw: bytes, starts: list[int], stops: list[int]) -> _Columns:
+        """Parse XEvent messages that lie at `starts` to `stops` in `raw`."""
+        data = np.frombuffer(raw + bytes(_LONGEST_VARINT), np.uint8)
+        begin, end = np.array(starts, np.int64), np.array(stops, np.int64)
+        values = {number: np.zeros(len(begin), np.int64) for number in (1, 2, 3)}
+        found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        rows = np.arange(len(begin))
+        rows, position = rows[end > begin], begin[end > begin]
+        while len(rows):
+            tag, position = _varints(data, position)
+            wire, number = tag & 7, tag >> 3
+            if not np.isin(wire, (0, 1, 2, 5)).all():
+                raise Damaged("it holds an event that cannot be parsed")
+            value, after = _varints(data, position)
+            after = np.where(wire == 1, position + 8, np.where(wire == 5, position + 4, after))
+            after = np.where(wire == 2, after + np.clip(value, 0, len(data)), after)
+            if (after > end[rows]).any():
+                raise Damaged("it holds an event that cannot be parsed")
+            for field_number, column in values.items():
+                here = (number == field_number) & (wire == 0)
+                column[rows[here]] = value[here]
+            here = (number == 4) & (wire == 2)
+            found.append((rows[here], (after - value)[here], after[here]))
+            more = after < end[rows]
+            rows, position = rows[more], after[more]
+        keep = ~np.isin(values[1], self._dropped)
+        row_of = np.cumsum(keep) - 1
+        which, first, last = (np.concatenate([part[i] for part in found] or [np.zeros(0, np.int64)]) for i in range(3))
+        kept = keep[which]
+        stats = self._read_stats(raw, data, row_of[which[kept]], first[kept], last[kept])
+        names = _mapped(values[1][keep], lambda key: self._names[key] if key in self._names else self._nameless(key))
+        return _Columns(names.astype(np.int32), values[2][keep], values[3][keep], stats)
+
+    def _read_stats(
+        self, raw: bytes, data: np.ndarray, rows: np.ndarray, start: np.ndarray, stop: np.ndarray
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return for each wanted statistic the rows that have it and its values. Messages are at `start` to `stop`."""
+        usual = (stop > start) & (data[start] == _STAT_KEY)
+        key, after = _varints(data, np.where(usual, start + 1, start))
+        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for name, wanted in self._slots.items():
+            here = np.flatnonzero(usual & (key == wanted))
+            if not len(here):
                 continue
-            row = len(names)
-            names.append(known[key] if key in known else self._nameless(key))
-            starts.append(event.offset_ps)
-            durations.append(event.duration_ps)
-            for stat in event.stats:
-                which = stat[1] if len(stat) > 1 and stat[0] == 8 and stat[1] < 128 else _key(stat)
-                slot = slots.get(which)
-                if slot is None:
-                    continue
-                value = cache.get(stat)
-                if value is None:
-                    value = self._value(stat, slot)
-                rows, values = stats[slot]
-                rows.append(row)
-                values.append(value)
-        arrays = {name: (np.array(rows, np.int64), np.array(values, np.int64)) for name, (rows, values) in stats.items() if rows}
-        return _Columns(np.array(names, np.int32), np.array(starts, np.int64), np.array(durations, np.int64), arrays)
+            kind = data[after[here]]
+            value, end = _varints(data, after[here] + 1)
+            value = np.where(kind == _REFERENCE, _mapped(np.where(kind == _REFERENCE, value, 0), self._reference), value)
+            odd = (end != stop[here]) | ~np.isin(kind, (_REFERENCE, _UNSIGNED, _SIGNED))
+            for index in np.flatnonzero(odd).tolist():
+                at = here[index]
+                value[index] = self._value(raw[start[at] : stop[at]])
+            found[name] = (rows[here], value)
+        for at in np.flatnonzero(~usual).tolist():  # fields in another order: allowed, and written by nobody
+            stat_key, _ = _stat(raw[start[at] : stop[at]], self._stats)
+            name = self._stats.get(stat_key, "")
+            if name in self.wanted:
+                more = found.get(name, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
+                value = np.array([self._value(raw[start[at] : stop[at]])])
+                found[name] = (np.append(more[0], rows[at]), np.append(more[1], value))
+        return found
 
     def _nameless(self, key: int) -> int:
         """Events whose metadata the file lacks get their number for a name."""
         self._names[key] = self._strings(f"event {key}")
         return self._names[key]
 
-    def _value(self, stat: bytes, slot: str) -> int:
+    def _reference(self, key: int) -> int:
+        if key not in self._references:
+            self._references[key] = self._strings(self._stats.get(key, ""))
+        return self._references[key]
+
+    def _value(self, stat: bytes) -> int:
+        """Decode one statistic: texts become indices of strings, hashes keep their bits."""
         _, value = _stat(stat, self._stats)
         number = self._strings(value) if isinstance(value, str) else int(value)
-        number = (number + 2**63) % 2**64 - 2**63  # hashes are unsigned: keep their bits
-        if slot not in UNIQUE:
-            self._cache[stat] = number
-        return number
+        return (number + 2**63) % 2**64 - 2**63
 
 
-UNIQUE = frozenset({"correlation_id"})
-"""Statistics whose values do not repeat: remembering them would only cost memory."""
+_LONGEST_VARINT = 10
+_STAT_KEY, _UNSIGNED, _SIGNED, _REFERENCE = 0x08, 0x18, 0x20, 0x38
+"""Tags of XStat: metadata_id, uint64_value, int64_value, ref_value."""
+
+
+def _varints(data: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Read a varint at each position: values int64 [n] and the positions after them."""
+    byte = data[np.minimum(position, len(data) - 1)]
+    value = (byte & 127).astype(np.uint64)
+    after = position + 1
+    rows = np.flatnonzero(byte > 127)
+    shift = 7
+    while len(rows):
+        if shift > 63:
+            break  # ten bytes say no more than 64 bits; a longer one ends beyond its message, which is noticed there
+        byte = data[np.minimum(after[rows], len(data) - 1)]
+        value[rows] |= (byte & 127).astype(np.uint64) << np.uint64(shift)
+        after[rows] += 1
+        rows = rows[byte > 127]
+        shift += 7
+    return value.view(np.int64), after
+
+
+def _mapped(values: np.ndarray, function: Callable[[int], int]) -> np.ndarray:
+    """Apply a function to each value, once per distinct one: int64 [n]."""
+    distinct, inverse = np.unique(values, return_inverse=True)
+    return np.array([function(value) for value in distinct.tolist()], np.int64)[inverse] if len(values) else np.zeros(0, np.int64)
 
 
 def _joined(name: str, parts: list[_Columns], wanted: frozenset[str]) -> Line:
@@ -365,13 +434,6 @@ def _map_entry(data: Buffer, start: int, end: int) -> tuple[int, str]:
     return key, name
 
 
-def _key(stat: bytes) -> int:
-    for number, _, begin, _ in _fields(stat, 0, len(stat)):
-        if number == 1:
-            return _varint(stat, begin)[0]
-    return 0
-
-
 def _stat(stat: bytes, names: dict[int, str]) -> tuple[int, Value]:
     """Decode an XStat: key and value; a reference becomes the text it refers to."""
     key, value = 0, 0  # type: tuple[int, Value]
@@ -389,21 +451,3 @@ def _stat(stat: bytes, names: dict[int, str]) -> tuple[int, Value]:
         elif number == 7:
             value = names.get(_varint(stat, begin)[0], "")
     return key, value
-
-
-@functools.cache
-def _line_message() -> Any:
-    """The part of XLine that is parsed by protobuf: events with statistics left as bytes."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="ridgeline_xplane.proto", package="ridgeline", syntax="proto3")
-    event = file.message_type.add(name="Event")
-    for name, number in (("metadata_id", 1), ("offset_ps", 2), ("duration_ps", 3)):
-        event.field.add(name=name, number=number, type=kinds.TYPE_INT64, label=kinds.LABEL_OPTIONAL)
-    event.field.add(name="stats", number=4, type=kinds.TYPE_BYTES, label=kinds.LABEL_REPEATED)
-    line = file.message_type.add(name="Line")
-    line.field.add(name="events", number=4, type=kinds.TYPE_MESSAGE, type_name=".ridgeline.Event", label=kinds.LABEL_REPEATED)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("ridgeline.Line"))
