@@ -27,10 +27,14 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from configs.errors import UserError
 from perf.events import Event
+from perf.jsonl import read_jsonl
 from perf.timeline import Phase, phases
 
 CATEGORIES = (
@@ -133,6 +137,42 @@ class Waiting:
     """Wall clock: when the job was submitted, or the start before it ended."""
     restart: int
     """The start it ended with."""
+    granted_s: float | None = None
+    """When the job's script began: what is between that and the start is start-up (the preflight); None: not known, all of it is queue."""
+    previous_end_s: float | None = None
+    """When the job's script says that the start before ended: later than its last event where it was killed."""
+
+
+def queue_waits(run_dir: Path, events: Sequence[Event]) -> list[Waiting]:
+    """Find what each start waited for in Slurm's queue, from the submissions (slurm/jobs.jsonl) and the starts of the job script
+    (attempts.jsonl) that a run directory records; [] for a run that was never submitted.
+
+    A start that belongs to no submission waited for nobody. Raises UserError for a damaged record.
+    """
+    submitted = [
+        (str(record["job"]), datetime.fromisoformat(str(record["time"])).timestamp())
+        for record in _records(run_dir / "slurm" / "jobs.jsonl")
+    ]
+    attempts = sorted(_records(run_dir / "attempts.jsonl"), key=lambda record: float(record["begin"]))
+    starts: dict[int, float] = {}
+    for event in events:
+        if event.process == 0:
+            starts[event.restart] = min(starts.get(event.restart, event.time_s), event.time_s)
+    waits = []
+    for restart, start_s in starts.items():
+        # seconds are whole in the job's record
+        during = next((a for a in attempts if float(a["begin"]) - 1 <= start_s <= float(a["end"]) + 1), None)
+        before = [float(a["end"]) for a in attempts if float(a["end"]) <= start_s and (during is None or a["job"] == during["job"])]
+        asked = [time_s for job, time_s in submitted if time_s <= start_s and (during is None or job == str(during["job"]))]
+        since = [*before[-1:], *asked[-1:]]
+        if since:
+            granted_s = None if during is None else max(float(during["begin"]), max(since))
+            waits.append(Waiting(max(since), restart, granted_s, before[-1] if before else None))
+    return waits
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [record for _, record in read_jsonl(path)] if path.is_file() else []
 
 
 def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger:
@@ -151,17 +191,23 @@ def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger
         raise UserError("no events of process 0: the run never started, or its events.jsonl is lost")
     found = phases(mine)
     restarts = sorted({event.restart for event in mine})
-    waiting = {wait.restart: wait.start_s for wait in waits}
+    waiting = {wait.restart: wait for wait in waits}
     line: list[Stretch] = []
     for restart in restarts:
         log = [event for event in mine if event.restart == restart]
         start = _start_line(log, [phase for phase in found if phase.restart == restart])
         ended_s = line[-1].end_s if line else None
-        queued_s = waiting.get(restart)
-        if queued_s is not None:
-            begin_s = queued_s if ended_s is None else max(queued_s, ended_s)
-            if begin_s < start[0].start_s:
-                line.append(Stretch(begin_s, start[0].start_s, "queue", restart))
+        wait = waiting.get(restart)
+        if wait is not None:
+            if ended_s is not None and wait.previous_end_s is not None and ended_s < wait.previous_end_s <= start[0].start_s:
+                # a killed start worked on beyond its last event: nothing of that was kept
+                line.append(Stretch(ended_s, wait.previous_end_s, "lost" if line[-1].in_loop else "unexplained", line[-1].restart))
+            begin_s = wait.start_s if ended_s is None else max(wait.start_s, ended_s)
+            granted_s = _clip(start[0].start_s if wait.granted_s is None else wait.granted_s, begin_s, max(begin_s, start[0].start_s))
+            if begin_s < granted_s:
+                line.append(Stretch(begin_s, granted_s, "queue", restart))
+            if granted_s < start[0].start_s:
+                line.append(Stretch(granted_s, start[0].start_s, "startup", restart))
         line += start
     line, lost_steps = _with_losses(line, mine, found)
     return _ledger(line, mine, found, lost_steps, len(restarts))

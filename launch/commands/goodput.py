@@ -12,7 +12,7 @@ from configs.errors import UserError
 from launch.options import json_option
 from launch.tables import Column, print_json, print_table
 from perf.events import event_files, read_events
-from perf.goodput import Ledger, run_ledger
+from perf.goodput import Ledger, queue_waits, run_ledger
 from perf.progress import format_count, format_duration
 
 
@@ -27,7 +27,8 @@ def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bo
     Works while the run goes on, and on one that was killed. The parts sum to the wall time; goodput is the productive part of it.
     """
     record = read_run(run)
-    ledger = run_ledger(read_events(event_files(run)))
+    events = read_events(event_files(run))
+    ledger = run_ledger(events, queue_waits(run, events))
     devices = int(record["starts"][-1]["devices"]["count"])
     price_usd = price_of(cluster) if price_usd is None else price_usd
     report = describe(ledger, devices, price_usd)

@@ -12,7 +12,7 @@ from typing import Any
 from configs.load import from_resolved
 from configs.schema import Config
 from perf.events import Event, event_files, read_events
-from perf.goodput import Ledger, run_ledger
+from perf.goodput import Ledger, queue_waits, run_ledger
 from perf.metrics import percentile
 from perf.scaling import Study
 from perf.timeline import phases
@@ -94,7 +94,7 @@ def read_facts(run: Path, **more: Any) -> Facts:
       UserError: the run has no events, or a file of it is damaged.
     """
     events = read_events(event_files(run))
-    ledger = run_ledger(events)
+    ledger = run_ledger(events, queue_waits(run, events))
     found = phases(events)
     record = _json(run / "run.json") or {}
     config_file = run / "config.yaml"

@@ -1,6 +1,8 @@
 """The run ledger, from logs written by the event log itself with a clock that moves only when told."""
 
+import json
 import math
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.errors import UserError
 from perf.events import EventLog, event_file, read_events
-from perf.goodput import CATEGORIES, Waiting, run_ledger
+from perf.goodput import CATEGORIES, Waiting, queue_waits, run_ledger
 
 
 class Clock:
@@ -150,6 +152,23 @@ def test_time_in_the_queue_counts_and_time_between_starts_by_hand_does_not(tmp_p
     end_of_first_s = 1000.0 + 28.0
     assert queued.seconds["queue"] == pytest.approx(60.0 + 2000.0 - end_of_first_s)
     assert queued.wall_s == pytest.approx(by_hand.wall_s + queued.seconds["queue"])
+
+
+def test_queue_and_preflight_are_read_from_the_records_of_the_jobs(tmp_path):
+    killed_and_resumed(tmp_path)  # starts at 1000 and 2000, the first until 1028
+    (tmp_path / "slurm").mkdir()
+    submitted = datetime.fromtimestamp(900.0, UTC).isoformat()
+    (tmp_path / "slurm/jobs.jsonl").write_text(json.dumps({"job": "7", "time": submitted}) + "\n")
+    attempts = [{"job": 7, "begin": 990, "end": 1040, "exit_code": 137}, {"job": 7, "begin": 1995, "end": 2030, "exit_code": 0}]
+    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(attempt) + "\n" for attempt in attempts))
+    events = read_events(event_file(tmp_path, 0))
+    alone, ledger = run_ledger(events), run_ledger(events, queue_waits(tmp_path, events))
+    assert ledger.seconds["queue"] == pytest.approx((990 - 900) + (1995 - 1040))
+    assert ledger.seconds["startup"] - alone.seconds["startup"] == pytest.approx((1000 - 990) + (2000 - 1995))
+    assert ledger.seconds["lost"] - alone.seconds["lost"] == pytest.approx(1040 - 1028)  # killed 12 s after its last event
+    assert ledger.wall_s == pytest.approx(2024 - 900)  # no second is missing
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_s)
+    assert queue_waits(tmp_path / "elsewhere", events) == []
 
 
 def test_a_hang_is_cut_out_of_what_it_hung_in(tmp_path):
