@@ -76,16 +76,22 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
         click.echo(f"ridge: stopped: {error}; the last good checkpoint is intact", err=True)
         sys.exit(exit_codes.NUMERICAL_FAILURE)
     except CheckpointError as error:
+        if (why := lost_peer(error, here.processes)) is not None:  # a save that failed because a process went is no failure of the disk
+            _lost(why)
         click.echo(f"ridge: stopped: {error}", err=True)
         sys.exit(exit_codes.SAVE_FAILURE)
     except Exception as error:
         why = lost_peer(error, here.processes)
         if why is None:
             raise
-        click.echo(f"ridge: stopped: {why}; the last good checkpoint is intact", err=True)
-        _leave(exit_codes.LOST_PEER, 1, 1)
+        _lost(why)
     if stopped_by is not None:
         sys.exit(_stopped(stopped_by.name))
+
+
+def _lost(why: str) -> NoReturn:
+    click.echo(f"ridge: stopped: {why}; the last good checkpoint is intact", err=True)
+    _leave(exit_codes.LOST_PEER, 1, 1)
 
 
 def _stopped(name: str) -> int:
