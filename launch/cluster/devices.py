@@ -55,7 +55,7 @@ def choose(
             return _trouble(exit_codes.BAD_NODE, words)
         return LocalDevices(None, "no NVIDIA driver here: what JAX finds")
     tasks = local_processes or 1
-    if on_node is not None and present < on_node and not (shown is not None and present == len(_entries(shown))):
+    if on_node is not None and present < on_node and not (shown is not None and len(_entries(shown)) * tasks == on_node):
         return _trouble(exit_codes.BAD_NODE, f"this node shows {_gpus(present)}, the allocation has {on_node}: the node is short of GPUs")
     if shown is None:
         if on_node is not None and present > on_node:
