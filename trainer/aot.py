@@ -27,8 +27,11 @@ from planner.hardware import Hardware, hardware
 from trainer.gpu_target import target_config
 
 INSTALL = "pip install 'ridgeline[aot]'"
-NEEDED = ("nvidia.cuda_nvcc", "nvidia.cudnn", "nvidia.cublas")
+NEEDED = {"nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12", "nvidia.cudnn": "nvidia-cudnn-cu12", "nvidia.cublas": "nvidia-cublas-cu12"}
+"""Module to package. The CUDA 13 packages share one module, nvidia.cu13."""
 TIMEOUT_S = 1800.0
+BETWEEN = "---- ridge: end of a request ----\n"
+"""What the child writes into its log after each request."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +95,31 @@ def compile_ahead(request: Request, *, timeout_s: float = TIMEOUT_S) -> Compiled
     Raises:
       UserError: packages are missing; the config does not fit the mesh; the compiler failed or took too long.
     """
+    (result,) = compile_many([request], timeout_s=timeout_s)
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def compile_many(requests: Sequence[Request], *, timeout_s: float = TIMEOUT_S) -> list[Compiled | UserError]:
+    """Compile several requests in one process, which is started and loads JAX once; they must share their flags.
+
+    Returns one result or error per request. Raises UserError when packages are missing or all together take longer than timeout_s.
+    """
+    assert len({(request.xla_flags, request.optimization_level) for request in requests}) == 1, "flags belong to the process"
     check_packages()
     with _directory() as directory:
-        (directory / "config.yaml").write_text(to_yaml(request.config))
-        asked = {"device": request.device.name, "nodes": request.nodes, "devices_per_node": request.devices_per_node}
-        (directory / "request.json").write_text(json.dumps(asked))
+        for number, request in enumerate(requests):
+            place = directory / str(number)
+            place.mkdir()
+            (place / "config.yaml").write_text(to_yaml(request.config))
+            asked = {"device": request.device.name, "nodes": request.nodes, "devices_per_node": request.devices_per_node}
+            (place / "request.json").write_text(json.dumps(asked))
         with (directory / "log").open("wb") as log:
             try:
                 child = subprocess.run(
-                    [sys.executable, "-m", "trainer.aot_child", str(directory)],
-                    env=child_environment(os.environ, request, directory),
+                    [sys.executable, "-m", "trainer.aot_child", str(directory), str(len(requests))],
+                    env=child_environment(os.environ, requests[0], directory),
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -109,26 +127,32 @@ def compile_ahead(request: Request, *, timeout_s: float = TIMEOUT_S) -> Compiled
                     timeout=timeout_s,
                 )
             except subprocess.TimeoutExpired:
-                raise UserError(f"the compile took longer than {timeout_s:.0f} s and was ended") from None
+                raise UserError(f"the compile took longer than {timeout_s:g} s and was ended") from None
         text = (directory / "log").read_text(errors="replace")
-        if not (directory / "result.json").exists():
-            raise UserError(f"the compiler failed ({_ending(child.returncode)}): {_last_words(text)}")
-        result = json.loads((directory / "result.json").read_bytes())
-        if "error" in result:
-            raise UserError(result["error"])
-        return Compiled(
-            **result,
-            hlo_text=(directory / "step.hlo.txt").read_text(),
-            buffers_text=_dumped(directory, "*buffer-assignment.txt"),
-            live_ranges_text=_dumped(directory, "*live-range.txt"),
-            warnings=tuple(line.split("] ", 1)[-1] for line in text.splitlines() if "Can't reduce memory use below" in line),
-        )
+        logs = text.split(BETWEEN)
+        return [_collect(directory / str(n), child.returncode, logs[n] if n < len(logs) else logs[-1]) for n in range(len(requests))]
+
+
+def _collect(place: Path, exit_code: int, log: str) -> Compiled | UserError:
+    """Read what the child left of one request."""
+    if not (place / "result.json").exists():
+        return UserError(f"the compiler failed ({_ending(exit_code)}): {_last_words(log)}")
+    result = json.loads((place / "result.json").read_bytes())
+    if "error" in result:
+        return UserError(result["error"])
+    return Compiled(
+        **result,
+        hlo_text=(place / "step.hlo.txt").read_text(),
+        buffers_text=_dumped(place, "*buffer-assignment.txt"),
+        live_ranges_text=_dumped(place, "*live-range.txt"),
+        warnings=tuple(line.split("] ", 1)[-1] for line in log.splitlines() if "Can't reduce memory use below" in line),
+    )
 
 
 def check_packages() -> None:
     """Refuse to start without what XLA needs: without ptxas and libdevice it would crash instead of saying so. Raises UserError."""
     missing = [] if any(_found(f"jax_cuda{major}_plugin") for major in (12, 13)) else ["jax-cuda12-plugin"]
-    missing += [name for name in NEEDED if not _found(name) and not _found("nvidia.cu13")]
+    missing += [package for name, package in NEEDED.items() if not _found(name) and not _found("nvidia.cu13")]
     if not missing and tool_directory() is None:
         missing = ["ptxas"]
     if missing:
@@ -180,7 +204,7 @@ def _directory() -> Iterator[Path]:
 
 
 def _dumped(directory: Path, pattern: str) -> str | None:
-    files = sorted((directory / "dump").glob(pattern), key=lambda path: path.stat().st_size)
+    files = sorted(directory.glob(pattern), key=lambda path: path.stat().st_size)
     return files[-1].read_text() if files else None
 
 
@@ -198,5 +222,6 @@ def _ending(code: int) -> str:
 def _last_words(log: str) -> str:
     """Return the line of a crashed compiler that says most: an error of Python or XLA, else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    telling: Sequence[str] = [line for line in lines if "Error" in line or line.startswith("F0") or "Check failed" in line]
-    return (telling or lines or ["no output"])[-1][:400]
+    telling: Sequence[str] = [line for line in lines if "Error" in line or "Unknown flag" in line or "Check failed" in line]
+    unknown = [line for line in telling if "Unknown flag" in line]  # what follows says only that flags could not be read
+    return (unknown or telling or lines or ["no output"])[-1][:400]

@@ -1,12 +1,14 @@
-"""The process that compiles ahead of time: `python -m trainer.aot_child DIRECTORY`, started by trainer.aot.
+"""The process that compiles ahead of time: `python -m trainer.aot_child DIRECTORY COUNT`, started by trainer.aot.
 
-Reads request.json, writes result.json, step.hlo.txt and, through XLA's dump, the buffer assignment. It is a process of its own because
+In each of DIRECTORY/0, 1, ... it reads request.json and config.yaml, writes result.json, step.hlo.txt and, through XLA's dump, the buffer
+assignment. It is a process of its own because
 XLA aborts on what it cannot do (an unknown flag, no ptxas), and because its platform and flags must be set before JAX is imported.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,17 +17,24 @@ from typing import Any
 from configs.errors import UserError
 from configs.load import from_resolved
 from planner.hardware import hardware
+from trainer.aot import BETWEEN
 
 
-def main(directory: Path) -> int:
-    """Compile what request.json asks for. Returns 0, or 2 with the reason in result.json."""
-    request = json.loads((directory / "request.json").read_bytes())
-    try:
-        result = _compile(request, directory)
-    except UserError as error:
-        result = {"error": str(error)}
-    (directory / "result.json").write_text(json.dumps(result, indent=1))
-    return 2 if "error" in result else 0
+def main(directory: Path, count: int) -> int:
+    """Compile what each request.json asks for. Returns 0, or 2 with the reason in result.json of at least one."""
+    worst = 0
+    for place in (directory / str(number) for number in range(count)):
+        request = json.loads((place / "request.json").read_bytes())
+        try:
+            result = _compile(request, place)
+        except UserError as error:
+            result = {"error": str(error)}
+        for dumped in (directory / "dump").glob("*"):
+            dumped.rename(place / dumped.name)
+        (place / "result.json").write_text(json.dumps(result, indent=1))
+        os.write(2, BETWEEN.encode())  # past Python's buffer, as XLA's own lines
+        worst = max(worst, 2 if "error" in result else 0)
+    return worst
 
 
 def _compile(request: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -109,4 +118,4 @@ def _claim_gpu(capability: tuple[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

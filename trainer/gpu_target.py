@@ -39,8 +39,8 @@ _GENERATIONS = {
 }
 """First part of a catalogue name -> generation."""
 
-CUDNN_VERSION = (9, 10, 0)
-"""cuDNN that the target is said to have: what the CUDA wheels of jax 0.10 to 0.12 bring at least."""
+CUDNN_VERSION = (9, 11, 0)
+"""cuDNN that the target is said to have: the first whose attention runs on every GPU of the catalogue (compute capability 10.3 needs it)."""
 
 
 def compute_capability(hardware: Hardware) -> tuple[int, int]:

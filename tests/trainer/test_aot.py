@@ -1,0 +1,142 @@
+"""Real compiles for GPUs that are not here: sizes that must add up, every GPU of the catalogue, and each way it can fail."""
+
+import math
+import re
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from configs.errors import UserError
+from planner.hardware import catalogue, hardware
+from tests.trainer.gpu_models import cluster, small
+from trainer import aot
+from trainer.aot import Compiled, Request, compile_ahead, compile_many
+from trainer.gpu_target import compute_capability, target_config
+
+GPUS = [device.name for device in catalogue() if device.name != "cpu"]
+FSDP8 = ("mesh.fsdp=8", "compute.attention.backend=auto")
+
+
+@cache
+def compiled():
+    """The same small step on one device of every GPU, and over eight H100s, in one process."""
+    one = [Request.on(small("llama", "model.num_layers=1"), cluster(name, 1), 1) for name in GPUS]
+    results = compile_many([*one, Request.on(small("llama", *FSDP8), cluster(), 1)])
+    return dict(zip([*GPUS, "eight"], results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_of_the_catalogue_can_be_compiled_for(name):
+    result = compiled()[name]
+    assert isinstance(result, Compiled), result
+    assert result.peak_bytes > result.argument_bytes > 0
+    assert "is_scheduled=true" in result.hlo_text.splitlines()[0]
+
+
+@pytest.mark.slow
+def test_arguments_are_the_leaves_of_the_state_and_the_batch():
+    result = compiled()["eight"]
+    batch = 5 * 16 * 512 * 4 // 8
+    assert result.argument_bytes == sum(leaf["bytes"] for leaf in result.leaves) + batch
+    assert any(math.prod(leaf["local_shape"]) * 8 == math.prod(leaf["shape"]) for leaf in result.leaves)
+    assert result.output_bytes >= result.alias_bytes > 0.99 * sum(leaf["bytes"] for leaf in result.leaves)
+
+
+@pytest.mark.slow
+def test_peak_is_arguments_and_temporaries_together():
+    result = compiled()["eight"]
+    assert result.argument_bytes + 0.9 * result.temp_bytes < result.peak_bytes <= result.argument_bytes + 1.01 * result.temp_bytes
+
+
+@pytest.mark.slow
+def test_buffers_are_dumped_for_each_request_of_a_process():
+    texts = [result.live_ranges_text for result in compiled().values()]
+    assert all(texts) and len(set(texts)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eight", "h200-sxm", "a100-80gb", "b200"])
+def test_attention_is_cudnns_forward_and_backward(name):
+    calls = set(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', compiled()[name].hlo_text))
+    assert len(calls) == 2 and sum(call.endswith("Backward") for call in calls) == 1
+
+
+def test_targets_carry_the_figures_of_their_gpu():
+    for device in catalogue():
+        if device.name == "cpu":
+            continue
+        text = target_config(device)
+        assert f"device_memory_size: {device.memory_bytes}" in text and f"core_count: {device.cores}" in text
+    assert [compute_capability(hardware(name)) for name in ("a100-80gb", "h100-sxm", "b200", "b300")] == [(8, 0), (9, 0), (10, 0), (10, 3)]
+
+
+def test_a_cluster_of_cpus_cannot_be_compiled_for():
+    with pytest.raises(UserError, match="'cpu' cannot be compiled for ahead of time .*h100"):
+        Request.on(small("llama"), cluster("cpu", 1), 1)
+
+
+def test_more_nodes_than_the_cluster_has_are_refused():
+    with pytest.raises(UserError, match="--nodes 3: test has 2 nodes"):
+        Request.on(small("llama"), cluster(nodes=2), 3)
+
+
+@pytest.mark.slow
+def test_a_mesh_that_does_not_divide_says_so_and_spoils_no_other_request():
+    wrong = Request.on(small("llama", "mesh.fsdp=16"), cluster(), 1)
+    right = Request.on(small("gpt2", "mesh.fsdp=8", "model.num_layers=1"), cluster(), 1)
+    error, result = compile_many([wrong, right])
+    assert isinstance(error, UserError) and "16" in str(error) and "8 devices" in str(error) and "\n" not in str(error)
+    assert isinstance(result, Compiled)
+
+
+@pytest.mark.slow
+def test_a_crash_of_the_compiler_is_one_line_with_its_last_words():
+    request = replace(Request.on(small("llama", *FSDP8), cluster(), 1), xla_flags=("--xla_no_such_flag=1",))
+    with pytest.raises(UserError, match=r"the compiler failed \(.*xla_no_such_flag") as caught:
+        compile_ahead(request)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_compile_that_takes_too_long_is_ended():
+    with pytest.raises(UserError, match=r"longer than 0.5 s and was ended"):
+        compile_ahead(Request.on(small("llama", *FSDP8), cluster(), 1), timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "named"),
+    [
+        (("jax_cuda12_plugin", "jax_cuda13_plugin"), "jax-cuda12-plugin"),
+        (("nvidia.cudnn",), "nvidia-cudnn"),
+        (("nvidia.cublas", "nvidia.cuda_nvcc"), "nvidia-cublas"),
+    ],
+)
+def test_missing_packages_are_named_with_the_way_to_install_them(monkeypatch, hidden, named):
+    found = aot.find_spec
+    monkeypatch.setattr(aot, "find_spec", lambda name: None if name in (*hidden, "nvidia.cu13") else found(name))
+    with pytest.raises(UserError, match=rf"{named}.*ridgeline\[aot\]"):
+        aot.check_packages()
+
+
+def test_without_ptxas_nothing_is_started(monkeypatch):
+    monkeypatch.setattr(aot, "tool_directory", lambda: None)
+    with pytest.raises(UserError, match="ptxas"):
+        compile_ahead(Request.on(small("llama", *FSDP8), cluster(), 1))
+
+
+def test_the_childs_flags_are_the_requests_and_not_those_of_the_user(tmp_path):
+    request = replace(Request.on(small("llama"), cluster(), 1), xla_flags=("--xla_a=1",), optimization_level="O1")
+    env = aot.child_environment({"XLA_FLAGS": "--xla_b=1", "JAX_OPTIMIZATION_LEVEL": "O3", "PATH": "/bin"}, request, tmp_path)
+    assert "--xla_a=1" in env["XLA_FLAGS"] and "--xla_b" not in env["XLA_FLAGS"]
+    assert env["JAX_OPTIMIZATION_LEVEL"] == "O1" and env["JAX_PLATFORMS"] == "cpu"
+    assert Path(env["PATH"].split(":")[0], "ptxas").is_file()
+
+
+def test_the_parent_never_loads_jax():
+    import subprocess
+
+    code = "import sys, trainer.aot, trainer.aot_report; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
