@@ -1,0 +1,226 @@
+"""Runs of a tiny model on the Slurm of these tests, and how they are held against an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loaders.prepare import PrepareSettings, prepare
+from perf.events import Event, event_file, read_events
+
+STRIKE = Path(__file__).with_name("strike.py")
+RIDGE = Path(sys.executable).with_name("ridge")
+CONFIG = """\
+name: {name}
+run_dir: {run_dir}
+model: {{vocab_size: 258, num_layers: 1, embed_dim: 16, num_heads: 2, mlp_dim: 32, max_seq_len: 32}}
+precision: {{compute: float32}}
+data: {{train: [{{path: {corpus}/train}}], seq_len: 32, batch_size: 8}}
+evaluation: {{sets: {{held: {corpus}/held}}, every: 12, max_batches: 2}}
+trainer: {{steps: {steps}, log_every: 1}}
+checkpoint: {{every: 20}}
+logging: {{tensorboard: false}}
+runtime: {{rendezvous_timeout_s: 120}}
+"""
+
+
+@dataclass
+class Run:
+    """A run and the job that makes it."""
+
+    slurm: Any
+    directory: Path
+    job: str
+
+    @property
+    def log(self) -> str:
+        """What job and ranks printed."""
+        return "".join(path.read_text() for path in sorted(self.directory.glob("slurm/job-*.log")))
+
+    def events(self, process: int = 0) -> list[Event]:
+        path = event_file(self.directory, process)
+        return read_events(path) if path.exists() else []
+
+    def step(self) -> int:
+        """Return the last step logged."""
+        return max((event.fields["step"] for event in self.events() if event.kind == "step"), default=0)
+
+    def saved(self) -> int:
+        """Return the step of the newest checkpoint; 0 without."""
+        return max((int(path.name[5:]) for path in (self.directory / "checkpoints").glob("step_*") if path.name[5:].isdigit()), default=0)
+
+    def reaches(self, step: int, timeout_s: float = 300) -> None:
+        self.slurm.until(lambda: self.step() >= step, timeout_s, f"step {step}\n{self.log}")
+
+    def nodes(self) -> list[str]:
+        """Return the names of the job's nodes, now or when it ended."""
+        return self.slurm.run("scontrol", "show", "hostnames", self.slurm.job(self.job)["NodeList"]).stdout.split()
+
+    def nodes_once_running(self) -> list[str]:
+        self.slurm.wait_for_job(self.job, "RUNNING")
+        return self.nodes()
+
+    def restarts(self) -> int:
+        return int(self.slurm.job(self.job)["Restarts"])
+
+    def finishes(self, timeout_s: float = 400) -> None:
+        """Wait for the job; it must complete."""
+        state = self.slurm.wait_for_job(self.job, timeout_s=timeout_s)
+        assert state == "COMPLETED", self.log
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return every array of the newest checkpoint."""
+        return arrays(self.directory)
+
+    def is_struck_after(self, delay_s: float) -> None:
+        """Have Slurm signal the ranks once, so long after they were started (or as soon as they are)."""
+        self.slurm.until(lambda: f"{self.job}.0 " in self.slurm.run("squeue", "--steps", "-h", "-o", "%i ").stdout, 900, "a step")
+        time.sleep(delay_s)
+        self.slurm.run("scancel", "--signal=TERM", self.job, check=False)
+
+    def nothing_was_lost(self) -> None:
+        """Assert that every start went on from the last step the start before it had made."""
+        made = 0
+        for event in self.events():
+            if event.kind == "phase_end" and event.fields["phase"] == "restore":
+                assert event.fields["step"] == made, self.log
+            if event.kind == "step":
+                made = event.fields["step"]
+
+    def codes(self) -> list[int]:
+        """Return the exit codes of srun, by start, as the job script recorded them."""
+        return [json.loads(line)["exit_code"] for line in (self.directory / "attempts.jsonl").read_text().splitlines()]
+
+
+def prepare_corpus(directory: Path) -> Path:
+    """Prepare a tiny corpus with a held-out set; return the directory of both."""
+    (directory / "texts").mkdir()
+    for index in range(40):
+        (directory / f"texts/{index}.txt").write_text(f"def f{index}(x):\n    return x + {index}\n" * 30)
+    prepare(PrepareSettings((directory / "texts",), directory / "sets", "bytes", holdouts={"held": 0.25}, shards=2), workers=1)
+    return directory / "sets"
+
+
+def arrays(run_dir: Path) -> dict[str, np.ndarray]:
+    """Return every array of the newest checkpoint of a run directory, read without the mesh it was saved from."""
+    import tensorstore as ts
+
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    store = {"driver": "ocdbt", "base": f"file://{newest}/state/"}
+    keys = [key.decode() for key in ts.KvStore.open(store).result().list().result()]
+    names = [key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")]
+    specs = {name: {"driver": "zarr3", "kvstore": {**store, "path": f"{name}/"}} for name in names}
+    return {name: np.asarray(ts.open(spec).result().read().result()) for name, spec in specs.items()}
+
+
+def assert_bitwise_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    assert len(one) > 20
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name], err_msg=name)
+
+
+def environment() -> dict[str, str]:
+    """Return what this process's variables must not hand to a job: the virtual devices of the other tests."""
+    return {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+def write_config(directory: Path, corpus: Path, name: str, steps: int) -> Path:
+    path = directory / f"{name}.yaml"
+    path.write_text(CONFIG.format(name=name, run_dir=directory / name, corpus=corpus, steps=steps))
+    return path
+
+
+def interpreter(directory: Path, name: str, strikes: Sequence[Any] = (), pace_s: float = 0.0) -> Path:
+    """Write the `python` of a job's tasks: ours, with strike.py before its command."""
+    plan, python = directory / f"{name}.plan.json", directory / f"{name}.python"
+    plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s}))
+    python.write_text(
+        f'#!/bin/bash\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n'
+        f'exec {shlex.quote(sys.executable)} {shlex.quote(str(STRIKE))} {shlex.quote(str(plan))} "$@"\n'
+    )
+    python.chmod(0o755)
+    return python
+
+
+def strikes_made(directory: Path, name: str) -> list[str]:
+    """Return the places that were struck, in order."""
+    return [json.loads(line)["place"] for line in (directory / f"{name}.plan.strikes").read_text().splitlines()]
+
+
+def submit(
+    slurm: Any,
+    directory: Path,
+    corpus: Path,
+    name: str,
+    *,
+    steps: int,
+    nodes: int = 2,
+    minutes: str = "30",
+    strikes: Sequence[Any] = (),
+    pace_s: float = 0.0,
+    cluster: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+) -> Run:
+    """Submit a run with `ridge submit`."""
+    python = interpreter(directory, name, strikes, pace_s)
+    settings = [f"software.python={python}", *cluster]
+    told = slurm.run(
+        RIDGE,
+        "submit",
+        write_config(directory, corpus, name, steps),
+        *("-c", "local", "-N", nodes, "--time", minutes, "--no-preflight", "--json"),
+        *(part for setting in settings for part in ("--cluster-set", setting)),
+        *overrides,
+        env=environment(),
+        cwd=directory,
+    )
+    return Run(slurm, directory / name, json.loads(told.stdout)["job"])
+
+
+def sweep(slurm: Any, directory: Path, corpus: Path, name: str, *, count: int, steps: int, pace_s: float, at_once: int) -> list[Run]:
+    """Submit an array of runs on one node each with `ridge sweep`; they differ only in how many checkpoints they keep."""
+    python = interpreter(directory, name, (), pace_s)
+    config = write_config(directory, corpus, name, steps)
+    file = directory / f"{name}.sweep.yaml"
+    file.write_text(
+        f"name: {name}\nconfig: {config.name}\nmax_running: {at_once}\nset: {{run_dir: null}}\n"
+        f"grid: {{checkpoint.keep_last: {list(range(2, 2 + count))}}}\n"
+    )
+    told = slurm.run(
+        *(RIDGE, "sweep", file, "-c", "local", "--time", "30", "--no-preflight", "--json"),
+        *("--cluster-set", f"software.python={python}"),
+        env=environment(),
+        cwd=directory,
+    )
+    job = json.loads(told.stdout)["job"]
+    return [Run(slurm, directory / "runs" / name / f"{index:03d}", f"{job}_{index}") for index in range(count)]
+
+
+def ranks(run: Run) -> dict[int, int]:
+    """Return process -> pid of the current start."""
+    found = {}
+    for process in range(4):
+        opened = [event.fields["pid"] for event in run.events(process) if event.kind == "open"]
+        if opened and os.path.exists(f"/proc/{opened[-1]}"):
+            found[process] = opened[-1]
+    return found
+
+
+def lines_about(log: str, words: str) -> list[str]:
+    return [line for line in log.splitlines() if re.search(words, line)]
+
+
+def codes_said(log: str) -> list[int]:
+    """Return the exit codes of ranks that srun reported."""
+    return [int(code) for code in re.findall(r"Exited with exit code (\d+)", log)]

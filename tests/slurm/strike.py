@@ -1,0 +1,123 @@
+"""Runs `ridge` as a rank of a test, slowed down or struck at a chosen place: `python strike.py PLAN.json -m launch train ...`.
+
+Nothing of the project is replaced: its functions are wrapped, so that a signal arrives while a phase is at work. The plan holds `strikes`,
+by restart (null: none), and `pace_s`, a pause per step. A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as at a
+preemption), "rank" (one rank gets SIGTERM), or "never" (the rank never comes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ARRIVES_WITHIN_S = 3.0
+CALL = 5
+"""Places passed at each step are struck at this one."""
+
+
+class Strike:
+    """One strike of this start, in the rank it is for."""
+
+    def __init__(self, plan: dict[str, Any], record: Path) -> None:
+        restart, rank = int(os.environ.get("SLURM_RESTART_COUNT", "0")), int(os.environ.get("SLURM_PROCID", "0"))
+        strikes = plan["strikes"]
+        chosen = strikes[restart] if restart < len(strikes) else None
+        self.place, self.how, wanted = chosen or (None, None, None)
+        if wanted != rank:
+            self.place = None
+        self.restart, self.record = restart, record
+
+    def at(self, place: str) -> None:
+        """Strike once, and stay here until the signal has come."""
+        if place != self.place:
+            return
+        self.place = None
+        with self.record.open("a") as file:
+            file.write(json.dumps({"restart": self.restart, "place": place}) + "\n")
+        if self.how == "job":
+            subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=True)
+        elif self.how == "rank":
+            os.kill(os.getpid(), signal.SIGTERM)
+        end = time.monotonic() + ARRIVES_WITHIN_S
+        while self.how == "never" or time.monotonic() < end:
+            time.sleep(0.1)
+
+
+def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
+    """Call `before` before each call of a function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def install(strike: Strike, pace_s: float) -> None:
+    """Wrap the places a strike may happen at, without loading JAX."""
+    from perf.events import EventLog
+
+    wrap(importlib.import_module("launch.cluster.join"), "_roll_call", lambda: strike.at("rendezvous"))
+    phase = EventLog.phase
+
+    @contextlib.contextmanager
+    def struck_phase(self: EventLog, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        if name == "train":
+            install_loop(strike, pace_s)
+        with phase(self, name, **fields) as record:
+            strike.at(name)
+            yield record
+
+    EventLog.phase = struck_phase  # type: ignore[method-assign, assignment]
+
+
+def install_loop(strike: Strike, pace_s: float) -> None:
+    """Wrap the places of the loop: it is loaded by now."""
+    from trainer.loop import Loop
+
+    calls = {"data_wait": 0, "step": 0}
+
+    def count(place: str) -> None:
+        calls[place] += 1
+        if calls[place] == CALL:
+            strike.at(place)
+
+    wrap(Loop, "_begin", lambda: strike.at("first_step"))
+    take = Loop._next_batch
+
+    def slow(batches: Iterator[Any]) -> Iterator[Any]:
+        count("data_wait")
+        time.sleep(pace_s)
+        yield next(batches)
+
+    Loop._next_batch = lambda self, batches: take(self, slow(batches))  # type: ignore[method-assign]
+    wrap(Loop, "_read_pending", lambda: count("step"))
+
+
+def main() -> None:
+    """Run the command behind the plan."""
+    path = Path(sys.argv[1])
+    plan = json.loads(path.read_text())
+    sys.argv = ["ridge", *sys.argv[4:]]
+    strike = Strike(plan, path.with_suffix(".strikes"))
+    strike.at("start")
+    install(strike, plan["pace_s"])
+    from launch.cli import main as ridge
+
+    ridge()
+
+
+if __name__ == "__main__":
+    main()

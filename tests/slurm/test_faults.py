@@ -1,0 +1,87 @@
+"""Lost ranks and nodes on a real Slurm: the others end within a bounded time and say why, the job requeues and finishes, bitwise."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.exit_codes import DONE, HANG, LOST_PEER
+from tests.slurm import jobs
+
+STEPS, PACE_S = 100, 0.1
+WAIT_S = 15
+"""How long srun waits for the other ranks once one has ended."""
+WAIT = f"slurm.srun_options=[--wait={WAIT_S}]"
+GONE = "another process of the run is gone|another task died"
+"""Our words, or JAX's where its client of the coordination service ends the process first."""
+Arrays = Mapping[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.prepare_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def reference(slurm_session: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Arrays:
+    """What an uninterrupted run of two ranks ends with."""
+    run = jobs.submit(slurm_session, tmp_path_factory.mktemp("reference"), corpus, "reference", steps=STEPS)
+    run.finishes()
+    return run.arrays()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_other_of_a_killed_rank_ends_saying_so(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays, rank: int) -> None:
+    run = jobs.submit(slurm, tmp_path, corpus, "killed", steps=STEPS, pace_s=PACE_S, cluster=[WAIT])
+    run.reaches(30)
+    os.kill(jobs.ranks(run)[rank], signal.SIGKILL)
+    run.finishes()
+    assert run.restarts() == 1
+    said = jobs.lines_about(run.log, f"^{1 - rank}: .*({GONE})")
+    assert said, run.log
+    jobs.assert_bitwise_equal(run.arrays(), reference)
+
+
+def test_a_rank_that_is_alive_but_stuck_is_found_by_the_watchdog(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays) -> None:
+    overrides = ["trainer.hang_timeout_s=8"]
+    run = jobs.submit(slurm, tmp_path, corpus, "stuck", steps=STEPS, pace_s=PACE_S, cluster=[WAIT], overrides=overrides)
+    run.reaches(30)
+    os.kill(jobs.ranks(run)[1], signal.SIGSTOP)
+    run.finishes()
+    assert run.restarts() == 1
+    assert jobs.lines_about(run.log, "^0: .*hang: no progress for"), run.log
+    assert "Thread" in (run.directory / "stacks.0.txt").read_text()
+    assert [event.fields["phase"] for event in run.events() if event.kind == "hang"] == ["a step"]
+    assert HANG in jobs.codes_said(run.log)
+    jobs.assert_bitwise_equal(run.arrays(), reference)
+
+
+def test_a_node_that_goes_down_is_replaced(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays) -> None:
+    run = jobs.submit(slurm, tmp_path, corpus, "lost", steps=STEPS, pace_s=PACE_S, cluster=[WAIT])
+    run.reaches(30)
+    down = run.nodes()[1]
+    slurm.stop_node(down)
+    run.finishes()
+    assert run.restarts() >= 1
+    assert down not in run.nodes()
+    assert jobs.lines_about(run.log, "^0: ridge: stopped: another process of the run is gone"), run.log
+    jobs.assert_bitwise_equal(run.arrays(), reference)
+
+
+def test_a_rank_that_never_comes_is_named_by_its_host(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays) -> None:
+    overrides = ["runtime.rendezvous_timeout_s=30"]
+    strikes = [["start", "never", 1]]
+    run = jobs.submit(slurm, tmp_path, corpus, "absent", steps=STEPS, strikes=strikes, cluster=[WAIT], overrides=overrides)
+    first = run.nodes_once_running()
+    run.finishes()
+    assert run.restarts() == 1
+    assert LOST_PEER in jobs.codes_said(run.log)
+    assert jobs.lines_about(run.log, f"^0: ridge: stopped: .*{first[1]}"), run.log
+    assert run.codes()[-1] == DONE
+    jobs.assert_bitwise_equal(run.arrays(), reference)
