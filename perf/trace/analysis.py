@@ -17,7 +17,7 @@ from perf.trace.components import Component, Operation, components, operations
 from perf.trace.host import HostReport, causes, host_report
 from perf.trace.ledger import CAUSES, Activity, StepLedger, activity, step_ledgers
 from perf.trace.program import Programs, read_programs
-from perf.trace.read import Device, Host, read_hosts
+from perf.trace.read import Device, Host, Ops, read_hosts
 from perf.trace.steps import Windows, assign, find_markers
 from planner.hardware import Hardware, find_hardware
 
@@ -110,9 +110,13 @@ def analyze(capture: Capture, *, hardware: Hardware | None = None, planned_bandw
     ]
     steps = len(dict.fromkeys(ledger.step for ledger in ledgers))
     step_s = float(np.mean([ledger.total_s for ledger in ledgers]))
-    chosen = [[(_inside(s), s.kinds[_rows(s)]) for s in seen if s.host == i] for i in range(len(hosts))]
+    inside = [_inside(s) for s in seen]
+    chosen = [[part[:2] for s, part in zip(seen, inside, strict=True) if s.host == i] for i in range(len(hosts))]
     top = operations(hosts, chosen, programs, steps=steps, hardware=hardware)
-    members = [Member(s.host, s.label, _inside(s), s.kinds[_rows(s)], s.windows.step[s.windows.of_op[_rows(s)]], s.active) for s in seen]
+    members = [
+        Member(s.host, s.label, ops, found_kinds, s.windows.step[of_op], s.active)
+        for s, (ops, found_kinds, of_op) in zip(seen, inside, strict=True)
+    ]
     talk = communication(hosts, members, programs, steps=steps, step_s=step_s)
     if not programs.by_name:
         notes.append("no HLO beside the profile: no FLOPs, bytes or axes; opcodes are guessed from names")
@@ -166,14 +170,11 @@ def _leave_out_partial(seen: Sequence[_Seen]) -> list[str]:
     return [f"step {step} is only partly in the trace and left out" for step in sorted(cut)]
 
 
-def _rows(s: _Seen) -> np.ndarray:
-    """Operations of whole steps that count for something."""
+def _inside(s: _Seen) -> tuple[Ops, np.ndarray, np.ndarray]:
+    """Operations of whole steps that count for something, their kinds, and the index of their step."""
     of_op = s.windows.of_op
-    return np.flatnonzero((of_op >= 0) & s.whole[np.maximum(of_op, 0)] & (s.kinds != NOTHING))
-
-
-def _inside(s: _Seen) -> Any:
-    return s.device.ops.take(_rows(s))
+    rows = np.flatnonzero((of_op >= 0) & s.whole[np.maximum(of_op, 0)] & (s.kinds != NOTHING))
+    return s.device.ops.take(rows), s.kinds[rows], of_op[rows]
 
 
 def _host(host: Host, index: int, markers: Any, found: Mapping[str, np.ndarray], seen: Sequence[_Seen]) -> HostReport:

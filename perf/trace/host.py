@@ -171,15 +171,12 @@ def _launches(host: Host, start: int, end: int) -> int:
 
 def _queue(host: Host, start: int, end: int) -> tuple[float | None, float | None]:
     """Mean number of operations launched and not begun per device, and mean time they waited (Little's law joins the two)."""
-    launch: dict[int, int] = {}
-    for thread in host.threads:
-        rows = thread.correlation != MISSING
-        launch.update(zip(thread.correlation[rows].tolist(), thread.end[rows].tolist(), strict=True))
-    if not launch or end <= start:
+    launched = [(t.correlation[known], t.end[known]) for t in host.threads if (known := t.correlation != MISSING).any()]
+    if not launched or end <= start:
         return None, None
-    keys = np.fromiter(launch, np.int64, len(launch))
-    order = np.argsort(keys)
-    keys, times = keys[order], np.fromiter(launch.values(), np.int64, len(launch))[order]
+    keys, times = (np.concatenate([pair[i] for pair in launched]) for i in (0, 1))
+    order = np.argsort(keys, kind="stable")
+    keys, times = keys[order], times[order]
     waits: list[np.ndarray] = []
     for device in host.devices:
         ops = device.ops

@@ -58,6 +58,8 @@ class Ops:
 
     def take(self, rows: np.ndarray) -> Ops:
         """Return the operations of these rows (or of a mask)."""
+        if len(rows) == len(self) and (rows.all() if rows.dtype == bool else (rows[1:] > rows[:-1]).all()):
+            return self  # all of them, in order: a copy would only take memory
         return Ops(*(getattr(self, key)[rows] for key in self.__dataclass_fields__))
 
 
@@ -156,6 +158,7 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
                 host.threads.append(_events(line, rest))
             else:
                 host.threads.append(_events(line, np.ones(len(line.names), bool)))
+        plane.lines = [line for line in plane.lines if not gpus and "hlo_op" in line.stats]  # the rest is copied: let it go
     host.threads = [thread for thread in host.threads if len(thread)]
     if gpus:
         host.devices = [_gpu(ordinal, plane) for ordinal, plane in sorted(gpus, key=lambda pair: pair[0])]
@@ -176,6 +179,7 @@ def _gpu(ordinal: int, plane: Plane) -> Device:
     streams = [line for line in plane.lines if line.name.startswith("Stream")]
     lines = streams or [line for line in plane.lines if line.name == "XLA Ops"]
     model = plane.stats.get("gpu_device_name")
+    plane.lines = []
     return Device(ordinal, _ops(lines, [np.ones(len(line.names), bool) for line in lines]), None if model is None else str(model))
 
 
@@ -192,10 +196,10 @@ def _ops(lines: list[Line], masks: list[np.ndarray]) -> Ops:
     def stat(*keys: str) -> np.ndarray:
         columns = []
         for line, mask in zip(lines, masks, strict=True):
-            column = np.full(len(line.names), MISSING, np.int64)
+            column = np.full(len(line.names), MISSING, np.int32)
             for key in keys:
                 if key in line.stats:
-                    column = np.where(column == MISSING, line.stats[key], column)
+                    column = np.where(column == MISSING, line.stats[key], column)  # widens where it must
             columns.append(column[mask])
         return np.concatenate(columns) if columns else np.zeros(0, np.int64)
 
@@ -223,7 +227,7 @@ def _ops(lines: list[Line], masks: list[np.ndarray]) -> Ops:
 def _events(line: Line, mask: np.ndarray) -> Events:
     rows = np.flatnonzero(mask)
     rows = rows[np.argsort(line.start_ps[rows], kind="stable")]
-    missing = np.full(len(line.names), MISSING, np.int64)
+    missing = np.full(len(line.names), MISSING, np.int8)
     start = line.start_ps[rows]
     return Events(
         thread=line.name,

@@ -40,7 +40,7 @@ class Line:
     duration_ps: np.ndarray
     """int64 [n]."""
     stats: dict[str, np.ndarray]
-    """Statistic -> int64 [n]; texts are indices into Plane.strings; MISSING where an event has none."""
+    """Statistic -> int32 or int64 [n]; texts are indices into Plane.strings; MISSING where an event has none."""
 
 
 @dataclass
@@ -366,7 +366,8 @@ def _joined(name: str, parts: list[_Columns], wanted: frozenset[str]) -> Line:
     line = Line(name, column("names", np.int32), column("start_ps", np.int64), column("duration_ps", np.int64), {})
     for stat in wanted:
         if any(stat in part.stats for part in parts):
-            values = np.full(count, MISSING, np.int64)
+            small = all(len(f) == 0 or _fits(f) for part in parts for f in [part.stats.get(stat, (_NONE, _NONE))[1]])
+            values = np.full(count, MISSING, np.int32 if small else np.int64)
             first = 0
             for part in parts:
                 if stat in part.stats:
@@ -375,6 +376,14 @@ def _joined(name: str, parts: list[_Columns], wanted: frozenset[str]) -> Line:
                 first += len(part.names)
             line.stats[stat] = values
     return line
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _fits(values: np.ndarray) -> bool:
+    """Whether 32 bits hold all values; most are indices, and large traces have many."""
+    return bool(values.min() >= -(2**31) and values.max() < 2**31)
 
 
 def _fields(data: Buffer, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
