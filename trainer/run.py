@@ -93,6 +93,7 @@ def train(
             finally:
                 watchdog.close()
         except StopAsked as asked:
+            stop.give_up()
             events.emit("stopped_early", signal=asked.signal.name)
             raise
         finally:
@@ -150,7 +151,8 @@ class _Session:
             with self.events.phase("compile", program="train_step"):
                 programs = _in_thread(self._compile)
             _say_what_runs(config, self.parts, self.progress)
-        self.stop.saves_from_now()
+        with self.watchdog.phase("waiting for the other processes to compile"):
+            self.stop.begin_together()
         rows = local_rows(config.data.batch_size, self.parts.partitioner)
         loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows, start_step=start_step)
         try:

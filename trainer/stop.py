@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 FAREWELL = "nobody"
 """What ends the wait for news when a run ends."""
+_GO, _STOP = "go", "stop"
 WAIT_MS = 24 * 3600 * 1000
 END_S = 10.0
 AGREE_MS = 120_000
@@ -60,6 +61,8 @@ class Stop:
         self._agreed: signal.Signals | None = None
         self._shared = False
         self._end: Callable[[], None] = lambda: None
+        self._vote: Callable[[str], None] = lambda vote: None
+        self._votes: Callable[[], list[str]] = list
 
     def __call__(self) -> bool:
         """Tell whether this process was asked."""
@@ -80,10 +83,6 @@ class Stop:
     def say_through(self, say: Callable[[str], None]) -> None:
         """Print through something else from now on (a progress bar)."""
         self._say = say
-
-    def saves_from_now(self) -> None:
-        """Say from now on that a request leads to a save."""
-        self._saves = True
 
     def check(self) -> None:
         """Raise StopAsked when asked."""
@@ -125,8 +124,27 @@ class Stop:
             listener.join(END_S)
 
         self._end = end
+        self._vote = lambda vote: store.key_value_set(f"{prefix}/vote/{process}", vote)
+        self._votes = lambda: [store.blocking_key_value_get(f"{prefix}/vote/{other}", WAIT_MS) for other in range(processes)]
         if self.asked is not None:
             os.write(self._pipe[1], b"!")
+
+    def begin_together(self) -> None:
+        """Let all processes go on to the loop or none: raise StopAsked in all of them when any was asked to stop during start-up.
+
+        Otherwise one that leaves early would let the others wait for it in their first step. Every process calls this once, or `give_up`.
+        """
+        self._vote(_GO if self.asked is None else _STOP)
+        if _STOP in self._votes():
+            raise StopAsked(self.asked or signal.SIGTERM)
+        if not self._shared:
+            self.check()
+        self._saves = True
+
+    def give_up(self) -> None:
+        """Tell the others that this process leaves before the loop."""
+        with contextlib.suppress(Exception):  # it has voted, or the service is gone
+            self._vote(_STOP)
 
     def unshare(self) -> None:
         """Stop listening, before the coordination service goes: a thread that waited for it inside C++ would abort the process."""

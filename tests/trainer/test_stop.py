@@ -136,6 +136,41 @@ def test_a_request_that_came_before_sharing_is_told():
     pytest.fail("never agreed")
 
 
+@pytest.mark.parametrize("leaver", [None, 0, 2])
+def test_all_processes_begin_or_none(leaver):
+    """One is asked while it still compiles, and leaves; the others, which had not heard of it, do not go on without it."""
+    store, stops, outcomes = Store(), [Stop(say=lambda text: None) for _ in range(3)], {}
+    for process, one in enumerate(stops):
+        one.share(store, process, 3, "test")
+
+    def run(process):
+        if process == leaver:
+            stops[process].give_up()
+            outcomes[process] = "left"
+            return
+        try:
+            stops[process].begin_together()
+            outcomes[process] = "began"
+        except StopAsked:
+            outcomes[process] = "stopped"
+
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == {process: "began" if leaver is None else "left" if process == leaver else "stopped" for process in range(3)}
+    for one in stops:
+        one.unshare()
+
+
+def test_a_single_process_that_was_asked_does_not_begin(stop):
+    stop.begin_together()
+    kill_self()
+    with pytest.raises(StopAsked):
+        stop.begin_together()
+
+
 def test_the_end_of_a_run_ends_the_listeners_and_asks_nobody():
     store, stops = Store(), [Stop(say=lambda text: None) for _ in range(2)]
     for process, one in enumerate(stops):
