@@ -168,9 +168,10 @@ class _Plan:
         """Gradients of the biases of a block, which are summed in the compute dtype."""
         model, width = self.model, self.model.embed_dim
         size = (model.num_heads + 2 * model.kv_heads) * model.head_width // self.tensor if model.attention_bias else 0
-        size += width if model.output_bias else 0
-        size += (2 if model.gated_mlp else 1) * model.mlp_dim // self.tensor + width if model.mlp_bias else 0
-        return [self._item("biases", "backward", "all-reduce", self.over("data", "fsdp"), size * self.act)] if size else []
+        size += (2 if model.gated_mlp else 1) * model.mlp_dim // self.tensor if model.mlp_bias else 0
+        planned = [self._item("biases", "backward", "all-reduce", self.over("data", "fsdp"), size * self.act)] if size else []
+        updates = width * (model.output_bias + model.mlp_bias)  # added where tensor cuts the tokens
+        return planned + (self._replicated_gradient("biases of updates", updates * self.act) if updates else [])
 
     def recomputed(self) -> list[PlannedCollective]:
         """What the backward pass of a block gathers and reduces a second time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,39 +16,13 @@ from perf.hlo_buffers import Buffer, grouped, live_at_peak
 from perf.hlo_roofline import Kernel, kernels, total_flops
 from perf.hlo_schedule import Schedule, play
 from planner.calibration import Calibration, load_calibration
-from planner.collectives import PlannedCollective, as_compiled_for_gpu, planned_collectives
 from planner.communication import time_s
 from planner.hardware import Hardware, matmul_dtype
 from planner.links import Fabric
 from planner.memory import MemoryEstimate, memory_per_device
 from trainer.aot import Compiled, Request
-
-SMALL_BYTES = 1 << 18
-"""Collectives and differences below this are scalars, norms and counters: nobody plans them."""
-TOLERANCE = 0.01
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives of one kind over the same axes, inside the layers or outside, planned and compiled."""
-
-    where: str
-    """layer or once."""
-    kind: str
-    axes: tuple[str, ...]
-    planned_bytes: float
-    """Per step and device, all runs."""
-    compiled_bytes: float
-
-    @property
-    def excess_bytes(self) -> float:
-        """Compiled beyond planned."""
-        return self.compiled_bytes - self.planned_bytes
-
-    @property
-    def agrees(self) -> bool:
-        """Equal to the tolerance, small things aside."""
-        return abs(self.excess_bytes) <= max(SMALL_BYTES, TOLERANCE * self.planned_bytes)
+from trainer.reconcile import memory_rows, traffic_rows
+from trainer.traffic import SMALL_BYTES, Traffic, compare_traffic, unplanned
 
 
 @dataclass(frozen=True)
@@ -111,7 +85,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         estimate=estimate,
         collectives=found,
         traffic=traffic,
-        unplanned=_unplanned(config, compiled.mesh, found, traffic),
+        unplanned=unplanned(config, compiled.mesh, found, traffic),
         wide_gathers=_wide_gathers(config, found),
         buffers=grouped(live),
         kernels=launched,
@@ -152,61 +126,6 @@ def overlapped(collective: Collective) -> bool:
     return collective.asynchronous and collective.compute_between > 0
 
 
-def payload_bytes(collective: Collective) -> int:
-    """Bytes of a collective without the scalars XLA combined into it."""
-    return collective.bytes - 4 * sum(dims == () for dims in collective.operands)
-
-
-def compare_traffic(config: Config, sizes: Mapping[str, int], found: Sequence[Collective]) -> list[Traffic]:
-    """Add up planned and compiled bytes by kind and axes, inside the layers and outside them."""
-    loops = config.model.num_layers * config.trainer.accumulation
-    planned: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
-    compiled: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
-    for item in as_compiled_for_gpu(planned_collectives(config, sizes)):
-        planned[_where_planned(item), item.kind, item.axes] += float(item.bytes) * item.count
-    for c in found:
-        if payload_bytes(c) > 0:
-            compiled[_where(c, loops), c.kind, c.axes or ("?",)] += payload_bytes(c) * c.count
-    merged = _merge_places(planned, compiled)
-    return [Traffic(where, kind, axes, p, c) for (where, kind, axes), (p, c) in sorted(merged.items())]
-
-
-def _merge_places(
-    planned: Mapping[tuple[str, str, tuple[str, ...]], float], compiled: Mapping[tuple[str, str, tuple[str, ...]], float]
-) -> dict[tuple[str, str, tuple[str, ...]], tuple[float, float]]:
-    """Pair them; pipelined loops peel a layer or unroll it, so what is inside the layers is told by its count only when that is exact."""
-    result: dict[tuple[str, str, tuple[str, ...]], tuple[float, float]] = {}
-    for kind, axes in sorted({key[1:] for key in (*planned, *compiled)}):
-        parts = {w: (planned.get((w, kind, axes), 0.0), compiled.get((w, kind, axes), 0.0)) for w in ("layer", "once")}
-        if all(abs(p - c) <= max(SMALL_BYTES, TOLERANCE * p) for p, c in parts.values()):
-            result.update({(w, kind, axes): pair for w, pair in parts.items() if any(pair)})
-        else:
-            result["all", kind, axes] = (sum(p for p, _ in parts.values()), sum(c for _, c in parts.values()))
-    return result
-
-
-def _where_planned(item: PlannedCollective) -> str:
-    return "layer" if item.where == "layer" else "once"
-
-
-def _where(collective: Collective, loops: int) -> str:
-    return "layer" if collective.count == loops else "once"
-
-
-def _unplanned(config: Config, sizes: Mapping[str, int], found: Sequence[Collective], traffic: Sequence[Traffic]) -> list[Collective]:
-    """Of every kind and axes with more bytes than planned: the collectives that match no planned one, else the whole group."""
-    items = as_compiled_for_gpu(planned_collectives(config, sizes))
-    extra: list[Collective] = []
-    for row in traffic:
-        if row.agrees or row.excess_bytes <= 0:
-            continue
-        group = [c for c in found if c.kind == row.kind and (c.axes or ("?",)) == row.axes and payload_bytes(c) >= SMALL_BYTES]
-        sizes_planned = [item.bytes for item in items if item.kind == row.kind and item.axes == row.axes]
-        odd = [c for c in group if not any(abs(payload_bytes(c) - size) <= TOLERANCE * size for size in sizes_planned)]
-        extra += sorted(odd or group, key=lambda c: -c.total_bytes)
-    return extra
-
-
 def _wide_gathers(config: Config, found: Sequence[Collective]) -> list[Collective]:
     if config.precision.compute == "float32":
         return []
@@ -243,7 +162,8 @@ def report_json(report: Report) -> dict[str, Any]:
         "overlapped_share": report.overlapped_share,
         "unplanned": [collective_json(x) for x in report.unplanned],
         "full_precision_gathers": [collective_json(x) for x in report.wide_gathers],
-        "traffic": [vars(row) | {"axes": list(row.axes), "agrees": row.agrees} for row in report.traffic],
+        "memory": memory_rows(report.estimate, c.argument_bytes, c.temp_bytes),
+        "traffic": traffic_rows(report.traffic, report.collectives),
         "largest_buffers": [buffer_json(b) for b in report.buffers[:40]],
         "planned_memory": {
             "compiled_bytes": report.estimate.compiled_bytes,

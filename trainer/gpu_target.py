@@ -40,7 +40,7 @@ _GENERATIONS = {
 """First part of a catalogue name -> generation."""
 
 CUDNN_VERSION = (9, 11, 0)
-"""cuDNN that the target is said to have: the first whose attention runs on every GPU of the catalogue (compute capability 10.3 needs it)."""
+"""cuDNN that the target is said to have: the first whose attention runs on every GPU of the catalogue (B300 needs it)."""
 
 
 def compute_capability(hardware: Hardware) -> tuple[int, int]:

@@ -43,6 +43,7 @@ from trainer.grace import Grace
 from trainer.loop import Loader, Loop, Outcome
 from trainer.optimizers import build_optimizer
 from trainer.pretrained import holds_only_params, start_from
+from trainer.reconcile import record_plan
 from trainer.run_dir import RunDir, open_run_dir
 from trainer.schedules import build_schedule
 from trainer.state import ModelSpec, TrainState, abstract_state, init_state, model_spec
@@ -150,6 +151,7 @@ class _Session:
                 shutil.copytree(config.data.train[0].path / "tokenizer", self.run.path / "tokenizer", dirs_exist_ok=True)
             with self.events.phase("compile", program="train_step"):
                 programs = _in_thread(self._compile)
+            self._record_plan(programs[0])
             _say_what_runs(config, self.parts, self.progress)
         with self.watchdog.phase("waiting for the other processes to compile"):
             self.stop.begin_together()
@@ -179,6 +181,15 @@ class _Session:
         parts = self.parts
         step = parts.train_step.lower(parts.abstract, abstract_batch(self.config, parts.partitioner)).compile()
         return step, jax.jit(param_norm).lower(parts.abstract.params).compile()
+
+    def _record_plan(self, step: Any) -> None:
+        """Leave what was planned beside what was compiled in the run directory; a run does not end over it."""
+        if jax.process_index() == 0:
+            device = self.parts.mesh.devices.flat[0]
+            mesh, kind, gpu = dict(self.parts.mesh.shape), device.device_kind, device.platform == "gpu"
+            refusal = record_plan(self.run.path, self.config, mesh, step, device_kind=kind, gpu=gpu)
+            if refusal is not None:
+                self.progress.note(refusal)
 
     def _loop(self, train_step: Any, norm: Any, loader: Loader, state: TrainState, start_step: int) -> Outcome:
         config, parts, run, events, progress = self.config, self.parts, self.run, self.events, self.progress

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +14,7 @@ from launch.options import config_arguments, json_option
 from launch.tables import Column, print_json, print_table
 
 if TYPE_CHECKING:
+    from configs.schema import Config
     from trainer.aot_report import Report
 
 GB = 1e9
@@ -25,11 +27,11 @@ GB = 1e9
 @click.option(
     "--fail-if-memory-above", metavar="GB", type=click.FloatRange(min=0, min_open=True), help="Exit with 1 when a device needs more."
 )
-@click.option("--xla-flag", "xla_flags", metavar="--xla_...=V", multiple=True, help="Flag of XLA to compile with; repeatable.")
+@click.option("--xla-flag", "xla_flags", metavar="--xla_...=V", multiple=True, help="A flag of XLA beside those of the run; repeatable.")
 @click.option(
     "--optimization-level",
     type=click.Choice(["O0", "O1", "O2", "O3"]),
-    help="JAX_OPTIMIZATION_LEVEL; O1 pipelines collectives and takes more memory.",
+    help="JAX_OPTIMIZATION_LEVEL [default: that of a run]; O1 pipelines collectives and takes more memory.",
 )
 @click.option("--calibration", metavar="FILE", help="Rates measured by `ridge calibrate` [default: published ones].")
 @click.option("--hlo", type=click.Path(path_type=Path), help="Also write the compiled module's text to this file.")
@@ -61,7 +63,10 @@ def compile_command(
     from trainer.aot_report import build_report, report_json, smallest_change
 
     resolved, place = load(config, overrides).config, load_cluster(cluster).config
-    request = Request.on(resolved, place, nodes, xla_flags=xla_flags, optimization_level=optimization_level)
+    flags, level = flags_of_a_run(resolved, place.device)
+    own = {flag.split("=", 1)[0] for flag in xla_flags}
+    flags = (*(flag for flag in flags if flag.split("=", 1)[0] not in own), *xla_flags)
+    request = Request.on(resolved, place, nodes, xla_flags=flags, optimization_level=optimization_level or level)
     compiled = compile_ahead(request, timeout_s=timeout_s)
     report = build_report(request, place, compiled, load_calibration(calibration))
     change = None if report.fits else smallest_change(request, place, report)
@@ -71,7 +76,9 @@ def compile_command(
         except OSError as error:
             raise UserError(f"cannot write {hlo}: {error.strerror}") from None
     if as_json:
-        print_json(report_json(report) | {"smallest_change": change})
+        print_json(
+            report_json(report) | {"xla_flags": list(flags), "optimization_level": request.optimization_level, "smallest_change": change}
+        )
     else:
         print_report(report, change, resolved.name, place.name, nodes)
     needed = (compiled.peak_bytes + report.reserve_bytes) / GB
@@ -79,6 +86,18 @@ def compile_command(
         click.echo(f"ridge: {needed:.2f} GB per device are above the {fail_if_memory_above:g} GB allowed", err=True)
         return 1
     return 0
+
+
+def flags_of_a_run(config: Config, device: str) -> tuple[tuple[str, ...], str | None]:
+    """Return the XLA flags and the optimisation level that a run of this config on this device starts with (launch/environment.py)."""
+    from launch.environment import Host, choose, generation_of
+    from launch.xla_flags import unknown_flags
+    from planner.hardware import hardware
+
+    host = Host(generation_of(hardware(device).kinds[0]), importlib.metadata.version("jaxlib"), None)
+    chosen = choose(host, config, {}, unknown_flags)
+    flags = tuple(f"{s.name}={s.value}" for s in chosen if s.is_flag and s.chosen != "dropped")
+    return flags, next((s.value for s in chosen if s.name == "JAX_OPTIMIZATION_LEVEL"), None)
 
 
 def print_report(report: Report, change: list[str] | None, name: str, cluster: str, nodes: int) -> None:
@@ -101,18 +120,23 @@ def print_report(report: Report, change: list[str] | None, name: str, cluster: s
 
 
 def _print_memory(report: Report) -> None:
-    c, e = report.compiled, report.estimate
-    rows: list[dict[str, object]] = [
-        {"what": "arguments (state, batch)", "compiled": c.argument_bytes / GB, "planned": e.argument_bytes / GB},
-        {"what": "temporaries", "compiled": c.temp_bytes / GB, "planned": e.temp_bytes / GB},
-        {"what": "peak of the step", "compiled": c.peak_bytes / GB, "planned": e.compiled_bytes / GB},
-        {"what": "runtime (driver, communicators)", "compiled": None, "planned": report.reserve_bytes / GB},
-    ]
+    from trainer.reconcile import memory_rows
+
+    c = report.compiled
+    rows = [_in_gb(row) for row in memory_rows(report.estimate, c.argument_bytes, c.temp_bytes)]
+    rows.append(
+        {"what": "runtime (driver, communicators)", "planned": report.reserve_bytes / GB, "explanation": "not part of what is compiled"}
+    )
     number = "{:.2f}".format
-    print_table(["what", Column("compiled", format=number), Column("planned", format=number)], rows, title="memory per device, GB")
+    columns: list[Column | str] = ["what", Column("planned", format=number), Column("compiled", format=number), "explanation"]
+    print_table(columns, rows, title="memory per device, GB")
     needed = (c.peak_bytes + report.reserve_bytes) / GB
     verdict = "fits" if report.fits else f"DOES NOT FIT: {needed - report.capacity_bytes / GB:.2f} GB too much"
     print(f"needs {needed:.2f} GB of {report.capacity_bytes / GB:.2f} GB that may be used: {verdict}")
+
+
+def _in_gb(row: dict[str, Any]) -> dict[str, object]:
+    return row | {"planned": row["planned_bytes"] / GB, "compiled": row["compiled_bytes"] / GB}
 
 
 def _print_buffers(report: Report) -> None:
@@ -124,19 +148,18 @@ def _print_buffers(report: Report) -> None:
 
 
 def _print_collectives(report: Report) -> None:
-    rows = [
-        {
-            "where": row.where,
-            "kind": row.kind,
-            "axes": ",".join(row.axes),
-            "planned": row.planned_bytes / GB,
-            "compiled": row.compiled_bytes / GB,
-            "verdict": "as planned" if row.agrees else f"{row.excess_bytes / GB:+.3f} GB",
-        }
-        for row in report.traffic
-    ]
+    from trainer.reconcile import traffic_rows
+
+    rows = [_in_gb(row) | {"axes": ",".join(row["axes"])} for row in traffic_rows(report.traffic, report.collectives)]
     number = "{:.3f}".format
-    columns: list[Column | str] = ["where", "kind", "axes", Column("planned", format=number), Column("compiled", format=number), "verdict"]
+    columns: list[Column | str] = [
+        "where",
+        "kind",
+        "axes",
+        Column("planned", format=number),
+        Column("compiled", format=number),
+        "explanation",
+    ]
     print_table(columns, rows, title="collectives per step and device, GB")
     print(f"{report.overlapped_share:.1%} of the bytes have compute between start and done")
     for heading, found in (("not in the plan", report.unplanned), ("full precision where half would do", report.wide_gathers)):

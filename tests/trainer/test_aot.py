@@ -75,7 +75,7 @@ def test_targets_carry_the_figures_of_their_gpu():
 
 
 def test_a_cluster_of_cpus_cannot_be_compiled_for():
-    with pytest.raises(UserError, match="'cpu' cannot be compiled for ahead of time .*h100"):
+    with pytest.raises(UserError, match=r"'cpu' cannot be compiled for ahead of time .*h100"):
         Request.on(small("llama"), cluster("cpu", 1), 1)
 
 
