@@ -19,6 +19,8 @@ SETTLE_S = 3.0
 """After the first objection: time for others with the same trouble to be named in the same line."""
 LATE_S = 20.0
 """After a verdict against the start: time for processes still on their way to hear it."""
+LATE_STOPPED_S = 3.0
+"""The same when asked to stop: then the others usually are, too."""
 PROBE_S = 15.0
 NAMED = 8
 """At most so many processes or objections are named."""
@@ -109,7 +111,7 @@ class Server:
                 return missing
             if self.objections:
                 settle = now + SETTLE_S if settle is None else settle
-                if not missing or now >= settle:
+                if self._heard() >= self.card.processes or now >= settle:
                     return missing
             elif not missing:
                 return []
@@ -170,8 +172,11 @@ class Server:
         if verdict.ok:
             return
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(LATE_S, self.timeout_s)
-        while len(self.cards) < self.card.processes and loop.time() < deadline and not self.stop() and self.stopping is None:
+        begin = loop.time()
+        while self._heard() < self.card.processes:
+            late_s = LATE_STOPPED_S if self.stopping is not None or self.stop() else LATE_S
+            if loop.time() - begin >= min(late_s, self.timeout_s):
+                return
             await asyncio.sleep(TICK_S)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -243,6 +248,10 @@ class Server:
         code = max(code for code, _ in self.objections)
         words = list(dict.fromkeys(words for each, words in self.objections if each == code))
         return Verdict(False, _some(words, "; "), code)
+
+    def _heard(self) -> int:
+        """Count the processes that have reported, those refused included."""
+        return 1 + len(self.lines)
 
     def _here(self) -> str:
         return f"{len(self.cards)} of {self.card.processes} are here"
