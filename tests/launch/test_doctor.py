@@ -184,7 +184,7 @@ def test_a_process_that_dies_at_its_devices_is_named(tmp_path: Path, cpus: Path)
 @pytest.mark.slow
 def test_of_nodes_hanging_in_a_collective_the_one_that_stopped_is_named(tmp_path: Path, cpus: Path) -> None:
     body = "event == 'import' and args[0] == 'launch.preflight.collectives' and os.kill(os.getpid(), signal.SIGSTOP)"
-    codes, report, err = together(cpus, "--timeout", 20, planted={"n1": hook(tmp_path / "stops", body)})
+    codes, report, err = together(cpus, "--timeout", 45, planted={"n1": hook(tmp_path / "stops", body)})
     assert codes == [BAD_NODE] * 3, err
     assert list(report["unfit"]) == ["n1"]
     assert "no answer within" in report["unfit"]["n1"]
