@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +64,11 @@ def compile_command(
     from trainer.aot_report import build_report, report_json, smallest_change
 
     resolved, place = load(config, overrides).config, load_cluster(cluster).config
+    request = Request.on(resolved, place, nodes)  # refuses devices that cannot be compiled for
     flags, level = flags_of_a_run(resolved, place.device)
     own = {flag.split("=", 1)[0] for flag in xla_flags}
     flags = (*(flag for flag in flags if flag.split("=", 1)[0] not in own), *xla_flags)
-    request = Request.on(resolved, place, nodes, xla_flags=flags, optimization_level=optimization_level or level)
+    request = replace(request, xla_flags=flags, optimization_level=optimization_level or level)
     compiled = compile_ahead(request, timeout_s=timeout_s)
     report = build_report(request, place, compiled, load_calibration(calibration))
     change = None if report.fits else smallest_change(request, place, report)
