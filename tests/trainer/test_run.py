@@ -156,6 +156,8 @@ def test_a_run_directory_tells_what_was_run(whole: tuple[Config, dict[int, float
     assert start["devices"]["count"] == 8
     assert (directory / "tokenizer").is_dir()
     assert (directory / "config.yaml").is_file()
+    plan = json.loads((directory / "plan.json").read_text())
+    assert plan["memory_bytes"] > 0 and plan["communication"] and all(row["explanation"] for row in plan["memory"])
 
 
 def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, float]]) -> None:
