@@ -39,7 +39,7 @@ from trainer.agreement import coordination_client
 from trainer.batches import local_rows, to_global
 from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator
-from trainer.grace import Grace
+from trainer.grace import Grace, last_write_s
 from trainer.loop import Loader, Loop, Outcome
 from trainer.optimizers import build_optimizer
 from trainer.pretrained import holds_only_params, start_from
@@ -216,6 +216,8 @@ class _Session:
             analyze=True,
         )
         profiler.install_signal()
+        grace = Grace(self.grace_s, progress.note, self.checkpointer.last_write_s)
+        grace.begin(last_write_s(events.path))  # process 0 tells of saves, and prints
         loop = Loop(
             config=config,
             train_step=train_step,
@@ -232,7 +234,7 @@ class _Session:
             events=events,
             stop=self.stop,
             watchdog=self.watchdog,
-            grace=Grace(self.grace_s, progress.note, self.checkpointer.last_write_s),
+            grace=grace,
         )
         try:
             outcome = loop.run(state, start_step)
