@@ -1,0 +1,172 @@
+"""The variables and flags of a run: chosen with reasons, the user's own win, nothing that jaxlib does not know is passed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from configs.errors import UserError
+from configs.schema import Config
+from launch.cache_dir import check_cache_dir
+from launch.environment import GENERATIONS, Host, Setting, apply, choose, generation_of, gpu_generation, layer_bytes, lines
+from launch.xla_flags import split_flags, unknown_flags
+
+CONFIG = Config()
+WITH_CACHE = Config.model_validate({"runtime": {"compilation_cache": Path("cache")}, "compute": {"remat": {"policy": "full"}}})
+
+
+def knows_all(flags: Sequence[str]) -> list[str]:
+    return []
+
+
+def chosen(
+    generation: str | None, env: dict[str, str] | None = None, config: Config = CONFIG, cores: int | None = None
+) -> dict[str, Setting]:
+    host = Host(generation, "9.9", cores)  # type: ignore[arg-type]
+    return {setting.name: setting for setting in choose(host, config, env or {}, knows_all)}
+
+
+def test_every_setting_has_a_reason_and_a_lone_cpu_process_needs_none() -> None:
+    assert chosen(None) == {}
+    for generation, _ in GENERATIONS:
+        settings = chosen(generation, cores=8, config=WITH_CACHE)
+        assert all(len(setting.reason) > 20 for setting in settings.values())
+        text = lines(list(settings.values()))
+        assert len(text) == 1 + len(settings)
+
+
+def test_the_generation_decides() -> None:
+    assert chosen("hopper")["CUDA_DEVICE_MAX_CONNECTIONS"].value == "1"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in chosen("blackwell")
+    assert "JAX_OPTIMIZATION_LEVEL" in chosen("unknown")
+
+
+def test_fsdp_combines_the_collectives_of_one_layer() -> None:
+    name = "--xla_gpu_all_gather_combine_threshold_bytes"
+    assert int(chosen("hopper")[name].value) == layer_bytes(CONFIG)
+    assert name not in chosen("hopper", config=Config.model_validate({"mesh": {"fsdp": 1, "data": -1}}))
+
+
+def test_the_cache_and_rematerialisation_of_the_config_bring_their_settings() -> None:
+    settings = chosen("hopper", config=WITH_CACHE)
+    assert settings["--xla_disable_hlo_passes"].value == "rematerialization"
+    assert "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY" in settings
+    assert "--xla_disable_hlo_passes" not in chosen("hopper")
+
+
+def test_threads_follow_the_cores_of_a_process_that_shares_its_node() -> None:
+    assert {name: setting.value for name, setting in chosen(None, cores=3).items()} == {
+        "NPROC": "3",
+        "OMP_NUM_THREADS": "3",
+        "RAYON_NUM_THREADS": "3",
+    }
+    assert "NPROC" not in chosen("hopper", cores=3)
+
+
+def test_the_users_own_settings_win() -> None:
+    env = {"JAX_OPTIMIZATION_LEVEL": "O2", "XLA_FLAGS": "--xla_gpu_all_gather_combine_threshold_bytes=7 --xla_dump_to=/tmp/x"}
+    settings = chosen("hopper", env)
+    assert settings["JAX_OPTIMIZATION_LEVEL"] == Setting("JAX_OPTIMIZATION_LEVEL", "O2", "set in the environment", "user")
+    after = dict(env)
+    apply(list(settings.values()), after)
+    assert after["JAX_OPTIMIZATION_LEVEL"] == "O2"
+    flags = split_flags(after["XLA_FLAGS"])
+    assert "--xla_gpu_all_gather_combine_threshold_bytes=7" in flags
+    assert "--xla_dump_to=/tmp/x" in flags
+    assert sum("all_gather_combine" in flag for flag in flags) == 1
+    assert any("reduce_scatter_combine" in flag for flag in flags)
+
+
+def test_an_unknown_flag_is_dropped_with_a_warning_whoever_set_it() -> None:
+    env = {"XLA_FLAGS": "--xla_gone=true --xla_dump_to=/tmp/x"}
+    host = Host("hopper", "9.9", None)
+    settings = choose(host, CONFIG, env, lambda flags: [flag for flag in flags if "gone" in flag or "all_reduce" in flag])
+    apply(settings, env)
+    assert "gone" not in env["XLA_FLAGS"]
+    assert "all_reduce" not in env["XLA_FLAGS"]
+    assert "--xla_dump_to=/tmp/x" in env["XLA_FLAGS"]
+    text = "\n".join(lines(settings))
+    assert "--xla_gone=true" in text
+    assert "NOT PASSED: jaxlib 9.9 does not know it" in text
+
+
+def test_the_installed_jaxlib_is_asked_and_survives_what_we_choose() -> None:
+    ours = [f"{s.name}={s.value}" for s in chosen("hopper", config=WITH_CACHE).values() if s.is_flag]
+    assert unknown_flags([*ours, "--xla_gpu_enable_async_collectives=true", "--xla_never_was"]) == [
+        "--xla_gpu_enable_async_collectives=true",
+        "--xla_never_was",
+    ]
+    with pytest.raises(UserError, match="cannot read the value"):
+        unknown_flags(["--xla_gpu_enable_latency_hiding_scheduler=maybe"])
+
+
+@pytest.mark.parametrize(
+    ("model", "generation"),
+    [
+        ("NVIDIA H100 80GB HBM3", "hopper"),
+        ("NVIDIA H200", "hopper"),
+        ("NVIDIA GH200 480GB", "hopper"),
+        ("NVIDIA A100-SXM4-40GB", "ampere"),
+        ("NVIDIA A10G", "ampere"),
+        ("NVIDIA B200", "blackwell"),
+        ("NVIDIA GB200", "blackwell"),
+        ("NVIDIA L40S", "ada"),
+        ("NVIDIA GeForce RTX 4090", "ada"),
+        ("Tesla V100-SXM2-16GB", "volta"),
+        ("NVIDIA X900", "unknown"),
+    ],
+)
+def test_a_model_name_tells_the_generation(model: str, generation: str, tmp_path: Path) -> None:
+    assert generation_of(model) == generation
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 16\n")
+    assert gpu_generation(tmp_path) == generation
+
+
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    check_cache_dir(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    for mode in (0o770, 0o707, 0o777):
+        cache.chmod(mode)
+        with pytest.raises(UserError, match=rf"can be written by others \(mode {mode:o}\).*chmod go-w"):
+            check_cache_dir(cache)
+    cache.chmod(0o755)
+    check_cache_dir(cache)
+    if os.geteuid() == 0:
+        os.chown(cache, 1234, -1)
+    with pytest.raises(UserError, match=r"belongs to .* choose a directory of your own"):
+        check_cache_dir(cache, user=5678)
+
+
+def test_a_cache_that_anybody_can_replace_is_refused(tmp_path: Path) -> None:
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(UserError, match=r"everybody can replace it, since .*/open has mode 777"):
+        check_cache_dir(parent / "cache")
+    parent.chmod(0o1777)
+    check_cache_dir(parent / "cache")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file"):
+        check_cache_dir(tmp_path / "file")
+
+
+def test_a_run_with_flags_of_another_jaxlib_starts(tmp_path: Path) -> None:
+    code = (
+        "import sys; from configs.schema import Config; from launch import cluster, environment\n"
+        "here = cluster.describe({}, platform='cpu')\n"
+        "settings = environment.prepare(Config.model_validate({'runtime': {'platform': 'cpu'}}), here)\n"
+        "assert 'jax' not in sys.modules\n"
+        "import jax; print(jax.device_count(), *environment.lines(settings), sep='\\n')"
+    )
+    env = {**os.environ, "XLA_FLAGS": "--xla_gpu_graph_level=0 --xla_force_host_platform_device_count=3", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3\n")
+    assert "NOT PASSED" in done.stdout

@@ -1,0 +1,188 @@
+"""`ridge launch`, and the roll call of real processes: one run of several processes, and every way it must not start."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import exit_codes, local
+from launch.cluster.devices import VISIBLE
+from loaders.prepare import PrepareSettings, prepare
+from perf.events import event_file, read_events
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """\
+name: launch
+run_dir: {run_dir}
+model: {{vocab_size: 258, num_layers: 1, embed_dim: 16, num_heads: 2, mlp_dim: 32, max_seq_len: 32}}
+precision: {{compute: float32}}
+data: {{train: [{{path: {corpus}}}], seq_len: 32, batch_size: 8}}
+trainer: {{steps: 4, log_every: 1}}
+checkpoint: {{every: 0, final: false}}
+logging: {{tensorboard: false}}
+runtime: {{platform: cpu, cpu_devices: 2, rendezvous_timeout_s: 60}}
+"""
+ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("corpus")
+    (directory / "text.txt").write_text((ROOT / "launch" / "cli.py").read_text())
+    prepare(PrepareSettings((directory / "text.txt",), directory / "c", "bytes"), workers=1)
+    return directory / "c"
+
+
+@pytest.fixture
+def config(corpus: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG.format(run_dir=tmp_path / "run", corpus=corpus))
+    return file
+
+
+def ridge(*words: object, env: Mapping[str, str] = ENV, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launch", *map(str, words)]
+    return subprocess.Popen(command, env=env, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def train(config: Path, processes: int, process: int, port: int, *more: str, **options: Any) -> subprocess.Popen[str]:
+    place = ["--coordinator", f"127.0.0.1:{port}", "--processes", processes, "--process", process]
+    return ridge("train", config, *place, *more, **options)
+
+
+def ends(processes: Sequence[subprocess.Popen[str]], code: int, words: str) -> None:
+    """Expect all processes to end with a code, each saying the words in one line."""
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(outputs)
+    for output in outputs:
+        said = [line for line in output.splitlines() if words in line]
+        assert len(said) == 1, output
+        assert "Traceback" not in output
+
+
+def test_two_local_processes_train_as_one_and_record_how_they_met(config: Path, tmp_path: Path) -> None:
+    both = ridge("launch", "--processes", "2", config)
+    output = both.communicate(timeout=240)[0]
+    assert both.returncode == 0, output
+    assert "0: step 4/4" in output
+    assert "1: step" not in output
+    single = ridge("train", config, f"run_dir={tmp_path / 'single'}", "runtime.cpu_devices=4")
+    assert single.communicate(timeout=240)[0] and single.returncode == 0
+    runs = [read_events(event_file(tmp_path / name, 0)) for name in ("run", "single")]
+    losses = [[event.fields["loss"] for event in events if event.kind == "step"] for events in runs]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+    events = runs[0]
+    (met,) = [event.fields for event in events if event.kind == "cluster"]
+    assert met["described"]["processes"] == 2
+    assert met["described"]["derivations"]["processes"] == "--processes"
+    assert met["joined"]["coordinator"].startswith("127.0.0.1:")
+    (environment,) = [event.fields for event in events if event.kind == "environment"]
+    assert {setting["name"] for setting in environment["settings"]} >= {"OMP_NUM_THREADS", "NPROC"}
+    assert [event.fields["phase"] for event in events if event.kind == "phase_total"][:3] == ["launch", "rendezvous", "launch"]
+
+
+def test_a_missing_process_ends_the_others_with_its_name(config: Path) -> None:
+    port = local.free_port()
+    ends(
+        [train(config, 3, process, port, "runtime.rendezvous_timeout_s=4") for process in (0, 2)],
+        exit_codes.LOST_PEER,
+        "ridge: stopped: process 1 has not come within 4 s; 2 of 3 are here",
+    )
+
+
+def test_no_process_0_is_said_with_what_was_tried(config: Path) -> None:
+    ends(
+        [train(config, 2, 1, local.free_port(), "runtime.rendezvous_timeout_s=2")],
+        exit_codes.LOST_PEER,
+        "could not reach process 0 at 127.0.0.1",
+    )
+
+
+def test_other_settings_or_code_in_one_process_are_refused_by_all(config: Path, tmp_path: Path) -> None:
+    port = local.free_port()
+    ends(
+        [train(config, 2, process, port, f"trainer.steps={4 + process}") for process in range(2)],
+        exit_codes.USAGE,
+        "config trainer.steps is 4 on process 0 on",
+    )
+    for room in ("configs", "planner", "sharding", "models", "loaders", "perf", "trainer", "launch"):
+        shutil.copytree(ROOT / room, tmp_path / "other" / room, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "other" / "trainer" / "loop.py").open("a").write("\n# changed\n")
+    port = local.free_port()
+    ends(
+        [train(config, 2, 0, port), train(config, 2, 1, port, cwd=tmp_path / "other")],
+        exit_codes.USAGE,
+        f"code differs: {ROOT} on process 0",
+    )
+
+
+def test_processes_whose_devices_do_not_fit_the_mesh_are_refused_by_all(config: Path) -> None:
+    port = local.free_port()
+    ends([train(config, 2, process, port, "mesh.fsdp=8") for process in range(2)], exit_codes.USAGE, "2 processes bring 4 devices (2 each)")
+
+
+def test_a_sigterm_while_waiting_ends_at_once_as_preempted(config: Path) -> None:
+    process = train(config, 2, 0, local.free_port(), "runtime.rendezvous_timeout_s=600")
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "waiting for 1 of 2 processes: process 1" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    assert process.wait(60) == exit_codes.PREEMPTED, "".join(lines) + process.stdout.read()
+
+
+def group(*codes: str, out: io.StringIO | None = None) -> local.Group:
+    return local.Group([[sys.executable, "-c", code] for code in codes], [os.environ] * len(codes), out or io.StringIO())
+
+
+def test_the_first_failure_ends_the_others_and_is_the_code() -> None:
+    out = io.StringIO()
+    stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('stuck', flush=True); time.sleep(600)"
+    begin = time.monotonic()
+    ended = group("import time; time.sleep(0.5); raise SystemExit(72)", stuck, "import time; time.sleep(600)", out=out).wait(grace_s=1.0)
+    assert (ended.code, ended.culprit) == (72, 0)
+    assert time.monotonic() - begin < 60
+    assert "1: stuck\n" in out.getvalue()
+    assert "process 0 ended with 72" in out.getvalue()
+
+
+def test_a_killed_process_has_the_shells_code() -> None:
+    ended = group("import os; os.kill(os.getpid(), 9)", "import time; time.sleep(600)").wait(grace_s=0.2)
+    assert (ended.code, ended.culprit) == (137, 0)
+
+
+def test_all_well_is_0() -> None:
+    assert group("print(1)", "print(2)").wait() == local.Ended(0)
+
+
+def test_signals_go_to_all() -> None:
+    out = io.StringIO()
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('ready', flush=True); time.sleep(600)"
+    running = group(code, code, out=out)
+    end = time.monotonic() + 60
+    while out.getvalue().count("ready") < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert running.wait() == local.Ended(75)
+
+
+def test_gpus_are_shared_evenly() -> None:
+    assert [env[VISIBLE] for env in local.environments(2, {}, 4)] == ["0,1", "2,3"]
+    assert [env[VISIBLE] for env in local.environments(2, {VISIBLE: "5,7"}, 8)] == ["5", "7"]
+    assert VISIBLE not in local.environments(2, {}, None)[0]
+    with pytest.raises(ValueError, match="4 GPUs do not divide over 3 processes"):
+        local.environments(3, {}, 4)
