@@ -13,7 +13,7 @@ ARGS   ?=
 # What a new Python or JAX has broken or may break first, in about two minutes: settings, data, checkpoints, a run and its evaluation,
 # gradients on a mesh, what XLA makes of the step, traces, the terminal. `make test-newest NEWEST_TESTS=tests` runs all.
 NEWEST_VENV  := .venv-newest
-NEWEST_TESTS := tests/configs tests/planner tests/perf \
+NEWEST_TESTS := tests/configs tests/planner tests/perf --ignore tests/planner/test_collectives_gpu.py --ignore tests/planner/test_memory_live.py \
   $(addprefix tests/sharding/test_,mesh.py rules.py partition.py collective_budget.py) \
   tests/sharding/test_equality.py::test_other_rules_equal_one_device \
   $(addprefix tests/models/test_,loss.py remat.py convert.py) \
@@ -24,7 +24,7 @@ NEWEST_TESTS := tests/configs tests/planner tests/perf \
   $(addprefix tests/launch/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slurm test-newest lint format types check-layers bench clean install run-newest
+.PHONY: test-again test-slurm-again help quickstart test test-slurm test-newest lint format types check-layers bench clean install run-newest
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -64,6 +64,10 @@ test-newest:  ## a quick part of the suite on the newest Python found, with the 
 	  [ "$$($(NEWEST_VENV)/bin/python -V 2>&1)" = "$$($$python -V)" ] || "$$python" -m venv --clear $(NEWEST_VENV) || exit; \
 	  $(MAKE) --no-print-directory VENV=$(NEWEST_VENV) PYTHON="$$python" run-newest; \
 	fi
+
+# What failed last, alone and one after another: real processes, browsers and clusters on a busy machine sometimes miss a deadline.
+test-again test-slurm-again: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:xdist --last-failed --last-failed-no-failures none $(if $(findstring slurm,$@),,--ignore tests/slurm) tests$(if $(findstring slurm,$@),/slurm)
 
 run-newest: $(VENV)/.installed-newest
 	$(BIN)/python -c 'from importlib.metadata import version as v; print("jax", v("jax"), "flax", v("flax"), "numpy", v("numpy"))'

@@ -25,7 +25,8 @@ def test_rows_compiled_again_are_what_the_table_says_and_within_five_percent_of_
     rows = [row(model) for model in AGAIN]
     meshes = [[f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **case["mesh"]}.items()] for case in rows]
     configs = [
-        load(case["config"], (*case["overrides"], *mesh, "precision.compute=bfloat16")).config for case, mesh in zip(rows, meshes, strict=True)
+        load(case["config"], (*case["overrides"], *mesh, "precision.compute=bfloat16")).config
+        for case, mesh in zip(rows, meshes, strict=True)
     ]
     requests = [
         Request.on(config, cluster(), AGAIN[model] // 8, optimization_level="O1") for model, config in zip(AGAIN, configs, strict=True)
