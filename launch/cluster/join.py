@@ -19,6 +19,8 @@ from launch.cluster.card import Card, make_card
 from launch.cluster.detect import LAST_PORT, PORT_TRIES, Cluster
 from launch.cluster.rollcall import Stopped, Verdict
 
+DOCUMENTATION = "198.51.100.1"
+"""Nobody has this address (RFC 5737): the route to it is the default route."""
 HEARTBEAT_S = 100
 CONNECT_JAX_S = 120
 """Everybody has just tried this port, so two minutes are for a slow machine, not for hope."""
@@ -159,13 +161,11 @@ def own_addresses(cluster: Cluster) -> list[str]:
     Raises ClusterError when this host has none of the coordinator's addresses.
     """
     own = [address for address in cluster.addresses if network.is_own(address)]
-    others = {host for host in cluster.hosts if host not in (None, cluster.coordinator)}
-    if all(network.is_loopback(address) for address in own) and (others or not own):
-        for host in sorted(other for other in others if other is not None)[:1]:
-            for address in network.resolve(host):
-                found = None if network.is_loopback(address) else network.address_towards(address)
-                if found is not None and found not in own and not network.is_loopback(found):
-                    own.append(found)
+    if all(network.is_loopback(address) for address in own):
+        for address in _addresses_elsewhere(cluster):
+            found = network.address_towards(address)
+            if found is not None and found not in own and not network.is_loopback(found):
+                own.append(found)
     if any(network.is_private(address) for address in own):
         own = [address for address in own if network.is_private(address)]
     if not own:
@@ -175,6 +175,15 @@ def own_addresses(cluster: Cluster) -> list[str]:
             exit_codes.USAGE,
         )
     return own
+
+
+def _addresses_elsewhere(cluster: Cluster) -> list[str]:
+    """Return an address outside of this host towards which the other processes are; none when all are here."""
+    others = sorted({host for host in cluster.hosts if host is not None and host != cluster.coordinator})
+    if others:
+        return [address for address in network.resolve(others[0]) if not network.is_loopback(address)]
+    literal = cluster.coordinator in ("localhost", *cluster.addresses)
+    return [] if literal or cluster.local_processes == cluster.processes else [DOCUMENTATION]
 
 
 def _listen(own: Sequence[str], cluster: Cluster) -> tuple[int, list[socket.socket]]:

@@ -39,7 +39,7 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
     resolved = load(config, overrides)
     here = cluster.describe(os.environ, flags=cluster.Flags(coordinator, processes, process), platform=resolved.config.runtime.platform)
     settings = environment.prepare(resolved.config, here)
-    if here.process == 0 and (here.processes > 1 or settings):
+    if here.process == 0:
         click.echo("\n".join([*cluster.explain(here), *environment.lines(settings)]))
     try:
         joined = cluster.join(here, resolved.config, stop=stop)

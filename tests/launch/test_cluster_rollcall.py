@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from launch import exit_codes
-from launch.cluster import rollcall_client
+from launch.cluster import network, rollcall_client
 from launch.cluster.card import Card
-from launch.cluster.detect import derive_ports
+from launch.cluster.detect import Cluster, derive_ports
+from launch.cluster.join import ClusterError, own_addresses
 from launch.cluster.rollcall import Stopped, Verdict
 from launch.cluster.rollcall_server import Server, listen
 
@@ -277,3 +278,38 @@ def test_a_taken_port_is_not_listened_on_twice() -> None:
     for listener in listeners + others:
         assert listener.getsockname()[0] not in ("0.0.0.0", "::")
         listener.close()
+
+
+def of(*addresses: str, hosts: tuple[str, ...] = ()) -> Cluster:
+    return Cluster("test", 2, 0, "test", coordinator="head", addresses=addresses, hosts=hosts)
+
+
+def test_process_0_listens_on_its_own_addresses_of_the_coordinator_only() -> None:
+    # 203.0.113.0/24 is for documentation: no host has it
+    assert own_addresses(of("203.0.113.7", "127.0.0.1", hosts=("head", "localhost"))) == ["127.0.0.1"]
+    # other hosts could not reach loopback, but here they all resolve to it: the hosts are one machine
+    assert own_addresses(of("127.0.0.1", hosts=("head", "localhost"))) == ["127.0.0.1"]
+    # where nobody says who else takes part, a name that means loopback here may mean more elsewhere
+    assert set(own_addresses(of("127.0.0.1"))) == {"127.0.0.1"} | ({route} if (route := network.address_towards("198.51.100.1")) else set())
+    with pytest.raises(ClusterError, match=r"has none of the addresses of head \(203\.0\.113\.7\).*--coordinator") as refused:
+        own_addresses(of("203.0.113.7", hosts=("head", "localhost")))
+    assert refused.value.exit_code == exit_codes.USAGE
+
+
+@pytest.mark.parametrize(
+    ("address", "private"),
+    [
+        ("10.1.2.3", True),
+        ("172.16.0.1", True),
+        ("192.168.7.7", True),
+        ("100.64.3.2", True),
+        ("127.0.1.1", True),
+        ("fd00::1", True),
+        ("8.8.8.8", False),
+        ("2600::1", False),
+        ("0.0.0.0", False),
+        ("::", False),
+    ],
+)
+def test_private_addresses_are_known(address: str, private: bool) -> None:
+    assert network.is_private(address) is private
