@@ -20,14 +20,15 @@ def row(model):
     return next(case for case in TABLE if case["config"] == model and math.prod(case["mesh"].values()) == AGAIN[model])
 
 
+def resolved(case):
+    mesh = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **case["mesh"]}.items()]
+    return load(case["config"], (*case["overrides"], *mesh, "precision.compute=bfloat16")).config
+
+
 @pytest.mark.slow
 def test_rows_compiled_again_are_what_the_table_says_and_within_five_percent_of_the_model():
     rows = [row(model) for model in AGAIN]
-    meshes = [[f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **case["mesh"]}.items()] for case in rows]
-    configs = [
-        load(case["config"], (*case["overrides"], *mesh, "precision.compute=bfloat16")).config
-        for case, mesh in zip(rows, meshes, strict=True)
-    ]
+    configs = [resolved(case) for case in rows]
     requests = [
         Request.on(config, cluster(), AGAIN[model] // 8, optimization_level="O1") for model, config in zip(AGAIN, configs, strict=True)
     ]
