@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from perf.hlo_loops import derived_trip_count
 
 BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c128": 128}
 """Bits per element of dtypes whose name does not end in them at once (`f32`, `s8`, `f8e4m3fn` do)."""
@@ -50,6 +52,10 @@ class Instruction:
     """Everything after the operand list, as written."""
     parameter_number: int | None = None
     """Of a `parameter`."""
+    constant: int | None = None
+    """Of a `constant` that is one integer."""
+    derived_trip_count: int | None = None
+    """Of a `while` whose trip count XLA does not say, but its counter does (perf.hlo_loops)."""
 
     @property
     def bytes(self) -> int:
@@ -73,9 +79,9 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Iterations of a while, when XLA knows them."""
+        """Iterations of a while, when XLA or its counter tells them."""
         found = re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes)
-        return int(found.group(1)) if found else None
+        return int(found.group(1)) if found else self.derived_trip_count
 
     def attribute(self, name: str) -> str | None:
         """Return a plain attribute such as `channel_id` or `kind`."""
@@ -128,7 +134,7 @@ class Module:
 
     @property
     def unknown_loops(self) -> list[str]:
-        """Names of while instructions without a known trip count."""
+        """Names of while instructions whose trip count nothing tells."""
         return [i.name for _, i in self.instructions() if i.opcode == "while" and i.trip_count is None]
 
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
@@ -208,7 +214,24 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("no ENTRY computation: this is not the text of a compiled HLO module")
     title = re.match(r"HloModule ([^,\s]+)", text)
-    return Module(title.group(1) if title else "", computations, entry, _sources(text))
+    return Module(title.group(1) if title else "", _counted(computations), entry, _sources(text))
+
+
+def _counted(computations: dict[str, Computation]) -> dict[str, Computation]:
+    """Add the trip counts that only the counters of loops tell."""
+    result = dict(computations)
+    for computation in computations.values():
+        if any(i.opcode == "while" and i.trip_count is None for i in computation.instructions):
+            result[computation.name] = Computation(
+                computation.name,
+                tuple(
+                    replace(i, derived_trip_count=derived_trip_count(computations, computation, i))
+                    if i.opcode == "while" and i.trip_count is None
+                    else i
+                    for i in computation.instructions
+                ),
+            )
+    return result
 
 
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
@@ -231,7 +254,8 @@ def _instruction(line: str) -> Instruction | None:
     arguments = line[opcode.end() : close]
     operands = tuple(re.findall(r"%([\w.\-]+)", arguments)) if opcode.group("opcode") not in ("constant", "parameter") else ()
     number = int(arguments) if opcode.group("opcode") == "parameter" and arguments.isdigit() else None
-    return Instruction(head.group("name"), opcode.group("opcode"), shapes, operands, line[close + 1 :], number)
+    constant = int(arguments) if opcode.group("opcode") == "constant" and re.fullmatch(r"-?\d+", arguments) else None
+    return Instruction(head.group("name"), opcode.group("opcode"), shapes, operands, line[close + 1 :], number, constant)
 
 
 def _closing(line: str, opening: int) -> int:

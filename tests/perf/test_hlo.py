@@ -1,5 +1,6 @@
 """Reading compiled HLO text: of programs compiled here (CPU), and of one compiled for 8 GPUs."""
 
+import re
 from pathlib import Path
 
 import jax
@@ -74,6 +75,20 @@ def test_a_collective_inside_a_scan_counts_once_per_iteration_and_nested_loops_m
     module = parse(compile_text(fn, (5, 7, 4, 4)))
     assert {(c.axes, c.count) for c in collectives(module, MESH_SHAPE)} == {(("a",), 35), (("b",), 5)}
     assert module.unknown_loops == []
+
+
+@pytest.mark.parametrize(("start", "bound", "step"), [(0, 7, 1), (1, 8, 2), (3, 14, 5), (2, 11, 3)])
+def test_a_loop_whose_length_xla_does_not_say_is_counted_by_its_counter(start, bound, step):
+    def counted(x):
+        return jax.lax.while_loop(lambda c: c[0] < bound, lambda c: (c[0] + step, jnp.sin(c[1]) * c[0]), (start, x))[1]
+
+    text = compile_text(counted, (64, 64))
+    said = [i.trip_count for _, i in parse(text).instructions() if i.opcode == "while"]
+    untold = parse(re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text))
+    loops = [i for _, i in untold.instructions() if i.opcode == "while"]
+    assert all("known_trip_count" not in loop.attributes for loop in loops)
+    assert said == [len(range(start, bound, step))] == [loop.trip_count for loop in loops]
+    assert untold.unknown_loops == []
 
 
 def test_a_loop_of_unknown_length_is_named():
