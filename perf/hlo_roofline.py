@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from perf.hlo import Computation, Instruction, Module, Shape, Source, part_of, scope
 
 _FREE = frozenset(
-    {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "iota", "copy-done"}
+    {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "iota"}
     | {"while", "conditional", "call", "opt-barrier", "optimization-barrier", "async-start", "async-done", "async-update"}
 )
 _COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-|send|recv|ragged-all)")
@@ -57,7 +57,7 @@ def kernels(module: Module) -> list[Kernel]:
         _kernel(module, computation, instruction, module.runs[computation.name])
         for computation in _executed(module)
         for instruction in computation.instructions
-        if instruction.opcode not in _FREE and not _COLLECTIVE.match(instruction.opcode)
+        if instruction.opcode not in _FREE and not instruction.opcode.endswith("-done") and not _COLLECTIVE.match(instruction.opcode)
     ]
 
 
@@ -79,7 +79,7 @@ def _executed(module: Module) -> Iterator[Computation]:
 
 def _kernel(module: Module, computation: Computation, instruction: Instruction, count: float) -> Kernel:
     fused = next((module.computations[name] for name in instruction.called if name in module.computations), None)
-    if instruction.opcode == "fusion" and fused is not None:
+    if instruction.opcode in ("fusion", "fusion-start") and fused is not None:  # jaxlib 0.12 splits slices and updates of scans
         products = [(fused, i) for i in fused.instructions if i.opcode in ("dot", "custom-call")]
         size = _fusion_bytes(computation, instruction, fused)
     else:

@@ -185,3 +185,16 @@ def test_a_buffer_is_called_what_it_is(op_name, what):
 def test_recomputation_is_told_from_the_backward_pass():
     assert part_of("jit(f)/transpose(jvp())/checkpoint/rematted_computation/mlp/dot") == "recompute"
     assert part_of("jit(f)/transpose(jvp())/checkpoint/mlp/dot") == "backward"
+
+
+def test_a_fusion_split_into_start_and_done_is_the_same_kernel_once():
+    update = "%kept.1 = f32[10,64,128]{2,1,0} fusion(%kept, %i, %y), kind=kLoop, calls=%fused_update"
+    assert update in MODULE
+    split = (
+        "%kept.0 = ((f32[10,64,128], s32[], f32[64,128]), f32[10,64,128], u32[]) fusion-start(%kept, %i, %y), kind=kLoop, calls=%fused_update\n"
+        "  %kept.1 = f32[10,64,128]{2,1,0} fusion-done(%kept.0)"
+    )
+    found = by_name(parse(MODULE.replace(update, split)))
+    whole = by_name(parse(MODULE))
+    assert found.keys() == whole.keys() - {"kept.1"} | {"kept.0"}
+    assert (found["kept.0"].bytes, found["kept.0"].count) == (whole["kept.1"].bytes, whole["kept.1"].count)
