@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 
 from configs.errors import UserError
+from trainer.stop import in_thread
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class Agreement:
             outcome = _attempt(work)
             self._tell(key, outcome)
         else:
-            outcome = json.loads(_client().blocking_key_value_get(key, _TIMEOUT_MS))
+            outcome = json.loads(_wait_for(key))
         return _unwrap([outcome])[0]
 
     def each(self, work: Callable[[], T]) -> list[T]:
@@ -56,12 +57,12 @@ class Agreement:
         mine = _attempt(work)
         if self.process != 0:
             _client().key_value_set(f"{key}/{self.process}", json.dumps(mine))
-            failures = json.loads(_client().blocking_key_value_get(key, _TIMEOUT_MS))
+            failures = json.loads(_wait_for(key))
             _unwrap(failures)
             return []
         outcomes = [mine]
         for other in range(1, self.count):
-            outcomes.append(json.loads(_client().blocking_key_value_get(f"{key}/{other}", _TIMEOUT_MS)))
+            outcomes.append(json.loads(_wait_for(f"{key}/{other}")))
             _client().key_value_delete(f"{key}/{other}")
         for told in self._told:  # every process has come this far: it has read what was told before
             _client().key_value_delete(told)
@@ -92,6 +93,11 @@ class Agreement:
 def coordination_client() -> Any:
     """Return JAX's coordination client; None for a single process."""
     return _client() if jax.process_count() > 1 else None
+
+
+def _wait_for(key: str) -> str:
+    client = _client()
+    return in_thread(lambda: str(client.blocking_key_value_get(key, _TIMEOUT_MS)))
 
 
 def _client() -> Any:

@@ -9,10 +9,8 @@ import hashlib
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +46,7 @@ from trainer.run_dir import RunDir, open_run_dir
 from trainer.schedules import build_schedule
 from trainer.state import ModelSpec, TrainState, abstract_state, init_state, model_spec
 from trainer.step import make_evaluation_step, make_train_step, param_norm
-from trainer.stop import Stop, StopAsked
+from trainer.stop import Stop, StopAsked, in_thread
 from trainer.watchdog import HANG_EXIT_CODE, Watchdog
 
 T = TypeVar("T")
@@ -146,11 +144,11 @@ class _Session:
             if reached is not None and reached >= steps:
                 self.progress.note(f"{self.run.path}: complete at step {reached}; raise trainer.steps (now {steps}) to train on")
                 return None
-            state, start_step = self._first_state()
+            state, start_step = in_thread(self._first_state)
             if jax.process_index() == 0:
                 shutil.copytree(config.data.train[0].path / "tokenizer", self.run.path / "tokenizer", dirs_exist_ok=True)
             with self.events.phase("compile", program="train_step"):
-                programs = _in_thread(self._compile)
+                programs = in_thread(self._compile)
             self._record_plan(programs[0])
             _say_what_runs(config, self.parts, self.progress)
         with self.watchdog.phase("waiting for the other processes to compile"):
@@ -245,20 +243,6 @@ class _Session:
                 self.checkpointer.wait()
         self.checkpointer.close()
         return outcome
-
-
-def _in_thread(work: Callable[[], T]) -> T:
-    """Run work in a thread and wait for it: the main thread of a process that compiles for minutes still hears signals."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="compile", daemon=True).start()
-    return future.result()
 
 
 def _restore(

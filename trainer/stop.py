@@ -18,7 +18,10 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 FAREWELL = "nobody"
 """What ends the wait for news when a run ends."""
@@ -197,3 +200,19 @@ class Stop:
         if self.asked is None:
             # the main thread's own handler, wherever that thread waits
             os.kill(os.getpid(), heard)
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    """Run work in a thread and wait for it: the main thread still hears signals while the work is inside C++, however long."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="worker", daemon=True).start()
+    return future.result()

@@ -1,5 +1,6 @@
 """Requests to stop: in one process, and agreed on between several (threads on one store stand for processes; real ones: tests/slurm)."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.stop import Stop, StopAsked
+from trainer.stop import Stop, StopAsked, in_thread
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +67,21 @@ def test_where_nothing_needs_saving_a_signal_ends_a_wait(stop):
     with pytest.raises(StopAsked) as raised, stop.raising():
         threading.Event().wait(60)
     assert raised.value.signal == signal.SIGTERM
+
+
+def test_a_signal_ends_work_that_never_returns_to_python(stop):
+    """As a compiler, or a wait for another process: in C, where no handler of Python runs."""
+    threading.Timer(0.5, kill_self).start()
+    begin = time.monotonic()
+    with pytest.raises(StopAsked), stop.raising():
+        in_thread(lambda: ctypes.CDLL(None).sleep(60))
+    assert time.monotonic() - begin < 30
+
+
+def test_work_in_a_thread_gives_its_result_or_its_error():
+    assert in_thread(lambda: threading.current_thread() is threading.main_thread()) is False
+    with pytest.raises(KeyError):
+        in_thread(lambda: {}["missing"])
 
 
 def test_an_earlier_request_ends_the_next_phase_before_it_begins(stop):
