@@ -30,8 +30,7 @@ def cancel(run: Path, now: bool, as_json: bool) -> None:
         for state in job_states(record.job, record.slurm_cluster):
             if state.ended:
                 continue
-            if state.state == "RUNNING" and record.kind != "data" and not now:
-                _tell_to_save(record, state)
+            if state.state == "RUNNING" and record.kind != "data" and not now and _tell_to_save(record, state):
                 saving.append(state.job)
             else:
                 _call(record, "scancel", state.job)
@@ -47,16 +46,25 @@ def cancel(run: Path, now: bool, as_json: bool) -> None:
         click.echo("no job of this run waits or runs")
 
 
-def _tell_to_save(record: JobRecord, state: JobState) -> None:
-    """Send SIGTERM to the ranks and only to them; Slurm starts no clock for that, and refuses the requeue that the script asks for."""
+def _tell_to_save(record: JobRecord, state: JobState) -> bool:
+    """Send SIGTERM to the ranks and only to them; Slurm starts no clock for that, and refuses the requeue that the script asks for.
+
+    False: no rank runs, so there is nothing to save. Steps are named, since `scancel --signal` on the task of an array takes a delivered
+    signal for refused and sends it again and again (22.05).
+    """
     _call(record, "scontrol", "update", f"JobId={state.job}", "Requeue=0")
-    _call(record, "scancel", "--signal=TERM", state.job)
+    shown = _call(record, "squeue", "--steps", "--noheader", f"--jobs={state.job}", "--format=%i")
+    steps = [step for step in shown.split() if step.rpartition(".")[2].isdecimal()]
+    for step in steps:
+        _call(record, "scancel", "--signal=TERM", step)
+    return bool(steps)
 
 
-def _call(record: JobRecord, program: str, *arguments: str) -> None:
+def _call(record: JobRecord, program: str, *arguments: str) -> str:
     from launch.slurm.state import run_command
 
     clusters = [f"--clusters={record.slurm_cluster}"] if record.slurm_cluster else []
     done = run_command([program, *clusters, *arguments])
     if done.returncode:
         raise UserError(f"{program} refused job {record.job}: {' '.join(done.stderr.split())}")
+    return done.stdout
