@@ -14,6 +14,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slurm)
+            item.add_marker(pytest.mark.timeout(1500))  # whole jobs, requeued several times, on two cores
 
 
 @pytest.fixture(scope="session")
