@@ -23,6 +23,8 @@ def derived_trip_count(computations: Mapping[str, Computation], outside: Computa
         return None
     test = _comparison(computations, condition)
     initial = outside.by_name.get(loop.operands[0])
+    if initial is not None and initial.opcode == "parameter":
+        outside, initial = _argument(computations, outside, initial)
     update = body.instructions[-1]
     if test is None or initial is None or initial.opcode != "tuple" or update.opcode != "tuple":
         return None
@@ -32,6 +34,22 @@ def derived_trip_count(computations: Mapping[str, Computation], outside: Computa
     if start is None or start[0] is not None or after is None or after[0] != counter or after[1] <= 0:
         return None
     return max(0, -((start[1] - bound) // after[1]))
+
+
+def _argument(
+    computations: Mapping[str, Computation], called: Computation, parameter: Instruction
+) -> tuple[Computation, Instruction | None]:
+    """Return what the only `call` of a computation passes as a parameter, and where: XLA on CPUs (0.12) moves small loops into calls."""
+    calls = [
+        (place, each)
+        for place in computations.values()
+        for each in place.instructions
+        if each.opcode == "call" and _called(computations, each, "to_apply") is called
+    ]
+    if len(calls) != 1:
+        return called, None
+    place, call = calls[0]
+    return place, place.by_name.get(call.operands[parameter.parameter_number or 0])
 
 
 def _comparison(computations: Mapping[str, Computation], condition: Computation) -> tuple[int, int] | None:

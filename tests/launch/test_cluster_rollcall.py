@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import os
 import socket
 import threading
 import time
@@ -35,7 +36,7 @@ CARD = Card(
     source="/project",
     devices=2,
 )
-RUNS = (f"test run {number}" for number in itertools.count())
+RUNS = (f"test run {os.getpid()} {number}" for number in itertools.count())  # each xdist worker has ports of its own
 
 
 def card(process: int, **changes: Any) -> Card:

@@ -69,7 +69,9 @@ END=$(date +%s)
 NEWEST=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1)
 printf '{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\n' \
     "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$BEGIN" "$END" "$CODE" "${NEWEST##*/}" >> "$RUN/attempts.jsonl"
-SHOWN=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+# a controller that is being restarted answers a little later
+ask() { for _ in 1 2 3 4; do "$@" && return; sleep 15; done; return 1; }
+SHOWN=$(ask scontrol show job --oneliner "$SLURM_JOB_ID")
 STATE=$(grep -oE 'JobState=[A-Z_]+ Reason=[^ ]+' <<< "$SHOWN")
 say() { echo "ridge job: $*"; }
 
@@ -102,7 +104,7 @@ say "requeueing${EXCLUDE:+ without $EXCLUDE}, not before $PAUSE s from now"
 trap '' TERM                                    # Slurm ends what is left of a requeued job: not before the last line
 ME="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"  # an array's own id would requeue all of its tasks
 ME="${ME:-$SLURM_JOB_ID}"
-scontrol requeue "$ME" || exit "$CODE"
+ask scontrol requeue "$ME" || exit "$CODE"
 # only a job that waits can be changed, and this one waits at least until this script has ended
 [ "$PAUSE" -gt 0 ] && scontrol update JobId="$ME" StartTime="now+$PAUSE"
 ALREADY=$(grep -oE 'ExcNodeList=[^ ]+' <<< "$SHOWN" | cut -d= -f2 | grep -v null)
