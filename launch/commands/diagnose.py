@@ -1,39 +1,50 @@
-"""`ridge diagnose RUN`: what holds a run back, by how much at most, and what to do about it."""
+"""`ridge diagnose RUN [RUN...]`: what holds a run back, or what several runs say together, and what to do about it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from configs.errors import UserError
 from launch.commands.goodput import read_run
 from launch.options import json_option
 from launch.tables import print_json
 
+if TYPE_CHECKING:
+    from perf.diagnosis.facts import Facts
+
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @json_option
-def diagnose(run: Path, as_json: bool) -> None:
+def diagnose(runs: tuple[Path, ...], as_json: bool) -> None:
     """Name what binds RUN: constraint, evidence, what to measure next, what to change, the most it can gain, and what binds after that.
 
     Reads the run ledger and the metrics; the step ledger of a captured profile, the plan and the compile report where they are there.
+
+    Several finished RUNs of the same work are diagnosed by what they say together: at several scales (or the directory of `ridge scale`),
+    at several batch sizes, of several models at several scales, or with and without performance settings.
     """
-    from perf.diagnosis.facts import read_facts
+    from perf.diagnosis.rules import STUDY_RULES
     from perf.diagnosis.rules import diagnose as apply_rules
 
-    read_run(run)
-    facts = read_facts(run)
-    findings = apply_rules(facts)
+    facts, several = _facts(runs)
+    findings = apply_rules(facts, STUDY_RULES) if several else apply_rules(facts)
     if as_json:
         print_json({"run": facts.name, "goodput": facts.ledger.goodput, "findings": [dataclasses.asdict(f) for f in findings]})
         return
+    if several:
+        print(f"{len(several)} runs together; `ridge diagnose` of one of them says what it suffers from by itself")
     profile = "" if facts.analysis is not None else "; no profile was analysed, so nothing is known of the inside of a step"
+    known = "their comparison" if several else f"goodput {facts.ledger.goodput:.1%}{profile}"
     if not findings:
-        print(f"{facts.name}: nothing worth changing (goodput {facts.ledger.goodput:.1%}{profile})")
+        print(f"{facts.name}: nothing worth changing ({known})")
         return
-    print(f"{facts.name}: {len(findings)} finding(s), goodput {facts.ledger.goodput:.1%}{profile}")
+    print(f"{facts.name}: {len(findings)} finding(s), {known}")
     for number, finding in enumerate(findings, 1):
         gain = f"gain at most {finding.gain:.0%}" if finding.gain > 0 else "no gain in speed"
         print(f"\n{number}. {finding.rule} ({gain}, confidence {finding.confidence})")
@@ -41,3 +52,16 @@ def diagnose(run: Path, as_json: bool) -> None:
         rows += [("binds next", finding.next_bottleneck), ("lens", f"{finding.lens}: {finding.pattern}")]
         for heading, text in rows:
             print(f"   {heading + ':':<14}{text}")
+
+
+def _facts(runs: tuple[Path, ...]) -> tuple[Facts, Sequence[Path]]:
+    """Return the facts, and the runs they compare (none: a single run)."""
+    from perf.diagnosis.facts import read_facts
+    from perf.diagnosis.several import read_several
+
+    if len(runs) == 1:
+        read_run(runs[0])
+        return read_facts(runs[0]), ()
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise UserError("a run is named twice: compare different run directories")
+    return read_several(runs), runs

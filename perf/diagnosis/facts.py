@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.load import from_resolved
 from configs.schema import Config
+from perf.diagnosis.knobs import Rival
 from perf.events import Event, event_files, read_events
 from perf.goodput import Ledger, queue_waits, run_ledger
 from perf.metrics import percentile
@@ -43,6 +44,10 @@ class Facts:
     """Several runs at several scales."""
     batch_study: Study | None = None
     """Several runs at several batch sizes (`devices` is the batch)."""
+    size_studies: Mapping[int, Study] = field(default_factory=dict)
+    """Parameters of the model -> runs of that model at several scales."""
+    simpler: Rival | None = None
+    """A run of the same work with fewer performance settings."""
     price_usd: float | None = None
     """Of one device and hour."""
 

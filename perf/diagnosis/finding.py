@@ -44,6 +44,9 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "efficiency": (0.80, "parallel efficiency"),
     "worthwhile": (0.10, "gain in time worth another step up"),
     "hang": (0.01, "share of the wall time hanging"),
+    "size_gap": (0.10, "parallel efficiency of the largest model above that of the smallest, at one scale"),
+    "fragile_knobs": (2, "performance settings away from their defaults beyond those of the simpler run"),
+    "fragile_gain": (0.10, "gain in speed over the simpler run that pays for as many settings"),
 }
 """Name -> (value, what it is compared with)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from configs.diff import MISSING
 from perf.diagnosis.facts import Facts
 from perf.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
 from perf.scaling import Objective, Row, Study, stopping_point
@@ -98,6 +99,75 @@ def efficiency_falls(facts: Facts) -> Finding | None:
         action=f"use {stop} devices, give each more work, or another layout (ridge plan --nodes)",
         next_bottleneck=f"communication, from {first.devices} devices on",
     )
+
+
+def large_scales_better(facts: Facts) -> Finding | None:
+    """A large model keeps its efficiency where a small one loses it: more compute for every byte and every fixed overhead."""
+    studies = {size: _efficiencies(study) for size, study in facts.size_studies.items()}
+    common = set.intersection(*(set(rows) for rows in studies.values())) if len(studies) > 1 else set()
+    if not common:
+        return None
+    scale, small, large = max(common), min(studies), max(studies)
+    low, high = studies[small][scale], studies[large][scale]
+    if low >= THRESHOLDS["efficiency"][0] or not over("size_gap", high - low):
+        return None
+    stop, _ = stopping_point(facts.size_studies[small], "efficiency", least_efficiency=THRESHOLDS["efficiency"][0])
+    return Finding(
+        rule="large models scale better than small",
+        confidence="high" if len(studies) > 2 or high - low > 2 * THRESHOLDS["size_gap"][0] else "medium",
+        gain=ceiling(1 - low),
+        lens="amortisation",
+        pattern=PATTERNS["bigger costs more"],
+        evidence=tuple(
+            f"{size / 1e6:,.2f} M parameters on {scale} devices: efficiency {rows[scale]:.0%}, "
+            f"{_work_over_overhead(rows[scale])} s of compute per s of communication and overhead"
+            for size, rows in sorted(studies.items())
+        ),
+        measure_next="ridge analyze of both sizes at that scale: compute against exposed communication",
+        action=f"accept if the goal needs the large model; run the small one on {stop} device(s), or give each more work"
+        + (f": data.batch_size={2 * facts.config.data.batch_size}" if facts.config is not None else ": a larger data.batch_size"),
+        next_bottleneck="the bill: every token of the larger model costs more",
+    )
+
+
+def _efficiencies(study: Study) -> dict[int, float]:
+    """Return scale -> parallel efficiency of the scales above the smallest."""
+    return {row.devices: row.efficiency for row in _ran(study)[1:] if row.efficiency is not None}
+
+
+def _work_over_overhead(efficiency: float) -> str:
+    return f"{efficiency / (1 - efficiency):.1f}" if efficiency < 0.995 else "more than 200"
+
+
+def fragile(facts: Facts) -> Finding | None:
+    """Many performance settings buy little over a run without them: faster, but fragile."""
+    rival = facts.simpler
+    if rival is None or not over("fragile_knobs", len(rival.knobs)):
+        return None
+    if rival.comparison.verdict == "faster" and over("fragile_gain", rival.gain):
+        return None
+    restored = " ".join(f"{knob.key}={knob.default}" for knob in rival.knobs if not _is_flag(knob.key) and knob.default != MISSING)
+    dropped = [knob.key for knob in rival.knobs if _is_flag(knob.key) or knob.default == MISSING]
+    without = f"unset {', '.join(dropped)}" if dropped else ""
+    return Finding(
+        rule="faster but fragile",
+        confidence="medium" if rival.comparison.verdict == "faster" else "high",
+        gain=max(0.0, rival.comparison.ratio - 1) if rival.comparison.verdict == "slower" else 0.0,
+        lens="co-design",
+        pattern=PATTERNS["complexity"],
+        evidence=(
+            f"{len(rival.knobs)} performance settings beyond {rival.name}: {', '.join(map(str, rival.knobs))}",
+            f"step time against {rival.name}: {rival.comparison.describe()}",
+        ),
+        measure_next="each setting alone against the simpler run: which one carries the gain; then on another device or version",
+        action=f"prefer the simpler option: {'; '.join(part for part in (restored, without) if part)}",
+        next_bottleneck="what binds the simpler run: ridge diagnose of it",
+    )
+
+
+def _is_flag(key: str) -> bool:
+    """Whether a setting is an XLA flag or a variable, not a key of the config."""
+    return key.startswith("--") or key.isupper()
 
 
 def dearest(facts: Facts) -> Finding | None:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from configs.load import load
+from perf.compare import compare
 from perf.diagnosis.facts import Facts
 from perf.diagnosis.finding import THRESHOLDS, ceiling
+from perf.diagnosis.knobs import Knob, Rival
 from perf.diagnosis.rules import RULES, diagnose
 from perf.goodput import CATEGORIES, Ledger
 from perf.scaling import Point, analyse
@@ -73,6 +75,17 @@ HEALTHY = Facts(
 )
 
 SCALES = (1, 2, 4, 8)
+KNOBS = (
+    Knob("compute.scan_unroll", 4, 1),
+    Knob("compute.loss_chunk", 512, 1024),
+    Knob("--xla_cpu_enable_fast_math", "true", "(absent)"),
+)
+
+
+def rival(own_s, knobs=KNOBS):
+    return Rival("plain", knobs, compare([1.0, 1.01, 0.99, 1.0], [own_s, own_s * 1.01, own_s * 0.99, own_s]))
+
+
 PLANTED = {
     "input pipeline": {"steps": [step_record(data_wait_s=0.3)] * 5},
     "start-up and compilation not amortised": {"ledger": ledger(compile=300.0)},
@@ -110,6 +123,12 @@ PLANTED = {
     },
     "fixed overheads at scale": {"study": analyse([Point(p, 300.0 + 240.0 / p, 240.0 * p) for p in (*SCALES, 16, 32)])},
     "parallel efficiency falls": {"study": analyse([Point(p, rate=100.0 * p**0.6) for p in SCALES])},
+    "large models scale better than small": {
+        "size_studies": {
+            size: analyse([Point(p, rate=100.0 * p**slope) for p in SCALES]) for size, slope in ((1_000_000, 0.4), (100_000_000, 0.95))
+        }
+    },
+    "faster but fragile": {"simpler": rival(0.98)},
     "best configuration is also the dearest": {"study": analyse([Point(1, 100.0, 10.0), Point(2, 70.0, 20.0)])},
     "the verdict depends on the metric": {
         "study": analyse([Point(1, 100.0, 10.0), Point(2, 54.0, 19.9), Point(4, 36.0, 36.0), Point(8, 29.0, 52.0), Point(16, 24.0, 70.0)])
@@ -151,6 +170,23 @@ def test_findings_carry_figures_an_action_and_what_comes_next(rule):
 def test_a_run_without_a_profile_is_diagnosed_by_its_ledger():
     bare = Facts(name="bare", ledger=ledger(checkpoint=500.0))
     assert [f.rule for f in diagnose(bare)] == ["checkpoint stalls"]
+
+
+@pytest.mark.parametrize(
+    ("own_s", "knobs", "fires"), [(1.0, KNOBS, True), (1.3, KNOBS, True), (0.5, KNOBS, False), (1.0, KNOBS[:1], False)]
+)
+def test_settings_are_fragile_when_many_of_them_buy_little(own_s, knobs, fires):
+    found = diagnose(replace(HEALTHY, simpler=rival(own_s, knobs)))
+    assert [f.rule for f in found] == (["faster but fragile"] if fires else [])
+    if fires:
+        assert "compute.scan_unroll=1 compute.loss_chunk=1024; unset --xla_cpu_enable_fast_math" in found[0].action
+        assert found[0].gain == pytest.approx(max(0.0, own_s - 1), rel=0.1)
+
+
+def test_models_that_scale_alike_or_well_are_not_told_apart():
+    for slopes in ((0.5, 0.53), (0.95, 1.0)):
+        studies = {10**i: analyse([Point(p, rate=100.0 * p**slope) for p in SCALES]) for i, slope in enumerate(slopes)}
+        assert diagnose(replace(HEALTHY, size_studies=studies)) == []
 
 
 def test_the_ceiling_of_a_gain_is_that_of_removing_a_share():

@@ -1,0 +1,130 @@
+"""Several runs as one set of facts: what differs between them says which comparison they are.
+
+    devices (and with them the batch: weak scaling)      -> facts.study
+    batch size                                           -> facts.batch_study
+    model and devices                                    -> facts.size_studies
+    performance settings                                 -> facts.simpler: the run with the most against the one with the fewest
+
+Runs that differ in nothing are repeats. Runs that differ in anything else are refused, with the keys: a comparison changes one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from configs.diff import diff
+from configs.errors import UserError
+from configs.schema import Config
+from perf.compare import compare
+from perf.diagnosis.facts import Facts, read_facts
+from perf.diagnosis.knobs import SECTIONS, Rival, beyond, knobs
+from perf.measured import MeasuredRun, median, read_measured, spread
+from perf.scaling import Point, Study, analyse
+from planner.parameters import count_parameters
+
+OWN = ("name", "run_dir", "logging.", "checkpoint.", "profiler.", "runtime.compilation_cache", "runtime.rendezvous_timeout_s")
+"""Keys that every run may have to itself: they are not the work."""
+SCALE = ("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor", "mesh.expert", "runtime.cpu_devices")
+"""Keys that say how many devices there are, and how they are arranged."""
+K = TypeVar("K", bound=Hashable)
+
+
+def read_several(runs: Sequence[Path], *, price_usd: float | None = None, warmup_steps: int | None = None) -> Facts:
+    """Gather the facts of several finished runs of the same work; the facts of a single run are those of the first.
+
+    Raises:
+      UserError: a run is missing, damaged, unfinished or too short; or they differ in more than one thing, or in nothing.
+    """
+    measured = [read_measured(run, warmup_steps=warmup_steps) for run in runs]
+    return facts_of(measured, price_usd=price_usd)
+
+
+def facts_of(measured: Sequence[MeasuredRun], *, price_usd: float | None = None) -> Facts:
+    """Build the facts of several measured runs. Raises UserError as `read_several`."""
+    keys = differing_keys(measured)
+    mesh = any(key in SCALE for key in keys) or len({run.devices for run in measured}) > 1
+    scales = len({run.devices for run in measured}) > 1
+    rest = {key for key in keys if key not in SCALE}
+    more: dict[str, Any] = {"price_usd": price_usd}
+    price = 1.0 if price_usd is None else price_usd
+    subject = measured[0]
+    if rest and all(key.startswith("model.") for key in rest) and scales:
+        groups = _grouped(measured, lambda run: count_parameters(run.config.model).total)
+        several = {size: group for size, group in groups.items() if len({run.devices for run in group}) > 1}
+        if len(several) < 2:
+            raise UserError("runs of several models say how each scales when at least two models ran at two numbers of devices or more")
+        more["size_studies"] = {size: scaling_study(group, price) for size, group in several.items()}
+    elif scales and (not rest or (rest == {"data.batch_size"} and is_weak(measured))):
+        more["study"] = scaling_study(measured, price)
+    elif rest == {"data.batch_size"} and not mesh:
+        more["batch_study"] = batch_study(measured, price)
+    elif not mesh and (rest or _flags_differ(measured)) and all(key.startswith(SECTIONS) for key in rest):
+        subject, more["simpler"] = _rivals(measured)
+    else:
+        told = ", ".join(sorted(keys)) or "nothing: they are repeats of one run"
+        raise UserError(
+            f"these {len(measured)} runs differ in {told}. A comparison changes one thing: the devices (mesh), data.batch_size, the model "
+            "at several scales, or performance settings (compute, precision)"
+        )
+    return read_facts(subject.path, **more)
+
+
+def differing_keys(measured: Sequence[MeasuredRun]) -> list[str]:
+    """Return the config keys in which any run differs from the first, without those every run may have to itself."""
+    return drift([run.config for run in measured])
+
+
+def drift(configs: Sequence[Config]) -> list[str]:
+    """Return the config keys in which any config differs from the first, without those every run may have to itself, in their order."""
+    keys = dict.fromkeys(key for config in configs[1:] for key, *_ in diff(configs[0], config))
+    return [key for key in keys if not key.startswith(OWN)]
+
+
+def is_weak(measured: Sequence[MeasuredRun]) -> bool:
+    """Whether every run has the same batch per device."""
+    return len({run.config.data.batch_size / run.devices for run in measured}) == 1
+
+
+def scaling_study(measured: Sequence[MeasuredRun], price: float = 1.0) -> Study:
+    """Analyse runs at several numbers of devices; several runs at one are repeats."""
+    points = [point(devices, group) for devices, group in _grouped(measured, lambda run: run.devices).items()]
+    return analyse(points, price_per_device_hour=price)
+
+
+def batch_study(measured: Sequence[MeasuredRun], price: float = 1.0) -> Study:
+    """Analyse runs at several batch sizes, which take the place of devices; only rates compare, since the work differs."""
+    groups = _grouped(measured, lambda run: run.config.data.batch_size)
+    points = [
+        Point(batch, rate=median([r.tokens_per_s for r in g]), spread=spread([r.tokens_per_s for r in g])) for batch, g in groups.items()
+    ]
+    return analyse(points, price_per_device_hour=price)
+
+
+def point(devices: int, repeats: Sequence[MeasuredRun]) -> Point:
+    """Return the point of repeated runs at one scale: medians, and the larger spread of time and rate."""
+    times_s, rates = [run.time_s for run in repeats], [run.tokens_per_s for run in repeats]
+    return Point(devices, median(times_s), median(rates), max(spread(times_s), spread(rates)))
+
+
+def _rivals(measured: Sequence[MeasuredRun]) -> tuple[MeasuredRun, Rival]:
+    """Return the run with the most performance settings, and the one with the fewest against it."""
+    groups = _grouped(measured, lambda run: tuple(sorted((k, str(v)) for k, v in knobs(run.config, run.own_flags).items())))
+    ordered = sorted(groups, key=len)
+    simple, complex_ = groups[ordered[0]], groups[ordered[-1]]
+    subject, rival = complex_[0], simple[0]
+    windows = [[s for run in group for s in run.windows_s] for group in (simple, complex_)]
+    extra = beyond(subject.config, subject.own_flags, rival.config, rival.own_flags)
+    return subject, Rival(rival.path.name, extra, compare(*windows))
+
+
+def _flags_differ(measured: Sequence[MeasuredRun]) -> bool:
+    return any(run.own_flags != measured[0].own_flags for run in measured)
+
+
+def _grouped(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], K]) -> dict[K, list[MeasuredRun]]:
+    groups: dict[K, list[MeasuredRun]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return groups
