@@ -30,6 +30,8 @@ GENERATIONS: tuple[tuple[Generation, str], ...] = (
 )
 """By the model name the driver gives; the first that matches."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MEMORY_FRACTION = "0.95"
+"""Share of a device's memory in XLA's pool: what plans may use (`utilisation_cap`) must fit into it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ def _gpu(generation: Generation, config: Config) -> list[Setting]:
     """Return the settings of a GPU generation."""
     settings = [
         Setting(
-            "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92", "XLA reserves 75 % of the memory by default; NCCL, cuDNN and the driver need the rest"
+            "XLA_PYTHON_CLIENT_MEM_FRACTION",
+            MEMORY_FRACTION,
+            "XLA takes 75 % of the memory by default; the rest is for the CUDA context, NCCL and cuDNN",
         ),
         Setting("JAX_OPTIMIZATION_LEVEL", "O1", "turns on the latency-hiding scheduler and pipelined collectives, off by default"),
         Setting("NCCL_DEBUG", "WARN", "NCCL is silent about its errors by default"),

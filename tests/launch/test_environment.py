@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.cluster import cluster_names, load_cluster
 from configs.errors import UserError
 from configs.schema import Config
 from launch.cache_dir import check_cache_dir
@@ -44,6 +45,11 @@ def test_the_generation_decides() -> None:
     assert chosen("hopper")["CUDA_DEVICE_MAX_CONNECTIONS"].value == "1"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in chosen("blackwell")
     assert "JAX_OPTIMIZATION_LEVEL" in chosen("unknown")
+
+
+def test_what_a_plan_may_fill_fits_into_the_pool_that_a_run_reserves() -> None:
+    pool = float(chosen("hopper")["XLA_PYTHON_CLIENT_MEM_FRACTION"].value)
+    assert max(load_cluster(name).config.utilisation_cap for name in cluster_names()) <= pool < 1
 
 
 def test_fsdp_combines_the_collectives_of_one_layer() -> None:
