@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from configs.cluster import LinkLevel
+from launch.bench.timing import ROUNDS, rounds_s
 from planner.calibration import AttentionPoint, CalibrationFile, HostPoint, LinkCurve, MatmulPoint, MemoryPoint
 from planner.communication import IN_SWITCH_FROM
 
 Shape = tuple[int, int, int]
-ROUNDS = 5
 INPUT_TOKENS_PER_ROW = 2048
 
 
@@ -107,27 +106,21 @@ def calibrate(device_name: str, sizes: Sizes, level: LinkLevel, *, report: Calla
 
 
 def time_s(work: Callable[[], Any], *, least_s: float = 0.02, most: int = 20) -> float:
-    """Return the seconds of one call: enough of them are dispatched per round to fill `least_s`."""
-    jax.block_until_ready(work())
-    begun = time.perf_counter()
-    jax.block_until_ready(work())
-    once = time.perf_counter() - begun
-    calls = max(1, min(most, round(least_s / max(once, 1e-7))))
+    """Return the seconds of one call: the median of rounds that take `least_s` or `most` calls."""
+    return statistics.median(rounds_s(work, rounds=ROUNDS, least_s=least_s, most=most))
 
-    def one_round() -> float:
-        begun = time.perf_counter()
-        results = [work() for _ in range(calls)]
-        jax.block_until_ready(results)
-        return (time.perf_counter() - begun) / calls
 
-    return statistics.median(one_round() for _ in range(ROUNDS))
+def arithmetic(dtype: str) -> tuple[Any, jax.lax.Precision]:
+    """Return the stored dtype and the precision that make a matmul run in this arithmetic (tfloat32: float32 on tensor cores)."""
+    if dtype in ("float32", "tfloat32"):
+        return jnp.dtype("float32"), jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
+    return jnp.dtype(dtype), jax.lax.Precision.DEFAULT
 
 
 def matmul_flops_per_s(dtype: str, shape: Shape) -> float:
     """Return the rate of an [M, K] x [K, N] matmul of random numbers (zeros would draw less power and run faster)."""
     m, n, k = shape
-    stored = jnp.float32 if dtype in ("float32", "tfloat32") else jnp.dtype(dtype)
-    precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
+    stored, precision = arithmetic(dtype)
     left, right = (jax.random.normal(jax.random.key(i), size, stored) for i, size in enumerate(((m, k), (k, n))))
     multiply = jax.jit(functools.partial(jnp.matmul, precision=precision))
     return 2 * m * n * k / time_s(lambda: multiply(left, right))

@@ -44,6 +44,17 @@ _ESTIMATE: Table = {
     "ridge": ("launch.commands.estimate:ridge", "Where computing and moving balance."),
     "batch": ("launch.commands.estimate:batch", "Steps by batch size; the critical batch size."),
 }
+_BENCH: Table = {
+    "matmul": ("launch.commands.bench:matmul", "The matrix products of the model alone."),
+    "memory": ("launch.commands.bench:memory", "Device memory bandwidth, and what a step moves."),
+    "collectives": ("launch.commands.bench:collectives", "The collectives of a step over the mesh axes, alone."),
+    "loader": ("launch.commands.bench:loader", "The loader alone on the real data."),
+    "step": ("launch.commands.bench:step", "The compiled step on synthetic data."),
+    "loop": ("launch.commands.bench:loop", "The training loop on real data."),
+    "checkpoint": ("launch.commands.bench:checkpoint", "Saves and restores of the whole state."),
+    "all": ("launch.commands.bench:all_layers", "The ladder: what each layer adds, and which to look at."),
+    "sweep": ("launch.commands.bench_sweep:sweep", "Batch sizes or remat policies side by side."),
+}
 COMMANDS: Table = {
     "plan": ("launch.commands.plan:plan", "What a run should cost: layouts, memory, time, money, what binds."),
     "train": ("launch.commands.train:train", "Train a model from a config; the same command resumes a run."),
@@ -59,6 +70,7 @@ COMMANDS: Table = {
     "generate": ("launch.commands.generate:generate", "Sample text from a run or a Hugging Face model."),
     "estimate": ("Calculators: what a model, a step or a run takes, each with its formula.", _ESTIMATE),
     "calibrate": ("launch.commands.calibrate:calibrate", "Measure this machine for the planner."),
+    "bench": ("Measure one layer of the stack at a time; compare with stored results.", _BENCH),
     "data": ("Prepare, look at and time training data.", _DATA),
     "config": ("Show, compare and describe configs.", _CONFIG),
     "compile": ("launch.commands.compile:compile_command", "Compile the train step for GPUs that are not here."),

@@ -11,18 +11,15 @@ Only process 0 reads and writes here; the others are told what it found.
 
 from __future__ import annotations
 
-import getpass
 import io
 import json
 import os
 import platform
 import socket
-import subprocess
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from ruamel.yaml import YAML
 from configs.errors import UserError
 from configs.load import from_resolved
 from configs.schema import Config
+from perf.provenance import SOURCE_TREE, packages, source_state, user
 from trainer import checkpoint_dirs
 from trainer.agreement import Agreement
 from trainer.config_guard import check_resume
@@ -40,9 +38,7 @@ from trainer.integrity import write_atomically
 _FORMAT = 1
 _BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes")
 """What `ridge submit` and the preflight of a job leave in a run directory before the run opens it."""
-_SNAPSHOT = "snapshot.json"
-"""Beside the packages of a submitted job: which code they were copied from (launch/slurm/snapshot.py)."""
-_SOURCE_TREE = Path(__file__).resolve().parent.parent
+_SOURCE_TREE = SOURCE_TREE
 
 
 @dataclass(frozen=True)
@@ -137,50 +133,24 @@ def _start(path: Path, restart: int, command: Sequence[str], start_time: datetim
         "command": list(command),
         "directory": os.getcwd(),
         "host": socket.gethostname(),
-        "user": _user(),
+        "user": user(),
         "pid": os.getpid(),
         "processes": jax.process_count(),
         "devices": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "python": platform.python_version(),
         "system": platform.platform(),
         "git": _git_state(path, restart),
-        "packages": _packages(),
+        "packages": packages(),
     }
 
 
-def _packages() -> dict[str, str]:
-    found = {d.name: d.version for d in distributions() if d.name}  # half-removed packages have no name
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
-
-
 def _git_state(path: Path, restart: int) -> dict[str, Any]:
-    """Describe the source tree, writing its uncommitted changes beside run.json; an installed copy has no commit.
-
-    The snapshot of a submitted job says itself what it is: it may lie inside some other checkout.
-    """
-    if (_SOURCE_TREE / _SNAPSHOT).is_file():
-        return {"snapshot": str(_SOURCE_TREE), **json.loads((_SOURCE_TREE / _SNAPSHOT).read_bytes())}
-    try:
-        commit = _git("rev-parse", "HEAD").strip()
-        status = _git("status", "--porcelain", "--untracked-files=normal", ".")
-        diff = _git("diff", "HEAD", "--binary", ".")
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"commit": None, "why": (getattr(error, "stderr", None) or str(error)).strip()}
+    """Describe the source tree, writing its uncommitted changes beside run.json."""
+    state = source_state(_SOURCE_TREE)
+    if state.diff is None:
+        return state.facts
     name = None
-    if diff:
+    if state.diff:
         name = "git.diff" if restart == 0 else f"git.{restart}.diff"
-        write_atomically(path / name, diff.encode(errors="surrogateescape"))
-    untracked = [line[3:] for line in status.splitlines() if line.startswith("??")]
-    return {"commit": commit, "dirty": bool(status), "diff": name, "untracked": untracked}
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(_SOURCE_TREE), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, errors="surrogateescape", timeout=60).stdout
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a numeric user id without an entry, as in many containers
-        return None
+        write_atomically(path / name, state.diff.encode(errors="surrogateescape"))
+    return {**state.facts, "diff": name}

@@ -1,0 +1,209 @@
+"""The tasks of `ridge bench`: which layers each measures, the figures it shows, and the samples it stores."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configs.errors import UserError
+from configs.schema import Config
+from launch.bench.kernels import Measured, measure_collectives, measure_passes, measure_products
+from launch.bench.loop import LoaderTimes, LoopTimes, measure_checkpoint, measure_loader, measure_loop, scratch
+from launch.bench.session import Session
+from perf.bench.ladder import Ladder, amortised_s, build_ladder, ms, save_cadence, spread
+from perf.bench.work import step_passes, step_products
+from planner.hardware import peak_flops
+from trainer.run import check_data
+from trainer.traffic import expected
+
+TASKS = ("matmul", "memory", "collectives", "loader", "step", "loop", "checkpoint", "all")
+
+Report = Callable[[str], None]
+
+
+@dataclass
+class Outcome:
+    """What a task found."""
+
+    task: str
+    series: dict[str, list[float]] = field(default_factory=dict)
+    """Layer -> seconds, by round: what a later run is compared with. Per step, except save_write and restore: per save."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """The pieces, for the table: layer, what, per_step_s, share of its layer, rate."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    why: dict[str, str] = field(default_factory=dict)
+    ladder: Ladder | None = None
+
+
+def measure(task: str, config: Config, repeats: int, report: Report) -> Outcome:
+    """Run one task on the devices of this process and its peers.
+
+    Args:
+      repeats: rounds of every measurement, at least 3.
+      report: called with a line before each layer.
+
+    Raises UserError for a config these devices cannot run, missing data, or a layer the config does not have.
+    """
+    assert task in TASKS and repeats >= 3
+    if task in ("loader", "loop", "all"):
+        check_data(config)
+    out = Outcome(task)
+    if task == "loader":
+        _loader(out, measure_loader(config, repeats))
+        return out
+    session = Session(config, repeats)
+    wanted = TASKS[:-1] if task == "all" else (task,)
+    if task == "collectives" and session.mesh.size == 1:
+        raise UserError("the mesh has one device: the step has no collectives to measure (set mesh.* and, on a CPU, runtime.cpu_devices)")
+    if "matmul" in wanted:
+        _matmul(out, session, report)
+    if "memory" in wanted:
+        report("passes over device memory")
+        passes = step_passes(config, session.sizes)
+        _pieces(out, "memory", measure_passes(config, passes, session.mesh, repeats), "byte/s")
+    if "collectives" in wanted:
+        _collectives(out, session, report)
+    if {"step", "loop"} & set(wanted):
+        report("the step (compiling)")
+        out.series["step"] = session.measure_step()
+        out.facts["compile_s"] = session.compile_s
+        out.facts["steps_per_round"] = session.steps_per_round()
+    if "loader" in wanted:
+        report("the loader alone")
+        _loader(out, measure_loader(config, repeats))
+    if {"loop", "checkpoint"} & set(wanted):
+        with scratch(config) as directory:
+            _above_the_step(out, session, wanted, directory, report)
+    if task == "all":
+        out.ladder = build_ladder({name: out.series[name] for name in out.series if name in _IN_LADDER}, out.why)
+    return out
+
+
+_IN_LADDER = ("matmul", "memory", "collectives", "step", "loop", "checkpoint")
+
+
+def _matmul(out: Outcome, session: Session, report: Report) -> None:
+    config = session.config
+    products = step_products(config, session.sizes, gpu=session.gpu)
+    report(f"the matrix products: {len({(p.dtype, p.batch, p.shape) for p in products})} shapes")
+    found = measure_products(products, session.mesh, session.repeats)
+    _pieces(out, "matmul", found, "FLOP/s")
+    total_s = statistics.median(out.series["matmul"])
+    rate = sum(m.amount * m.count for m in found) / total_s
+    dtype = next(p.dtype for p in products)
+    peak = peak_flops(jax.devices()[0].device_kind, dtype)
+    out.facts |= {"matmul_flops_per_s": rate, "matmul_dtype": dtype, "datasheet_share": rate / peak if peak else None}
+    slowest = max(found, key=lambda m: statistics.median(m.per_step_s()))
+    share = f"{rate / peak:.0%} of the datasheet" if peak else "no datasheet to compare with"
+    most = statistics.median(slowest.per_step_s()) / total_s
+    out.why["matmul"] = f"they run at {rate / 1e12:.3g} TFLOP/s per device ({share}), most of it in {slowest.what} ({most:.0%})"
+
+
+def _collectives(out: Outcome, session: Session, report: Report) -> None:
+    planned = expected(session.config, session.sizes, gpu=session.gpu)
+    if not planned:
+        out.notes.append("collectives: none, the mesh has one device")
+        return
+    report(f"the collectives: {len({(p.kind, p.axes, p.bytes) for p in planned})} sizes")
+    found = measure_collectives(planned, session.mesh, session.repeats)
+    _pieces(out, "collectives", found, "byte/s")
+    longest = max(found, key=lambda m: statistics.median(m.per_step_s()))
+    size = f"{longest.amount / 1e6:.3g} MB x {longest.count:g}"
+    out.why["collectives"] = f"the longest is the {longest.detail['kind']} of {longest.what} over {longest.part} ({size})"
+
+
+def _pieces(out: Outcome, layer: str, found: Sequence[Measured], unit: str) -> None:
+    """Sum the pieces of a layer round by round, and list them."""
+    rounds = zip(*(piece.per_step_s() for piece in found), strict=True)
+    out.series[layer] = [sum(times) for times in rounds]
+    total_s = statistics.median(out.series[layer])
+    for piece in found:
+        once_s, seconds = statistics.median(piece.once_s), statistics.median(piece.per_step_s())
+        out.rows.append(
+            {
+                "layer": layer,
+                "part": piece.part,
+                "what": piece.what,
+                "count": piece.count,
+                "once_s": once_s,
+                "per_step_s": seconds,
+                "share": seconds / total_s,
+                "rate": piece.amount / once_s,
+                "unit": unit,
+                "spread": spread(piece.once_s),
+                **piece.detail,
+            }
+        )
+    if layer == "memory":
+        largest = max(found, key=lambda m: statistics.median(m.per_step_s()))
+        moved = sum(m.amount * m.count for m in found)
+        rate = moved / total_s
+        out.why["memory"] = f"{moved / 1e9:.3g} GB per step at {rate / 1e9:.3g} GB/s, most of them in {largest.what}"
+
+
+def _loader(out: Outcome, found: LoaderTimes) -> None:
+    out.series["loader"] = found.batch_s
+    out.facts |= {
+        "loader_tokens_per_s": statistics.median(found.tokens_per_s),
+        "first_batch_s": found.first_batch_s,
+        "loader_batches": found.batches,
+    }
+
+
+def _above_the_step(out: Outcome, session: Session, wanted: Sequence[str], directory: Path, report: Report) -> None:
+    config = session.config
+    if "loop" in wanted:
+        report("the loop on real data")
+        found = measure_loop(session, directory)
+        out.series["loop"] = found.step_s
+        out.facts |= {"data_wait_s": statistics.median(found.wait_s), "log_lines": found.log_lines}
+        out.why["loop"] = _why_loop(out, found)
+    if "checkpoint" in wanted:
+        report("saves and restores")
+        times = measure_checkpoint(session, directory)
+        c = config.checkpoint
+        # without a measured step there is nothing to spread over time: only the cadence in steps
+        step_s = statistics.median(out.series.get("loop") or out.series.get("step") or [0.0])
+        out.series |= {"save": times.blocking_s, "save_write": times.write_s, "restore": times.restore_s}
+        out.facts |= {"checkpoint_bytes": times.size_bytes}
+        if step_s:
+            cadence = save_cadence(every=c.every, every_minutes=c.every_minutes, final=c.final, steps=config.trainer.steps, step_s=step_s)
+            out.series["checkpoint"] = amortised_s(times.blocking_s, times.write_s, cadence, step_s)
+            out.facts |= {"steps_between_saves": cadence.steps, "cadence": cadence.reason}
+            held = statistics.median(times.blocking_s)
+            out.why["checkpoint"] = f"a save holds training up for {ms(held)} every {cadence.steps or 0:,.0f} steps ({cadence.reason})"
+
+
+def _why_loop(out: Outcome, found: LoopTimes) -> str:
+    wait_s, alone_s = statistics.median(found.wait_s), statistics.median(out.series.get("loader", [0.0]))
+    step_s = statistics.median(out.series["step"])
+    loader = f"; the loader alone takes {ms(alone_s)} for a batch, the step {ms(step_s)}" if alone_s else ""
+    more_s = statistics.median(found.step_s) - step_s
+    if wait_s > 0.5 * more_s:
+        return f"it waits {ms(wait_s)} per step for the next batch{loader}"
+    return f"it waits only {ms(wait_s)} per step for data{loader}: the rest is the host's work beside the step"
+
+
+def to_json(out: Outcome) -> dict[str, Any]:
+    """Return the outcome as plain data: series with medians and spreads, pieces, facts, ladder."""
+    found: dict[str, Any] = {
+        "task": out.task,
+        "series": out.series,
+        "summary": {
+            name: {"median_s": statistics.median(values), "spread": spread(values), "rounds": len(values)}
+            for name, values in out.series.items()
+        },
+        "pieces": out.rows,
+        "facts": out.facts,
+        "notes": out.notes,
+    }
+    if out.ladder is not None:
+        found["ladder"] = [asdict(rung) for rung in out.ladder.rungs]
+        found["verdict"] = asdict(out.ladder.verdict)
+    return found

@@ -1,0 +1,112 @@
+"""`ridge bench TASK CONFIG`: one layer of the stack at a time, on the real config."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from configs.errors import UserError
+from launch.options import config_arguments, json_option
+
+if TYPE_CHECKING:
+    from configs.schema import Config
+
+
+def _task(name: str, help: str) -> click.Command:
+    """Make the command of one task; all take the same options."""
+
+    @click.command(name, help=help)
+    @config_arguments
+    @click.option("--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Rounds of every measurement.")
+    @click.option("--save", type=click.Path(path_type=Path), help="Store the result in this file [default: one below --results].")
+    @click.option("--results", type=click.Path(path_type=Path), default=Path("bench"), show_default=True, help="Directory of results.")
+    @click.option("--no-save", is_flag=True, help="Store nothing.")
+    @json_option
+    def command(config: str, overrides: tuple[str, ...], **options: Any) -> int:
+        return _run(name, config, overrides, **options)
+
+    return command
+
+
+matmul = _task("matmul", "Measure the matrix products of CONFIG's step alone: shapes, dtypes and counts of one device.")
+memory = _task("memory", "Measure device memory bandwidth on arrays of CONFIG's sizes, and what its step moves.")
+collectives = _task("collectives", "Measure the collectives of CONFIG's step over its mesh axes, nothing beside them.")
+loader = _task("loader", "Measure the loader alone on CONFIG's data: time per batch and tokens/s.")
+step = _task("step", "Measure the compiled train step of CONFIG on synthetic data.")
+loop = _task("loop", "Measure the training loop on CONFIG's real data, log lines included, beside the step alone.")
+checkpoint = _task("checkpoint", "Measure saves and restores of CONFIG's whole state, on the file system of its run directory.")
+all_layers = _task("all", "Measure every layer and print the ladder: what each adds to the time of a step, and which to look at.")
+
+
+def _run(
+    task: str,
+    config: str,
+    overrides: tuple[str, ...],
+    *,
+    repeats: int,
+    save: Path | None,
+    results: Path,
+    no_save: bool,
+    as_json: bool,
+) -> int:
+    from configs.load import load
+    from perf.bench import stored
+
+    if no_save and save is not None:
+        raise UserError("--save and --no-save exclude each other")
+    resolved = load(config, overrides).config
+    if save is not None and save.exists():
+        raise UserError(f"{save} exists already: a stored result is never overwritten")
+    first = _start(resolved)
+
+    from launch.bench import report, tasks
+
+    now = datetime.now(UTC)
+    outcome = tasks.measure(task, resolved, repeats, _say if first else lambda line: None)
+    if not first:
+        return 0
+    found = tasks.to_json(outcome)
+    made_with = stored.provenance(resolved, command=sys.argv, overrides=overrides, device=_device(), now=now)
+    path = None
+    if not no_save:
+        path = stored.write(save or stored.default_path(results, task, resolved.name, now), found, resolved, made_with)
+    if not as_json:
+        report.show(outcome, resolved)
+        if path is not None:
+            print(f"\nstored in {path}")
+    else:
+        from launch.tables import print_json
+
+        print_json({**found, "provenance": made_with, "stored": None if path is None else str(path)})
+    return 0
+
+
+def _start(config: Config) -> bool:
+    """Set up the devices as a run of this config has them; return whether this process is the one that reports."""
+    from launch import cluster, environment
+
+    here = cluster.describe(os.environ, flags=cluster.Flags(None, None, None), platform=config.runtime.platform)
+    environment.prepare(config, here)
+    try:
+        cluster.join(here, config)
+    except cluster.ClusterError as error:
+        raise UserError(str(error)) from None
+    return here.process == 0
+
+
+def _device() -> Any:
+    import jax
+
+    from perf.bench.stored import Device
+
+    device = jax.devices()[0]
+    return Device(device.platform, device.device_kind, jax.device_count(), jax.process_count())
+
+
+def _say(line: str) -> None:
+    print(f"measuring {line}", file=sys.stderr, flush=True)
