@@ -104,6 +104,8 @@ class EventLog:
         self.path = Path(path)
         self.process, self.run = process, run
         self._clock, self._monotonic = clock, monotonic
+        self.observer: Callable[[str, float, Mapping[str, Any]], None] | None = None
+        """Is told of every event as it is written: kind, moment by the monotonic clock, fields."""
         self._stack = threading.local()
         self._ids = itertools.count()
         self._file = LineFile(self.path)
@@ -122,6 +124,8 @@ class EventLog:
         if dropped := self._file.dropped:
             line = f'{head[: head.rindex(":")]}:"dropped","count":{dropped}}}\n' + line
         self._file.append(line.encode())
+        if self.observer is not None:
+            self.observer(kind, mono_s, fields)
 
     @contextlib.contextmanager
     def phase(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:

@@ -1,21 +1,7 @@
 """The run ledger: where the wall time of a run went, over all its starts, in parts that sum to the whole.
 
 Process 0 speaks for the run: all processes wait for each other at every step, so its time is everybody's. Its events are laid on one
-line of stretches that do not overlap, each of one category (DIAGNOSIS: the run ledger):
-
-    queue            from submission, or the end of the start before, to the start of the next one by the scheduler
-    startup          launch, rendezvous, init, the first step (which pays for loading the program and for first touches)
-    restore          reading the checkpoint
-    compile          lowering and compiling
-    productive       steps that count
-    data_wait        the loop waiting for the loader
-    evaluation       evaluation sets
-    checkpoint       saves holding up the loop
-    profile          starting, stopping and writing a capture
-    lost             steps done again by a later start, or never saved; with what was evaluated and waited for among them
-    hang             from the last sign of life to the watchdog's verdict
-    teardown         closing files, waiting for the last save
-    unexplained      nothing above
+line of stretches that do not overlap, each of one of CATEGORIES (DIAGNOSIS: the run ledger).
 
 Goodput is productive time over wall time (Google, "ML Productivity Goodput", 2023). Time between two starts by hand is nobody's and not
 part of the wall time.
@@ -37,23 +23,24 @@ from perf.events import Event
 from perf.jsonl import read_jsonl
 from perf.timeline import Phase, phases
 
-CATEGORIES = (
-    "queue",
-    "startup",
-    "restore",
-    "compile",
-    "productive",
-    "data_wait",
-    "evaluation",
-    "checkpoint",
-    "profile",
-    "lost",
-    "hang",
-    "teardown",
-    "unexplained",
-)
+CATEGORIES = {
+    "queue": "From submission, or the end of the start before, to the start of the next one by the scheduler.",
+    "startup": "Launch, rendezvous, init, the first step (which pays for loading the program and for first touches).",
+    "restore": "Reading the checkpoint.",
+    "compile": "Lowering and compiling.",
+    "productive": "Steps that count.",
+    "data_wait": "The loop waiting for the loader.",
+    "evaluation": "Evaluation sets.",
+    "checkpoint": "Saves holding up the loop.",
+    "profile": "Starting, stopping and writing a capture.",
+    "lost": "Steps done again by a later start, or never saved; with what was evaluated and waited for among them.",
+    "hang": "From the last sign of life to the watchdog's verdict.",
+    "teardown": "Closing files, waiting for the last save.",
+    "unexplained": "Nothing above.",
+}
+"""Category -> what it holds."""
 
-_OF_PHASE = {
+OF_PHASE = {
     "launch": "startup",
     "rendezvous": "startup",
     "init": "startup",
@@ -67,6 +54,7 @@ _OF_PHASE = {
     "profile": "profile",
     "teardown": "teardown",
 }
+"""Phase of the event log -> category."""
 _REDONE = frozenset({"productive", "data_wait", "evaluation", "profile"})
 """Categories that turn into `lost` when a later start resumes from before them."""
 _TOLERANCE_S = 1e-6
@@ -238,7 +226,7 @@ def _start_line(log: Sequence[Event], found: Sequence[Phase]) -> list[Stretch]:
     """Cut the time of one start into stretches: at every moment the innermost phase that runs, then the summed ones carved out of it."""
     to_wall_s = log[0].time_s - log[0].mono_s  # one clock for the start: the wall clock may jump
     whole = [phase for phase in found if not phase.summed]
-    sums = [phase for phase in found if phase.summed]
+    sums = sorted((phase for phase in found if phase.summed), key=lambda phase: phase.written)
     begin_s = min([log[0].mono_s] + [phase.start_mono_s for phase in found if phase.parent is None])
     end_s = max(event.mono_s for event in log)
     cuts = sorted({begin_s, end_s, *(_clip(t, begin_s, end_s) for p in whole for t in (p.start_mono_s, p.start_mono_s + p.duration_s))})
@@ -250,15 +238,15 @@ def _start_line(log: Sequence[Event], found: Sequence[Phase]) -> list[Stretch]:
             coming += 1
         running = [p for p in running if p.start_mono_s + p.duration_s >= right_s]
         inner = max(running, key=lambda p: (p.start_mono_s, -p.duration_s), default=None)
-        category = "unexplained" if inner is None else _OF_PHASE[inner.name]
+        category = "unexplained" if inner is None else OF_PHASE[inner.name]
         in_loop = any(p.name == "train" for p in running)
         line.append(Stretch(left_s, right_s, category, log[0].restart, in_loop))
     previous_s: dict[tuple[str, int], float] = {}
     for phase in sums:
         recorded_s = phase.start_mono_s + phase.duration_s
-        outside = "unexplained" if phase.parent is None else _OF_PHASE[phase.parent.name]
+        outside = "unexplained" if phase.parent is None else OF_PHASE[phase.parent.name]
         key = (phase.name, id(phase.parent))
-        _carve(line, previous_s.get(key, begin_s), recorded_s, phase.duration_s, outside, _OF_PHASE[phase.name])
+        _carve(line, previous_s.get(key, begin_s), recorded_s, phase.duration_s, outside, OF_PHASE[phase.name])
         previous_s[key] = recorded_s
     for event in log:
         if event.kind == "hang" and "silent_s" in event.fields:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from perf.goodput import CATEGORIES
+
 
 class Metric(NamedTuple):
     """One row of the table."""
@@ -60,6 +62,11 @@ METRICS: dict[str, Metric] = {
     "step_ledger/overlapped_communication_s": Metric("s", "Time in which it communicated and computed (a part of compute_s)."),
     "step_ledger/exposed_copy_s": Metric("s", "Time in which it only copied memory."),
     "step_ledger/idle_s": Metric("s", "Time in which it did nothing."),
+    "train_goodput/goodput": Metric("fraction", "Productive share of the run's wall time so far, over all starts, queue included."),
+    "train_goodput/goodput_now": Metric("fraction", "Productive share of the time since the record before."),
+    "train_goodput/wall_s": Metric("s", "Wall time of the run so far; the categories sum to it."),
+    **{f"train_goodput/{name}_s": Metric("s", f"So far: {meaning[0].lower()}{meaning[1:]}") for name, meaning in CATEGORIES.items()},
+    "train_goodput/usd": Metric("USD", "Money so far: wall time of all devices at the price of the cluster the run was submitted to."),
     "train_save/blocking_s": Metric("s", "Time a save held up the training loop."),
     "train_save/failures": Metric("saves", "Saves that failed so far."),
     "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set."),

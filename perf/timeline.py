@@ -30,6 +30,8 @@ class Phase:
     """Stretches summed in it."""
     summed: bool = False
     """Recorded as a total: `start_s` and `start_mono_s` are those of one stretch of this length that ended when it was recorded."""
+    written: int = 0
+    """Which line of its log first told of it."""
     parent: Phase | None = None
     children_s: float = 0.0
     """Time of the phases directly inside it."""
@@ -55,12 +57,12 @@ def phases(events: Iterable[Event]) -> list[Phase]:
 def _of_one_log(log: list[Event]) -> list[Phase]:
     found: list[Phase] = []
     started: dict[int, Phase] = {}
-    for event in log:
+    for line, event in enumerate(log):
         values = dict(event.fields)
         if event.kind == "phase_start":
             phase = Phase(values.pop("phase"), event.process, event.restart, event.time_s, event.mono_s, math.nan, "cut")
             key, parent = values.pop("id"), values.pop("parent")
-            phase.parent = started.get(parent)
+            phase.parent, phase.written = started.get(parent), line
             phase.fields = values
             started[key] = phase
             found.append(phase)
@@ -75,7 +77,7 @@ def _of_one_log(log: list[Event]) -> list[Phase]:
                 values.pop("phase"), event.process, event.restart, start_s, start_mono_s, duration_s, "ok", values.pop("count"), True
             )
             phase.fields = values
-            phase.parent = started.get(parent)
+            phase.parent, phase.written = started.get(parent), line
             found.append(phase)
     for phase in started.values():
         if math.isnan(phase.duration_s):

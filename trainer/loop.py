@@ -21,6 +21,7 @@ import numpy as np
 
 from configs.schema import Config
 from perf.events import EventLog
+from perf.goodput_live import LiveGoodput
 from perf.metrics import StepTimer, memory_metrics
 from perf.profiler import Profiler, step_annotation
 from perf.progress import Progress, format_seconds
@@ -79,6 +80,8 @@ class Loop:
     stop: Stop
     watchdog: Watchdog
     grace: Grace
+    goodput: LiveGoodput | None = None
+    """Kept by process 0."""
     clock: Callable[[], float] = time.monotonic
     _pending: _Pending | None = field(default=None, init=False)
     _window_waits: int = field(default=0, init=False)
@@ -224,7 +227,7 @@ class Loop:
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
         }
         self.events.emit("step", step=step, **{name.split("/")[1]: value for name, value in metrics.items()})
-        self.writer.write(step, metrics)
+        self.writer.write(step, metrics if self.goodput is None else metrics | self.goodput.metrics())
         self.progress.update(step, metrics)
 
     def _evaluate(self, state: TrainState, step: int) -> tuple[dict[str, SetResult], signal.Signals | None]:

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from configs.errors import UserError
 from configs.rules import check_devices
 from configs.schema import Config
 from loaders.loader import build_loader, read_manifests
 from loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
 from perf.events import EventLog, event_file, read_events
+from perf.goodput_live import LiveGoodput, watch
 from perf.metrics import StepTimer
 from perf.profiler import Profiler
 from perf.progress import Progress, build_progress
@@ -233,6 +235,7 @@ class _Session:
             stop=self.stop,
             watchdog=self.watchdog,
             grace=grace,
+            goodput=self._watch_goodput(start_step),
         )
         try:
             outcome = loop.run(state, start_step)
@@ -243,6 +246,16 @@ class _Session:
                 self.checkpointer.wait()
         self.checkpointer.close()
         return outcome
+
+    def _watch_goodput(self, start_step: int) -> LiveGoodput | None:
+        """Keep the run ledger up in process 0; a damaged record of earlier starts does not end a run."""
+        if jax.process_index() != 0:
+            return None
+        try:
+            return watch(self.events, self.run.path, start_step, self.parts.mesh.size)
+        except UserError as error:
+            self.progress.note(f"no goodput in TensorBoard: {error}")
+            return None
 
 
 def _restore(

@@ -13,12 +13,13 @@ from launch.options import json_option
 from launch.tables import Column, print_json, print_table
 from perf.events import event_files, read_events
 from perf.goodput import Ledger, queue_waits, run_ledger
+from perf.money import cluster_price, run_price
 from perf.progress import format_count, format_duration
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--cluster", help="Cluster file or name: its price per device and hour.")
+@click.option("--cluster", help="Cluster file or name: its price per device and hour. Default: the cluster RUN was submitted to.")
 @click.option("--price", "price_usd", type=click.FloatRange(min=0), help="Price of one device for an hour, in USD; wins over --cluster.")
 @json_option
 def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bool) -> None:
@@ -30,7 +31,7 @@ def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bo
     events = read_events(event_files(run))
     ledger = run_ledger(events, queue_waits(run, events))
     devices = int(record["starts"][-1]["devices"]["count"])
-    price_usd = price_of(cluster) if price_usd is None else price_usd
+    price_usd = price_of(cluster, run) if price_usd is None else price_usd
     report = describe(ledger, devices, price_usd)
     if as_json:
         print_json(report)
@@ -96,13 +97,6 @@ def _headline(name: str, ledger: Ledger, devices: int) -> str:
     return f"{name}: goodput {ledger.goodput:.1%} of {wall} on {devices} device(s){starts}; {ledger.steps} steps{tokens}"
 
 
-def price_of(cluster: str | None) -> float | None:
-    """Return the price of one device of a cluster for an hour, in USD: its file's, else the typical one of its device; None: no cluster."""
-    if cluster is None:
-        return None
-    from configs.cluster import load_cluster
-    from planner.hardware import hardware
-
-    config = load_cluster(cluster).config
-    price = config.price_per_device_hour_usd
-    return hardware(config.device).price_per_hour_usd if price is None else price
+def price_of(cluster: str | None, run: Path) -> float | None:
+    """Return the price of one device for an hour, USD, of a cluster, or without one of that the run was submitted to; None: no cluster."""
+    return run_price(run) if cluster is None else cluster_price(cluster)

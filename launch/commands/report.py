@@ -12,7 +12,7 @@ from configs.errors import UserError
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file. Default: report.html in the first RUN.")
-@click.option("--cluster", help="Cluster file or name: its price per device and hour.")
+@click.option("--cluster", help="Cluster file or name: its price per device and hour. Default: the cluster each RUN was submitted to.")
 @click.option("--price", "price_usd", type=click.FloatRange(min=0), help="Price of one device for an hour, in USD; wins over --cluster.")
 def report(runs: tuple[Path, ...], output: Path | None, cluster: str | None, price_usd: float | None) -> None:
     """Write one self-contained HTML page about RUN: verdict, curves, ledgers with money, timeline, diagnosis, configuration.
@@ -22,9 +22,9 @@ def report(runs: tuple[Path, ...], output: Path | None, cluster: str | None, pri
     from launch.commands.goodput import price_of
     from perf.report.page import read_run, render
 
-    price_usd = price_of(cluster) if price_usd is None else price_usd
     labels = _labels(runs)
-    page = render([read_run(run, label, price_usd=price_usd) for run, label in zip(runs, labels, strict=True)])
+    prices = [price_of(cluster, run) if price_usd is None else price_usd for run in runs]
+    page = render([read_run(run, label, price_usd=price) for run, label, price in zip(runs, labels, prices, strict=True)])
     output = runs[0] / "report.html" if output is None else output
     try:
         output.write_text(page)

@@ -23,6 +23,7 @@ from configs.schema import Config
 from launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE
 from loaders.prepare import PrepareSettings, prepare
 from perf.events import event_file, read_events
+from perf.goodput import run_ledger
 from perf.metrics import metric
 from perf.writers import read_metrics
 from trainer.loop import NumericalFailure
@@ -167,6 +168,18 @@ def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, f
     assert {"launch", "init", "compile", "first_step", "train", "data_wait", "evaluation", "save", "teardown"} <= ended
     assert [event.fields["step"] for event in first if event.kind == "step"] == list(range(1, STEPS + 1))
     assert {event.fields["step"] for event in first if event.kind == "checkpoint_saved"} == {2, 4, 6}
+
+
+def test_goodput_written_during_a_run_is_that_of_its_log(whole: tuple[Config, dict[int, float]]) -> None:
+    directory = whole[0].directory
+    first = [event for event in read_events(event_file(directory, 0)) if event.restart == 0]
+    for record in read_metrics(directory / "metrics.jsonl"):
+        if "train_goodput/goodput" in record:
+            (end,) = (i for i, event in enumerate(first) if event.kind == "step" and event.fields["step"] == record["step"])
+            ledger = run_ledger(first[: end + 1])
+            assert record["train_goodput/wall_s"] == pytest.approx(ledger.wall_s, abs=1e-4)
+            for name, seconds in ledger.seconds.items():
+                assert record.get(f"train_goodput/{name}_s", 0.0) == pytest.approx(seconds, abs=1e-4), (record["step"], name)
 
 
 def test_a_profile_is_captured_where_asked_with_the_program_beside_it(corpus: Path, tmp_path: Path) -> None:
