@@ -53,6 +53,8 @@ _BENCH: Table = {
     "loop": ("launch.commands.bench:loop", "The training loop on real data."),
     "checkpoint": ("launch.commands.bench:checkpoint", "Saves and restores of the whole state."),
     "all": ("launch.commands.bench:all_layers", "The ladder: what each layer adds, and which to look at."),
+    "compare": ("launch.commands.bench_compare:compare", "Stored results: faster, slower, or cannot tell."),
+    "template": ("launch.commands.bench_compare:template", "An experiment for the lab notebook."),
     "sweep": ("launch.commands.bench_sweep:sweep", "Batch sizes or remat policies side by side."),
 }
 COMMANDS: Table = {
@@ -78,6 +80,7 @@ COMMANDS: Table = {
     "goodput": ("launch.commands.goodput:goodput", "Where the wall time and the money of a run went."),
     "diagnose": ("launch.commands.diagnose:diagnose", "What holds a run back, with evidence, and what to do."),
     "report": ("launch.commands.report:report", "One HTML page about a run, or several side by side."),
+    "scale": ("launch.commands.scale:scale", "The same work at several scales, and where to stop."),
     "timeline": ("launch.commands.timeline:timeline", "A run's phases as a picture or a Perfetto trace."),
     "shardings": ("launch.commands.shardings:shardings", "How every parameter is divided over the devices."),
     "convert": ("Convert models from and to Hugging Face.", _CONVERT),

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from configs.errors import UserError
+from launch.commands.bench_compare import SLOWER, change_option, fail_option, show, to_json
 from launch.options import config_arguments, json_option
+from launch.tables import print_json
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -26,6 +28,9 @@ def _task(name: str, help: str) -> click.Command:
     @click.option("--save", type=click.Path(path_type=Path), help="Store the result in this file [default: one below --results].")
     @click.option("--results", type=click.Path(path_type=Path), default=Path("bench"), show_default=True, help="Directory of results.")
     @click.option("--no-save", is_flag=True, help="Store nothing.")
+    @click.option("--baseline", type=click.Path(path_type=Path), help="Compare with this stored result, or with those of a directory.")
+    @change_option
+    @fail_option
     @json_option
     def command(config: str, overrides: tuple[str, ...], **options: Any) -> int:
         return _run(name, config, overrides, **options)
@@ -52,14 +57,22 @@ def _run(
     save: Path | None,
     results: Path,
     no_save: bool,
+    baseline: Path | None,
+    changes: tuple[str, ...],
+    fail_on_slower: bool,
     as_json: bool,
 ) -> int:
     from configs.load import load
     from perf.bench import stored
+    from perf.bench.guard import BUSY, choose, judge
+    from perf.neighbours import Neighbours
 
     if no_save and save is not None:
         raise UserError("--save and --no-save exclude each other")
+    if baseline is None and (fail_on_slower or changes):
+        raise UserError(f"{'--fail-on-slower' if fail_on_slower else '--change'} needs --baseline: compared with what?")
     resolved = load(config, overrides).config
+    before = [] if baseline is None else stored.read_all(baseline)
     if save is not None and save.exists():
         raise UserError(f"{save} exists already: a stored result is never overwritten")
     first = _start(resolved)
@@ -67,23 +80,33 @@ def _run(
     from launch.bench import report, tasks
 
     now = datetime.now(UTC)
+    made_with = stored.provenance(resolved, command=sys.argv, overrides=overrides, device=_device(), now=now)
+    if before:  # what cannot be compared is refused before minutes are spent on it
+        choose(before, [stored.as_stored(Path("this measurement"), {"task": task, "series": {}}, resolved, made_with)], changes)
+    neighbours = Neighbours()
     outcome = tasks.measure(task, resolved, repeats, _say if first else lambda line: None)
     if not first:
         return 0
-    found = tasks.to_json(outcome)
-    made_with = stored.provenance(resolved, command=sys.argv, overrides=overrides, device=_device(), now=now)
+    found, made_with["neighbours"] = tasks.to_json(outcome), neighbours.share()
     path = None
     if not no_save:
         path = stored.write(save or stored.default_path(results, task, resolved.name, now), found, resolved, made_with)
-    if not as_json:
+    judgement = None
+    if before:
+        judgement = judge(before, [stored.as_stored(path or Path("this measurement"), found, resolved, made_with)], changes)
+    if as_json:
+        compared = {} if judgement is None else {"comparison": to_json(judgement)}
+        print_json({**found, "provenance": made_with, "stored": None if path is None else str(path), **compared})
+    else:
         report.show(outcome, resolved)
+        if (taken := made_with["neighbours"]) is not None and taken > BUSY:
+            print(f"other programs took {taken:.0%} of the cores meanwhile: figures of a busy machine")
         if path is not None:
             print(f"\nstored in {path}")
-    else:
-        from launch.tables import print_json
-
-        print_json({**found, "provenance": made_with, "stored": None if path is None else str(path)})
-    return 0
+        if judgement is not None:
+            print()
+            show(judgement)
+    return SLOWER if fail_on_slower and judgement is not None and judgement.slower else 0
 
 
 def _start(config: Config) -> bool:

@@ -57,6 +57,11 @@ class Stored:
     """The whole file."""
 
     @property
+    def neighbours(self) -> float:
+        """Share of the cores that other programs took while it was measured; 0 where the kernel did not say."""
+        return float(self.provenance.get("neighbours") or 0.0)
+
+    @property
     def code(self) -> str:
         """Names the code: commit and uncommitted changes. Two results of the same code are runs of unchanged code."""
         code = self.provenance["code"]
@@ -104,12 +109,22 @@ def default_path(results: Path, task: str, name: str, now: datetime) -> Path:
     return results / task / f"{now:%Y%m%dT%H%M%S}-{name}.json"
 
 
+def as_stored(path: Path, found: Mapping[str, Any], config: Config, made_with: Mapping[str, Any]) -> Stored:
+    """Return a fresh result as `read` would return it."""
+    content = _content(found, config, made_with)
+    return Stored(path, content["task"], config.name, content["series"], content["config"], content["provenance"], content)
+
+
+def _content(found: Mapping[str, Any], config: Config, made_with: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "name": config.name, **found, "config": config.model_dump(mode="json"), "provenance": dict(made_with)}
+
+
 def write(path: Path, found: Mapping[str, Any], config: Config, made_with: Mapping[str, Any]) -> Path:
-    """Write a result to a file that does not exist yet (a number is added to a default name's twin); return where it went.
+    """Write a result to a file that does not exist yet; return where it went.
 
     Raises UserError where it cannot be written.
     """
-    content = {"format": FORMAT, "name": config.name, **found, "config": config.model_dump(mode="json"), "provenance": dict(made_with)}
+    content = _content(found, config, made_with)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x") as file:
