@@ -121,9 +121,8 @@ def _gpu(generation: Generation, config: Config) -> list[Setting]:
         reason = "FSDP: combine the collectives of one layer, not of several, so that each overlaps with the layer before"
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             settings.append(Setting(f"--xla_gpu_{kind}_combine_threshold_bytes", size, reason))
-    if config.compute.remat.policy != "none":
-        reason = f"compute.remat.policy={config.compute.remat.policy} decides what is recomputed; XLA's own pass would add to it"
-        settings.append(Setting("--xla_disable_hlo_passes", "rematerialization", reason))
+    reason = "compute.remat decides what is recomputed: XLA's own pass adds to it unasked, and what was planned is not what runs"
+    settings.append(Setting("--xla_disable_hlo_passes", "rematerialization", reason))
     return settings
 
 

@@ -1,0 +1,118 @@
+"""What of the communication hides behind compute at scale, read from steps compiled for GPUs that are not here.
+
+`python tests/bench/overlap.py [--models 8b 70b 405b] [--devices 64 512 4096] [--json FILE]`
+
+For every model and number of H100 the planner's fastest layout is compiled on this machine (`ridge compile`). Columns: the share of
+collective bytes that has compute between start and done; the time compute waits for them when the compiled schedule is played with the
+planner's rates, and its share of the step; collectives issued per layer against the least a layer needs; seconds to compile.
+The least: fsdp gathers a layer's parameters once forward and once backward and reduces their gradients once; tensor gathers and reduces
+the stream around attention and MLP, in the forward and the backward pass, and again what is recomputed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from configs.cluster import load_cluster
+from configs.load import load
+from planner.calibration import load_calibration
+from planner.search import Candidate, search_scale
+
+MODELS = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b", "405b": "llama-3.1-405b"}
+SEQ_LEN, ROWS_PER_DEVICE, LEAST_ROWS = 8192, 1, 256
+CLUSTER = "dgx-h100"
+LAYER_COLLECTIVES = 0.25
+"""A collective that runs at least this often per layer belongs to the layers."""
+
+
+def layout(model: str, devices: int) -> tuple[Candidate, list[str]]:
+    """Return the planner's fastest layout and the overrides that choose it."""
+    cluster = load_cluster(CLUSTER).config
+    rows = max(LEAST_ROWS, ROWS_PER_DEVICE * devices)
+    base = [f"data.seq_len={SEQ_LEN}", f"data.batch_size={rows}", "data.document_masking=false", "precision.compute=bfloat16"]
+    config = load(f"models/{MODELS[model]}", base).config
+    best = search_scale(config, cluster, load_calibration(None), devices // cluster.devices_per_node, 1e12).best
+    if best is None:
+        raise SystemExit(f"{model} fits on no layout of {devices} devices")
+    chosen = best.layout
+    mesh = [f"mesh.{axis}={size}" for axis, size in chosen.sizes.items()]
+    remat = [
+        f"compute.remat.policy={chosen.remat.policy}",
+        *([f"compute.remat.names={list(chosen.remat.names)}"] if chosen.remat.names else []),
+    ]
+    return best, [*base, *mesh, f"trainer.accumulation={chosen.accumulation}", *remat]
+
+
+def least_per_layer(best: Candidate) -> float:
+    """Collectives that a layer of a microbatch needs."""
+    mesh, policy = best.layout.sizes, best.layout.remat.policy
+    fsdp = 3 if mesh.get("fsdp", 1) > 1 else 0
+    recompute = 0 if policy == "none" else 2
+    return fsdp + (8 + recompute if mesh.get("tensor", 1) > 1 else 0)
+
+
+def measure(model: str, devices: int) -> dict[str, Any]:
+    """Compile one step; return the row of the table."""
+    best, overrides = layout(model, devices)
+    nodes = devices // load_cluster(CLUSTER).config.devices_per_node
+    ridge = Path(sys.executable).with_name("ridge")
+    command = [str(ridge), "compile", f"models/{MODELS[model]}", "--cluster", CLUSTER, "--nodes", str(nodes), "--json", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    row: dict[str, Any] = {"model": model, "devices": devices, "layout": best.layout.text(), "remat": best.layout.remat.policy,
+                           "accumulation": best.layout.accumulation, "planned_step_s": best.step.step_s}  # fmt: skip
+    if done.returncode:
+        return row | {"error": done.stderr.strip().splitlines()[-1:]}
+    found = json.loads(done.stdout)
+    layers = load(f"models/{MODELS[model]}").config.model.num_layers * best.layout.accumulation
+    per_layer = sum(c["count"] / layers for c in found["collectives"] if c["count"] >= LAYER_COLLECTIVES * layers)
+    roofline = found["roofline"]
+    return row | {
+        "overlapped_share": found["overlapped_share"],
+        "exposed_s": roofline["exposed_communication_s"],
+        "communication_s": roofline["communication_s"],
+        "played_step_s": roofline["step_s"],
+        "per_layer": per_layer,
+        "least_per_layer": least_per_layer(best),
+        "exposed": roofline["exposed"][:6],
+        "unhidden": [c for c in found["collectives"] if not c.get("overlapped", True)][:8],
+        "peak_gb": found["peak_bytes"] / 1e9,
+        "compile_s": found["compile_s"],
+        "lower_s": found["lower_s"],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a row per model and scale; 1 when less than 95 % of the bytes have compute beside them anywhere."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--devices", nargs="*", type=int, default=[64, 512, 4096])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    print(
+        f"{'model':6}{'GPUs':>6}  {'layout':34}{'remat':>16}{'bytes hidden':>13}{'waits ms':>10}{'of step':>9}{'per layer':>10}{'least':>6}{'GB':>6}{'compile s':>10}"
+    )
+    rows = []
+    for model in args.models:
+        for devices in args.devices:
+            row = measure(model, devices)
+            rows.append(row)
+            if "error" in row:
+                print(f"{model:6}{devices:>6}  {row['error']}", flush=True)
+                continue
+            waits = f"{row['exposed_s'] * 1e3:>10.0f}{row['exposed_s'] / row['played_step_s']:>9.1%}"
+            counts = (
+                f"{row['per_layer']:>10.1f}{row['least_per_layer']:>6.0f}{row['peak_gb']:>6.0f}{row['compile_s'] + row['lower_s']:>10.1f}"
+            )
+            print(f"{model:6}{devices:>6}  {row['layout']:34}{row['remat']:>16}{row['overlapped_share']:>13.1%}{waits}{counts}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(any(row.get("overlapped_share", 0.0) < 0.95 for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
