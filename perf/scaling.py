@@ -1,13 +1,9 @@
 """Scaling studies: from times and rates at several scales to efficiency, money, a fitted law, and where to stop.
 
-Strong scaling: the same work on more devices. The law fitted to its times (Amdahl's, with a term that grows with the scale) is
+Strong scaling: the same work on more devices; weak scaling: work that grows with the devices, so that every device always does the same.
+The law of perf/law.py is fitted to the times to solution and to the times of a step.
 
-    T(p) = fixed + work / p + sync * log2(p)
-
-every coefficient >= 0; the fit minimises relative errors, so that the small times of large scales count as much as the large ones of
-small scales. Weak scaling (work grows with the devices) has T(p) = fixed + sync * log2(p) for the time of a step.
-
-Parallel efficiency is speedup over the ratio of the devices, against the smallest scale of the study.
+Parallel efficiency is the speedup in rate (or in time per unit of work) over the ratio of the devices, against the smallest scale.
 """
 
 from __future__ import annotations
@@ -15,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Literal
 
-import numpy as np
-
 from configs.errors import UserError
+from perf.law import Forecast, Law, fit_law, forecast
 
 Objective = Literal["time", "cost", "efficiency"]
 
@@ -37,6 +32,13 @@ class Point:
     spread: float = 0.0
     """Relative half-width of the repeats (0: one run)."""
     failure: str | None = None
+    work: float | None = None
+    """Units of work of the whole run; None: the same at every scale (strong scaling)."""
+
+    @property
+    def unit_time_s(self) -> float | None:
+        """Time to solution per unit of work; of all of it where it is the same at every scale."""
+        return None if self.time_s is None else self.time_s / (self.work or 1.0)
 
 
 @dataclass(frozen=True)
@@ -54,31 +56,15 @@ class Row:
     marginal_gain: float | None = None
     """Relative gain in rate (or speed) over the scale before it."""
     marginal_time: float | None = None
-    """Relative change of the time to solution over the scale before it; negative is a gain."""
+    """Relative change of the time to solution (per unit of work) over the scale before it; negative is a gain."""
     cost: float | None = None
     """Device-hours of the whole run times price; without a price, device-hours."""
+    unit_cost: float | None = None
+    """Cost of a unit of work; of the whole run where the work is the same at every scale."""
     rate_per_device: float | None = None
+    spread: float = 0.0
+    """Relative half-width of the repeats."""
     failure: str | None = None
-
-
-@dataclass(frozen=True)
-class Law:
-    """T(p) = fixed_s + work_s / p + sync_s * log2(p)."""
-
-    fixed_s: float
-    work_s: float
-    sync_s: float
-    worst_error: float
-    """Largest relative error over the fitted points."""
-
-    def time_s(self, devices: float) -> float:
-        """Predict the time at a scale."""
-        return self.fixed_s + self.work_s / devices + self.sync_s * math.log2(devices)
-
-    @property
-    def fastest_devices(self) -> float:
-        """Where more devices stop helping: dT/dp = 0; infinite without a term that grows."""
-        return self.work_s * math.log(2) / self.sync_s if self.sync_s > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -91,12 +77,20 @@ class Study:
     next_devices: int
     next_time_s: float | None
     """The law's prediction for the next doubling."""
+    weak: bool = False
+    """Whether the work grows with the devices."""
+    next_time: Forecast | None = None
+    """`next_time_s` with its interval."""
+    step_law: Law | None = None
+    """Of the time of a step, up to a constant: devices over rate in weak scaling, 1 over rate otherwise; None with fewer than three."""
+    next_step: Forecast | None = None
+    """The step law's prediction for the next doubling, with its interval."""
     doubts: tuple[str, ...] = field(default=())
     """What in the figures contradicts itself or the law."""
 
 
 def analyse(points: Sequence[Point], *, price_per_device_hour: float = 1.0) -> Study:
-    """Analyse a strong-scaling study.
+    """Analyse a study: weak scaling when the points say that their work differs, else strong scaling.
 
     Raises:
       UserError: fewer than two scales have figures, scales repeat, or a figure is not positive.
@@ -110,12 +104,28 @@ def analyse(points: Sequence[Point], *, price_per_device_hour: float = 1.0) -> S
     for p in good:
         if p.devices < 1 or min(p.time_s or 1, p.rate or 1) <= 0:
             raise UserError(f"devices, times and rates must be positive; got {p}")
+    weak = len({p.work for p in good}) > 1
+    if weak and not all(p.work for p in good):
+        raise UserError("the work of some scales is known and that of others is not: they cannot be compared")
     rows = _rows(ordered, good[0], price_per_device_hour)
     timed = [p for p in good if p.time_s is not None]
-    law = fit_law([p.devices for p in timed], [p.time_s or 0.0 for p in timed]) if len(timed) >= 3 else None
     following = 2 * good[-1].devices
-    doubts = _superlinear(rows) + (_below_the_floor(timed) if law is not None else [])
-    return Study(tuple(rows), law, following, law.time_s(following) if law is not None else None, tuple(doubts))
+    law, next_time = _fitted(timed, [p.time_s or 0.0 for p in timed], following, weak)
+    rated = [p for p in good if p.rate is not None]
+    steps = [(p.devices if weak else 1) / (p.rate or 1.0) for p in rated]
+    step_law, next_step = _fitted(rated, steps, following, weak)
+    doubts = _superlinear(rows) + (_below_the_floor(timed) if law is not None and not weak else [])
+    next_time_s = None if next_time is None else next_time.time_s
+    return Study(tuple(rows), law, following, next_time_s, weak, next_time, step_law, next_step, tuple(doubts))
+
+
+def _fitted(points: Sequence[Point], times_s: Sequence[float], at: int, weak: bool) -> tuple[Law | None, Forecast | None]:
+    """Fit the law to three times or more (weak scaling has a term less: two are a line through anything, too) and look one scale ahead."""
+    if len(points) < 3:
+        return None, None
+    devices = [p.devices for p in points]
+    law = fit_law(devices, times_s, work=not weak)
+    return law, forecast(law, devices, times_s, [p.spread for p in points], at, work=not weak)
 
 
 def _rows(ordered: Sequence[Point], base: Point, price: float) -> list[Row]:
@@ -126,12 +136,13 @@ def _rows(ordered: Sequence[Point], base: Point, price: float) -> list[Row]:
             rows.append(Row(p.devices, failure=p.failure or "no figures"))
             continue
         ratio = p.devices / base.devices
-        time_speedup = base.time_s / p.time_s if base.time_s and p.time_s else None
+        time_speedup = base.unit_time_s / p.unit_time_s if base.unit_time_s and p.unit_time_s else None
         rate_speedup = p.rate / base.rate if base.rate and p.rate else None
         speedup = rate_speedup if rate_speedup is not None else time_speedup
         before = None if previous is None else _relative(previous.rate, p.rate)
-        if before is None and previous is not None and previous.time_s and p.time_s:
-            before = previous.time_s / p.time_s - 1
+        if before is None and previous is not None and previous.unit_time_s and p.unit_time_s:
+            before = previous.unit_time_s / p.unit_time_s - 1
+        cost = None if p.time_s is None else p.devices * p.time_s / 3600 * price
         rows.append(
             Row(
                 devices=p.devices,
@@ -142,9 +153,11 @@ def _rows(ordered: Sequence[Point], base: Point, price: float) -> list[Row]:
                 time_speedup=time_speedup,
                 time_efficiency=None if time_speedup is None else time_speedup / ratio,
                 marginal_gain=before,
-                marginal_time=None if previous is None else _relative(previous.time_s, p.time_s),
-                cost=None if p.time_s is None else p.devices * p.time_s / 3600 * price,
+                marginal_time=None if previous is None else _relative(previous.unit_time_s, p.unit_time_s),
+                cost=cost,
+                unit_cost=None if cost is None else cost / (p.work or 1.0),
                 rate_per_device=None if p.rate is None else p.rate / p.devices,
+                spread=p.spread,
             )
         )
         previous = p
@@ -153,26 +166,6 @@ def _rows(ordered: Sequence[Point], base: Point, price: float) -> list[Row]:
 
 def _relative(old: float | None, new: float | None) -> float | None:
     return None if not old or new is None else new / old - 1
-
-
-def fit_law(devices: Sequence[float], times_s: Sequence[float]) -> Law:
-    """Fit the law by non-negative least squares on relative errors (all subsets of the three terms are tried: exact for three)."""
-    assert len(devices) == len(times_s) >= 2
-    p = np.asarray(devices, dtype=float)
-    y = np.asarray(times_s, dtype=float)
-    terms = np.stack([np.ones_like(p), 1 / p, np.log2(p)], axis=1) / y[:, None]
-    best, best_error = np.array([0.0, 0.0, 0.0]), math.inf
-    for count in (1, 2, 3):
-        for subset in combinations(range(3), count):
-            chosen, *_ = np.linalg.lstsq(terms[:, subset], np.ones_like(y), rcond=None)
-            error = float(np.sum((terms[:, subset] @ chosen - 1) ** 2))
-            # a further term must earn its place: with as many terms as points anything fits
-            if np.all(chosen >= 0) and error < best_error * (1 - 1e-9) and count < len(y) + (count == 1):
-                best = np.zeros(3)
-                best[list(subset)] = chosen
-                best_error = error
-    worst = float(np.max(np.abs(terms @ best - 1)))
-    return Law(float(best[0]), float(best[1]), float(best[2]), worst)
 
 
 def stopping_point(study: Study, objective: Objective, *, worthwhile: float = 0.1, least_efficiency: float = 0.8) -> tuple[int, str]:
@@ -192,7 +185,8 @@ def stopping_point(study: Study, objective: Objective, *, worthwhile: float = 0.
         for row in rows[1:]:
             gain = -row.marginal_time if row.marginal_time is not None else 1 - 1 / (1 + (row.marginal_gain or 0.0))
             if gain < worthwhile:
-                return chosen.devices, f"going on to {row.devices} would shorten the run by {gain:.1%} only"
+                change = f"shorten the run by {gain:.1%} only" if gain >= 0 else f"lengthen the run by {-gain:.1%}"
+                return chosen.devices, f"going on to {row.devices} would {change}"
             chosen, why = row, f"each step up to here shortened the run by at least {worthwhile:.0%}"
         return chosen.devices, why + "; nothing larger was measured"
     if objective == "efficiency":
@@ -210,8 +204,8 @@ def stopping_point(study: Study, objective: Objective, *, worthwhile: float = 0.
 
 def _unit_cost(row: Row) -> float:
     """Cost up to a constant: of the whole run, or of a unit of work where only rates are known."""
-    if row.cost is not None:
-        return row.cost
+    if row.unit_cost is not None:
+        return row.unit_cost
     assert row.rate_per_device is not None
     return 1 / row.rate_per_device
 

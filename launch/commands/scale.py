@@ -1,0 +1,231 @@
+"""`ridge scale CONFIG --devices 1,2,4,8`: the same work at several scales, and where to stop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from configs.errors import UserError
+from launch.options import json_option
+
+if TYPE_CHECKING:
+    from configs.cluster import ClusterConfig
+    from launch.study.scales import Asked
+    from launch.study.trials import Trials
+    from perf.measured import MeasuredRun
+    from perf.scaling import Objective
+    from perf.study import Question, Scale
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, required=True, metavar="CONFIG [KEY=VALUE]... | --from RUN...")
+@click.option("--from", "from_runs", is_flag=True, help="Analyse finished runs, given instead of CONFIG; run nothing.")
+@click.option("--devices", metavar="N[,N...]", help="Scales on this machine: virtual CPU devices, or GPUs. With --cluster: of its nodes.")
+@click.option("--nodes", "-N", metavar="N[,N...]", help="Scales through Slurm, in nodes (with --cluster).")
+@click.option("--weak/--strong", default=False, help="Batch grows with the devices, or the work stays the same [default: strong].")
+@click.option("--axis", type=click.Choice(["data", "fsdp", "tensor"]), help="Mesh axis that grows [default: the one that is -1].")
+@click.option(
+    "--objective",
+    type=click.Choice(["time", "cost", "efficiency"]),
+    default="time",
+    show_default=True,
+    help="What decides where to stop: earliest end, least money, or parallel efficiency.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each scale; three show the scatter.")
+@click.option("--warmup", "warmup_steps", type=click.IntRange(min=0), help="Steps left out of the speed [default: the first log line].")
+@click.option("--tokens", type=click.FloatRange(min=1), help="Tokens of the real run: its time to solution and cost at the measured rates.")
+@click.option("--per-process", type=click.IntRange(min=1), help="On CPU: devices of one process [default: all in one process].")
+@click.option("--cluster", "-c", help="Cluster file or name: run through Slurm there; links and price for the analysis.")
+@click.option("--cluster-set", multiple=True, metavar="KEY=VALUE", help="Override a key of the cluster file; repeatable.")
+@click.option("--time", "time_limit", help="Time limit of each job as Slurm writes it.")
+@click.option("--no-preflight", is_flag=True, help="Jobs start without `ridge doctor`.")
+@click.option("--at-once", type=click.IntRange(min=1), help="Jobs that may wait or run at once [default: all].")
+@click.option("--predict", metavar="CLUSTER", help="Cluster file whose planner predictions are shown beside what was measured here.")
+@click.option("--calibration", metavar="FILE", help="Rates measured by `ridge calibrate`, for the predictions.")
+@click.option("--price", "price_usd", type=click.FloatRange(min=0), help="Price of one device for an hour, USD; wins over the cluster's.")
+@click.option("--retry", is_flag=True, help="Make failed runs again.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Directory of the study [default: runs/NAME-strong or -weak].")
+@json_option
+def scale(arguments: tuple[str, ...], from_runs: bool, output: Path | None, as_json: bool, **options: Any) -> None:
+    """Run CONFIG at several scales and say where to stop.
+
+    One thing changes: the devices (with --weak also the batch, in proportion to the smallest scale's). Warm-up is left out, failed
+    scales are rows with their reason, and the same command makes only what is missing; Ctrl-C loses nothing that is finished.
+    The result is in OUTPUT: study.json, study.md, pictures; `ridge diagnose OUTPUT` and `ridge report OUTPUT` read it.
+    """
+    from launch.study.files import show_study, write_study
+    from perf.report.study_charts import charts
+    from perf.study import document
+    from perf.study_table import COLUMNS
+
+    if from_runs:
+        name, scales, question, more = _from_runs(arguments, options)
+    else:
+        name, scales, question, more, output = _made(arguments, output, options)
+    study = document(name, scales, question, **more)
+    if output is not None:
+        write_study(study, output, charts(study), COLUMNS)
+    show_study(study, output, as_json=as_json)
+
+
+def say(line: str) -> None:
+    """Tell progress, beside the answer."""
+    click.echo(line, err=True)
+
+
+def _from_runs(arguments: Sequence[str], options: dict[str, Any]) -> tuple[str, list[Scale], Question, dict[str, Any]]:
+    """Gather finished runs into scales; they must differ in their scale only."""
+    from launch.study.scales import VARIED, VARIED_WEAK
+    from perf.diagnosis.several import differing_keys, is_weak
+    from perf.measured import read_measured
+
+    for name in ("devices", "nodes", "axis", "time_limit", "at_once", "per_process"):
+        if options[name] is not None:
+            raise UserError(f"--{name.replace('_limit', '').replace('_', '-')} says how to run a config; with --from nothing is run")
+    paths = [Path(argument) for argument in arguments]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError("a run is named twice: compare different run directories")
+    runs = [read_measured(path, warmup_steps=options["warmup_steps"]) for path in paths]
+    weak = len({run.config.data.batch_size for run in runs}) > 1
+    varied = VARIED_WEAK if weak else VARIED
+    others = [key for key in differing_keys(runs) if not key.startswith(varied)]
+    if weak and not is_weak(runs):
+        others.append("data.batch_size (not in proportion to the devices)")
+    if others:
+        raise UserError(f"these runs differ in more than their scale: {', '.join(others)}; a scaling study changes one thing")
+    site = _site(options["cluster"] or options["predict"], options["cluster_set"])
+    groups: dict[int, list[MeasuredRun]] = {}
+    for run in sorted(runs, key=lambda run: run.devices):
+        groups.setdefault(run.devices, []).append(run)
+    scales = [_scale(devices, group, (), None, site, options) for devices, group in groups.items()]
+    return runs[0].name, scales, _question(options, site, weak), {"where": "finished runs"}
+
+
+def _made(
+    arguments: Sequence[str], output: Path | None, options: dict[str, Any]
+) -> tuple[str, list[Scale], Question, dict[str, Any], Path]:
+    """Run what is missing of a study; return its scales and directory."""
+    from launch.study.scales import VARIED, VARIED_WEAK, Asked, growing_axis, output_of
+    from launch.study.trials import Trials
+
+    site = _site(options["cluster"], options["cluster_set"])
+    nodes = _nodes(options, site)
+    asked = Asked(arguments[0], tuple(arguments[1:]), list(nodes or _devices(options)), options["weak"], options["axis"])
+    output = output_of(asked.base, output, "weak" if asked.weak else "strong")
+    settings, cpu, processes = _settings(asked, nodes, options["per_process"])
+    trials = Trials(output, settings, options["repeats"], VARIED_WEAK if asked.weak else VARIED)
+    if options["retry"]:
+        trials.forget_failures()
+    try:
+        _run(trials, site, cpu, processes, options)
+    except KeyboardInterrupt:
+        say(f"interrupted: {len(trials.trials) - len(trials.to_do())} of {len(trials.trials)} runs are done; the same command goes on")
+        raise
+    known = site if site is not None else _site(options["predict"], ())
+    scales = []
+    for setting in settings:
+        outcome = trials.outcome(setting, options["warmup_steps"])
+        scales.append(_scale(setting.devices, outcome.runs, outcome.failures, setting.nodes, known, options))
+    where = f"Slurm, {site.name}" if site is not None else "this machine, virtual CPU devices" if cpu else "this machine"
+    more = {"where": where, "axis": growing_axis(asked.base, asked.axis), "cores": os.cpu_count() if cpu and site is None else None}
+    return asked.base.name, scales, _question(options, site, asked.weak), more, output
+
+
+def _devices(options: dict[str, Any]) -> list[int]:
+    from launch.study.scales import parse_counts
+
+    if options["nodes"] is not None:
+        raise UserError("--nodes needs --cluster: on this machine scales are --devices")
+    if options["devices"] is None:
+        raise UserError("which scales? --devices 1,2,4 on this machine, --nodes 1,2,4 with --cluster, or --from with finished runs")
+    return parse_counts(options["devices"], "--devices")
+
+
+def _nodes(options: dict[str, Any], site: ClusterConfig | None) -> dict[int, int] | None:
+    """Return devices -> nodes of a study through Slurm; None on this machine."""
+    from launch.study.scales import parse_counts
+
+    if site is None:
+        return None
+    per_node = site.devices_per_node
+    if options["nodes"] is not None:
+        return {count * per_node: count for count in parse_counts(options["nodes"], "--nodes")}
+    if options["devices"] is None:
+        raise UserError(f"which scales? --nodes 1,2,4 (of {per_node} devices each)")
+    devices = parse_counts(options["devices"], "--devices")
+    partial = [count for count in devices if count % per_node]
+    if partial:
+        raise UserError(f"--devices {partial[0]}: nodes of {site.name} have {per_node} devices, and jobs take whole nodes")
+    return {count: count // per_node for count in devices}
+
+
+def _settings(asked: Asked, nodes: dict[int, int] | None, per_process: int | None) -> tuple[Any, bool, dict[int, int]]:
+    """Return the settings, whether they run on virtual CPU devices here, and the processes of each scale."""
+    from dataclasses import replace
+
+    from launch.study.local import check_devices_here, on_cpu, processes_of
+    from launch.study.scales import settings_of
+
+    if nodes is not None:
+        return settings_of(asked, cpu=False, processes={}, nodes=nodes), False, {}
+    cpu = on_cpu(asked.base, os.environ)
+    if per_process is not None and not cpu:
+        raise UserError("--per-process divides virtual CPU devices; GPUs of one machine are run from one process")
+    processes = {devices: processes_of(devices, per_process) for devices in asked.devices}
+    settings = []
+    for setting in settings_of(asked, cpu=cpu, processes=processes):
+        try:
+            check_devices_here(setting.devices, cpu)
+            settings.append(setting)
+        except UserError as error:
+            settings.append(replace(setting, config=None, refusal=str(error)))
+    return settings, cpu, processes
+
+
+def _run(trials: Trials, site: ClusterConfig | None, cpu: bool, processes: dict[int, int], options: dict[str, Any]) -> None:
+    from launch.study import local, slurm
+
+    if site is None:
+        local.run_all(trials, processes=lambda trial: processes[trial.setting.devices], cpu=cpu, say=say)
+    else:
+        where = slurm.Site(site, options["time_limit"], not options["no_preflight"], options["at_once"])
+        slurm.run_all(trials, where, say)
+
+
+def _scale(
+    devices: int,
+    runs: Sequence[MeasuredRun],
+    failures: Sequence[str],
+    nodes: int | None,
+    site: ClusterConfig | None,
+    options: dict[str, Any],
+) -> Scale:
+    from launch.study.scales import mesh_text, prediction
+    from perf.study import Scale
+    from planner.calibration import load_calibration
+
+    config = runs[0].config if runs else None
+    if config is None:
+        return Scale(devices, (), failures, nodes)
+    predicted = prediction(config, devices, site, load_calibration(options["calibration"]))
+    return Scale(devices, runs, failures, nodes, mesh_text(config, devices), config.data.batch_size, predicted)
+
+
+def _question(options: dict[str, Any], site: ClusterConfig | None, weak: bool) -> Question:
+    from perf.money import cluster_price
+    from perf.study import Question
+
+    price = options["price_usd"]
+    if price is None and options["cluster"] is not None and site is not None:
+        price = site.price_per_device_hour_usd if site.price_per_device_hour_usd is not None else cluster_price(options["cluster"])
+    return Question(cast("Objective", options["objective"]), weak, price, options["tokens"])
+
+
+def _site(cluster: str | None, overrides: Sequence[str]) -> ClusterConfig | None:
+    from launch.commands.submit import read_cluster
+
+    return None if cluster is None else read_cluster(cluster, overrides)
