@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.errors import UserError
+from configs.rules import check_devices
+from configs.schema import Config
 from perf.measured import MeasuredRun, median, spread
 from perf.scaling import Objective, Point, Row, Study, analyse, stopping_point
 from perf.study_words import verdict
@@ -46,6 +48,23 @@ class Question:
     """Of one device and hour."""
     tokens: float | None = None
     """Of the run whose time to solution is asked for; None: of the runs that were made."""
+
+
+def scales_of(runs: Sequence[MeasuredRun]) -> list[Scale]:
+    """Group finished runs by their devices."""
+    groups: dict[int, list[MeasuredRun]] = {}
+    for run in sorted(runs, key=lambda run: run.devices):
+        groups.setdefault(run.devices, []).append(run)
+    return [
+        Scale(devices, group, mesh=mesh_text(group[0].config, devices), batch_size=group[0].config.data.batch_size)
+        for devices, group in groups.items()
+    ]
+
+
+def mesh_text(config: Config, devices: int) -> str:
+    """Say the axes larger than 1."""
+    sizes = check_devices(config, devices)
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def solution_s(run: MeasuredRun, tokens: float | None) -> float:

@@ -57,9 +57,12 @@ def diagnose(runs: tuple[Path, ...], as_json: bool) -> None:
 def _facts(runs: tuple[Path, ...]) -> tuple[Facts, Sequence[Path]]:
     """Return the facts, and the runs they compare (none: a single run)."""
     from perf.diagnosis.facts import read_facts
-    from perf.diagnosis.several import read_several
+    from perf.diagnosis.several import read_several, study_runs
 
     if len(runs) == 1:
+        inside = study_runs(runs[0])
+        if inside is not None:
+            return read_several(inside), inside
         read_run(runs[0])
         return read_facts(runs[0]), ()
     if len({run.resolve() for run in runs}) < len(runs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,20 +18,33 @@ from configs.errors import UserError
 def report(runs: tuple[Path, ...], output: Path | None, cluster: str | None, price_usd: float | None) -> None:
     """Write one self-contained HTML page about RUN: verdict, curves, ledgers with money, timeline, diagnosis, configuration.
 
-    Several RUNs are compared with the first: ledgers, step times under a noise model, settings.
+    Several RUNs are compared with the first: ledgers, step times under a noise model, settings; at several scales or batch sizes they are
+    a study. The directory of `ridge scale` or `ridge bench sweep` stands for a run of each scale or value.
     """
     from launch.commands.goodput import price_of
     from perf.report.page import read_run, render
 
+    output = runs[0] / "report.html" if output is None else output
+    runs, study = _with_study(runs)
     labels = _labels(runs)
     prices = [price_of(cluster, run) if price_usd is None else price_usd for run in runs]
-    page = render([read_run(run, label, price_usd=price) for run, label, price in zip(runs, labels, prices, strict=True)])
-    output = runs[0] / "report.html" if output is None else output
+    page = render([read_run(run, label, price_usd=price) for run, label, price in zip(runs, labels, prices, strict=True)], study)
     try:
         output.write_text(page)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
     click.echo(f"wrote {output}")
+
+
+def _with_study(runs: tuple[Path, ...]) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
+    """Return the runs of a study's directory, one of each row, and the study; other runs as they are."""
+    from perf.diagnosis.several import read_study, study_runs
+
+    if len(runs) > 1 or study_runs(runs[0]) is None:
+        return runs, None
+    study = read_study(runs[0])
+    there = {run.name: run for run in study_runs(runs[0]) or ()}
+    return tuple(there[Path(row["runs"][0]).name] for row in study["rows"] if row["runs"]), study
 
 
 def _labels(runs: tuple[Path, ...]) -> list[str | None]:

@@ -15,7 +15,7 @@ from launch.options import json_option
 if TYPE_CHECKING:
     from configs.cluster import ClusterConfig
     from launch.study.scales import Asked
-    from launch.study.trials import Trials
+    from launch.study.trials import Setting, Trials
     from perf.measured import MeasuredRun
     from perf.scaling import Objective
     from perf.study import Question, Scale
@@ -82,6 +82,7 @@ def _from_runs(arguments: Sequence[str], options: dict[str, Any]) -> tuple[str, 
     from launch.study.scales import VARIED, VARIED_WEAK
     from perf.diagnosis.several import differing_keys, is_weak
     from perf.measured import read_measured
+    from perf.study import scales_of
 
     for name in ("devices", "nodes", "axis", "time_limit", "at_once", "per_process"):
         if options[name] is not None:
@@ -98,10 +99,7 @@ def _from_runs(arguments: Sequence[str], options: dict[str, Any]) -> tuple[str, 
     if others:
         raise UserError(f"these runs differ in more than their scale: {', '.join(others)}; a scaling study changes one thing")
     site = _site(options["cluster"] or options["predict"], options["cluster_set"])
-    groups: dict[int, list[MeasuredRun]] = {}
-    for run in sorted(runs, key=lambda run: run.devices):
-        groups.setdefault(run.devices, []).append(run)
-    scales = [_scale(devices, group, (), None, site, options) for devices, group in groups.items()]
+    scales = [_scale(scale.devices, scale.runs, (), None, site, options) for scale in scales_of(runs)]
     return runs[0].name, scales, _question(options, site, weak), {"where": "finished runs"}
 
 
@@ -116,12 +114,12 @@ def _made(
     nodes = _nodes(options, site)
     asked = Asked(arguments[0], tuple(arguments[1:]), list(nodes or _devices(options)), options["weak"], options["axis"])
     output = output_of(asked.base, output, "weak" if asked.weak else "strong")
-    settings, cpu, processes = _settings(asked, nodes, options["per_process"])
+    settings, cpu = _settings(asked, nodes, options["per_process"])
     trials = Trials(output, settings, options["repeats"], VARIED_WEAK if asked.weak else VARIED)
     if options["retry"]:
         trials.forget_failures()
     try:
-        _run(trials, site, cpu, processes, options)
+        _run(trials, site, cpu, options)
     except KeyboardInterrupt:
         say(f"interrupted: {len(trials.trials) - len(trials.to_do())} of {len(trials.trials)} runs are done; the same command goes on")
         raise
@@ -163,34 +161,25 @@ def _nodes(options: dict[str, Any], site: ClusterConfig | None) -> dict[int, int
     return {count: count // per_node for count in devices}
 
 
-def _settings(asked: Asked, nodes: dict[int, int] | None, per_process: int | None) -> tuple[Any, bool, dict[int, int]]:
-    """Return the settings, whether they run on virtual CPU devices here, and the processes of each scale."""
-    from dataclasses import replace
-
+def _settings(asked: Asked, nodes: dict[int, int] | None, per_process: int | None) -> tuple[list[Setting], bool]:
+    """Return the settings, and whether they run on virtual CPU devices of this machine."""
     from launch.study.local import check_devices_here, on_cpu, processes_of
     from launch.study.scales import settings_of
 
+    if per_process is not None and (nodes is not None or not on_cpu(asked.base, os.environ)):
+        raise UserError("--per-process divides virtual CPU devices of this machine; GPUs of one machine are run from one process")
     if nodes is not None:
-        return settings_of(asked, cpu=False, processes={}, nodes=nodes), False, {}
-    cpu = on_cpu(asked.base, os.environ)
-    if per_process is not None and not cpu:
-        raise UserError("--per-process divides virtual CPU devices; GPUs of one machine are run from one process")
-    processes = {devices: processes_of(devices, per_process) for devices in asked.devices}
-    settings = []
-    for setting in settings_of(asked, cpu=cpu, processes=processes):
-        try:
-            check_devices_here(setting.devices, cpu)
-            settings.append(setting)
-        except UserError as error:
-            settings.append(replace(setting, config=None, refusal=str(error)))
-    return settings, cpu, processes
+        return settings_of(asked, nodes=nodes), False
+    if not on_cpu(asked.base, os.environ):
+        return settings_of(asked, check=check_devices_here), False
+    return settings_of(asked, per_process=lambda devices: devices // processes_of(devices, per_process)), True
 
 
-def _run(trials: Trials, site: ClusterConfig | None, cpu: bool, processes: dict[int, int], options: dict[str, Any]) -> None:
+def _run(trials: Trials, site: ClusterConfig | None, cpu: bool, options: dict[str, Any]) -> None:
     from launch.study import local, slurm
 
     if site is None:
-        local.run_all(trials, processes=lambda trial: processes[trial.setting.devices], cpu=cpu, say=say)
+        local.run_all(trials, processes=lambda t: local.processes_of(t.setting.devices, options["per_process"]), cpu=cpu, say=say)
     else:
         where = slurm.Site(site, options["time_limit"], not options["no_preflight"], options["at_once"])
         slurm.run_all(trials, where, say)
@@ -204,8 +193,8 @@ def _scale(
     site: ClusterConfig | None,
     options: dict[str, Any],
 ) -> Scale:
-    from launch.study.scales import mesh_text, prediction
-    from perf.study import Scale
+    from launch.study.scales import prediction
+    from perf.study import Scale, mesh_text
     from planner.calibration import load_calibration
 
     config = runs[0].config if runs else None

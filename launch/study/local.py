@@ -36,10 +36,10 @@ def on_cpu(config: Config, env: Mapping[str, str]) -> bool:
     return env.get("JAX_PLATFORMS", "").split(",")[0] == "cpu" or gpus_present() is None
 
 
-def check_devices_here(devices: int, cpu: bool) -> None:
-    """Refuse more GPUs than there are; CPU devices are virtual. Raises UserError."""
+def check_devices_here(devices: int) -> None:
+    """Refuse more GPUs than there are. Raises UserError."""
     present = gpus_present() or 0
-    if not cpu and devices > present:
+    if devices > present:
         raise UserError(f"{devices} devices: this machine shows {present} GPU(s)")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,13 +62,19 @@ def growing_axis(config: Config, asked: str | None) -> str:
     return asked
 
 
-def settings_of(asked: Asked, *, cpu: bool, processes: Mapping[int, int], nodes: Mapping[int, int] | None = None) -> list[Setting]:
-    """Return a setting per scale; scales that the config cannot run on say why.
+def settings_of(
+    asked: Asked,
+    *,
+    check: Callable[[int], None] = lambda devices: None,
+    per_process: Callable[[int], int] | None = None,
+    nodes: Mapping[int, int] | None = None,
+) -> list[Setting]:
+    """Return a setting per scale; scales that the config or the machine cannot run say why.
 
     Args:
       asked: the study.
-      cpu: whether the devices are virtual ones of CPU processes on this machine, whose number the config says.
-      processes: scale -> processes of its runs, where the devices are virtual ones.
+      check: raises UserError for a scale that the machine does not have.
+      per_process: devices -> those of one process, where they are virtual ones, whose number the config says; raises UserError as `check`.
       nodes: scale -> nodes, through Slurm.
 
     Raises:
@@ -79,12 +85,13 @@ def settings_of(asked: Asked, *, cpu: bool, processes: Mapping[int, int], nodes:
     smallest = min(asked.devices)
 
     def config_at(devices: int) -> Config:
+        check(devices)
         others = math.prod(size for name, size in base.mesh.sizes.items() if name != axis)
         if devices % others:
             raise UserError(f"{devices} devices do not divide over the other mesh axes ({others} devices)")
         changes = [f"mesh.{axis}={devices // others}"]
-        if cpu:
-            changes.append(f"runtime.cpu_devices={devices // processes[devices]}")
+        if per_process is not None:
+            changes.append(f"runtime.cpu_devices={per_process(devices)}")
         if asked.weak:
             batch, rest = divmod(base.data.batch_size * devices, smallest)
             if rest:
@@ -98,12 +105,6 @@ def settings_of(asked: Asked, *, cpu: bool, processes: Mapping[int, int], nodes:
         setting_of(f"devices-{devices}", devices, partial(config_at, devices), None if nodes is None else nodes[devices])
         for devices in asked.devices
     ]
-
-
-def mesh_text(config: Config, devices: int) -> str:
-    """Say the axes larger than 1."""
-    sizes = check_devices(config, devices)
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def prediction(config: Config, devices: int, cluster: ClusterConfig | None, calibration: Calibration) -> dict[str, Any]:

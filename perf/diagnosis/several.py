@@ -10,6 +10,7 @@ Runs that differ in nothing are repeats. Runs that differ in anything else are r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ OWN = ("name", "run_dir", "logging.", "checkpoint.", "profiler.", "runtime.compi
 """Keys that every run may have to itself: they are not the work."""
 SCALE = ("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor", "mesh.expert", "runtime.cpu_devices")
 """Keys that say how many devices there are, and how they are arranged."""
+STUDY_FILE = "study.json"
 K = TypeVar("K", bound=Hashable)
 
 
@@ -39,6 +41,29 @@ def read_several(runs: Sequence[Path], *, price_usd: float | None = None, warmup
     """
     measured = [read_measured(run, warmup_steps=warmup_steps) for run in runs]
     return facts_of(measured, price_usd=price_usd)
+
+
+def study_runs(directory: Path) -> list[Path] | None:
+    """Return the finished runs of a study's directory (`ridge scale`, `ridge bench sweep`); None for a directory that is none.
+
+    Raises UserError when its file is damaged.
+    """
+    if not (directory / STUDY_FILE).is_file():
+        return None
+    recorded = [Path(run) for row in read_study(directory)["rows"] for run in row["runs"]]
+    moved = [directory / "runs" / run.name for run in recorded]  # a study that was copied brings its runs along
+    return [there if there.is_dir() else run for run, there in zip(recorded, moved, strict=True)]
+
+
+def read_study(directory: Path) -> dict[str, Any]:
+    """Return the study.json of a study's directory. Raises UserError when there is none, or it is damaged."""
+    file = directory / STUDY_FILE
+    try:
+        study: dict[str, Any] = json.loads(file.read_bytes())
+        _ = study["kind"], study["verdict"], [row["runs"] for row in study["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    return study
 
 
 def facts_of(measured: Sequence[MeasuredRun], *, price_usd: float | None = None) -> Facts:
@@ -89,7 +114,8 @@ def is_weak(measured: Sequence[MeasuredRun]) -> bool:
 
 def scaling_study(measured: Sequence[MeasuredRun], price: float = 1.0) -> Study:
     """Analyse runs at several numbers of devices; several runs at one are repeats."""
-    points = [point(devices, group) for devices, group in _grouped(measured, lambda run: run.devices).items()]
+    grows = len({run.tokens for run in measured}) > 1  # weak scaling: the work grows with the devices
+    points = [point(devices, group, grows) for devices, group in _grouped(measured, lambda run: run.devices).items()]
     return analyse(points, price_per_device_hour=price)
 
 
@@ -102,10 +128,10 @@ def batch_study(measured: Sequence[MeasuredRun], price: float = 1.0) -> Study:
     return analyse(points, price_per_device_hour=price)
 
 
-def point(devices: int, repeats: Sequence[MeasuredRun]) -> Point:
+def point(devices: int, repeats: Sequence[MeasuredRun], grows: bool) -> Point:
     """Return the point of repeated runs at one scale: medians, and the larger spread of time and rate."""
     times_s, rates = [run.time_s for run in repeats], [run.tokens_per_s for run in repeats]
-    return Point(devices, median(times_s), median(rates), max(spread(times_s), spread(rates)))
+    return Point(devices, median(times_s), median(rates), max(spread(times_s), spread(rates)), work=repeats[0].tokens if grows else None)
 
 
 def _rivals(measured: Sequence[MeasuredRun]) -> tuple[MeasuredRun, Rival]:

@@ -22,6 +22,7 @@ from perf.events import Event, event_files, read_events
 from perf.gantt import gantt_svg
 from perf.progress import format_count, format_duration, format_seconds
 from perf.report.charts import Series, line_chart, stacked_bars
+from perf.report.study import section, study_of
 from perf.report.style import STYLE
 from perf.timeline import phases
 
@@ -65,10 +66,16 @@ def read_run(path: Path, label: str | None = None, **more: Any) -> RunReport:
     return RunReport(path, record, read_events(files), facts, diagnose(facts), label or str(record.get("name", path.name)))
 
 
-def render(runs: Sequence[RunReport]) -> str:
-    """Return the page about one run, or about several with a comparison against the first."""
+def render(runs: Sequence[RunReport], study: Mapping[str, Any] | None = None) -> str:
+    """Return the page about one run, or about several with a comparison against the first.
+
+    study: the document of a study that the runs belong to (perf/study.py); None: one is made of runs at several scales or batch sizes.
+    """
     title = runs[0].label if len(runs) == 1 else " against ".join(run.label for run in runs)
     body = [f"<h1>{_text(title)}</h1>"]
+    if study is None and len(runs) > 1:
+        study = study_of([run.path for run in runs], runs[0].facts.price_usd)
+    body += [] if study is None else section(study, table)
     if len(runs) > 1:
         body += _comparison(runs)
     for run in runs:

@@ -1,0 +1,50 @@
+"""The part of the report about a study: what it says, its table, its pictures, what the rules on several runs find in it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from perf.diagnosis.several import facts_of
+from perf.measured import read_measured
+from perf.report.study_charts import charts
+from perf.study import Question, document, scales_of
+from perf.study_table import COLUMNS, columns
+from perf.sweep_study import COLUMNS as SWEEP_COLUMNS
+from perf.sweep_study import Value, sweep_document
+
+Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+
+
+def study_of(runs: Sequence[Path], price_usd: float | None = None) -> dict[str, Any] | None:
+    """Return the study that several runs are: at several scales or batch sizes; None where they are none."""
+    try:
+        measured = [read_measured(run) for run in runs]
+        facts = facts_of(measured)
+    except UserError:
+        return None  # runs may be compared in a report whatever they differ in
+    name = measured[0].name
+    if facts.study is not None:
+        question = Question(weak=facts.study.weak, price_usd=price_usd)
+        return document(name, scales_of(measured), question, where="finished runs")
+    if facts.batch_study is not None:
+        sizes = sorted({run.config.data.batch_size for run in measured})
+        values = [Value(size, [run for run in measured if run.config.data.batch_size == size]) for size in sizes]
+        return sweep_document(name, "data.batch_size", values, "time")
+    return None
+
+
+def section(study: Mapping[str, Any], table: Table) -> list[str]:
+    """Return the HTML of a study; `table` makes one from headings and rows."""
+    scaling = study["kind"] == "scaling"
+    shown = columns(study["rows"], COLUMNS if scaling else SWEEP_COLUMNS)
+    rows = [["n/a" if row.get(key) is None else write(row[key]) for key, _, write in shown] for row in study["rows"]]
+    title = f"{study['mode'].capitalize()} scaling" if scaling else f"S{study['kind'][1:]}"
+    parts = [f"<h2>{html.escape(title)}</h2>", "<ul>"]
+    parts += [f"<li>{html.escape(sentence)}</li>" for sentence in study["verdict"]]
+    parts += ["</ul>", table([heading for _, heading, _ in shown], rows)]
+    pictures = charts(study) if scaling else {}
+    return [*parts, '<div class="charts">', *(f"<div>{picture}</div>" for picture in pictures.values()), "</div>"]
