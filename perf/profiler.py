@@ -2,7 +2,8 @@
 
 A capture lands where TensorBoard's profile plugin looks, `<run_dir>/tensorboard/plugins/profile/<capture>/<host>.xplane.pb`, where
 <capture> names the steps, so that all processes agree on it without talking. Beside it go the optimised HLO of the profiled program
-(`<module>.hlo.txt`: raw GPU traces name their ops but say nothing about them) and `capture.json`.
+(`<module>.hlo.txt`: raw GPU traces name their ops but say nothing about them), where the main thread was (perf.trace.frames) and
+`capture.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from configs.schema import ProfilerConfig
-from perf.trace import background
+from perf.trace import background, frames
 
 _log = logging.getLogger("ridgeline")
 POLL_S = 1.0
@@ -35,6 +36,13 @@ def step_annotation(step: int) -> Any:
     import jax
 
     return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+
+def annotation(name: str) -> Any:
+    """Return the context manager that marks what the loop does: `ridge.data_wait`, `ridge.save`, ... (see perf.trace.host.ACTIVITIES)."""
+    import jax
+
+    return jax.profiler.TraceAnnotation(name)
 
 
 def profile_root(run_dir: Path) -> Path:
@@ -84,6 +92,7 @@ class Profiler:
         self._next_poll_s = clock()
         self._usual_step_s: float | None = None
         self._first_step = self._stop_step = 0
+        self._sampler = frames.Sampler()
         self.active = False
         """Whether a capture is running."""
 
@@ -145,15 +154,18 @@ class Profiler:
             _log.warning("no profile at step %d: %s", step, error)
             return
         self._first_step, self._stop_step = step, step + self._config.num_steps
+        self._sampler = frames.Sampler()
+        self._sampler.start()
         self.active = True
 
     def _stop(self, step: int) -> Path | None:
         import jax
 
         self.active = False
+        sampled = self._sampler.stop()
         try:
             jax.profiler.stop_trace()
-            directory = self._publish(step)
+            directory = self._publish(step, sampled)
             if self._process == 0:
                 self._describe(directory, step)
                 if self._analyze:
@@ -166,7 +178,7 @@ class Profiler:
             shutil.rmtree(self._scratch, ignore_errors=True)
         return directory
 
-    def _publish(self, stop_step: int) -> Path:
+    def _publish(self, stop_step: int, sampled: list[tuple[int, int, str]]) -> Path:
         """Move the capture to where TensorBoard looks; the host names of several processes get the process index."""
         restart = f"-restart{self._restart}" if self._restart else ""
         directory = profile_root(self._run_dir) / f"steps{self._first_step:07d}-{stop_step - 1:07d}{restart}"
@@ -174,6 +186,8 @@ class Profiler:
         suffix = f"-p{self._process:05d}" if self._num_processes > 1 else ""
         for file in (self._scratch / "plugins" / "profile" / "capture").iterdir():
             kind = next((k for k in (".xplane.pb", ".trace.json.gz") if file.name.endswith(k)), "")
+            if kind == ".xplane.pb":
+                (directory / (file.name.removesuffix(kind) + suffix + frames.SUFFIX)).write_text(json.dumps(sampled))
             file.replace(directory / (file.name.removesuffix(kind) + suffix + kind))
         return directory
 

@@ -23,8 +23,9 @@ from configs.schema import Config
 from perf.events import EventLog
 from perf.goodput_live import LiveGoodput
 from perf.metrics import StepTimer, memory_metrics
-from perf.profiler import Profiler, step_annotation
+from perf.profiler import Profiler, annotation, step_annotation
 from perf.progress import Progress, format_seconds
+from perf.recompile import CompilerWatch
 from perf.writers import MetricWriter
 from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator, SetResult
@@ -82,6 +83,8 @@ class Loop:
     grace: Grace
     goodput: LiveGoodput | None = None
     """Kept by process 0."""
+    compiler: CompilerWatch | None = None
+    """Told which step is under way."""
     clock: Callable[[], float] = time.monotonic
     _pending: _Pending | None = field(default=None, init=False)
     _window_waits: int = field(default=0, init=False)
@@ -102,6 +105,8 @@ class Loop:
             self._begin(step)
             while step < steps and batch is not None:
                 self._capture(step)
+                if self.compiler is not None:
+                    self.compiler.step = step + 1
                 with step_annotation(step):
                     state, metrics = self.train_step(state, batch)
                 step += 1
@@ -178,7 +183,7 @@ class Loop:
         """
         start_s = self.clock()
         try:
-            with self.stop.raising() if jax.process_count() == 1 else contextlib.nullcontext():
+            with annotation("ridge.data_wait"), self.stop.raising() if jax.process_count() == 1 else contextlib.nullcontext():
                 rows = next(batches)
         except StopAsked:
             return None
@@ -191,7 +196,8 @@ class Loop:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        values = {name: float(x) for name, x in jax.device_get(pending.metrics).items()}
+        with annotation("ridge.read_metrics"):
+            values = {name: float(x) for name, x in jax.device_get(pending.metrics).items()}
         self.watchdog.step(self.timer.usual_step_s())
         self.grace.step_s = self.timer.step()
         self.progress.advance(pending.step)
@@ -241,7 +247,7 @@ class Loop:
             asked[0] = self.stop.agreed()
             return asked[0] is not None
 
-        with self.timer.paused(), self.events.phase("evaluation", step=step) as record:
+        with annotation("ridge.evaluation"), self.timer.paused(), self.events.phase("evaluation", step=step) as record:
             results = self.evaluator.evaluate(state.params, max_batches=limit, stopping=stopping)
             if results is None:
                 self.progress.note(f"step {step}: evaluation given up")
@@ -255,7 +261,7 @@ class Loop:
 
     def _save(self, state: TrainState, step: int) -> None:
         watched = self.watchdog.phase("save")
-        with watched, self.timer.paused(), self.events.phase("save", step=step), jax.transfer_guard("allow"):
+        with watched, annotation("ridge.save"), self.timer.paused(), self.events.phase("save", step=step), jax.transfer_guard("allow"):
             report = self.checkpointer.save(step, state, self.save_metadata(step))
         self.grace.saved(report.blocking_s)
         self.writer.write(step, {"train_save/blocking_s": report.blocking_s, "train_save/failures": float(self.checkpointer.failures)})

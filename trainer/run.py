@@ -27,6 +27,7 @@ from perf.goodput_live import LiveGoodput, watch
 from perf.metrics import StepTimer
 from perf.profiler import Profiler
 from perf.progress import Progress, build_progress
+from perf.recompile import CompilerWatch, Program
 from perf.summary import format_summary, summarize
 from perf.writers import build_writers
 from planner.flops import train_flops_per_token
@@ -88,7 +89,8 @@ def train(
             stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
             watchdog = Watchdog(config.trainer.hang_timeout_s, run.path / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit)
             checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note)
-            session = _Session(config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s)
+            compiler = CompilerWatch(events, progress.note)
+            session = _Session(config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, compiler)
             try:
                 outcome = session.train()
             finally:
@@ -137,6 +139,7 @@ class _Session:
     watchdog: Watchdog
     checkpointer: Checkpointer
     grace_s: float | None
+    compiler: CompilerWatch
 
     def train(self) -> Outcome | None:
         """Make or restore the state, compile, and run the loop; None for a run that is complete already."""
@@ -151,7 +154,7 @@ class _Session:
                 shutil.copytree(config.data.train[0].path / "tokenizer", self.run.path / "tokenizer", dirs_exist_ok=True)
             with self.events.phase("compile", program="train_step"):
                 programs = in_thread(self._compile)
-            self._record_plan(programs[0])
+            self._record_plan(programs[0].compiled)
             _say_what_runs(config, self.parts, self.progress)
         with self.watchdog.phase("waiting for the other processes to compile"):
             self.stop.begin_together()
@@ -176,10 +179,10 @@ class _Session:
                 jax.block_until_ready(state)
         return state, start_step
 
-    def _compile(self) -> tuple[Any, Any]:
+    def _compile(self) -> tuple[Program, Any]:
         """Compile the step, and the norm of the parameters."""
         parts = self.parts
-        step = parts.train_step.lower(parts.abstract, abstract_batch(self.config, parts.partitioner)).compile()
+        step = self.compiler.program(parts.train_step, "train_step", parts.abstract, abstract_batch(self.config, parts.partitioner))
         return step, jax.jit(param_norm).lower(parts.abstract.params).compile()
 
     def _record_plan(self, step: Any) -> None:
@@ -191,7 +194,7 @@ class _Session:
             if refusal is not None:
                 self.progress.note(refusal)
 
-    def _loop(self, train_step: Any, norm: Any, loader: Loader, state: TrainState, start_step: int) -> Outcome:
+    def _loop(self, train_step: Program, norm: Any, loader: Loader, state: TrainState, start_step: int) -> Outcome:
         config, parts, run, events, progress = self.config, self.parts, self.run, self.events, self.progress
         timer = step_timer(config, parts)
         writer = build_writers(
@@ -224,7 +227,7 @@ class _Session:
             param_norm=norm,
             put=lambda rows: to_global(rows, parts.partitioner),
             loader=loader,
-            evaluator=Evaluator(config, parts.partitioner, _CompiledOnce(parts.evaluation_step, events, "evaluation_step")),
+            evaluator=Evaluator(config, parts.partitioner, self.compiler.program(parts.evaluation_step, "evaluation_step")),
             checkpointer=self.checkpointer,
             save_metadata=lambda step: save_metadata(config, step, self.tokenizer),
             timer=timer,
@@ -236,10 +239,13 @@ class _Session:
             watchdog=self.watchdog,
             grace=grace,
             goodput=self._watch_goodput(start_step),
+            compiler=self.compiler,
         )
+        self.compiler.start()
         try:
             outcome = loop.run(state, start_step)
         finally:
+            self.compiler.close()
             with events.phase("teardown"), self.watchdog.phase("teardown"):
                 profiler.close()
                 writer.close()
@@ -324,20 +330,6 @@ def process_age_s() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
-
-
-class _CompiledOnce:
-    """A jitted function whose compilation is recorded as a phase of its own."""
-
-    def __init__(self, function: Any, events: EventLog, program: str) -> None:
-        self._function, self._events, self._program = function, events, program
-        self._compiled: Any = None
-
-    def __call__(self, *args: Any) -> Any:
-        if self._compiled is None:
-            with self._events.phase("compile", program=self._program):
-                self._compiled = self._function.lower(*args).compile()
-        return self._compiled(*args)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import click
 from launch.options import json_option
 from launch.tables import Column, print_json, print_table
 from perf.progress import format_count, format_seconds
+from perf.recompile import Change, Recompilation
 from perf.trace.analysis import Analysis, PlannedBandwidth, analyze, to_json
 from perf.trace.capture import Capture, find_capture
 
@@ -260,8 +261,15 @@ def _print_hosts(report: dict[str, Any]) -> None:
                 f"{host['host']}: {sync['what']} at {sync['source']} left the device idle {sync['count']} time(s), "
                 f"{format_seconds(sync['idle_after_s'])} in all"
             )
-        for what, count in host["compilations"].items():
-            print(f"{host['host']}: compiled while training: {what} ({count} time(s))")
+        for compiled in host["compilations"]:
+            print(f"{host['host']}: {_compiled(compiled)}")
+
+
+def _compiled(found: dict[str, Any]) -> str:
+    if found["step"] is None:
+        return f"compiled while training: {found['program']} ({found['count']} time(s), {format_seconds(found['duration_s'])})"
+    changes = tuple(Change(**change) for change in found["arguments"])
+    return Recompilation(found["program"], found["step"], found["duration_s"], changes, found["source"]).describe()
 
 
 def _short(source: str) -> str:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from perf.metrics import percentile
+from perf.recompile import recompilations
 from perf.trace import intervals
-from perf.trace.capture import Capture, phases_by_cause
+from perf.trace.capture import Capture, events_of, phases_by_cause
 from perf.trace.classify import NOTHING, kinds
 from perf.trace.communication import Communication, Member, Traffic, communication
 from perf.trace.components import Component, Operation, components, operations
+from perf.trace.frames import read_frames
 from perf.trace.host import HostReport, causes, host_report
 from perf.trace.ledger import CAUSES, Activity, StepLedger, activity, step_ledgers
 from perf.trace.program import Programs, read_programs
@@ -128,7 +130,7 @@ def analyze(capture: Capture, *, hardware: Hardware | None = None, planned_bandw
         components=components(top),
         operations=top,
         communication=talk,
-        hosts=[_host(host, i, markers[i], found[i], seen) for i, host in enumerate(hosts) if any(s.host == i for s in seen)],
+        hosts=[_host(capture, host, i, markers[i], found[i], seen) for i, host in enumerate(hosts) if any(s.host == i for s in seen)],
         processes=[host.process for i, host in enumerate(hosts) if any(s.host == i for s in seen)],
         method={s.label: (s.windows.method, s.windows.covered) for s in seen},
         device_kind=device_kind,
@@ -177,12 +179,19 @@ def _inside(s: _Seen) -> tuple[Ops, np.ndarray, np.ndarray]:
     return s.device.ops.take(rows), s.kinds[rows], of_op[rows]
 
 
-def _host(host: Host, index: int, markers: Any, found: Mapping[str, np.ndarray], seen: Sequence[_Seen]) -> HostReport:
+def _host(capture: Capture, host: Host, index: int, markers: Any, found: Mapping[str, np.ndarray], seen: Sequence[_Seen]) -> HostReport:
     mine = [s for s in seen if s.host == index]
     start = min(int(s.windows.start[s.whole].min()) for s in mine)
     end = max(int(s.windows.end[s.whole].max()) for s in mine)
     return host_report(
-        host, markers, found, [intervals.clip(s.active.busy, start, end) for s in mine], (start, end), int(mine[0].whole.sum())
+        host,
+        markers,
+        found,
+        [intervals.clip(s.active.busy, start, end) for s in mine],
+        (start, end),
+        int(mine[0].whole.sum()),
+        recompilations(events_of(capture, host.process), host.process),
+        read_frames(host.path),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from configs.errors import UserError, nearest
 from configs.load import from_resolved
 from configs.schema import Config
-from perf.events import event_file, read_events
+from perf.events import Event, event_file, read_events
 from perf.timeline import phases
 
 TRACE_SUFFIX = ".xplane.pb"
@@ -75,12 +75,17 @@ def captures(directory: Path) -> list[Path]:
 def phases_by_cause(capture: Capture, process: int) -> dict[str, list[tuple[float, float]]]:
     """Cause of idleness -> (start, end) in seconds since 1970, from the event log of one process of the run."""
     found: dict[str, list[tuple[float, float]]] = {}
-    if capture.run_dir is None or not (file := event_file(capture.run_dir, process)).exists():
-        return found
-    for phase in phases(read_events(file)):
+    for phase in phases(events_of(capture, process)):
         if phase.name in _CAUSES and not phase.summed:
             found.setdefault(_CAUSES[phase.name], []).append((phase.start_s, phase.start_s + phase.duration_s))
     return found
+
+
+def events_of(capture: Capture, process: int) -> list[Event]:
+    """Return the event log of one process of the run; [] without one."""
+    if capture.run_dir is None or not (file := event_file(capture.run_dir, process)).exists():
+        return []
+    return read_events(file)
 
 
 def _traces(directory: Path) -> tuple[Path, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from perf.recompile import Change, Recompilation
 from perf.trace import intervals
+from perf.trace.frames import Frames
 from perf.trace.ledger import PS
 from perf.trace.read import Events, Host
 from perf.trace.steps import Markers
@@ -41,11 +42,29 @@ class Sync:
 
     what: str
     source: str
-    """`file:line` of the innermost frame outside libraries, when the trace has Python frames; else the enclosing annotation or `?`."""
+    """`file:line` of the innermost frame outside libraries, from Python frames in the trace or sampled beside it; else the enclosing
+    annotation or `?`."""
     count: int = 0
     wait_s: float = 0.0
     idle_after_s: float = 0.0
     """Time the device then had nothing to do."""
+
+
+@dataclass
+class Compilation:
+    """A program that was compiled while steps ran."""
+
+    program: str
+    """Its name; of one seen in the trace only, what the compiler calls it."""
+    count: int
+    duration_s: float
+    step: int | None = None
+    """None: seen in the trace only."""
+    arguments: tuple[Change, ...] = ()
+    """What differs from the compilation before, where that is known."""
+    source: str | None = None
+    captured: bool = True
+    """Inside the analysed time."""
 
 
 @dataclass
@@ -66,8 +85,8 @@ class HostReport:
     longest_gap_s: float
     longest_gap_cause: str
     syncs: list[Sync] = field(default_factory=list)
-    compilations: dict[str, int] = field(default_factory=dict)
-    """What was compiled, and how often."""
+    compilations: list[Compilation] = field(default_factory=list)
+    """Seen in the trace; and those of the run's event log, anywhere in the run, with the arguments that changed."""
     waits_s: float = 0.0
     """All waits of the host for the device, harmless ones included."""
 
@@ -103,7 +122,14 @@ def causes(host: Host, markers: Markers | None, phases: Mapping[str, Sequence[tu
 
 
 def host_report(
-    host: Host, markers: Markers | None, found: Mapping[str, np.ndarray], busy: Sequence[np.ndarray], span: tuple[int, int], steps: int
+    host: Host,
+    markers: Markers | None,
+    found: Mapping[str, np.ndarray],
+    busy: Sequence[np.ndarray],
+    span: tuple[int, int],
+    steps: int,
+    recompilations: Sequence[Recompilation] = (),
+    frames: Frames | None = None,
 ) -> HostReport:
     """Describe a host.
 
@@ -114,6 +140,8 @@ def host_report(
       busy: per device, when it had work.
       span: analysed time, picoseconds.
       steps: how many steps that is.
+      recompilations: of this process, from the run's event log.
+      frames: where its main thread was, sampled during the capture.
     """
     start, end = span
     span_s = (end - start) * PS
@@ -129,7 +157,7 @@ def host_report(
         parts["other"] = int(longest[1] - longest[0]) - sum(parts.values())
         cause = max(parts, key=lambda name: parts[name])
     least_s = max(WAIT_S, STARVED * span_s / steps)
-    syncs, waits_s = _syncs(host, main_thread(host, markers), intervals.join(*busy), start, end, least_s)
+    syncs, waits_s = _syncs(host, main_thread(host, markers), intervals.join(*busy), (start, end), least_s, frames)
     return HostReport(
         host=host.name,
         span_s=span_s,
@@ -141,7 +169,7 @@ def host_report(
         longest_gap_s=0.0 if longest is None else float(longest[1] - longest[0]) * PS,
         longest_gap_cause=cause,
         syncs=syncs,
-        compilations=_compilations(host, start, end),
+        compilations=_compilations(host, start, end, recompilations),
         waits_s=waits_s,
     )
 
@@ -189,8 +217,11 @@ def _queue(host: Host, start: int, end: int) -> tuple[float | None, float | None
     return float(together.sum()) / (end - start) / len(host.devices), float(together.mean()) * PS
 
 
-def _syncs(host: Host, threads: Sequence[Events], busy: np.ndarray, start: int, end: int, least_s: float) -> tuple[list[Sync], float]:
+def _syncs(
+    host: Host, threads: Sequence[Events], busy: np.ndarray, span: tuple[int, int], least_s: float, frames: Frames | None
+) -> tuple[list[Sync], float]:
     """Find waits after which no device of the host had anything to do for `least_s`, though work was to come."""
+    start, end = span
     found: dict[tuple[str, str], Sync] = {}
     waits_s = 0.0
     for thread in threads:
@@ -209,7 +240,7 @@ def _syncs(host: Host, threads: Sequence[Events], busy: np.ndarray, start: int, 
             idle_s = float(busy[after, 0] - reach) * PS
             if idle_s < least_s:
                 continue
-            key = host.strings[int(thread.name[row])], _source(host, thread, row)
+            key = host.strings[int(thread.name[row])], _source(host, thread, row, frames)
             sync = found.setdefault(key, Sync(*key))
             sync.count += 1
             sync.wait_s += float(thread.end[row] - thread.start[row]) * PS
@@ -217,19 +248,24 @@ def _syncs(host: Host, threads: Sequence[Events], busy: np.ndarray, start: int, 
     return sorted(found.values(), key=lambda s: -s.idle_after_s), waits_s
 
 
-def _source(host: Host, thread: Events, row: int) -> str:
-    """The innermost Python frame around an event, outside libraries where there is one; else the annotation around it."""
+def _source(host: Host, thread: Events, row: int, sampled: Frames | None) -> str:
+    """The innermost Python frame around an event, outside libraries where there is one; else the frame sampled most often during it; else
+    the annotation around it."""
     around = np.flatnonzero((thread.start[:row] <= thread.start[row]) & (thread.end[:row] >= thread.end[row]))
     names = [host.strings[int(thread.name[i])] for i in around[::-1]]
     frames = [found for name in names if (found := _PYTHON.match(name))]
     own = [f for f in frames if not _LIBRARY.search(f.group("file"))] or frames
     if own:
         return f"{own[0].group('file')}:{own[0].group('line')}"
+    if sampled is not None and host.has_wall_clock:
+        low_ns, high_ns = (host.zero_ns + int(t) // 1000 for t in (thread.start[row], thread.end[row]))
+        if (line := sampled.most_often(low_ns, high_ns)) is not None:
+            return line
     return names[0] if names else "?"
 
 
-def _compilations(host: Host, start: int, end: int) -> dict[str, int]:
-    counts: dict[str, int] = defaultdict(int)
+def _compilations(host: Host, start: int, end: int, logged: Sequence[Recompilation]) -> list[Compilation]:
+    found: dict[str, Compilation] = {}
     for thread in host.threads:
         names = {n for n in np.unique(thread.name).tolist() if ACTIVITIES["compile"].match(host.strings[n])}
         rows = np.flatnonzero(np.isin(thread.name, list(names)) & (thread.start >= start) & (thread.start < end))
@@ -237,5 +273,12 @@ def _compilations(host: Host, start: int, end: int) -> dict[str, int]:
         for row in rows.tolist():
             if thread.end[row] > reach:  # the outermost only
                 reach = int(thread.end[row])
-                counts[host.strings[int(thread.name[row])]] += 1
-    return dict(counts)
+                name = host.strings[int(thread.name[row])]
+                seen = found.setdefault(name, Compilation(name, 0, 0.0))
+                seen.count += 1
+                seen.duration_s += float(thread.end[row] - thread.start[row]) * PS
+    known = []
+    for r in logged:
+        moment = (r.time_s - host.zero_ns / 1e9) / PS if host.has_wall_clock else -1.0
+        known.append(Compilation(r.program, 1, r.duration_s, r.step, r.arguments, r.source, start <= moment < end))
+    return [*found.values(), *known]

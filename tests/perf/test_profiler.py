@@ -21,7 +21,7 @@ def test_a_capture_lies_where_tensorboard_looks(run_dir, capture_dir):
     assert capture_dir.parent == profile_root(run_dir) == run_dir / "tensorboard" / "plugins" / "profile"
     names = sorted(p.name for p in capture_dir.iterdir())
     host = socket.gethostname()
-    assert names == sorted([f"{host}.xplane.pb", f"{host}.trace.json.gz", "capture.json", "jit_toy_step.hlo.txt"])
+    assert names == sorted([f"{host}.xplane.pb", f"{host}.trace.json.gz", f"{host}.frames.json", "capture.json", "jit_toy_step.hlo.txt"])
     assert not [p.name for p in run_dir.iterdir() if p.name.startswith(".profile")]
 
 

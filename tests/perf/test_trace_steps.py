@@ -127,4 +127,6 @@ def test_a_wait_that_starves_the_device_is_named_with_its_line(tmp_path):
 def test_compilations_in_the_loop_are_counted_once_each(tmp_path):
     main = [step(0, 0, 50), event("backend_compile", 5, 30), event("XlaCompile: jit_f", 6, 29), event("backend_compile", 35, 40)]
     report = report_of(tmp_path, gpu(0, {STREAM: [kernel("a", 41, 50)]}), host({"python": main}))
-    assert report["hosts"][0]["compilations"] == {"backend_compile": 2}
+    (found,) = report["hosts"][0]["compilations"]
+    assert (found["program"], found["count"]) == ("backend_compile", 2)
+    assert found["duration_s"] == pytest.approx(30e-6)

@@ -25,6 +25,7 @@ from loaders.prepare import PrepareSettings, prepare
 from perf.events import event_file, read_events
 from perf.goodput import run_ledger
 from perf.metrics import metric
+from perf.recompile import recompilations
 from perf.writers import read_metrics
 from trainer.loop import NumericalFailure
 from trainer.run import train
@@ -168,6 +169,7 @@ def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, f
     assert {"launch", "init", "compile", "first_step", "train", "data_wait", "evaluation", "save", "teardown"} <= ended
     assert [event.fields["step"] for event in first if event.kind == "step"] == list(range(1, STEPS + 1))
     assert {event.fields["step"] for event in first if event.kind == "checkpoint_saved"} == {2, 4, 6}
+    assert recompilations(first, 0) == []
 
 
 def test_goodput_written_during_a_run_is_that_of_its_log(whole: tuple[Config, dict[int, float]]) -> None:
@@ -192,6 +194,26 @@ def test_a_profile_is_captured_where_asked_with_the_program_beside_it(corpus: Pa
     described = json.loads((capture / "capture.json").read_text())
     assert (described["first_step"], described["num_steps"]) == (3, 2)
     assert described["unprofiled_step_time_s"] > 0
+
+
+def test_a_batch_whose_shape_drifts_is_compiled_for_and_named(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer import run as module
+
+    put, count = module.to_global, [0]
+
+    def drifting(rows: Any, partitioner: Any) -> Any:
+        count[0] += 1
+        return put({name: values[:, : LENGTH // 2] if count[0] == 3 else values for name, values in rows.items()}, partitioner)
+
+    monkeypatch.setattr(module, "to_global", drifting)
+    config = make_config(corpus, tmp_path / "run", evaluation={"every": 0, "sets": {}}, checkpoint={"every": 0, "final": False})
+    assert len(run(config)) == STEPS
+    events = read_events(event_file(config.directory, 0))
+    (again,) = [found for found in recompilations(events, 0) if found.program == "train_step"]
+    assert again.step == 3
+    tokens = next(change for change in again.arguments if change.argument == "batch['tokens']")
+    assert (tokens.before.split()[0], tokens.after.split()[0]) == (f"int32[{ROWS},{LENGTH}]", f"int32[{ROWS},{LENGTH // 2}]")
+    assert run_ledger(events).seconds["compile"] > again.duration_s  # its time is no step's
 
 
 def test_many_bad_steps_in_a_row_stop_the_run_and_leave_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
