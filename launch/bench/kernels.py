@@ -22,6 +22,7 @@ from launch.bench.timing import rounds_s
 from launch.calibration import arithmetic
 from perf.bench.work import Passes, Product
 from planner.collectives import PlannedCollective
+from planner.communication import bus_factor
 from planner.local import LocalSizes
 
 LARGEST_STREAM_BYTES = 1 << 30
@@ -92,7 +93,7 @@ def measure_passes(config: Config, passes: Passes, mesh: Mesh, repeats: int) -> 
             timed[array_bytes] = rounds_s(functools.partial(_on_each_device(lambda x, y: 2.0 * x + y, mesh, 2), x, y), rounds=repeats)
         amount = 3 * array_bytes
         detail = {"array_bytes": array_bytes, "bytes_per_step": total_bytes}
-        found.append(Measured(what, "memory", total_bytes / amount, tuple(timed[array_bytes]), amount, detail))
+        found.append(Measured(what, what, total_bytes / amount, tuple(timed[array_bytes]), amount, detail))
     return found
 
 
@@ -104,7 +105,15 @@ def measure_collectives(planned: Sequence[PlannedCollective], mesh: Mesh, repeat
         key = (item.kind, item.axes, item.bytes)
         if key not in timed:
             timed[key] = rounds_s(collective(item.kind, item.axes, item.bytes, mesh), rounds=repeats)
-        detail = {"kind": item.kind, "axes": list(item.axes), "bytes": item.bytes, "where": item.where, "phase": item.phase}
+        group = math.prod(mesh.shape[axis] for axis in item.axes)
+        detail = {
+            "bus_factor": bus_factor(item.kind, group),
+            "kind": item.kind,
+            "axes": list(item.axes),
+            "bytes": item.bytes,
+            "where": item.where,
+            "phase": item.phase,
+        }
         times = item.count * item.parts
         found.append(Measured(item.what, "+".join(item.axes), times, tuple(timed[key]), item.bytes, detail))
     return found

@@ -32,6 +32,7 @@ def show(outcome: Outcome, config: Config) -> None:
         rows = [row for row in outcome.rows if row["layer"] == layer]
         if rows and (outcome.task != "all"):
             _pieces(layer, rows)
+            _groups(outcome.groups[layer])
             print()
     if outcome.ladder is not None:
         _ladder(outcome.ladder, outcome, config)
@@ -45,7 +46,7 @@ def show(outcome: Outcome, config: Config) -> None:
 
 def _pieces(layer: str, rows: Sequence[dict[str, Any]]) -> None:
     ordered = sorted(rows, key=lambda row: -row["per_step_s"])
-    shown = [{**row, "size": _size(row), "rate": _rate(row)} for row in ordered[:MOST_PIECES]]
+    shown = [{**row, "size": _size(row), "shown_rate": _rate(row)} for row in ordered[:MOST_PIECES]]
     columns = [
         Column("what"),
         Column("part", "of" if layer != "collectives" else "axes"),
@@ -53,12 +54,18 @@ def _pieces(layer: str, rows: Sequence[dict[str, Any]]) -> None:
         Column("count", "times", "{:,.4g}".format),
         Column("once_s", "once", ms),
         Column("spread", format="{:.0%}".format),
-        Column("rate"),
+        Column("shown_rate", "bus rate" if layer == "collectives" else "rate"),
         Column("per_step_s", "per step", ms),
         Column("share", format="{:.0%}".format),
     ]
     left = "" if len(ordered) <= MOST_PIECES else f" (the longest {MOST_PIECES} of {len(ordered)})"
     print_table(columns, shown, title=f"{WHAT[layer]} on each device{left}")
+
+
+def _groups(groups: dict[str, float]) -> None:
+    """Print the sums by part of the model, kind of pass or mesh axes."""
+    total_s, ordered = sum(groups.values()), sorted(groups.items(), key=lambda item: -item[1])
+    print("in all: " + ", ".join(f"{part} {ms(seconds)} ({seconds / total_s:.0%})" for part, seconds in ordered))
 
 
 def _size(row: dict[str, Any]) -> str:
@@ -72,7 +79,7 @@ def _size(row: dict[str, Any]) -> str:
 
 
 def _rate(row: dict[str, Any]) -> str:
-    return f"{row['rate'] / 1e12:.3g} TFLOP/s" if row["unit"] == "FLOP/s" else f"{row['rate'] / 1e9:,.3g} GB/s"
+    return f"{row['rate'] / 1e12:.3g} TFLOP/s" if row["unit"] == "FLOP/s" else f"{row['rate'] * row.get('bus_factor', 1.0) / 1e9:,.3g} GB/s"
 
 
 def _layers(outcome: Outcome) -> None:

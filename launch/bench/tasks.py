@@ -37,6 +37,8 @@ class Outcome:
     """The pieces, for the table: layer, what, per_step_s, share of its layer, rate."""
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    groups: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Layer -> part of the model, kind of pass or mesh axes -> seconds per step (sums of the pieces' medians)."""
     why: dict[str, str] = field(default_factory=dict)
     ladder: Ladder | None = None
 
@@ -72,6 +74,7 @@ def measure(task: str, config: Config, repeats: int, report: Report) -> Outcome:
     if {"step", "loop"} & set(wanted):
         report("the step (compiling)")
         out.series["step"] = session.measure_step()
+        out.why["step"] = "a profile of a run tells what it is (ridge analyze)"
         out.facts["compile_s"] = session.compile_s
         out.facts["steps_per_round"] = session.steps_per_round()
     if "loader" in wanted:
@@ -99,10 +102,11 @@ def _matmul(out: Outcome, session: Session, report: Report) -> None:
     dtype = next(p.dtype for p in products)
     peak = peak_flops(jax.devices()[0].device_kind, dtype)
     out.facts |= {"matmul_flops_per_s": rate, "matmul_dtype": dtype, "datasheet_share": rate / peak if peak else None}
-    slowest = max(found, key=lambda m: statistics.median(m.per_step_s()))
+    parts = out.groups["matmul"]
+    slowest = max(parts, key=lambda part: parts[part])
     share = f"{rate / peak:.0%} of the datasheet" if peak else "no datasheet to compare with"
-    most = statistics.median(slowest.per_step_s()) / total_s
-    out.why["matmul"] = f"they run at {rate / 1e12:.3g} TFLOP/s per device ({share}), most of it in {slowest.what} ({most:.0%})"
+    most = f"{slowest} ({parts[slowest] / sum(parts.values()):.0%})"
+    out.why["matmul"] = f"they run at {rate / 1e12:.3g} TFLOP/s per device ({share}), most of the time in {most}"
 
 
 def _collectives(out: Outcome, session: Session, report: Report) -> None:
@@ -123,7 +127,9 @@ def _pieces(out: Outcome, layer: str, found: Sequence[Measured], unit: str) -> N
     rounds = zip(*(piece.per_step_s() for piece in found), strict=True)
     out.series[layer] = [sum(times) for times in rounds]
     total_s = statistics.median(out.series[layer])
+    groups = out.groups[layer] = dict[str, float]()
     for piece in found:
+        groups[piece.part] = groups.get(piece.part, 0.0) + statistics.median(piece.per_step_s())
         once_s, seconds = statistics.median(piece.once_s), statistics.median(piece.per_step_s())
         out.rows.append(
             {
@@ -199,6 +205,7 @@ def to_json(out: Outcome) -> dict[str, Any]:
             name: {"median_s": statistics.median(values), "spread": spread(values), "rounds": len(values)}
             for name, values in out.series.items()
         },
+        "groups": out.groups,
         "pieces": out.rows,
         "facts": out.facts,
         "notes": out.notes,

@@ -87,7 +87,8 @@ def _run(
     outcome = tasks.measure(task, resolved, repeats, _say if first else lambda line: None)
     if not first:
         return 0
-    found, made_with["neighbours"] = tasks.to_json(outcome), neighbours.share()
+    alone = made_with["device"]["processes"] == 1  # others of the run are no neighbours, and cannot be told from them
+    found, made_with["neighbours"] = tasks.to_json(outcome), neighbours.share() if alone else None
     path = None
     if not no_save:
         path = stored.write(save or stored.default_path(results, task, resolved.name, now), found, resolved, made_with)

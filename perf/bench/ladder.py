@@ -36,7 +36,7 @@ WHAT_IT_IS = {
     "matmul": "the products",
     "memory": "the passes over device memory",
     "collectives": "the collectives",
-    "step": "what the compiled step does beyond them",
+    "step": "what the compiled step does beyond products, passes and collectives",
     "loop": "what the loop adds to the step",
     "checkpoint": "the saves",
 }
