@@ -22,6 +22,7 @@ from configs.rules import check_devices
 from configs.schema import Config
 from loaders.loader import build_loader, read_manifests
 from loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
+from perf.diagnosis.last_word import last_word
 from perf.events import EventLog, event_file, read_events
 from perf.goodput_live import LiveGoodput, watch
 from perf.metrics import StepTimer
@@ -317,8 +318,9 @@ def step_timer(config: Config, parts: Prepared) -> StepTimer:
 
 
 def _report(run: RunDir, outcome: Outcome) -> None:
-    """Print the end of a run: where the time went, and how to go on."""
-    print(format_summary(summarize(read_events(event_file(run.path, 0)))), flush=True)
+    """Print the end of a run: where the time went, what held it back most, and how to go on."""
+    print(format_summary(summarize(read_events(event_file(run.path, 0)))))
+    print(last_word(run.path), flush=True)
     if not outcome.finished:
         print(f"stopped at step {outcome.steps}; run the same command again to continue", flush=True)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.load import from_resolved
 from configs.schema import Config
+from perf.diagnosis.expected import Expected, expect
 from perf.diagnosis.knobs import Rival
+from perf.diagnosis.ranks import steady
 from perf.events import Event, event_files, read_events
 from perf.goodput import Ledger, queue_waits, run_ledger
 from perf.metrics import percentile
@@ -32,14 +34,16 @@ class Facts:
     """(program, seconds, during the loop) of every compilation."""
     saves_s: Sequence[float] = ()
     """Time each save held up the loop."""
-    ranks_step_s: Mapping[int, float] = field(default_factory=dict)
-    """Median own time per step of each process, waiting for others excluded, where it is known."""
+    changed: Sequence[str] = ()
+    """What differed at recompilations during the loop, as far as it is known: `program: argument before -> after`."""
     analysis: Mapping[str, Any] | None = None
     """The newest step ledger (`ridge analyze --json`)."""
     plan: Mapping[str, Any] | None = None
-    """What was predicted when the run started."""
+    """What was planned beside what was compiled, when the run started (plan.json)."""
     compiled: Mapping[str, Any] | None = None
-    """The compile report (`ridge compile --json`)."""
+    """The compile report (`ridge compile --json`), where the run directory has one."""
+    expected: Expected | None = None
+    """What the planner says about this run on its cluster."""
     study: Study | None = None
     """Several runs at several scales."""
     batch_study: Study | None = None
@@ -74,49 +78,85 @@ class Facts:
         return max(0.0, 1 - math.fsum(targets) / len(targets) / positions) if targets else None
 
     @property
+    def memory_bytes(self) -> float | None:
+        """Peak device memory; where the backend reports none, arguments and temporaries of the compiled step."""
+        last = next((s for s in reversed(self.steps) if "peak_bytes" in s), None)
+        if last is not None:
+            return float(last["peak_bytes"])
+        sizes = (self.plan or {}).get("compiled")
+        return None if sizes is None else float(sizes["argument_bytes"] + sizes["temp_bytes"])
+
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """What the allocator may use; where the backend does not say, the memory of a device of the cluster."""
+        last = next((s for s in reversed(self.steps) if s.get("limit_bytes")), None)
+        if last is not None:
+            return float(last["limit_bytes"])
+        return None if self.expected is None else float(self.expected.capacity_bytes)
+
+    @property
     def memory_share(self) -> float | None:
-        """Peak device memory over what the allocator may use."""
-        last = next((s for s in reversed(self.steps) if "peak_bytes" in s and s.get("limit_bytes")), None)
-        return None if last is None else float(last["peak_bytes"]) / float(last["limit_bytes"])
+        """Memory in use over the limit."""
+        used, limit = self.memory_bytes, self.memory_limit_bytes
+        return None if used is None or limit is None else used / limit
+
+    @property
+    def traffic(self) -> Sequence[Mapping[str, Any]]:
+        """Planned and compiled bytes per step by kind and axes of collectives."""
+        rows: Sequence[Mapping[str, Any]] = (self.plan or self.compiled or {}).get("communication", ())
+        return rows
 
     def share(self, *categories: str) -> float:
         """Share of the wall time in categories of the run ledger."""
         return sum(self.ledger.seconds[name] for name in categories) / self.ledger.wall_s if self.ledger.wall_s > 0 else 0.0
 
-    def step_share(self, key: str) -> float | None:
-        """Share of the step ledger's total, over all devices, of one of its parts, such as `exposed_communication_s`."""
-        if not self.analysis or not self.analysis.get("devices"):
-            return None
-        devices = self.analysis["devices"]
-        total_s = math.fsum(float(d["total_s"]) for d in devices)
-        return math.fsum(float(d[key]) for d in devices) / total_s if total_s > 0 else None
+    def every_device(self, part: Callable[[Mapping[str, Any]], float]) -> float | None:
+        """Return the share of the step that a part of the step ledger takes on every device, in three of four steps at least.
+
+        What only some devices have is the matter of whoever they wait for; what only some steps have is noise.
+        """
+        shares = [
+            min(part(device) / device["total_s"] for device in step["devices"])
+            for step in (self.analysis or {}).get("steps", ())
+            if step.get("devices") and all(device["total_s"] > 0 for device in step["devices"])
+        ]
+        return steady(shares) if shares else None
 
 
-def read_facts(run: Path, **more: Any) -> Facts:
-    """Gather the facts of a run directory; `more` are fields of Facts that come from elsewhere (a study, a price).
+def read_facts(run: Path, *, cluster: str | None = None, **more: Any) -> Facts:
+    """Gather the facts of a run directory.
+
+    Args:
+      run: the run directory.
+      cluster: file or name of the cluster it ran on; None: what the run itself knows of it.
+      more: fields of Facts that come from elsewhere (a study, a price).
 
     Raises:
-      UserError: the run has no events, or a file of it is damaged.
+      UserError: the run has no events, or a file of it is damaged; or there is no such cluster.
     """
     events = read_events(event_files(run))
     ledger = run_ledger(events, queue_waits(run, events))
     found = phases(events)
     record = _json(run / "run.json") or {}
     config_file = run / "config.yaml"
-    analyses = sorted(run.glob("tensorboard/plugins/profile/*/analysis.json"))
+    config = from_resolved(config_file) if config_file.is_file() else None
+    plan = _json(run / "plan.json")
+    analyses = sorted(run.glob("tensorboard/plugins/profile/*/analysis.json"), key=lambda path: path.stat().st_mtime)
+    expected = expect(run, config, plan, cluster)
     return Facts(
         name=str(record.get("name", run.name)),
         ledger=ledger,
-        config=from_resolved(config_file) if config_file.is_file() else None,
+        config=config,
         steps=[event.fields for event in events if event.kind == "step" and event.process == 0],
         compiles=[
             (str(p.fields.get("program", "?")), p.duration_s, _inside_loop(p)) for p in found if p.name == "compile" and p.process == 0
         ],
+        changed=_changed(events),
         saves_s=[p.duration_s for p in found if p.name == "save" and p.process == 0],
-        ranks_step_s=_ranks(events),
-        analysis=_json(analyses[-1]) if analyses else None,
-        plan=_json(run / "plan.json"),
+        analysis=with_planned(_json(analyses[-1]), expected) if analyses else None,
+        plan=plan,
         compiled=_json(run / "compile.json"),
+        expected=expected,
         **more,
     )
 
@@ -128,13 +168,22 @@ def _inside_loop(phase: Any) -> bool:
     return parent is not None
 
 
-def _ranks(events: Sequence[Event]) -> dict[int, float]:
-    """Median of what each process did by itself in a step, where the loop records it."""
-    values: dict[int, list[float]] = {}
+def with_planned(analysis: dict[str, Any] | None, expected: Expected | None) -> dict[str, Any] | None:
+    """Put the planned bus bandwidth beside the measured one of each collective that has none."""
+    for row in (analysis or {}).get("collectives", []):
+        if expected is not None and row.get("planned_bus_bandwidth") is None and row.get("axes") and row.get("bytes") and row.get("count"):
+            row["planned_bus_bandwidth"] = expected.bus_bandwidth(row["kind"], row["bytes"] / row["count"], row["axes"])
+    return analysis
+
+
+def _changed(events: Sequence[Event]) -> list[str]:
+    """Say what differed at each recompilation the run noticed."""
+    found = []
     for event in events:
-        if event.kind == "step" and isinstance(event.fields.get("own_time_s"), int | float):
-            values.setdefault(event.process, []).append(float(event.fields["own_time_s"]))
-    return {process: percentile(sorted(times), 0.5) for process, times in values.items()}
+        if event.kind == "recompilation" and event.process == 0:
+            for change in event.fields.get("arguments", ()):
+                found.append(f"{event.fields.get('program')}: {change['argument']} {change['before']} -> {change['after']}")
+    return found
 
 
 def _json(path: Path) -> dict[str, Any] | None:

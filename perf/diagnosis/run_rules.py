@@ -30,7 +30,7 @@ def input_pipeline(facts: Facts) -> Finding | None:
 def cold_start(facts: Facts) -> Finding | None:
     """First steps much slower: start-up and compilation are not amortised."""
     share = facts.share("startup", "compile", "restore")
-    if not over("cold_start", share):
+    if not over("cold_start", share) or not over("cold_start_s", share * facts.ledger.wall_s):
         return None
     compile_s = facts.ledger.seconds["compile"]
     cached = facts.config is not None and facts.config.runtime.compilation_cache is not None
@@ -61,14 +61,19 @@ def recompilation(facts: Facts) -> Finding | None:
     if worst is None or not over("recompilations", len(worst[1])):
         return None
     program, times = worst
-    lost_s = math.fsum(sorted(times)[:-1])
+    lost_s = math.fsum(seconds for found in again.values() for seconds in sorted(found)[:-1])
+    if not over("recompilation_share", lost_s / facts.ledger.wall_s):
+        return None
     return Finding(
         rule="recompilation in steady state",
         confidence="high",
         gain=ceiling(lost_s / facts.ledger.wall_s),
         lens="amortisation",
         pattern=PATTERNS["amortisation"],
-        evidence=(f"{program} was compiled {len(times)} times during the loop, {math.fsum(times):.1f} s in all",),
+        evidence=(
+            f"{program} was compiled {len(times)} times during the loop, {math.fsum(times):.1f} s in all",
+            *(line for line in facts.changed[-1:]),
+        ),
         measure_next="JAX_LOG_COMPILES=1: which argument changes its shape",
         action="pad to one shape: every batch of a set must have the same [B, T]",
         next_bottleneck="the steps themselves",
@@ -96,7 +101,7 @@ def padding(facts: Facts) -> Finding | None:
 def checkpoint_stall(facts: Facts) -> Finding | None:
     """Saves that hold up the loop."""
     share = facts.share("checkpoint")
-    if not over("checkpoint", share):
+    if not over("checkpoint", share) or not over("checkpoint_s", share * facts.ledger.wall_s):
         return None
     longest_s = max(facts.saves_s, default=0.0)
     every = facts.config.checkpoint.every if facts.config is not None else 0
@@ -153,8 +158,8 @@ def hang(facts: Facts) -> Finding | None:
 
 def memory_near_limit(facts: Facts) -> Finding | None:
     """No room for what changes from step to step."""
-    share = facts.memory_share
-    if share is None or not over("memory", share):
+    used, limit, share = facts.memory_bytes, facts.memory_limit_bytes, facts.memory_share
+    if used is None or limit is None or share is None or not over("memory", share):
         return None
     return Finding(
         rule="memory near the limit",
@@ -162,7 +167,7 @@ def memory_near_limit(facts: Facts) -> Finding | None:
         gain=0.0,
         lens="co-design",
         pattern=PATTERNS["complexity"],
-        evidence=(f"peak memory is {share:.1%} of what the allocator may use",),
+        evidence=(f"{used / 1e9:.3g} GB in use are {share:.1%} of the {limit / 1e9:.3g} GB there are",),
         measure_next="ridge compile: the largest buffers",
         action="trainer.accumulation times 2, or compute.remat.policy one step stronger",
         next_bottleneck="compute, by recomputation or smaller kernels",

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from perf.diagnosis.facts import Facts
 from perf.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
+from perf.diagnosis.ranks import slowest
+
+UNMEASURED = 0.1
+"""Share of a step that communication is taken to be where no profile says."""
 
 
 def host_bound(facts: Facts) -> Finding | None:
-    """Device idle while the host launches work: steps too small for their overhead."""
-    share = _idle_share(facts, "launch", "other")
+    """Devices idle while the host launches work: steps too small for their overhead."""
+    idle = facts.every_device(lambda device: sum(float(device["idle_by_cause"].get(cause, 0.0)) for cause in ("launch", "other")))
+    share = None if idle is None else idle - _starved_share(facts)
     if share is None or not over("host_bound", share):
         return None
     step = f" at {facts.step_s * 1e3:.1f} ms per step" if facts.step_s else ""
@@ -21,7 +28,7 @@ def host_bound(facts: Facts) -> Finding | None:
         gain=ceiling(share * facts.share("productive")),
         lens="amortisation",
         pattern=PATTERNS["amortisation"],
-        evidence=(f"the device was idle {share:.1%} of the step while the host launched or did other work{step}",),
+        evidence=(f"all devices were idle {share:.1%} of the step while the host launched or did other work{step}",),
         measure_next="ridge analyze: launch rate, queue depth and host synchronisations",
         action=f"data.batch_size={batch}: more work per launch" if batch else "a larger batch: more work per launch",
         next_bottleneck="memory bandwidth, as the kernels grow",
@@ -29,21 +36,21 @@ def host_bound(facts: Facts) -> Finding | None:
 
 
 def host_syncs(facts: Facts) -> Finding | None:
-    """The host waits for the device inside the step, again and again."""
+    """The host waits for the device inside the step, and the device then waits for the host."""
+    share = _starved_share(facts)
+    if not over("host_syncs", share):
+        return None
     syncs = [s for host in (facts.analysis or {}).get("hosts", []) for s in host.get("syncs", [])]
     steps = max(1, len((facts.analysis or {}).get("steps", [])))
     count = sum(int(s.get("count", 1)) for s in syncs)
-    if not over("host_syncs", count / steps):
-        return None
-    share = _idle_share(facts, "other", "launch") or 0.0
-    where = ", ".join(sorted({str(s.get("source", "?")) for s in syncs})[:3])
+    where = ", ".join(sorted({f"{s.get('what', 'wait')} at {s.get('source', '?')}" for s in syncs})[:3])
     return Finding(
         rule="host synchronisation in the step",
         confidence="high",
         gain=ceiling(share * facts.share("productive")),
         lens="balanced pipelines",
         pattern=PATTERNS["bottlenecks move"],
-        evidence=(f"{count / steps:.1f} host synchronisations per step ({where})",),
+        evidence=(f"{count / steps:.1f} host synchronisations per step left devices idle for {share:.1%} of it ({where})",),
         measure_next="the idle time around each of them in the trace viewer",
         action="read results one step late, or every log line only",
         next_bottleneck="the device",
@@ -51,43 +58,53 @@ def host_syncs(facts: Facts) -> Finding | None:
 
 
 def straggler(facts: Facts) -> Finding | None:
-    """One rank slower than the others: everybody waits for it."""
-    times = facts.ranks_step_s
-    if len(times) < 2:
+    """One rank comes late to every collective though its compute is not longer: everybody waits for it."""
+    found = slowest(facts.analysis)
+    if found is None or not found.step_s or not over("straggler", found.late_s / found.step_s):
         return None
-    ordered = sorted(times.values())
-    median_s = ordered[(len(ordered) - 1) // 2]
-    slowest = max(times, key=lambda rank: times[rank])
-    excess = times[slowest] / median_s - 1 if median_s > 0 else 0.0
-    if not over("straggler", excess):
-        return None
+    causes = _idle_causes(facts, found.device)
     return Finding(
         rule="straggler",
-        confidence="high" if len(times) > 2 else "medium",
-        gain=ceiling((1 - median_s / times[slowest]) * facts.share("productive")),
+        confidence="high",
+        gain=ceiling(found.late_s / found.step_s * facts.share("productive")),
         lens="balanced pipelines",
         pattern=PATTERNS["bottlenecks move"],
         evidence=(
-            f"process {slowest} needs {times[slowest] * 1e3:.1f} ms of its own per step, the median process {median_s * 1e3:.1f} ms",
+            f"{found.device} needs {found.own_s * 1e3:.1f} ms of its own per step, others {found.usual_own_s * 1e3:.1f} ms",
+            f"its compute takes {found.compute_s * 1e3:.1f} ms, theirs {found.usual_compute_s * 1e3:.1f} ms{causes}",
         ),
-        measure_next="ridge doctor on its node: clocks, memory, other jobs",
-        action=f"exclude the node of process {slowest} and requeue",
+        measure_next="ridge doctor on its node: other jobs, its file system; ridge analyze: what its host does in the gaps",
+        action=f"exclude the node of {found.device} and requeue",
         next_bottleneck="communication among equal ranks",
     )
 
 
+def _idle_causes(facts: Facts, name: str) -> str:
+    devices: list[Mapping[str, Any]] = (facts.analysis or {}).get("devices", [])
+    device = next((d for d in devices if d["device"] == name), {})
+    parts = {cause: seconds for cause, seconds in device.get("idle_by_cause", {}).items() if seconds > 0}
+    most = max(parts, key=lambda cause: parts[cause], default=None)
+    return "" if most is None else f"; while it idles its host does: {most.replace('_', ' ')}"
+
+
 def exposed_communication(facts: Facts) -> Finding | None:
     """Communication that compute does not hide."""
-    share = facts.step_share("exposed_communication_s")
-    if share is None or not over("exposed_communication", share):
+    exposed = facts.every_device(lambda device: float(device["exposed_communication_s"]))
+    if exposed is None:
         return None
+    exposed_s, waiting_s = _exposed(facts)
+    share = exposed * (1 - waiting_s / exposed_s if exposed_s > 0 else 1.0) - _slow_share(facts)
+    if not over("exposed_communication", share):
+        return None
+    rows = sorted((facts.analysis or {}).get("collectives", []), key=lambda c: -float(c.get("exposed_s", 0.0)))
+    worst = [f"most of it {c['kind']} over {c.get('axes')} in {c.get('layer', '?')}" for c in rows[:1]]
     return Finding(
         rule="exposed communication",
         confidence="high",
         gain=ceiling(share * facts.share("productive")),
         lens="balanced pipelines",
         pattern=PATTERNS["bottlenecks move"],
-        evidence=(f"{share:.1%} of the step is communication with no compute beside it",),
+        evidence=(f"{share:.1%} of the step is communication with no compute beside it, waiting for others left out", *worst),
         measure_next="ridge analyze: which collective, over which axis; its bus bandwidth against the plan",
         action="more tokens per device (data.batch_size), less over the slow link (mesh.fsdp inside the node), or trainer.accumulation",
         next_bottleneck="compute",
@@ -96,24 +113,25 @@ def exposed_communication(facts: Facts) -> Finding | None:
 
 def resharding(facts: Facts) -> Finding | None:
     """Collectives that the plan does not contain."""
-    unplanned = (facts.compiled or {}).get("unplanned") or []
-    planned = math.fsum(float(c["bytes"]) * float(c.get("count", 1)) for c in (facts.compiled or {}).get("collectives", []))
-    extra = math.fsum(float(c["bytes"]) * float(c.get("count", 1)) for c in unplanned)
-    if not unplanned or not over("unplanned", extra / planned if planned else 1.0):
+    planned = math.fsum(float(row["planned_bytes"]) for row in facts.traffic)
+    beyond = [row for row in facts.traffic if not row["agrees"] and row["compiled_bytes"] > row["planned_bytes"]]
+    extra = math.fsum(float(row["compiled_bytes"]) - float(row["planned_bytes"]) for row in beyond)
+    if not beyond or not over("unplanned", extra / planned if planned else 1.0):
         return None
-    first = unplanned[0]
+    share = facts.every_device(lambda device: float(device["exposed_communication_s"]))
+    worst = max(beyond, key=lambda row: row["compiled_bytes"] - row["planned_bytes"])
     return Finding(
         rule="accidental resharding",
-        confidence="high",
-        gain=ceiling(min(0.9, extra / planned * (facts.step_share("communication_s") or 0.1)) if planned else 0.1),
+        confidence="high" if share is not None else "medium",
+        gain=ceiling((UNMEASURED if share is None else share) * extra / (planned + extra)),
         lens="co-design",
         pattern=PATTERNS["bottlenecks move"],
         evidence=(
-            f"{len(unplanned)} collectives of {extra / 1e6:.1f} MB are not in the plan; the first: {first.get('kind')} over "
-            f"{first.get('axes')} at {first.get('source', '?')}",
+            f"{extra / 1e6:.1f} MB per step beyond the {planned / 1e6:.1f} MB planned",
+            f"{worst['kind']} over {worst['axes']}: {worst['explanation']}",
         ),
         measure_next="ridge compile: the source line of each",
-        action="constrain the activation at that line to the sharding its consumer wants",
+        action="constrain the activation at that line to the sharding its consumer wants (mesh.rules holds the table)",
         next_bottleneck="the planned communication",
     )
 
@@ -141,45 +159,52 @@ def over_remat(facts: Facts) -> Finding | None:
 
 
 def throttled(facts: Facts) -> Finding | None:
-    """Clocks below their rated value."""
+    """A device computes longer than the others for equal work, or its clock is below its rated value."""
     clocks = [float(h["clock_fraction"]) for h in (facts.analysis or {}).get("hosts", []) if "clock_fraction" in h]
-    if not clocks or min(clocks) >= THRESHOLDS["throttled"][0]:
-        return None
+    if clocks and min(clocks) < THRESHOLDS["throttled"][0]:
+        share, high, evidence = 1 - min(clocks), True, f"a device ran at {min(clocks):.0%} of its rated clock"
+    else:
+        found = slowest(facts.analysis)
+        if found is None or not found.slow_s or not found.step_s:
+            return None
+        equal = found.usual_compute_s / (found.usual_compute_s + found.slow_s)
+        if equal >= THRESHOLDS["unequal_compute"][0]:
+            return None
+        share, high = found.slow_s / found.step_s, False
+        evidence = (
+            f"{found.device} computes {found.compute_s * 1e3:.1f} ms for the step that takes the median other device "
+            f"{found.usual_compute_s * 1e3:.1f} ms: it runs at {equal:.0%} of their speed"
+        )
     return Finding(
         rule="clocks throttled",
-        confidence="high",
-        gain=ceiling((1 - min(clocks)) * facts.share("productive")),
+        confidence="high" if high else "medium",
+        gain=ceiling(share * facts.share("productive")),
         lens="co-design",
         pattern=PATTERNS["bottlenecks move"],
-        evidence=(f"a device ran at {min(clocks):.0%} of its rated clock",),
-        measure_next="ridge doctor: power, temperature, the reason NVML gives",
-        action="exclude the node, or raise its power limit",
+        evidence=(evidence,),
+        measure_next="ridge doctor: power, temperature, the reason NVML gives; who else uses its cores",
+        action="exclude the node, or raise its power limit; on CPUs: cores of its own for every rank",
         next_bottleneck="memory bandwidth",
     )
 
 
 def slow_link(facts: Facts) -> Finding | None:
     """A link slower than planned: equal compute, less bus bandwidth."""
-    found = [
-        c
-        for c in (facts.analysis or {}).get("collectives", [])
-        if c.get("bus_bandwidth")
-        and c.get("planned_bus_bandwidth")
-        and c["bus_bandwidth"] < THRESHOLDS["slow_link"][0] * c["planned_bus_bandwidth"]
-    ]
-    if not found:
+    share = _slow_share(facts)
+    found = _slow_links(facts)
+    if not found or not over("slow_link_share", share):
         return None
-    worst = min(found, key=lambda c: c["bus_bandwidth"] / c["planned_bus_bandwidth"])
-    share = facts.step_share("exposed_communication_s") or 0.0
+    worst = max(found, key=_beyond_plan_s)
     return Finding(
         rule="link slower than planned",
         confidence="medium",
-        gain=ceiling(share * (1 - worst["bus_bandwidth"] / worst["planned_bus_bandwidth"]) * facts.share("productive")),
+        gain=ceiling(share * facts.share("productive")),
         lens="co-design",
         pattern=PATTERNS["bottlenecks move"],
         evidence=(
-            f"{worst.get('kind')} over {worst.get('axes')}: {worst['bus_bandwidth'] / 1e9:.1f} GB/s of bus bandwidth, "
-            f"{worst['planned_bus_bandwidth'] / 1e9:.1f} planned",
+            f"{worst.get('kind')} over {worst.get('axes')}: {worst['bus_bandwidth'] / 1e9:.3g} GB/s of bus bandwidth, "
+            f"{worst['planned_bus_bandwidth'] / 1e9:.3g} planned",
+            f"{share:.1%} of the step is communication beyond the plan",
         ),
         measure_next="ridge doctor: bandwidth by axis, on these nodes",
         action="NCCL settings (NCCL_IB_HCA, NCCL_NET), or exclude the node",
@@ -187,11 +212,45 @@ def slow_link(facts: Facts) -> Finding | None:
     )
 
 
-def _idle_share(facts: Facts, *causes: str) -> float | None:
-    """Share of the step ledger's total in which devices idled for these causes."""
-    devices = (facts.analysis or {}).get("devices")
-    if not devices:
-        return None
-    total_s = math.fsum(float(d["total_s"]) for d in devices)
-    idle_s = math.fsum(float(d.get("idle_by_cause", {}).get(cause, 0.0)) for d in devices for cause in causes)
-    return idle_s / total_s if total_s > 0 else None
+def _slow_links(facts: Facts) -> list[Mapping[str, Any]]:
+    """Collectives whose bus bandwidth is below the plan."""
+    return [
+        c
+        for c in (facts.analysis or {}).get("collectives", [])
+        if c.get("bus_bandwidth")
+        and c.get("planned_bus_bandwidth")
+        and c["bus_bandwidth"] < THRESHOLDS["slow_link"][0] * c["planned_bus_bandwidth"]
+    ]
+
+
+def _beyond_plan_s(row: Mapping[str, Any]) -> float:
+    """Exposed time on the wire of a collective that the planned bandwidth would not take."""
+    waiting = (row.get("wait_s") or 0.0) / row["time_s"] if row.get("time_s") else 0.0
+    wire_s = float(row.get("exposed_s", 0.0)) * (1 - waiting)
+    return wire_s * (1 - float(row["bus_bandwidth"]) / float(row["planned_bus_bandwidth"]))
+
+
+def _slow_share(facts: Facts) -> float:
+    """Share of the step that links slower than planned take beyond the plan."""
+    beyond_s = math.fsum(_beyond_plan_s(row) for row in _slow_links(facts))
+    exposed_s, _ = _exposed(facts)
+    share = facts.every_device(lambda device: float(device["exposed_communication_s"]))
+    return share * beyond_s / exposed_s if share and exposed_s > 0 else 0.0
+
+
+def _exposed(facts: Facts) -> tuple[float, float]:
+    """Return the exposed time of all collectives per step and device, and how much of it waits for the last member."""
+    rows = (facts.analysis or {}).get("collectives", [])
+    exposed_s = math.fsum(float(row.get("exposed_s", 0.0)) for row in rows)
+    waiting_s = math.fsum(float(row["exposed_s"]) * (row.get("wait_s") or 0.0) / row["time_s"] for row in rows if row.get("time_s"))
+    return exposed_s, waiting_s
+
+
+def _starved_share(facts: Facts) -> float:
+    """Share of the analysed time that devices idled after a wait of their host for them, on the host that did so least."""
+    shares = [
+        math.fsum(float(s.get("idle_after_s", 0.0)) for s in host.get("syncs", [])) / float(host["span_s"])
+        for host in (facts.analysis or {}).get("hosts", [])
+        if host.get("span_s")
+    ]
+    return min(shares, default=0.0)

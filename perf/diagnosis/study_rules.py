@@ -58,26 +58,33 @@ def small_batch(facts: Facts) -> Finding | None:
 
 def time_barely_down(facts: Facts) -> Finding | None:
     """More devices: throughput up, time barely down."""
-    rows = [row for row in _ran(facts.study) if row.marginal_time is not None]
-    if not rows or facts.study is None or not rows[-1].marginal_gain:
+    rows = _ran(facts.study)
+    if facts.study is None or not _barely_down(rows):
         return None
     last = rows[-1]
-    gain = -(last.marginal_time or 0.0)
-    if over("worthwhile", gain) or last.rate is None or (last.marginal_gain or 0.0) < THRESHOLDS["small_batch"][0]:
-        return None
     stop, why = stopping_point(facts.study, "time", worthwhile=THRESHOLDS["worthwhile"][0])
+    chosen = next(row for row in rows if row.devices == stop)
     fixed = "" if facts.study.law is None else f"; {facts.study.law.fixed_s:.0f} s do not shrink with the scale"
+    rate, less = last.marginal_gain or 0.0, -(last.marginal_time or 0.0)
     return Finding(
         rule="fixed overheads at scale",
         confidence="high",
-        gain=0.0,
+        gain=last.cost / chosen.cost - 1 if last.cost and chosen.cost else 0.0,
         lens="amortisation",
         pattern=PATTERNS["metrics differ"],
-        evidence=(f"{last.devices} devices: {last.marginal_gain:+.0%} throughput, but only {gain:.1%} less time{fixed}",),
+        evidence=(f"{last.devices} devices: {rate:+.0%} throughput, but only {less:.1%} less time{fixed}",),
         measure_next="ridge goodput of both runs: start-up, compilation, evaluation",
         action=f"use {stop} devices: {why}",
         next_bottleneck="the steps themselves, once the fixed part is amortised",
     )
+
+
+def _barely_down(rows: Sequence[Row]) -> bool:
+    """Whether the last step up brought throughput and hardly any time."""
+    last = rows[-1] if rows else None
+    if last is None or last.marginal_time is None or not over("throughput_up", last.marginal_gain):
+        return False
+    return not over("worthwhile", -last.marginal_time)
 
 
 def efficiency_falls(facts: Facts) -> Finding | None:
@@ -171,18 +178,19 @@ def _is_flag(key: str) -> bool:
 
 
 def dearest(facts: Facts) -> Finding | None:
-    """The fastest configuration costs much more than the cheapest."""
+    """The fastest configuration costs much more than the cheapest, and is worth its time."""
     rows = [row for row in _ran(facts.study) if row.cost is not None and row.time_s is not None]
-    if len(rows) < 2:
+    if len(rows) < 2 or _barely_down(rows):
         return None
     fastest, cheapest = min(rows, key=lambda r: r.time_s or 0.0), min(rows, key=lambda r: r.cost or 0.0)
     ratio = (fastest.cost or 0.0) / (cheapest.cost or 1.0)
-    if fastest.devices == cheapest.devices or ratio < 1 + THRESHOLDS["small_batch"][0]:
+    wasted = fastest.efficiency is not None and fastest.efficiency < THRESHOLDS["efficiency"][0]
+    if wasted or fastest.devices == cheapest.devices or not over("dear", ratio - 1):
         return None
     return Finding(
         rule="best configuration is also the dearest",
         confidence="high",
-        gain=0.0,
+        gain=ratio - 1,
         lens="purpose",
         pattern=PATTERNS["cost"],
         evidence=(
@@ -202,17 +210,29 @@ def verdict_depends(facts: Facts) -> Finding | None:
     picks = {name: stopping_point(facts.study, name)[0] for name in OBJECTIVES}
     if len(set(picks.values())) < 3:
         return None
+    rows = {row.devices: row for row in _ran(facts.study)}
+    fast, cheap = rows[picks["time"]], rows[picks["cost"]]
+    slower, dearer = _ratio(cheap.time_s, fast.time_s), _ratio(fast.cost, cheap.cost)
     return Finding(
         rule="the verdict depends on the metric",
         confidence="high",
-        gain=0.0,
+        gain=max(slower, dearer) - 1,
         lens="purpose",
         pattern=PATTERNS["metrics differ"],
-        evidence=tuple(f"{name}: stop at {devices} devices" for name, devices in picks.items()),
+        evidence=tuple(f"{name}: stop at {_scale(rows[devices])}" for name, devices in picks.items()),
         measure_next="throughput, efficiency and time to solution side by side",
         action="state the objective first: --objective time, cost or efficiency",
         next_bottleneck="depends on the objective",
     )
+
+
+def _ratio(one: float | None, other: float | None) -> float:
+    return one / other if one and other else 1.0
+
+
+def _scale(row: Row) -> str:
+    figures = [f"{row.time_s:.0f} s" if row.time_s is not None else "", f"efficiency {row.efficiency:.0%}" if row.efficiency else ""]
+    return f"{row.devices} devices ({', '.join(figure for figure in figures if figure)})"
 
 
 def _ran(study: Study | None) -> Sequence[Row]:

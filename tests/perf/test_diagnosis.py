@@ -42,15 +42,31 @@ def step_record(**values):
     return healthy | values
 
 
-def analysis(*, components=(), collectives=(), hosts=(), **device):
-    values = {
-        "device": "0",
-        "total_s": 1.0,
-        "exposed_communication_s": 0.03,
-        "communication_s": 0.2,
-        "idle_by_cause": {"launch": 0.01},
-    } | device
-    return {"devices": [values], "steps": [{}], "components": components, "collectives": collectives, "hosts": hosts}
+def device(name="0", **values):
+    healthy = {"device": name, "total_s": 1.0, "compute_s": 0.85, "exposed_communication_s": 0.03, "idle_by_cause": {"launch": 0.01}}
+    return healthy | values
+
+
+def analysis(*, components=(), collectives=(), hosts=(), devices=(), **values):
+    devices = devices or (device("0", **values), device("1", **values))
+    return {
+        "devices": devices,
+        "steps": [{"devices": devices}] * 4,
+        "components": components,
+        "collectives": collectives,
+        "hosts": hosts,
+    }
+
+
+def syncs(idle_after_s):
+    return [{"host": "a", "span_s": 4.0, "syncs": [{"what": "wait", "source": "loop.py:10", "count": 4, "idle_after_s": idle_after_s}]}]
+
+
+def traffic(compiled_bytes):
+    planned = {"kind": "all-reduce", "axes": ["data"], "planned_bytes": 1e9, "compiled_bytes": 1e9, "agrees": True, "explanation": ""}
+    other = {"kind": "all-gather", "axes": ["tensor"], "planned_bytes": 1e8, "compiled_bytes": compiled_bytes}
+    agrees = compiled_bytes == 1e8
+    return {"communication": [planned, other | {"agrees": agrees, "explanation": "more than planned: the largest is at mlp.py:50"}]}
 
 
 def component(time_s, phase):
@@ -64,13 +80,21 @@ HEALTHY = Facts(
     steps=[step_record()] * 5,
     compiles=[("train_step", 15.0, False), ("evaluation_step", 5.0, True)],
     saves_s=[1.0] * 10,
-    ranks_step_s={0: 0.900, 1: 0.905, 2: 0.903},
     analysis=analysis(
         components=[component(0.6, "forward"), component(0.02, "recompute")],
-        collectives=[{"kind": "all-gather", "axes": ["fsdp"], "bus_bandwidth": 300e9, "planned_bus_bandwidth": 330e9}],
-        hosts=[{"host": "a", "clock_fraction": 0.99, "syncs": []}],
+        collectives=[
+            {
+                "kind": "all-gather",
+                "axes": ["fsdp"],
+                "bus_bandwidth": 300e9,
+                "planned_bus_bandwidth": 330e9,
+                "time_s": 0.2,
+                "exposed_s": 0.03,
+            }
+        ],
+        hosts=[{"host": "a", "clock_fraction": 0.99, "span_s": 4.0, "syncs": []}],
     ),
-    compiled={"collectives": [{"bytes": 1e9, "count": 10}], "unplanned": []},
+    plan=traffic(1e8),
     study=analyse([Point(p, 1000.0 / p + 1.0, 1e5 * p) for p in (1, 2, 4)]),
 )
 
@@ -91,16 +115,12 @@ PLANTED = {
     "start-up and compilation not amortised": {"ledger": ledger(compile=300.0)},
     "recompilation in steady state": {"compiles": [("train_step", 30.0, True)] * 4},
     "host-bound steps": {"analysis": analysis(idle_by_cause={"launch": 0.3, "other": 0.1})},
-    "host synchronisation in the step": {
-        "analysis": analysis(
-            idle_by_cause={"launch": 0.01, "other": 0.08}, hosts=[{"host": "a", "syncs": [{"source": "loop.py:10", "count": 3}]}]
-        )
+    "host synchronisation in the step": {"analysis": analysis(idle_by_cause={"launch": 0.01, "other": 0.3}, hosts=syncs(1.2))},
+    "straggler": {
+        "analysis": analysis(devices=(device("0", exposed_communication_s=0.5), device("1"), device("2", exposed_communication_s=0.5)))
     },
-    "straggler": {"ranks_step_s": {0: 0.6, 1: 0.61, 2: 0.9}},
     "exposed communication": {"analysis": analysis(exposed_communication_s=0.4)},
-    "accidental resharding": {
-        "compiled": {"collectives": [{"bytes": 1e9, "count": 1}], "unplanned": [{"kind": "all-gather", "axes": ["tensor"], "bytes": 5e8}]}
-    },
+    "accidental resharding": {"plan": traffic(9e8), "analysis": analysis(exposed_communication_s=0.14)},
     "padding waste": {"steps": [step_record(target_tokens=POSITIONS * 0.5)] * 5},
     "needless rematerialisation": {
         "steps": [step_record(peak_bytes=30e9)] * 5,
@@ -110,11 +130,22 @@ PLANTED = {
     "steps lost to failures": {"ledger": ledger(lost=200.0)},
     "hang": {"ledger": ledger(hang=600.0)},
     "memory near the limit": {"steps": [step_record(peak_bytes=74e9)] * 5},
-    "clocks throttled": {"analysis": analysis(hosts=[{"host": "a", "clock_fraction": 0.6}])},
+    "clocks throttled": {
+        "analysis": analysis(devices=(device("0"), device("1", compute_s=0.2, exposed_communication_s=0.7), device("2", compute_s=0.2)))
+    },
     "link slower than planned": {
         "analysis": analysis(
-            exposed_communication_s=0.09,
-            collectives=[{"kind": "all-reduce", "axes": ["data"], "bus_bandwidth": 20e9, "planned_bus_bandwidth": 45e9}],
+            exposed_communication_s=0.3,
+            collectives=[
+                {
+                    "kind": "all-reduce",
+                    "axes": ["data"],
+                    "bus_bandwidth": 5e9,
+                    "planned_bus_bandwidth": 45e9,
+                    "time_s": 0.3,
+                    "exposed_s": 0.3,
+                }
+            ],
         )
     },
     "throughput flat as the batch grows": {"batch_study": analyse([Point(b, rate=r) for b, r in ((8, 90.0), (16, 100.0), (32, 101.0))])},
@@ -134,11 +165,6 @@ PLANTED = {
         "study": analyse([Point(1, 100.0, 10.0), Point(2, 54.0, 19.9), Point(4, 36.0, 36.0), Point(8, 29.0, 52.0), Point(16, 24.0, 70.0)])
     },
 }
-MAY_STAND_BEFORE = {
-    # a study that plants one of these has the other's symptom too: which of them gains more decides the rank
-    "fixed overheads at scale": {"best configuration is also the dearest", "the verdict depends on the metric"},
-    "the verdict depends on the metric": {"parallel efficiency falls", "best configuration is also the dearest"},
-}
 
 
 def test_a_healthy_run_accuses_nobody():
@@ -148,8 +174,7 @@ def test_a_healthy_run_accuses_nobody():
 @pytest.mark.parametrize("rule", PLANTED)
 def test_the_planted_constraint_is_named_first(rule):
     found = [finding.rule for finding in diagnose(replace(HEALTHY, **PLANTED[rule]))]
-    assert rule in found
-    assert set(found[: found.index(rule)]) <= MAY_STAND_BEFORE.get(rule, set()), found
+    assert found[:1] == [rule]
 
 
 def test_every_rule_has_a_planted_case():

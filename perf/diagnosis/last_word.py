@@ -1,0 +1,29 @@
+"""One line at the end of a run: what bound it most, or that nothing is worth changing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from perf.diagnosis.facts import read_facts
+from perf.diagnosis.finding import Finding
+from perf.diagnosis.rules import diagnose
+
+
+def last_word(run: Path) -> str:
+    """Return the line. It never raises: a run does not end over its diagnosis."""
+    more = f"ridge diagnose {run}"
+    try:
+        facts = read_facts(run)
+        findings = diagnose(facts)
+    except Exception as error:
+        return f"diagnosis: none ({type(error).__name__}: {error}); {more}"
+    if not findings:
+        unseen = "" if facts.analysis is not None else "; the inside of a step was not profiled"
+        return f"diagnosis: nothing worth changing (goodput {facts.ledger.goodput:.1%}{unseen}); {more}"
+    others = f", {len(findings) - 1} more" if len(findings) > 1 else ""
+    return f"diagnosis: {_said(findings[0])}{others}; {more}"
+
+
+def _said(finding: Finding) -> str:
+    gain = f"gain at most {finding.gain:.0%}" if finding.gain > 0 else "no gain in speed"
+    return f"{finding.rule} ({gain}): {finding.evidence[0]}"
