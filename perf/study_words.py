@@ -71,9 +71,8 @@ def _law(study: Mapping[str, Any], ran: Sequence[Mapping[str, Any]]) -> list[str
     law = study["law"]
     if law is None:
         return [f"{len(ran)} scales have figures: the law of fixed overhead, work and communication needs three"]
-    terms = [f"{format_seconds(law['fixed_s'])} fixed"]
-    terms += [f"{format_seconds(law['work_s'])} of work / devices"] if study["mode"] == "strong" else []
-    terms += [f"{format_seconds(law['sync_s'])} x log2(devices)"]
+    written = {"fixed_s": "fixed", "work_s": "of work / devices", "sync_s": "x log2(devices)"}
+    terms = [f"{format_seconds(law[key])} {words}" for key, words in written.items() if law[key] > 0]
     last = ran[-1]
     lines = [
         f"time to solution = {' + '.join(terms)} (worst error {law['worst_error']:.1%}); "

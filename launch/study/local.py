@@ -84,7 +84,7 @@ def _run(trials: Trials, trial: Trial, processes: int, cpu: bool, say: Callable[
             start_new_session=True,
         )
         try:
-            code = _wait(process, lambda: say(f"{label}: {_progress(trial)}"))
+            code = _wait(process, lambda: _progress(trial), lambda words: say(f"{label}: {words}"))
         except BaseException:
             _end(process)
             raise
@@ -97,19 +97,23 @@ def _run(trials: Trials, trial: Trial, processes: int, cpu: bool, say: Callable[
     say(f"{label}: failed after {took_s:.1f} s: {reason}")
 
 
-def _wait(process: subprocess.Popen[bytes], tell: Callable[[], None]) -> int:
-    told_s = time.monotonic()
+def _wait(process: subprocess.Popen[bytes], progress: Callable[[], str | None], tell: Callable[[str], None]) -> int:
+    """Wait for a process; tell its progress now and then, when there is news."""
+    asked_s, told = time.monotonic(), None
     while (code := process.poll()) is None:
         time.sleep(POLL_S)
-        if time.monotonic() - told_s >= TELL_EVERY_S:
-            told_s = time.monotonic()
-            tell()
+        if time.monotonic() - asked_s >= TELL_EVERY_S:
+            asked_s = time.monotonic()
+            news = progress()
+            if news is not None and news != told:
+                told = news
+                tell(news)
     return code
 
 
-def _progress(trial: Trial) -> str:
+def _progress(trial: Trial) -> str | None:
     now = run_progress(trial.config.directory)
-    return "starting" if now.step is None else f"step {now.step} of {trial.config.trainer.steps}"
+    return None if now.step is None else f"step {now.step} of {trial.config.trainer.steps}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -40,7 +40,7 @@ def study_of(runs: Sequence[Path], price_usd: float | None = None) -> dict[str, 
 def section(study: Mapping[str, Any], table: Table) -> list[str]:
     """Return the HTML of a study; `table` makes one from headings and rows."""
     scaling = study["kind"] == "scaling"
-    shown = columns(study["rows"], COLUMNS if scaling else SWEEP_COLUMNS)
+    shown = [column for column in columns(study["rows"], COLUMNS if scaling else SWEEP_COLUMNS) if column[0] != "failure"]  # said above
     rows = [["n/a" if row.get(key) is None else write(row[key]) for key, _, write in shown] for row in study["rows"]]
     title = f"{study['mode'].capitalize()} scaling" if scaling else f"S{study['kind'][1:]}"
     parts = [f"<h2>{html.escape(title)}</h2>", "<ul>"]

@@ -34,7 +34,7 @@ def charts(study: Mapping[str, Any]) -> dict[str, str]:
     per = "per 1e9 tokens" if study["mode"] == "weak" else "of the run"
     time = "seconds per 1e6 tokens" if study["mode"] == "weak" else "seconds"
     made = {
-        "throughput": chart("Throughput", "tokens/s", _throughput(study, ran)),
+        "throughput": chart("Throughput", "tokens/s", _throughput(study, ran), low=0.0),
         "efficiency": chart("Parallel efficiency", "share", _efficiency(study, ran), low=0.0),
         "time": chart("Time to solution", time, _time(study, ran), low=0.0),
         "cost": chart("Cost", f"{'USD' if _priced(ran) else 'device-hours'} {per}", _cost(study, ran), low=0.0),
