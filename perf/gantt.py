@@ -35,9 +35,9 @@ assert set(COLOURS) == set(PHASES)
 
 LABEL_PX, CHART_PX, GAP_PX, LANE_PX, ROW_GAP_PX, TOP_PX = 110, 1000, 14, 20, 12, 46
 STYLE = """
-svg { font: 12px system-ui, sans-serif; background: #fff; }
-text { fill: #222; } .axis, .gap { stroke: #999; } .gap { stroke-dasharray: 3 3; }
-@media (prefers-color-scheme: dark) { svg { background: #16191d; } text { fill: #ddd; } }
+.gantt { font: 12px system-ui, sans-serif; background: #fff; }
+.gantt text { fill: #222; } .gantt .axis, .gantt .gap { stroke: #999; } .gantt .gap { stroke-dasharray: 3 3; }
+@media (prefers-color-scheme: dark) { .gantt { background: #16191d; } .gantt text { fill: #ddd; } }
 """
 
 
@@ -76,7 +76,8 @@ def gantt_svg(events: Sequence[Event], title: str = "") -> str:
         parts.append(f'<text x="{x:.1f}" y="{top + 34}" text-anchor="middle">+{format_duration(away_s)}</text>')
     parts += _axis(spans, top)
     width, height = LABEL_PX + CHART_PX + 20, top + 44
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    head = f'<svg class="gantt" xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     caption = f'<text x="4" y="16" font-weight="bold">{html.escape(title)}</text>'
     return "\n".join([head, f"<style>{STYLE}</style>", caption, *_legend(found), *parts, "</svg>"]) + "\n"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 260, 64, 12, 28, 36
 SERIES_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf")
+MORE_COLOURS = ("#8c564b", "#bcbd22", "#e377c2", "#7f7f7f", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5")
 CATEGORY_COLOURS = {
     "queue": "#c7c7c7",
     "startup": "#8c8c8c",
@@ -39,15 +40,18 @@ class Series:
     dashed: bool = False
 
 
-def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> str:
-    """Draw curves over one x axis; points that are not finite are left out. Returns an empty string without any point."""
+def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], *, from_zero: bool = False) -> str:
+    """Draw curves over one x axis; points that are not finite are left out. Returns an empty string without any point.
+
+    from_zero: the y axis begins at 0.
+    """
     finite = [Series(s.name, [(x, y) for x, y in s.points if math.isfinite(x) and math.isfinite(y)], s.dashed) for s in series]
     finite = [s for s in finite if s.points]
     if not finite:
         return ""
     xs = [x for s in finite for x, _ in s.points]
     ys = [y for s in finite for _, y in s.points]
-    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
+    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(0.0, *ys) if from_zero else min(ys), max(ys))
     x_low, x_high = min(*xs, x_ticks[0]), max(*xs, x_ticks[-1])
     y_low, y_high = min(*ys, y_ticks[0]), max(*ys, y_ticks[-1])
 
@@ -64,7 +68,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series])
     for tick in x_ticks:
         parts.append(f'<text x="{x_px(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{short(tick)}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{html.escape(x_label)}</text>')
-    parts.append(f'<text x="4" y="{TOP - 12}">{html.escape(y_label)}</text>')
+    parts.append(f'<text x="4" y="{TOP - 12}"><tspan font-weight="600">{html.escape(title)}</tspan>, {html.escape(y_label)}</text>')
     legend_px = float(WIDTH - RIGHT)
     for index, s in enumerate(finite):
         colour = SERIES_COLOURS[index % len(SERIES_COLOURS)]
@@ -79,12 +83,17 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series])
     return "\n".join([*parts, "</svg>"])
 
 
-def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Draw one horizontal bar per row, divided into named parts in proportion; parts of nothing are left out."""
+def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str = "s") -> str:
+    """Draw one horizontal bar per row, divided into named parts in proportion; parts of nothing are left out.
+
+    unit: of the values, `s` or `bytes`, for what is shown on hover.
+    """
     names = list(dict.fromkeys(name for parts in rows.values() for name, value in parts.items() if value > 0))
+    colours = distinct_colours(names)
     label_px = min(200, 20 + 7 * max(len(name) for name in rows))
     width, bar_px = 900, 26
-    height = TOP + len(rows) * (bar_px + 10) + 22 * (1 + len(names) // 7)
+    places, lines = _legend(names, label_px, width)
+    height = TOP + len(rows) * (bar_px + 10) + 22 * lines
     parts = [_open(title, width, height)]
     y = float(TOP)
     for row, values in rows.items():
@@ -96,22 +105,48 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]]) -> str:
             if value <= 0 or total <= 0:
                 continue
             part = value / total * (width - label_px - RIGHT)
-            tip = html.escape(f"{name}: {value:,.4g} s, {value / total:.1%}")
-            box = f'<rect x="{x:.2f}" y="{y:.0f}" width="{part:.2f}" height="{bar_px}" fill="{colour_of(name)}"/>'
-            label = f'<text x="{x + 5:.1f}" y="{y + 17:.0f}" style="fill:#fff">{value / total:.0%}</text>' if part > 40 else ""
+            shown = f"{value:,.4g} s" if unit == "s" else f"{value / 2**20:,.1f} MiB"
+            tip = html.escape(f"{name}: {shown}, {value / total:.1%}")
+            box = f'<rect x="{x:.2f}" y="{y:.0f}" width="{part:.2f}" height="{bar_px}" fill="{colours[name]}"/>'
+            label = (
+                f'<text x="{x + 5:.1f}" y="{y + 17:.0f}" style="fill:{_ink_on(colours[name])}">{value / total:.0%}</text>'
+                if part > 40
+                else ""
+            )
             parts.append(f"<g><title>{tip}</title>{box}{label}</g>")
             x += part
         y += bar_px + 10
-    for index, name in enumerate(names):
-        x, line = label_px + 120 * (index % 6), y + 8 + 20 * (index // 6)
-        parts.append(f'<rect x="{x}" y="{line - 9:.0f}" width="11" height="11" fill="{colour_of(name)}"/>')
-        parts.append(f'<text x="{x + 16}" y="{line + 1:.0f}">{html.escape(name.replace("_", " "))}</text>')
+    for name, (x, row_of_legend) in places.items():
+        line = y + 8 + 20 * row_of_legend
+        parts.append(f'<rect x="{x:.0f}" y="{line - 9:.0f}" width="11" height="11" fill="{colours[name]}"/>')
+        parts.append(f'<text x="{x + 16:.0f}" y="{line + 1:.0f}">{html.escape(name.replace("_", " "))}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
-def colour_of(name: str) -> str:
-    """Return the colour of a category; unknown names get one that depends on the name alone."""
-    return CATEGORY_COLOURS.get(name) or SERIES_COLOURS[sum(map(ord, name)) % len(SERIES_COLOURS)]
+def distinct_colours(names: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each name: that of its category, else the next one that no other has."""
+    free = [colour for colour in (*SERIES_COLOURS, *MORE_COLOURS) if colour not in {CATEGORY_COLOURS.get(name) for name in names}]
+    unknown = [name for name in names if name not in CATEGORY_COLOURS]
+    return {name: CATEGORY_COLOURS.get(name) or free[unknown.index(name) % len(free)] for name in names}
+
+
+def _legend(names: Sequence[str], start_px: float, width_px: float) -> tuple[dict[str, tuple[float, int]], int]:
+    """Place the entries of a legend in lines; return name -> (x, line) and how many lines there are."""
+    places: dict[str, tuple[float, int]] = {}
+    x, line = start_px, 0
+    for name in names:
+        needed = 34 + 6.8 * len(name)
+        if x + needed > width_px and x > start_px:
+            x, line = start_px, line + 1
+        places[name] = (x, line)
+        x += needed
+    return places, line + 1
+
+
+def _ink_on(colour: str) -> str:
+    """Black or white, whichever can be read on a colour."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#111" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#fff"
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:

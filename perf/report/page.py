@@ -5,16 +5,13 @@ Everything is in one HTML file: styles, pictures and figures; no script, nothing
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.diff import classify_changes
 from configs.errors import UserError
-from perf.compare import compare
 from perf.diagnosis.facts import Facts, read_facts
 from perf.diagnosis.finding import Finding
 from perf.diagnosis.rules import diagnose
@@ -22,9 +19,15 @@ from perf.events import Event, event_files, read_events
 from perf.gantt import gantt_svg
 from perf.progress import format_count, format_duration, format_seconds
 from perf.report.charts import Series, line_chart, stacked_bars
+from perf.report.comparison import against
+from perf.report.html import table, text
+from perf.report.plan import plan_section
+from perf.report.step import step_section
 from perf.report.study import section, study_of
 from perf.report.style import STYLE
 from perf.timeline import phases
+
+MAIN_PACKAGES = ("ridgeline", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,17 @@ class RunReport:
     def start(self) -> Mapping[str, Any]:
         """The newest entry of run.json's starts."""
         return self.record["starts"][-1] if self.record.get("starts") else {}
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """XLA flags and variables of the newest start, by name; those that were dropped left out."""
+        return {str(s["name"]): str(s["value"]) for s in self.environment or [] if s.get("chosen") != "dropped"}
+
+    @property
+    def environment(self) -> list[dict[str, Any]] | None:
+        """Settings of the newest start with who chose them and why; None where they were not recorded."""
+        found = [event.fields for event in self.events if event.kind == "environment" and event.process == 0]
+        return list(found[-1].get("settings", [])) if found else None
 
     @property
     def devices(self) -> int:
@@ -71,17 +85,18 @@ def render(runs: Sequence[RunReport], study: Mapping[str, Any] | None = None) ->
 
     study: the document of a study that the runs belong to (perf/study.py); None: one is made of runs at several scales or batch sizes.
     """
-    title = runs[0].label if len(runs) == 1 else " against ".join(run.label for run in runs)
-    body = [f"<h1>{_text(title)}</h1>"]
     if study is None and len(runs) > 1:
         study = study_of([run.path for run in runs], runs[0].facts.price_usd)
+    title = runs[0].label if len(runs) == 1 else " against ".join(run.label for run in runs)
+    title = title if study is None else f"{study['name']}: {len(runs)} runs"
+    body = [f"<h1>{text(title)}</h1>"]
     body += [] if study is None else section(study, table)
     if len(runs) > 1:
         body += _comparison(runs)
     for run in runs:
         body += _one(run, heading=len(runs) > 1)
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return f"{head}<title>{_text(title)}</title><style>{STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
+    return f"{head}<title>{text(title)}</title><style>{STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
 
 
 def verdict(run: RunReport) -> str:
@@ -101,12 +116,12 @@ def verdict(run: RunReport) -> str:
 
 
 def _one(run: RunReport, *, heading: bool) -> list[str]:
-    parts = [f"<h1>{_text(run.label)}</h1>"] if heading else []
-    parts += [f'<p class="lead">{_text(verdict(run))}</p>', _cards(run)]
+    parts = [f"<h1>{text(run.label)}</h1>"] if heading else []
+    parts += [f'<p class="lead">{text(verdict(run))}</p>', _cards(run)]
     parts += ["<h2>Curves</h2>", f'<div class="charts">{_curves([run])}</div>']
     parts += ["<h2>Where the time went</h2>", '<div class="wide">', stacked_bars("Run ledger", {"run": run.facts.ledger.seconds}), "</div>"]
     parts += [_ledger_table(run), "<h2>Timeline</h2>", '<div class="wide">', gantt_svg(run.events), "</div>"]
-    parts += _step_ledger(run) + _memory_and_plan(run) + _diagnosis(run) + _configuration(run)
+    parts += step_section(run.facts.analysis) + plan_section(run.facts) + _diagnosis(run) + _configuration(run)
     return parts
 
 
@@ -125,7 +140,11 @@ def _cards(run: RunReport) -> str:
         ("money", f"{hours * facts.price_usd:,.2f} USD" if facts.price_usd is not None else "n/a"),
         ("peak memory", f"{facts.memory_share:.0%}" if facts.memory_share is not None else "n/a"),
     ]
-    return '<div class="cards">' + "".join(f'<div class="card"><span>{k}</span><b>{_text(v)}</b></div>' for k, v in cards) + "</div>"
+    return (
+        '<div class="cards">'
+        + "".join(f'<div class="card"><span>{k}</span><b>{text(v)}</b></div>' for k, v in cards if v != "n/a")
+        + "</div>"
+    )
 
 
 def _curves(runs: Sequence[RunReport]) -> str:
@@ -144,9 +163,9 @@ def _curves(runs: Sequence[RunReport]) -> str:
     goodput = [Series(run.label if many else "goodput", [(t, g) for t, g in run.facts.ledger.over_time()]) for run in runs]
     charts = [
         line_chart("Loss", "step", "nats/token", loss),
-        line_chart("Speed", "step", "tokens/s", speed),
-        line_chart("Waiting for data", "step", "share", waits),
-        line_chart("Goodput so far", "seconds of wall time", "share", goodput),
+        line_chart("Speed", "step", "tokens/s", speed, from_zero=True),
+        line_chart("Waiting for data", "step", "share of the step", waits, from_zero=True),
+        line_chart("Goodput so far", "seconds of wall time", "share", goodput, from_zero=True),
     ]
     return "\n".join(f"<div>{chart}</div>" for chart in charts if chart)
 
@@ -174,48 +193,6 @@ def _ledger_table(run: RunReport) -> str:
     return table(head, rows)
 
 
-def _step_ledger(run: RunReport) -> list[str]:
-    analysis = run.facts.analysis
-    if not analysis or not analysis.get("devices"):
-        return ["<h2>Inside a step</h2>", '<p class="soft">No profile was captured (profiler.start_step, or SIGUSR1 to a running job).</p>']
-    rows = {}
-    for device in analysis["devices"]:
-        hidden = max(0.0, float(device["communication_s"]) - float(device["exposed_communication_s"]))
-        rows[str(device["device"])] = {
-            "compute": float(device["compute_s"]),
-            "communication": float(device["exposed_communication_s"]),
-            "copies": float(device["exposed_copy_s"]),
-            "idle": float(device["idle_s"]),
-            "unexplained": max(0.0, float(device["residual_s"])),
-        }
-        assert hidden >= 0
-    components = sorted(analysis.get("components", []), key=lambda c: -float(c.get("time_s", 0.0)))[:15]
-    lines = [[str(c.get("component")), str(c.get("phase", "")), format_seconds(float(c.get("time_s", 0.0)))] for c in components]
-    parts = ["<h2>Inside a step</h2>", '<div class="wide">', stacked_bars("Step ledger", rows), "</div>"]
-    return parts + ([table(["component", "pass", "time"], lines)] if lines else [])
-
-
-def _memory_and_plan(run: RunReport) -> list[str]:
-    plan, compiled, facts = run.facts.plan, run.facts.compiled, run.facts
-    if not plan and not compiled:
-        return []
-    rows = []
-    predicted_s = (plan or {}).get("step_s")
-    if predicted_s and facts.step_s:
-        rows.append(
-            ["step time", format_seconds(float(predicted_s)), format_seconds(facts.step_s), f"{facts.step_s / predicted_s - 1:+.0%}"]
-        )
-    peak = next((float(s["peak_bytes"]) for s in reversed(facts.steps) if "peak_bytes" in s), None)
-    for source, name in ((plan, "memory_bytes"), (compiled, "peak_bytes")):
-        value = (source or {}).get(name)
-        if value:
-            measured = f"{peak / 2**30:,.2f} GiB" if peak else "n/a"
-            difference = f"{peak / value - 1:+.0%}" if peak else "n/a"
-            what = "memory, planned" if source is plan else "memory, compiled"
-            rows.append([what, f"{value / 2**30:,.2f} GiB", measured, difference])
-    return ["<h2>Plan against measurement</h2>", table(["what", "predicted", "measured", "difference"], rows)] if rows else []
-
-
 def _diagnosis(run: RunReport) -> list[str]:
     if not run.findings:
         return ["<h2>Diagnosis</h2>", '<p class="mark">Nothing worth changing.</p>']
@@ -228,74 +205,36 @@ def _diagnosis(run: RunReport) -> list[str]:
 
 def _configuration(run: RunReport) -> list[str]:
     start = run.start
-    git = start.get("git", {})
-    commit = f"{git.get('commit')}{' with changes' if git.get('dirty') else ''}"
+    git, devices = start.get("git", {}), start.get("devices", {})
+    commit = f"{git.get('commit') or 'not known'}{' with uncommitted changes' if git.get('dirty') else ''}"
+    where = f"in {start.get('processes', 1)} process(es) on {start.get('host', '?')}"
     rows = [
         ["run", f"{run.record.get('name')} ({run.record.get('id')})"],
         ["command", " ".join(start.get("command", []))],
-        ["commit", commit],
-        ["devices", f"{run.devices} x {start.get('devices', {}).get('kind')}"],
-        ["processes", str(start.get("processes", ""))],
-        ["python", str(start.get("python", ""))],
+        ["commit (SHA)", commit],
+        ["devices", f"{run.devices} x {devices.get('kind')} {where}"],
+        ["system", f"Python {start.get('python', '?')}, {start.get('system', '?')}"],
         ["started", ", ".join(str(s.get("time")) for s in run.record.get("starts", []))],
     ]
-    packages = "\n".join(f"{name}=={version}" for name, version in start.get("packages", {}).items())
+    packages = start.get("packages", {})
+    main = [f"{name} {packages[name]}" for name in MAIN_PACKAGES if name in packages]
+    rows += [["packages", ", ".join(main)]] if main else []
+    parts = ["<h2>Configuration and environment</h2>", table(["", ""], rows)]
+    if run.environment:
+        lines = [[str(s.get(key, "")) for key in ("name", "value", "chosen", "reason")] for s in run.environment]
+        parts += ["<h3>XLA flags and environment settings</h3>", table(["setting", "value", "chosen by", "why"], lines)]
+    elif run.environment is not None:
+        parts.append('<p class="soft">No XLA flag or environment setting was set.</p>')
     config = run.path / "config.yaml"
-    text = config.read_text() if config.is_file() else "n/a"
-    return [
-        "<h2>Configuration and environment</h2>",
-        table(["", ""], rows),
-        f"<details><summary>config.yaml</summary><pre>{_text(text)}</pre></details>",
-        f"<details><summary>packages</summary><pre>{_text(packages)}</pre></details>",
-    ]
+    listing = config.read_text() if config.is_file() else "n/a"
+    every = "\n".join(f"{name}=={version}" for name, version in packages.items())
+    parts.append(f"<details><summary>config.yaml</summary><pre>{text(listing)}</pre></details>")
+    return [*parts, f"<details><summary>all packages</summary><pre>{text(every)}</pre></details>"]
 
 
 def _comparison(runs: Sequence[RunReport]) -> list[str]:
-    base = runs[0]
     parts = ["<h2>Side by side</h2>", f'<div class="charts">{_curves(runs)}</div>']
     parts += ['<div class="wide">', stacked_bars("Run ledgers", {run.label: run.facts.ledger.seconds for run in runs}), "</div>"]
     for run in runs[1:]:
-        parts += [f"<h2>{_text(run.label)} against {_text(base.label)}</h2>", f'<p class="lead">{_text(_speed_verdict(base, run))}</p>']
-        names = [n for n in base.facts.ledger.seconds if base.facts.ledger.seconds[n] or run.facts.ledger.seconds[n]]
-        rows = [
-            [
-                n.replace("_", " "),
-                f"{(a := base.facts.ledger.seconds[n]):,.1f}",
-                f"{(b := run.facts.ledger.seconds[n]):,.1f}",
-                f"{b - a:+,.1f}",
-            ]
-            for n in names
-        ]
-        parts += [table(["seconds", base.label, run.label, "change"], rows), _config_diff(base, run)]
+        parts += against(runs[0], run)
     return parts
-
-
-def _speed_verdict(base: RunReport, run: RunReport) -> str:
-    """Compare the step times of two runs under the noise model."""
-    old, new = ([float(s["step_time_p50_s"]) for s in r.facts.steps[1:] if "step_time_p50_s" in s] for r in (base, run))
-    if min(len(old), len(new)) < 3:
-        return "Steps: too few log lines to compare."
-    return f"Steps: {compare(old, new).describe()}."
-
-
-def _config_diff(base: RunReport, run: RunReport) -> str:
-    if base.facts.config is None or run.facts.config is None:
-        return ""
-    changes = classify_changes(base.facts.config.model_dump(mode="json"), run.facts.config.model_dump(mode="json"))
-    rows = [[change.key, str(change.old), str(change.new)] for change in changes]
-    return table(["setting", base.label, run.label], rows) if rows else '<p class="soft">The configs are the same.</p>'
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table; columns of figures are right-aligned."""
-    figures = [bool(rows) and all(row[i][:1].isdigit() or row[i][:1] in "+-n" for row in rows) for i in range(len(headings))]
-    kinds = [' class="n"' if is_figure else "" for is_figure in figures]
-    head = "".join(f"<th{kind}>{_text(heading)}</th>" for kind, heading in zip(kinds, headings, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{_text(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>" for row in rows
-    )
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _text(value: str) -> str:
-    return html.escape(str(value))

@@ -9,6 +9,7 @@ STYLE = """
 body { margin: 0 auto; padding: 1.2rem; max-width: 1180px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { margin: 0 0 .2rem; font-size: 1.6rem; } h2 { margin: 2rem 0 .6rem; font-size: 1.15rem; border-bottom: 1px solid var(--line); }
+h3 { margin: 1.3rem 0 .4rem; font-size: 1rem; }
 p.lead { font-size: 1.05rem; } .soft { color: var(--soft); } .mark { color: var(--mark); font-weight: 600; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: .6rem; margin: 1rem 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }
@@ -16,11 +17,13 @@ p.lead { font-size: 1.05rem; } .soft { color: var(--soft); } .mark { color: var(
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: .8rem; }
 .wide { overflow-x: auto; }
 svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; background: transparent; } .wide svg { max-width: none; }
-svg text { fill: var(--ink); } svg .grid { stroke: var(--line); }
-table { border-collapse: collapse; font-size: .92rem; }
+svg.gantt { background: transparent; }
+svg text, svg.gantt text { fill: var(--ink); } svg .roof { stroke: var(--ink); stroke-width: 2; } svg .grid { stroke: var(--line); }
+table { border-collapse: collapse; font-size: .92rem; margin-bottom: .8rem; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
-  overflow-wrap: anywhere; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+  overflow-wrap: break-word; }
+th { white-space: nowrap; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 pre { overflow-x: auto; background: var(--card); padding: .7rem; font-size: .82rem; }
 details { margin: .4rem 0; } summary { cursor: pointer; }
 @media print {

@@ -2,13 +2,22 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from configs.errors import UserError
+from perf.events import event_file
 from perf.report.charts import Series, line_chart, short, stacked_bars, thinned, ticks
 from perf.report.page import read_run, render, verdict
+from perf.trace.analysis import analyze
+from perf.trace.capture import find_capture
+from perf.trace.publish import publish
+from planner.hardware import hardware
+from tests.perf import xspace
 from tests.perf.test_goodput import Script, healthy, killed_and_resumed
+from tests.perf.xspace import gpu, host, kernel, write
 
 
 def run_json(path, name, devices=8):
@@ -121,11 +130,106 @@ def test_bars_are_in_proportion():
     assert widths[0] == pytest.approx(3 * widths[1], rel=1e-3)
 
 
+@pytest.fixture(scope="module")
+def profiled_run(tmp_path_factory):
+    """A run with a capture on four GPUs, a plan and an environment: everything the page can show."""
+    path = tmp_path_factory.mktemp("c") / "third"
+    start = Script(path, 1000.0)
+    settings = [
+        {"name": "--xla_gpu_x", "value": "true", "reason": "overlap", "chosen": "ridge"},
+        {"name": "--xla_old", "value": "1", "reason": "", "chosen": "dropped"},
+    ]
+    start.log.emit("environment", settings=settings)
+    start.begin_training(0)
+    for step in range(1, 9):
+        start.wait(1.0)
+        start.log.emit("step", step=step, loss=2.0, tokens=step * 10.0, tokens_per_s=20.0 + step % 2, step_time_p50_s=0.5 + step % 2 / 100)
+    start.end_training()
+    plan = {
+        "memory_bytes": 3 * 2**30,
+        "components": {"parameters": 2**30, "runtime_reserve": 2**31},
+        "memory": [{"what": "arguments", "planned_bytes": 2**30, "compiled_bytes": 2**30, "agrees": True, "explanation": "as planned"}],
+        "communication": [
+            {"where": "mlp", "kind": "all-reduce", "axes": ["fsdp"], "planned_bytes": 2e6, "compiled_bytes": 4e6}
+            | {"agrees": False, "difference_bytes": 2e6, "explanation": "more"}
+        ],
+        "step_s": 80e-6,
+        "breakdown_s": {"compute": 50e-6, "hbm": 5e-6, "nvlink": 10e-6, "optimizer": 0.0, "bubble": 10e-6, "host_input": 5e-6},
+        "cluster": "dgx-h100",
+    }
+    (path / "plan.json").write_text(json.dumps(plan))
+    ops = [kernel("gemm", 100 * s, 100 * s + 60, "dot.1") for s in range(2)]
+    talk = [kernel("ncclDevKernel_AllReduce", 100 * s + 50, 100 * s + 90, "all-reduce.1") for s in range(2)]
+    planes = [gpu(n, {"Stream #1(Kernel)": ops, "Stream #2(Kernel)": talk}) for n in range(4)]
+    planes.append(host({"python": [xspace.step(7, 0, 100), xspace.step(8, 100, 200)]}))
+    capture = path / "tensorboard" / "plugins" / "profile" / "steps0000007-0000008"
+    write(capture / "node.xplane.pb", planes)
+    (capture / "jit_train_step.hlo.txt").write_text((Path(__file__).parent / "trace_gpu.hlo.txt").read_text())
+    run_json(path, "third", devices=4)
+    publish(analyze(find_capture(capture), hardware=hardware("h100-sxm")))
+    return path
+
+
+def rows_of(page, heading):
+    """Rows of the first table after a heading, as lists of texts."""
+    table = page.split(heading, 1)[1].split("<table>", 1)[1].split("</table>", 1)[0]
+    return [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in table.split("<tr>")[1:]]
+
+
+def test_the_inside_of_a_step_sums_and_stands_under_the_roofline(profiled_run):
+    page = render([read_run(profiled_run)])
+    ledger = {row[0]: row[1:3] for row in rows_of(page, "<h2>Inside a step</h2>")}
+    assert ledger["compute"] == ["60 us", "60.0%"]
+    assert ledger["communication, exposed"] == ["30 us", "30.0%"]
+    assert ledger["idle"] == ["10 us", "10.0%"]
+    assert ledger["step"] == ["100 us", "100.0%"]
+    assert ledger["(communication hidden by compute)"] == ["10 us", "10.0%"]
+    assert re.search(r'<polyline class="roof" points="[\d., ]+"', page)
+    assert "there is no roof" not in page
+    assert page.count("<circle cx") >= 2
+    kind, axes, *_ = rows_of(page, "Communication, per step and device")[1]
+    assert (kind, axes) == ("all-reduce", "?")  # pairs of four devices whose mesh is not known
+
+
+def test_the_plan_is_compared_term_by_term_and_the_largest_difference_said(profiled_run):
+    page = render([read_run(profiled_run)])
+    terms = {row[0]: row[1:] for row in rows_of(page, "<h3>Time of a step</h3>")[1:]}
+    assert terms["compute"] == ["55 us", "60 us", "+9%"]
+    assert terms["exposed communication"] == ["10 us", "30 us", "+200%"]
+    assert terms["step, while profiled"] == ["80 us", "100 us", "+25%"]
+    assert "furthest off in exposed communication: 20 us longer than planned" in page
+    assert rows_of(page, "<h3>Memory of a device</h3>")[1] == ["runtime reserve", "2,048.0"]
+    assert rows_of(page, "<h3>Communication of a step</h3>")[1] == ["all-reduce over fsdp", "mlp", "2", "4", "more"]
+
+
+def test_flags_are_shown_with_who_chose_them_and_compared(profiled_run, healthy_run):
+    page = render([read_run(profiled_run)])
+    assert rows_of(page, "XLA flags and environment settings")[1] == ["--xla_gpu_x", "true", "ridge", "overlap"]
+    both = render([read_run(healthy_run, "plain"), read_run(profiled_run, "flagged")])
+    differing = rows_of(both, "<h3>What differs</h3>")
+    assert ["environment", "--xla_gpu_x", "not set", "true"] in differing
+    assert ["machine", "count", "8", "4"] in differing
+    assert not [row for row in differing if "xla_old" in row[1]]
+
+
+def test_figures_of_two_runs_stand_side_by_side_with_spread_and_verdict(profiled_run, tmp_path):
+    slow = tmp_path / "slow"
+    shutil.copytree(profiled_run, slow)
+    log = event_file(slow, 0)
+    log.write_text(re.sub(r'"step_time_p50_s":0\.(\d+)', r'"step_time_p50_s":0.9\1', log.read_text()))
+    page = render([read_run(profiled_run, "a"), read_run(slow, "b")])
+    step_time = next(row for row in rows_of(page, "<h3>What changed</h3>") if row[0] == "step time")
+    assert step_time[-1] == "slower"
+    assert re.search(r"\(\u00b1\d+\.\d%\)", step_time[1])
+    assert "Config, environment, packages, code and machine are the same" in page
+    assert rows_of(page, "Step ledgers, as profiled")[1][:4] == ["compute", "60 us", "60 us", "+0 us"]
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (420, "light"), (1400, "dark")])
-def test_the_page_fits_its_window_and_follows_the_scheme(browser, healthy_run, killed_run, tmp_path, width, scheme):
+def test_the_page_fits_its_window_and_follows_the_scheme(browser, profiled_run, killed_run, tmp_path, width, scheme):
     page = tmp_path / "report.html"
-    page.write_text(render([read_run(healthy_run), read_run(killed_run)]))
+    page.write_text(render([read_run(profiled_run), read_run(killed_run)]))
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
     try:

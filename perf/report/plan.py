@@ -1,0 +1,113 @@
+"""The part of the report about the plan: memory by component, and what was planned beside what was compiled and measured, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perf.diagnosis.facts import Facts
+from perf.progress import format_seconds
+from perf.report.charts import stacked_bars
+from perf.report.html import table, text
+
+_LINKS_ARE_NOT = ("compute", "hbm", "optimizer", "bubble", "host_input")
+"""Terms of a predicted step that are no links; the rest is communication."""
+_NOT_COMPILED = ("runtime_reserve", "fragmentation")
+"""Components outside of what is compiled."""
+
+
+def plan_section(facts: Facts) -> list[str]:
+    """Return the HTML; nothing where a run has neither plan nor compile report."""
+    plan = facts.plan or {}
+    if not plan and not facts.compiled:
+        return []
+    parts = ["<h2>Plan, compiled and measured</h2>"]
+    if why := plan.get("no_step_s"):
+        parts.append(f'<p class="soft">No step time was predicted: {text(why)}.</p>')
+    elif plan.get("cluster"):
+        parts.append(f'<p class="soft">Predicted for the cluster {text(plan["cluster"])}.</p>')
+    time_rows = _times(facts, plan)
+    if time_rows:
+        worst = max(time_rows[:-1], key=lambda row: abs(row[2] - row[1]), default=None)
+        rows = [[name, format_seconds(p), format_seconds(m), _change(p, m)] for name, p, m in time_rows]
+        parts += ["<h3>Time of a step</h3>", table(["term", "planned", "measured", "difference"], rows)]
+        if worst is not None and worst[1] != worst[2]:
+            verb = "longer" if worst[2] > worst[1] else "shorter"
+            sentence = f"The plan is furthest off in {worst[0]}: {format_seconds(abs(worst[2] - worst[1]))} {verb} than planned."
+            parts.append(f"<p>{text(sentence)}</p>")
+    return parts + _memory(facts, plan) + _communication(plan)
+
+
+def _times(facts: Facts, plan: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """(term, planned, measured) in seconds; the whole step last."""
+    planned: Mapping[str, float] = plan.get("breakdown_s") or {}
+    rows: list[tuple[str, float, float]] = []
+    analysis = facts.analysis or {}
+    if planned and analysis.get("summary"):
+        summary = {key: float(value["mean"]) for key, value in analysis["summary"].items()}
+        optimizer_s = sum(float(c["time_s"]) for c in analysis.get("components", []) if c["component"] == "optimizer")
+        waits = [float(step["idle_by_cause"]["data_wait"]) for step in analysis["steps"]]
+        wait_s = sum(waits) / len(waits)
+        links_s = sum(value for name, value in planned.items() if name not in _LINKS_ARE_NOT)
+        rows = [
+            ("compute", planned.get("compute", 0.0) + planned.get("hbm", 0.0), summary["compute_s"] - optimizer_s),
+            ("optimizer", planned.get("optimizer", 0.0), optimizer_s),
+            ("exposed communication", links_s, summary["exposed_communication_s"]),
+            ("waiting for data", planned.get("host_input", 0.0), wait_s),
+            ("other idle time and copies", planned.get("bubble", 0.0), summary["idle_s"] - wait_s + summary["exposed_copy_s"]),
+        ]
+        rows.append(("step, while profiled", float(plan["step_s"]), summary["total_s"]))
+    elif plan.get("step_s") and facts.step_s:
+        rows.append(("step", float(plan["step_s"]), facts.step_s))
+    return rows
+
+
+def _memory(facts: Facts, plan: Mapping[str, Any]) -> list[str]:
+    parts: list[str] = []
+    components = {name: float(size) for name, size in (plan.get("components") or {}).items() if size}
+    compiled = {row["what"]: float(row["compiled_bytes"]) for row in plan.get("memory", [])}
+    bars: dict[str, Mapping[str, float]] = {}
+    if components:
+        bars["planned"] = {name: size for name, size in components.items() if name not in _NOT_COMPILED}
+    if compiled:
+        bars["compiled"] = {name: compiled[name] for name in ("arguments", "temporaries") if name in compiled}
+    if bars:
+        parts += ["<h3>Memory of a device</h3>", f'<div class="wide">{stacked_bars("Memory by component", bars, unit="bytes")}</div>']
+        parts.append(table(["planned component", "MiB"], [[n.replace("_", " "), _mib(b)] for n, b in _largest(components)]))
+    peak = next((float(s["peak_bytes"]) for s in reversed(facts.steps) if "peak_bytes" in s), None)
+    rows = []
+    for row in plan.get("memory", []):
+        planned, compiled_bytes = float(row["planned_bytes"]), float(row["compiled_bytes"])
+        rows.append([row["what"], _mib(planned), _mib(compiled_bytes), _change(planned, compiled_bytes), row["explanation"]])
+    if rows:
+        parts.append(table(["MiB", "planned", "compiled", "difference", "why"], rows))
+    total = plan.get("memory_bytes") or (facts.compiled or {}).get("peak_bytes")
+    if total:
+        measured = "not reported by this device" if peak is None else f"{_mib(peak)} MiB ({_change(float(total), peak)})"
+        parts.append(f"<p>Whole device: {_mib(float(total))} MiB predicted; measured peak: {measured}.</p>")
+    return parts
+
+
+def _largest(components: Mapping[str, float]) -> Sequence[tuple[str, float]]:
+    return sorted(components.items(), key=lambda item: -item[1])
+
+
+def _communication(plan: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [f"{row['kind']} over {'+'.join(row['axes'])}", row["where"]]
+        + [f"{row[key] / 1e6:,.3g}" for key in ("planned_bytes", "compiled_bytes")]
+        + [row["explanation"]]
+        for row in plan.get("communication", [])
+        if row["planned_bytes"] or row["compiled_bytes"]
+    ]
+    if not rows:
+        return []
+    return ["<h3>Communication of a step</h3>", table(["collective", "where", "MB planned", "MB compiled", "why"], rows)]
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f}"
+
+
+def _change(planned: float, measured: float) -> str:
+    return f"{measured / planned - 1:+.0%}" if planned else "not planned" if measured else ""
