@@ -57,6 +57,7 @@ def sweep(
     from launch.study.files import show_study, write_study
     from launch.study.scales import output_of
     from launch.study.trials import Trials, setting_of
+    from perf.report.study import findings_of
     from perf.sweep_study import COLUMNS, Value, sweep_document
 
     key, values = chosen_values(batch, remat, setting)
@@ -78,6 +79,7 @@ def sweep(
     outcomes = [trials.outcome(one, warmup_steps) for one in settings]
     found = [Value(_plain(value), outcome.runs, outcome.failures) for value, outcome in zip(values, outcomes, strict=True)]
     study = sweep_document(base.name, key, found, cast("SweepObjective", objective), devices=devices)
+    study["findings"] = findings_of([run for outcome in outcomes for run in outcome.runs])
     write_study(study, output, {}, COLUMNS)
     show_study(study, output, as_json=as_json, all_columns=COLUMNS)
 

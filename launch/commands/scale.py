@@ -58,6 +58,7 @@ def scale(arguments: tuple[str, ...], from_runs: bool, output: Path | None, as_j
     The result is in OUTPUT: study.json, study.md, pictures; `ridge diagnose OUTPUT` and `ridge report OUTPUT` read it.
     """
     from launch.study.files import show_study, write_study
+    from perf.report.study import findings_of
     from perf.report.study_charts import charts
     from perf.study import document
     from perf.study_table import COLUMNS
@@ -67,6 +68,7 @@ def scale(arguments: tuple[str, ...], from_runs: bool, output: Path | None, as_j
     else:
         name, scales, question, more, output = _made(arguments, output, options)
     study = document(name, scales, question, **more)
+    study["findings"] = findings_of([run for one in scales for run in one.runs])
     if output is not None:
         write_study(study, output, charts(study), COLUMNS)
     show_study(study, output, as_json=as_json)
@@ -107,13 +109,17 @@ def _made(
     arguments: Sequence[str], output: Path | None, options: dict[str, Any]
 ) -> tuple[str, list[Scale], Question, dict[str, Any], Path]:
     """Run what is missing of a study; return its scales and directory."""
+    from dataclasses import replace
+
     from launch.study.scales import VARIED, VARIED_WEAK, Asked, growing_axis, output_of
-    from launch.study.trials import Trials
+    from launch.study.trials import Trials, known_numbers
 
     site = _site(options["cluster"], options["cluster_set"])
-    nodes = _nodes(options, site)
-    asked = Asked(arguments[0], tuple(arguments[1:]), list(nodes or _devices(options)), options["weak"], options["axis"])
+    wanted = _wanted(options, site)
+    asked = Asked(arguments[0], tuple(arguments[1:]), wanted, options["weak"], options["axis"])
     output = output_of(asked.base, output, "weak" if asked.weak else "strong")
+    asked = replace(asked, devices=sorted({*wanted, *known_numbers(output, "devices")}))  # a study keeps the scales it has
+    nodes = None if site is None else {devices: devices // site.devices_per_node for devices in asked.devices}
     settings, cpu = _settings(asked, nodes, options["per_process"])
     trials = Trials(output, settings, options["repeats"], VARIED_WEAK if asked.weak else VARIED)
     if options["retry"]:
@@ -133,32 +139,27 @@ def _made(
     return asked.base.name, scales, _question(options, site, asked.weak), more, output
 
 
-def _devices(options: dict[str, Any]) -> list[int]:
+def _wanted(options: dict[str, Any], site: ClusterConfig | None) -> list[int]:
+    """Return the scales that were asked for, in devices."""
     from launch.study.scales import parse_counts
 
-    if options["nodes"] is not None:
-        raise UserError("--nodes needs --cluster: on this machine scales are --devices")
-    if options["devices"] is None:
-        raise UserError("which scales? --devices 1,2,4 on this machine, --nodes 1,2,4 with --cluster, or --from with finished runs")
-    return parse_counts(options["devices"], "--devices")
-
-
-def _nodes(options: dict[str, Any], site: ClusterConfig | None) -> dict[int, int] | None:
-    """Return devices -> nodes of a study through Slurm; None on this machine."""
-    from launch.study.scales import parse_counts
-
+    nodes, devices = options["nodes"], options["devices"]
     if site is None:
-        return None
+        if nodes is not None:
+            raise UserError("--nodes needs --cluster: on this machine scales are --devices")
+        if devices is None:
+            raise UserError("which scales? --devices 1,2,4 on this machine, --nodes 1,2,4 with --cluster, or --from with finished runs")
+        return parse_counts(devices, "--devices")
     per_node = site.devices_per_node
-    if options["nodes"] is not None:
-        return {count * per_node: count for count in parse_counts(options["nodes"], "--nodes")}
-    if options["devices"] is None:
+    if nodes is not None:
+        return [count * per_node for count in parse_counts(nodes, "--nodes")]
+    if devices is None:
         raise UserError(f"which scales? --nodes 1,2,4 (of {per_node} devices each)")
-    devices = parse_counts(options["devices"], "--devices")
-    partial = [count for count in devices if count % per_node]
+    counts = parse_counts(devices, "--devices")
+    partial = [count for count in counts if count % per_node]
     if partial:
         raise UserError(f"--devices {partial[0]}: nodes of {site.name} have {per_node} devices, and jobs take whole nodes")
-    return {count: count // per_node for count in devices}
+    return counts
 
 
 def _settings(asked: Asked, nodes: dict[int, int] | None, per_process: int | None) -> tuple[list[Setting], bool]:
@@ -200,7 +201,7 @@ def _scale(
     config = runs[0].config if runs else None
     if config is None:
         return Scale(devices, (), failures, nodes)
-    predicted = prediction(config, devices, site, load_calibration(options["calibration"]))
+    predicted = prediction(config, devices, runs[0].device_kind, site, load_calibration(options["calibration"]))
     return Scale(devices, runs, failures, nodes, mesh_text(config, devices), config.data.batch_size, predicted)
 
 

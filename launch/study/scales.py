@@ -17,6 +17,7 @@ from configs.rules import check_devices
 from configs.schema import Config
 from launch.study.trials import Setting, setting_of, with_enough_lines
 from planner.calibration import Calibration
+from planner.hardware import find_hardware
 from planner.step_time import step_time
 
 VARIED = ("mesh.", "runtime.cpu_devices")
@@ -107,10 +108,13 @@ def settings_of(
     ]
 
 
-def prediction(config: Config, devices: int, cluster: ClusterConfig | None, calibration: Calibration) -> dict[str, Any]:
-    """Return what the planner expects of a scale, or why it cannot say."""
+def prediction(config: Config, devices: int, kind: str, cluster: ClusterConfig | None, calibration: Calibration) -> dict[str, Any]:
+    """Return what the planner expects of a scale on devices of a kind (as JAX names them), or why it cannot say."""
     if cluster is None:
         return {"why_none": "no cluster file says what the devices are (--cluster, or --predict for runs on this machine)"}
+    device = find_hardware(kind)
+    if device is None or device.name != cluster.device:
+        return {"why_none": f"{cluster.name} has {cluster.device} devices, these runs used '{kind}'", "cluster": cluster.name}
     try:
         expected = step_time(config, check_devices(config, devices), cluster, calibration)
     except UserError as error:

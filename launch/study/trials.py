@@ -148,12 +148,21 @@ class Trials:
             (self.output / "failures" / f"{trial.name}.json").unlink(missing_ok=True)
 
     def outcome(self, setting: Setting, warmup_steps: int | None = None) -> Outcome:
-        """Return what came of a setting so far."""
+        """Return what came of a setting so far, repeats that an earlier call made included."""
         mine = [trial for trial in self.trials if trial.setting is setting]
+        if setting.config is not None:
+            more = range(len(mine) + 1, 1 + len(list((self.output / "configs").glob(f"{setting.name}.*.yaml"))))
+            mine += [self._trial(setting, setting.config, repeat) for repeat in more]
         runs = [run for trial in mine if (run := self.measured(trial, warmup_steps)) is not None]
         reasons = [] if setting.refusal is None else [setting.refusal]
         reasons += [reason for trial in mine if (reason := self.failure(trial)) is not None]
         return Outcome(tuple(runs), tuple(reasons))
+
+
+def known_numbers(output: Path, prefix: str) -> list[int]:
+    """Return the numbers of the settings PREFIX-NUMBER that a study directory has trials of."""
+    stems = [file.stem.rpartition(".")[0] for file in (output / "configs").glob(f"{prefix}-*.yaml")]
+    return sorted({int(stem.removeprefix(f"{prefix}-")) for stem in stems if stem.removeprefix(f"{prefix}-").isdecimal()})
 
 
 def setting_of(name: str, devices: int, make: Callable[[], Config], nodes: int | None = None) -> Setting:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from perf.diagnosis.rules import STUDY_RULES, diagnose
 from perf.diagnosis.several import facts_of
-from perf.measured import read_measured
+from perf.measured import MeasuredRun, read_measured
 from perf.report.study_charts import charts
 from perf.study import Question, document, scales_of
 from perf.study_table import COLUMNS, columns
@@ -26,15 +28,23 @@ def study_of(runs: Sequence[Path], price_usd: float | None = None) -> dict[str, 
         facts = facts_of(measured)
     except UserError:
         return None  # runs may be compared in a report whatever they differ in
-    name = measured[0].name
+    name, found = measured[0].name, [asdict(finding) for finding in diagnose(facts, STUDY_RULES)]
     if facts.study is not None:
         question = Question(weak=facts.study.weak, price_usd=price_usd)
-        return document(name, scales_of(measured), question, where="finished runs")
+        return document(name, scales_of(measured), question, where="finished runs") | {"findings": found}
     if facts.batch_study is not None:
         sizes = sorted({run.config.data.batch_size for run in measured})
         values = [Value(size, [run for run in measured if run.config.data.batch_size == size]) for size in sizes]
-        return sweep_document(name, "data.batch_size", values, "time")
+        return sweep_document(name, "data.batch_size", values, "time") | {"findings": found}
     return None
+
+
+def findings_of(measured: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
+    """Return what the rules on several runs find in the runs of a study; [] where too few ran, or what was varied has no rule."""
+    try:
+        return [asdict(finding) for finding in diagnose(facts_of(measured), STUDY_RULES)] if len(measured) > 1 else []
+    except UserError:
+        return []
 
 
 def section(study: Mapping[str, Any], table: Table) -> list[str]:
@@ -46,5 +56,8 @@ def section(study: Mapping[str, Any], table: Table) -> list[str]:
     parts = [f"<h2>{html.escape(title)}</h2>", "<ul>"]
     parts += [f"<li>{html.escape(sentence)}</li>" for sentence in study["verdict"]]
     parts += ["</ul>", table([heading for _, heading, _ in shown], rows)]
+    for finding in study.get("findings", []):
+        told = f"{finding['rule']}: {'; '.join(finding['evidence'])}. Do: {finding['action']}."
+        parts.append(f"<p>{html.escape(told)}</p>")
     pictures = charts(study) if scaling else {}
     return [*parts, '<div class="charts">', *(f"<div>{picture}</div>" for picture in pictures.values()), "</div>"]

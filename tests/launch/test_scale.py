@@ -121,6 +121,14 @@ def test_the_files_tell_the_same_and_a_finished_study_runs_nothing(study: Study,
     assert json.loads(shown.out)["rows"] == study.result["rows"]
 
 
+def test_a_study_keeps_the_scales_it_has(study: Study, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = (study.output / "study.json").read_bytes()
+    some = [argument if argument != "1,2,3,4" else "2" for argument in command(config, study.output)[3:]]
+    assert ridge(some) == 0
+    assert [row["devices"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 2, 4]
+    (study.output / "study.json").write_bytes(stored)
+
+
 def test_finished_runs_give_the_same_figures(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(study.output / f"runs/devices-{devices}.1") for devices in (4, 1, 2)]
     assert ridge(["scale", "--from", *runs, "--price", "3", "--json"]) == 0
@@ -145,7 +153,7 @@ def test_another_config_is_refused_in_a_directory_that_has_one(study: Study, con
         assert ridge([*command(config, study.output)[3:], changed]) == 2
         assert f"with another config ({changed.split('=')[0]}): choose another --output" in capsys.readouterr().err
     assert ridge(["scale", str(config), "--devices", "8", "-o", str(study.output), "optimizer.learning_rate=1e-2"]) == 2
-    assert "differ in more than mesh., runtime.cpu_devices: optimizer.learning_rate" in capsys.readouterr().err
+    assert "holds devices-1.1 with another config (optimizer.learning_rate)" in capsys.readouterr().err
 
 
 def test_runs_that_differ_in_more_than_their_scale_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
