@@ -12,8 +12,9 @@ from launch.options import json_option
 from launch.tables import Column, print_json, print_table
 from perf.progress import format_count, format_seconds
 from perf.recompile import Change, Recompilation
-from perf.trace.analysis import Analysis, PlannedBandwidth, analyze, to_json
-from perf.trace.capture import Capture, find_capture
+from perf.trace.analysis import Analysis, analyze, to_json
+from perf.trace.capture import find_capture
+from perf.trace.planned import planned_bandwidth
 
 _SECONDS = format_seconds
 _SHARE = "{:.1%}".format
@@ -27,7 +28,7 @@ def _giga(value: float) -> str:
 @click.argument("source", metavar="RUN_OR_PROFILE", type=click.Path(path_type=Path))
 @click.option("--capture", help="Which capture of a run, by the name of its directory. Default: the newest.")
 @click.option("--device", "device_name", help="Device of the planner's catalogue, for the ceilings. Default: the one the profile names.")
-@click.option("--cluster", help="Cluster file or name: its links give the planned bandwidth of collectives.")
+@click.option("--cluster", help="Cluster file or name: its links give the planned bandwidth of collectives. Default: the run's own.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many operations to list.")
 @click.option(
     "--save", is_flag=True, help="Leave analysis.json and figures beside the profile and in TensorBoard, as a run does by itself."
@@ -48,7 +49,7 @@ def analyze_command(
     analysis = analyze(
         found,
         hardware=None if device_name is None else hardware(device_name),
-        planned_bandwidth=None if cluster is None else planned_bandwidth(cluster, found),
+        planned_bandwidth=planned_bandwidth(found, cluster),
     )
     if save:
         from perf.trace.publish import publish
@@ -59,28 +60,6 @@ def analyze_command(
         print_json(report)
         return
     print_report(analysis, report, top)
-
-
-def planned_bandwidth(cluster: str, capture: Capture) -> PlannedBandwidth:
-    """Return what the planner expects of collectives on the links of a cluster: (kind, bytes, axes) -> bus bandwidth in bytes/s."""
-    from configs.cluster import load_cluster
-    from planner.calibration import load_calibration
-    from planner.communication import bus_factor, time_s
-    from planner.links import Fabric
-
-    sizes = None if capture.config is None else capture.config.mesh.sizes
-    devices = int(capture.record.get("num_devices", 1))
-    fabric = Fabric.from_cluster(load_cluster(cluster).config, load_calibration(None), num_devices=devices)
-    names = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
-
-    def expected(kind: str, size_bytes: float, axes: tuple[str, ...]) -> float | None:
-        if sizes is None or kind not in names or not set(axes) <= set(sizes):
-            return None
-        group = fabric.axes_group(sizes, axes)
-        cost = time_s(kind, size_bytes, group)
-        return size_bytes / cost.seconds * bus_factor(kind, group.size) if cost.seconds > 0 else None
-
-    return expected
 
 
 def print_report(analysis: Analysis, report: dict[str, Any], top: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ def _settings(base: RunReport, run: RunReport) -> list[str]:
         rows += [["config", change.key, str(change.old), str(change.new)] for change in changes]
     rows += [["environment", *row] for row in _differing(base.settings, run.settings)]
     rows += [["package", *row] for row in _differing(base.start.get("packages", {}), run.start.get("packages", {}))]
-    code = [{"commit": json.dumps(r.start.get("git", {}).get("commit"))} for r in (base, run)]
+    code = [{"commit": r.start.get("git", {}).get("commit")} for r in (base, run)]
     rows += [["code", *row] for row in _differing(*code)]
     machine = [{key: r.start.get(key) for key in ("host", "processes", "python")} | r.start.get("devices", {}) for r in (base, run)]
     rows += [["machine", *row] for row in _differing(*machine)]

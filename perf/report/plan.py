@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perf.diagnosis.facts import Facts
+from perf.diagnosis.terms import Term, largest, terms
 from perf.progress import format_seconds
 from perf.report.charts import stacked_bars
 from perf.report.html import table, text
 
-_LINKS_ARE_NOT = ("compute", "hbm", "optimizer", "bubble", "host_input")
-"""Terms of a predicted step that are no links; the rest is communication."""
 _NOT_COMPILED = ("runtime_reserve", "fragmentation")
 """Components outside of what is compiled."""
 
@@ -26,40 +25,17 @@ def plan_section(facts: Facts) -> list[str]:
         parts.append(f'<p class="soft">No step time was predicted: {text(why)}.</p>')
     elif plan.get("cluster"):
         parts.append(f'<p class="soft">Predicted for the cluster {text(plan["cluster"])}.</p>')
-    time_rows = _times(facts, plan)
-    if time_rows:
-        worst = max(time_rows[:-1], key=lambda row: abs(row[2] - row[1]), default=None)
-        rows = [[name, format_seconds(p), format_seconds(m), _change(p, m)] for name, p, m in time_rows]
-        parts += ["<h3>Time of a step</h3>", table(["term", "planned", "measured", "difference"], rows)]
-        if worst is not None and worst[1] != worst[2]:
-            verb = "longer" if worst[2] > worst[1] else "shorter"
-            sentence = f"The plan is furthest off in {worst[0]}: {format_seconds(abs(worst[2] - worst[1]))} {verb} than planned."
-            parts.append(f"<p>{text(sentence)}</p>")
+    found = [term for term in terms(facts) if term.unit != "bytes"]
+    if found:
+        rows = [[t.name, _figure(t, t.planned), _figure(t, t.measured), _change(t.planned, t.measured), t.explanation] for t in found]
+        parts += ["<h3>Time of a step, and speed of the links</h3>", table(["term", "planned", "measured", "difference", "why"], rows)]
+        if (worst := largest(found)) is not None:
+            parts.append(f"<p>The plan is furthest off in {text(worst.name)}: {text(worst.explanation)}.</p>")
     return parts + _memory(facts, plan) + _communication(plan)
 
 
-def _times(facts: Facts, plan: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """(term, planned, measured) in seconds; the whole step last."""
-    planned: Mapping[str, float] = plan.get("breakdown_s") or {}
-    rows: list[tuple[str, float, float]] = []
-    analysis = facts.analysis or {}
-    if planned and analysis.get("summary"):
-        summary = {key: float(value["mean"]) for key, value in analysis["summary"].items()}
-        optimizer_s = sum(float(c["time_s"]) for c in analysis.get("components", []) if c["component"] == "optimizer")
-        waits = [float(step["idle_by_cause"]["data_wait"]) for step in analysis["steps"]]
-        wait_s = sum(waits) / len(waits)
-        links_s = sum(value for name, value in planned.items() if name not in _LINKS_ARE_NOT)
-        rows = [
-            ("compute", planned.get("compute", 0.0) + planned.get("hbm", 0.0), summary["compute_s"] - optimizer_s),
-            ("optimizer", planned.get("optimizer", 0.0), optimizer_s),
-            ("exposed communication", links_s, summary["exposed_communication_s"]),
-            ("waiting for data", planned.get("host_input", 0.0), wait_s),
-            ("other idle time and copies", planned.get("bubble", 0.0), summary["idle_s"] - wait_s + summary["exposed_copy_s"]),
-        ]
-        rows.append(("step, while profiled", float(plan["step_s"]), summary["total_s"]))
-    elif plan.get("step_s") and facts.step_s:
-        rows.append(("step", float(plan["step_s"]), facts.step_s))
-    return rows
+def _figure(term: Term, value: float) -> str:
+    return format_seconds(value) if term.unit == "s" else f"{value / 1e9:,.3g} GB/s"
 
 
 def _memory(facts: Facts, plan: Mapping[str, Any]) -> list[str]:

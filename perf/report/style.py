@@ -9,7 +9,7 @@ STYLE = """
 body { margin: 0 auto; padding: 1.2rem; max-width: 1180px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { margin: 0 0 .2rem; font-size: 1.6rem; } h2 { margin: 2rem 0 .6rem; font-size: 1.15rem; border-bottom: 1px solid var(--line); }
-h3 { margin: 1.3rem 0 .4rem; font-size: 1rem; }
+h1:not(:first-child) { margin-top: 3rem; } h3 { margin: 1.3rem 0 .4rem; font-size: 1rem; }
 p.lead { font-size: 1.05rem; } .soft { color: var(--soft); } .mark { color: var(--mark); font-weight: 600; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: .6rem; margin: 1rem 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }

@@ -11,7 +11,7 @@ import numpy as np
 from perf.metrics import percentile
 from perf.recompile import recompilations
 from perf.trace import intervals
-from perf.trace.capture import Capture, events_of, phases_by_cause
+from perf.trace.capture import Capture, events_of, mesh_sizes, phases_by_cause
 from perf.trace.classify import NOTHING, kinds
 from perf.trace.communication import Communication, Member, Traffic, communication
 from perf.trace.components import Component, Operation, components, operations
@@ -148,8 +148,8 @@ def _device_kind(capture: Capture, hosts: Sequence[Host]) -> str | None:
 
 def _programs(capture: Capture, hosts: Sequence[Host]) -> Programs:
     seen = sum(1 for host in hosts for device in host.devices if len(device.ops))
-    mesh: Mapping[str, int] | None = capture.config.mesh.sizes if capture.config is not None else None
-    return read_programs(capture.directory, int(capture.record.get("num_devices", seen)), mesh)
+    devices = int(capture.record.get("num_devices", seen))
+    return read_programs(capture.directory, devices, mesh_sizes(capture, devices))
 
 
 def _seen(index: int, host: Host, device: Device, programs: Programs, windows: Windows) -> _Seen:

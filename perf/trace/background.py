@@ -41,13 +41,15 @@ def main(arguments: list[str]) -> int:
     os.nice(19)
     from perf.trace.analysis import analyze
     from perf.trace.capture import find_capture
+    from perf.trace.planned import planned_bandwidth
     from perf.trace.publish import publish
 
     try:
         found = wait_for_traces(directory, count)
         if found < count:
             print(f"{directory}: only {found} of {count} traces arrived", file=sys.stderr)
-        publish(analyze(find_capture(directory)))
+        capture = find_capture(directory)
+        publish(analyze(capture, planned_bandwidth=planned_bandwidth(capture)))
     except UserError as error:
         print(f"no analysis of the profile: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,17 @@ def events_of(capture: Capture, process: int) -> list[Event]:
     if capture.run_dir is None or not (file := event_file(capture.run_dir, process)).exists():
         return []
     return read_events(file)
+
+
+def mesh_sizes(capture: Capture, devices: int) -> dict[str, int] | None:
+    """Return axis -> size of the mesh of a run, an axis of size -1 given what the others leave; None where it is not known or cannot be
+    that of so many devices."""
+    if capture.config is None:
+        return None
+    sizes = capture.config.mesh.sizes
+    known = math.prod(size for size in sizes.values() if size != -1)
+    sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
+    return sizes if math.prod(sizes.values()) == devices else None
 
 
 def _traces(directory: Path) -> tuple[Path, ...]:

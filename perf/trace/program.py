@@ -82,8 +82,7 @@ def read_programs(directory: Path, num_devices: int, mesh: Mapping[str, int] | N
       UserError: a file is damaged.
     """
     found = Programs()
-    if mesh is not None and math.prod(mesh.values()) != num_devices:
-        mesh = None
+    assert mesh is None or math.prod(mesh.values()) == num_devices, (mesh, num_devices)
     for path in sorted(directory.glob("*" + HLO_SUFFIX)):
         try:
             module = parse(path.read_text())

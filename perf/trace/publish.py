@@ -18,6 +18,8 @@ from perf.trace.figures import breakdown, roofline
 
 TENSORBOARD_RUN = "steps"
 """Directory under the log directory: a run of its own for TensorBoard, which follows one event file per directory."""
+OPERATIONS = 60
+"""How many operations analysis.json keeps: the report draws them under the roofline."""
 _SCALARS = ("total_s", "compute_s", "exposed_communication_s", "overlapped_communication_s", "exposed_copy_s", "idle_s")
 
 
@@ -28,7 +30,7 @@ def publish(analysis: Analysis, *, clock: Callable[[], float] = time.time) -> li
       UserError: the directory of the capture cannot be written.
     """
     directory = analysis.capture.directory
-    report = to_json(analysis)
+    report = to_json(analysis, top=OPERATIONS)
     figures = {"breakdown": breakdown(report["devices"]), "roofline": roofline(analysis)}
     written: list[Path] = []
     try:

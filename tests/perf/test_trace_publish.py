@@ -62,7 +62,7 @@ def test_diagnosis_finds_the_analysis_of_a_run(run):
         pass
     log.close()
     publish(analyze(find_capture(run)))
-    assert read_facts(run).step_share("exposed_communication_s") == pytest.approx(0.3)
+    assert read_facts(run).every_device(lambda device: device["exposed_communication_s"]) == pytest.approx(0.3)
 
 
 def test_bars_are_as_long_as_their_parts(run):
