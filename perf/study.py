@@ -92,7 +92,7 @@ def analysis_of(scales: Sequence[Scale], question: Question) -> Study | None:
     points = [point_of(scale, question) for scale in scales]
     if sum(point.failure is None for point in points) < 2:
         return None
-    return analyse(points, price_per_device_hour=1.0 if question.price_usd is None else question.price_usd)
+    return analyse(points, price_per_device_hour=question.price_usd or 1.0)  # free devices: device-hours
 
 
 def document(name: str, scales: Sequence[Scale], question: Question, **more: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -84,6 +85,7 @@ def _from_runs(arguments: Sequence[str], options: dict[str, Any]) -> tuple[str, 
     from launch.study.scales import VARIED, VARIED_WEAK
     from perf.diagnosis.several import differing_keys, is_weak
     from perf.measured import read_measured
+    from perf.money import run_price
     from perf.study import scales_of
 
     for name in ("devices", "nodes", "axis", "time_limit", "at_once", "per_process"):
@@ -102,15 +104,16 @@ def _from_runs(arguments: Sequence[str], options: dict[str, Any]) -> tuple[str, 
         raise UserError(f"these runs differ in more than their scale: {', '.join(others)}; a scaling study changes one thing")
     site = _site(options["cluster"] or options["predict"], options["cluster_set"])
     scales = [_scale(scale.devices, scale.runs, (), None, site, options) for scale in scales_of(runs)]
-    return runs[0].name, scales, _question(options, site, weak), {"where": "finished runs"}
+    question = _question(options, site, weak)
+    if question.price_usd is None:
+        question = replace(question, price_usd=run_price(runs[0].path))
+    return runs[0].name, scales, question, {"where": "finished runs"}
 
 
 def _made(
     arguments: Sequence[str], output: Path | None, options: dict[str, Any]
 ) -> tuple[str, list[Scale], Question, dict[str, Any], Path]:
     """Run what is missing of a study; return its scales and directory."""
-    from dataclasses import replace
-
     from launch.study.scales import VARIED, VARIED_WEAK, Asked, growing_axis, output_of
     from launch.study.trials import Trials, known_numbers
 

@@ -14,6 +14,8 @@ from launch.tables import Column, print_json, print_table
 from perf.study_table import COLUMNS, Format, columns, markdown
 
 FILE = "study.json"
+ALONE = '<svg style="background:#fff;font:12px system-ui,sans-serif" '
+"""What a page says in its style sheet, for a picture that is a file of its own."""
 
 
 def write_study(
@@ -23,7 +25,7 @@ def write_study(
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name, picture in pictures.items():
-            (output / f"{name}.svg").write_text(picture, encoding="utf-8")
+            (output / f"{name}.svg").write_text(picture.replace("<svg ", ALONE, 1), encoding="utf-8")
         (output / "study.md").write_text(markdown(study, all_columns, [f"{name}.svg" for name in pictures]), encoding="utf-8")
         partial = output / f".{FILE}"
         partial.write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")

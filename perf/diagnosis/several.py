@@ -73,7 +73,7 @@ def facts_of(measured: Sequence[MeasuredRun], *, price_usd: float | None = None)
     scales = len({run.devices for run in measured}) > 1
     rest = {key for key in keys if key not in SCALE}
     more: dict[str, Any] = {"price_usd": price_usd}
-    price = 1.0 if price_usd is None else price_usd
+    price = price_usd or 1.0  # without one, or where devices are free, device-hours
     subject = measured[0]
     if rest and all(key.startswith("model.") for key in rest) and scales:
         groups = _grouped(measured, lambda run: count_parameters(run.config.model).total)

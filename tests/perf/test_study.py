@@ -91,6 +91,7 @@ def test_a_long_run_amortises_what_a_short_one_cannot(strong):
     """The same measurements, asked about 1e9 tokens: start-up is nothing then, and more devices pay."""
     long = document("toy", strong, Question(tokens=1e9))
     assert long["stop"]["time"]["devices"] == 8
+    assert document("toy", strong, Question(price_usd=0.0))["stop"] == document("toy", strong, Question())["stop"]  # free: device-hours
     row = rows(long)[8]
     overhead_s = 20 + 4 * 2 * strong_s(8)
     assert row["time_s"] == pytest.approx(1e9 / row["tokens_per_s"] + overhead_s, rel=0.001)
