@@ -13,15 +13,21 @@ from typing import Any
 
 import pytest
 
+from configs.cluster import load_cluster
 from configs.errors import UserError
 from launch.cli import run as ridge
+from launch.slurm.places import JobRecord, record_job
+from launch.slurm.state import JobState
 from launch.study.failure import failure_words
-from launch.study.local import environment, processes_of
+from launch.study.local import check_devices_here, environment, processes_of
 from launch.study.scales import Asked, growing_axis, parse_counts, settings_of
+from launch.study.slurm import Site
+from launch.study.slurm import run_all as run_through_slurm
 from launch.study.trials import Trials
 from loaders.prepare import PrepareSettings, prepare
 from tests.perf.made_runs import made_run
 
+pytestmark = pytest.mark.xdist_group("scale")  # the study is made once
 ROOT = Path(__file__).parents[2]
 CONFIG = """\
 name: tiny
@@ -216,6 +222,8 @@ def test_trials_of_virtual_devices_get_as_many_as_they_ask_for() -> None:
     assert env["XLA_FLAGS"] == "--xla_a=1 --xla_b=2"
     assert env["JAX_PLATFORMS"] == "cpu"
     assert environment({"CUDA_VISIBLE_DEVICES": "3,5,7"}, 2, cpu=False)["CUDA_VISIBLE_DEVICES"] == "3,5"
+    with pytest.raises(UserError, match="10000 devices: this machine shows"):
+        check_devices_here(10_000)
     assert [processes_of(4, per) for per in (None, 1, 2, 4, 8)] == [1, 4, 2, 1, 1]
 
 
@@ -235,6 +243,36 @@ def test_the_reason_of_a_failure_is_found_in_its_last_words(tmp_path: Path, log:
     file.write_text(log)
     assert failure_words(file, code).startswith(words)
     assert failure_words(tmp_path / "none", 71) == "hung: the watchdog ended it"
+
+
+# --- Slurm, without one: what came of jobs that were submitted before ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "log", "reason"),
+    [
+        ("TIMEOUT", "", "the time limit ended it"),
+        ("FAILED", "0: ridge: stopped: 9 non-finite steps in a row\n", "9 non-finite steps in a row"),
+        ("COMPLETED", "", "is not a run directory"),
+        ("CANCELLED", "", None),
+    ],
+)
+def test_jobs_are_waited_for_and_what_ended_them_is_the_reason(tmp_path: Path, ends: str, log: str, reason: str | None) -> None:
+    trials = Trials(tmp_path, settings_of(Asked("quickstart", (), [1]), nodes={1: 1}), 1, ("mesh.",))
+    (trial,) = trials.trials
+    record = JobRecord("17", "2026-11-21", "train", "local", None, 1)
+    record_job(trial.config.directory, record)
+    (trial.config.directory / "slurm/job-17.log").write_text(log)
+    states = iter(["PENDING", "RUNNING", "RUNNING", ends, ends, ends])
+    said: list[str] = []
+    site = Site(load_cluster("local").config, None, preflight=False, at_once=None)
+    run_through_slurm(
+        trials, site, said.append, ask=lambda job, cluster: [JobState(job, next(states), exit_code=0)], sleep=lambda seconds: None
+    )
+    assert "1 more wait or run" in said[0]
+    assert [trial.name for trial in trials.to_do()] == ([] if reason else [trial.name])
+    assert (trials.failure(trial) or "").find(reason or "") >= 0
+    assert (reason is None) == (trials.failure(trial) is None)
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
