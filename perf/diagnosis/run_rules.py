@@ -30,9 +30,10 @@ def input_pipeline(facts: Facts) -> Finding | None:
 def cold_start(facts: Facts) -> Finding | None:
     """First steps much slower: start-up and compilation are not amortised."""
     share = facts.share("startup", "compile", "restore")
-    if not over("cold_start", share) or not over("cold_start_s", share * facts.ledger.wall_s):
+    compile_s = math.fsum(seconds for _, seconds, in_loop in facts.compiles if not in_loop)
+    long = over("cold_start_s", share * facts.ledger.wall_s) or over("cold_compile_s", compile_s)
+    if not over("cold_start", share) or not long:
         return None
-    compile_s = facts.ledger.seconds["compile"]
     cached = facts.config is not None and facts.config.runtime.compilation_cache is not None
     action = "run longer: nothing else repays it" if cached else "runtime.compilation_cache=<directory on the shared file system>"
     return Finding(

@@ -94,17 +94,18 @@ def exposed_communication(facts: Facts) -> Finding | None:
         return None
     exposed_s, waiting_s = _exposed(facts)
     share = exposed * (1 - waiting_s / exposed_s if exposed_s > 0 else 1.0) - _slow_share(facts)
-    if not over("exposed_communication", share):
+    split = all(row.get("wait_s") is not None for row in (facts.analysis or {}).get("collectives", []))
+    if not over("exposed_communication" if split else "exposed_unsplit", share):
         return None
     rows = sorted((facts.analysis or {}).get("collectives", []), key=lambda c: -float(c.get("exposed_s", 0.0)))
     worst = [f"most of it {c['kind']} over {c.get('axes')} in {c.get('layer', '?')}" for c in rows[:1]]
     return Finding(
         rule="exposed communication",
-        confidence="high",
+        confidence="high" if split else "medium",
         gain=ceiling(share * facts.share("productive")),
         lens="balanced pipelines",
         pattern=PATTERNS["bottlenecks move"],
-        evidence=(f"{share:.1%} of the step is communication with no compute beside it, waiting for others left out", *worst),
+        evidence=(f"{share:.1%} of the step is communication with no compute beside it{', waiting for others left out' * split}", *worst),
         measure_next="ridge analyze: which collective, over which axis; its bus bandwidth against the plan",
         action="more tokens per device (data.batch_size), less over the slow link (mesh.fsdp inside the node), or trainer.accumulation",
         next_bottleneck="compute",

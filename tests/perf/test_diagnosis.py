@@ -90,6 +90,7 @@ HEALTHY = Facts(
                 "planned_bus_bandwidth": 330e9,
                 "time_s": 0.2,
                 "exposed_s": 0.03,
+                "wait_s": 0.01,
             }
         ],
         hosts=[{"host": "a", "clock_fraction": 0.99, "span_s": 4.0, "syncs": []}],

@@ -1,0 +1,183 @@
+"""Runs of the trainer with one fault planted in its mechanism.
+
+    python faults.py JOBS.json CACHE [--at-once]         several runs in this process, one after another
+    python faults.py FAULT.json CACHE -m launch train .. one command, with a fault: of one rank, or of a run that will not end well
+
+Nothing of the project is replaced by a stand-in: its functions are wrapped, so that a read takes longer, a disk is slow, a host waits.
+JOBS.json is a list of {"config": {...}, "fault": name or null, "arguments": {...}}; FAULT.json is one of them without the config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+
+def _before(owner: Any, name: str, action: Callable[..., None]) -> Any:
+    """Call `action` with the same arguments before each call of a function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        action(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return patch.object(owner, name, wrapped)
+
+
+def slow_rows(seconds: float) -> Any:
+    """Every row takes this long to read, as from a file system under load."""
+    from loaders.loader import StepRows
+
+    return _before(StepRows, "__getitem__", lambda self, step: None if isinstance(step, slice) else time.sleep(seconds * len(self._rows)))
+
+
+def stuck_read(step: int) -> Any:
+    """The read of the batch of a step never comes back."""
+    from loaders.loader import StepRows
+
+    return _before(StepRows, "__getitem__", lambda self, at: time.sleep(3600) if not isinstance(at, slice) and int(at) == step else None)
+
+
+def slow_disk(bytes_per_s: float) -> Any:
+    """A file system that gives back what was written at this rate, when a save checks it."""
+    checkpoint = importlib.import_module("trainer.checkpoint")
+    original = checkpoint.digest_files
+
+    def slow(root: Path, names: Any, **kwargs: Any) -> Any:
+        names = list(names)
+        time.sleep(sum((root / name).stat().st_size for name in names) / bytes_per_s)
+        return original(root, names, **kwargs)
+
+    return patch.object(checkpoint, "digest_files", slow)
+
+
+def drifting_shape(start: int, depth: int) -> Any:
+    """A statistic under jit is taken over one token more at each step."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from trainer.loop import Loop
+
+    @jax.jit
+    def token_statistics(x: Any) -> Any:
+        for _ in range(depth):
+            x = jnp.tanh(jnp.cumsum(jnp.sort(x)) / x.size)
+        return x.mean()
+
+    lengths = iter(range(start, sys.maxsize))
+    return _before(Loop, "_next_batch", lambda self, batches: token_statistics(jax.device_put(np.ones(next(lengths), np.float32))))
+
+
+def reading_host(seconds: float) -> Any:
+    """The host reads the loss of each step as soon as it is dispatched, and works on it for a while before the next."""
+    import jax
+
+    from trainer.loop import Loop
+
+    original = Loop.run
+
+    def run(self: Any, state: Any, start_step: int) -> Any:
+        step = self.train_step
+
+        def read(state: Any, batch: Any) -> Any:
+            state, metrics = step(state, batch)
+            jax.device_get(metrics["loss"])
+            time.sleep(seconds)
+            return state, metrics
+
+        self.train_step = read
+        return original(self, state, start_step)
+
+    return patch.object(Loop, "run", run)
+
+
+def late(seconds: float) -> Any:
+    """The host comes this much later to each step: it has other things to do."""
+    from trainer.loop import Loop
+
+    return _before(Loop, "_capture", lambda self, step: time.sleep(seconds))
+
+
+def paced(seconds: float, start_s: float = 0.0) -> Any:
+    """A step takes at least this long, whatever it computes, and the start takes `start_s` longer: a larger model's, at no cost."""
+    from trainer import run
+    from trainer.loop import Loop
+
+    pace = _before(Loop, "_read_pending", lambda self: time.sleep(seconds) if self._pending is not None else None)
+    start = _before(run, "check_data", lambda config: time.sleep(start_s))
+    stack = contextlib.ExitStack()
+    stack.enter_context(pace)
+    stack.enter_context(start)
+    return stack
+
+
+def killed(step: int, pace_s: float) -> Any:
+    """The process is killed when it has made this many steps, at its first start."""
+    from trainer.loop import Loop
+
+    def kill(self: Any) -> None:
+        if self._pending is not None:
+            time.sleep(pace_s)
+            if self._pending.step == step and self.events.restart == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return _before(Loop, "_read_pending", kill)
+
+
+FAULTS: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (slow_rows, stuck_read, slow_disk, drifting_shape, reading_host, late, paced, killed)
+}
+
+
+def planted(job: dict[str, Any]) -> Any:
+    """Plant the fault of a job."""
+    name = job.get("fault")
+    return FAULTS[name](**job.get("arguments", {})) if name else contextlib.nullcontext()
+
+
+def use_cache(cache: str) -> None:
+    """Compile each program once for all runs."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def main() -> None:
+    """Run what the arguments say. Loading the libraries is no part of any run."""
+    plan, cache = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+    use_cache(cache)
+
+    from configs.schema import Config
+    from trainer import run
+
+    if not isinstance(plan, list):
+        began_s = time.monotonic()
+        sys.argv = ["ridge", *sys.argv[5:]]
+        from launch.cli import main as ridge
+
+        with patch.object(run, "process_age_s", lambda: time.monotonic() - began_s), planted(plan):
+            ridge()
+        return
+    for job in plan:
+        began_s = time.monotonic()
+        with patch.object(run, "process_age_s", lambda began_s=began_s: time.monotonic() - began_s), planted(job):
+            run.train(Config.model_validate(job["config"]), command=["test"])
+        print(f"{job['config']['name']} took {time.monotonic() - began_s:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
