@@ -3,7 +3,8 @@
 The host runs ahead of the device, so the time of an operation does not tell its step. Evidence, best first:
 
 * launch: the operation's `correlation_id` leads to its launch on the host, and that lies in (or after) a step's annotation;
-* run id: the operation's `run_id` leads to the host's call of the program;
+* run id: the operation's `run_id` leads to the host's call of the program (not where a lone CPU device runs it: there only the executor
+  has the id);
 * program id: the n-th execution of the main program is the n-th step;
 * time: the annotation that began last before the operation.
 
@@ -12,6 +13,7 @@ Without annotations the whole span of the devices is one stretch.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +24,7 @@ from perf.trace.read import Device, Events, Host, Ops
 from perf.trace.wire import MISSING
 
 Method = Literal["launch correlation", "run id", "program id", "time", "whole span"]
+_EXECUTOR = re.compile(r"ThunkExecutor::")
 ENOUGH = 0.9
 """Evidence must cover this share of a device's operations to be used."""
 
@@ -81,7 +84,7 @@ def _steps_of_ops(host: Host, ops: Ops, markers: Markers) -> tuple[np.ndarray, M
     share = _share(by_launch)
     if share >= ENOUGH:
         return _filled(by_launch), "launch correlation", share
-    by_run = _step_at(markers, _looked_up(ops.run, [(t.run, t) for t in host.threads]))
+    by_run = _step_at(markers, _looked_up(ops.run, [(_launched_runs(host, t), t) for t in host.threads]))
     share = _share(by_run)
     if share >= ENOUGH:
         return _filled(by_run), "run id", share
@@ -89,6 +92,12 @@ def _steps_of_ops(host: Host, ops: Ops, markers: Markers) -> tuple[np.ndarray, M
     if by_program is not None:
         return by_program, "program id", 1.0
     return _step_at(markers, ops.start), "time", 1.0
+
+
+def _launched_runs(host: Host, thread: Events) -> np.ndarray:
+    """The run ids of a thread's events that launch; an executor's wait for the end of a run carries its id too, long after the launch."""
+    waits = [n for n in np.unique(thread.name).tolist() if _EXECUTOR.match(host.strings[n])]
+    return np.where(np.isin(thread.name, waits), MISSING, thread.run)
 
 
 def _looked_up(ids: np.ndarray, threads: list[tuple[np.ndarray, Events]]) -> np.ndarray:

@@ -65,6 +65,23 @@ def test_run_ids_tell_the_step_on_the_cpu_backend(tmp_path):
     assert bounds(report) == {0: (60, 54), 1: (60, 54)}
 
 
+def test_an_executors_run_id_is_no_launch_on_a_lone_cpu_device(tmp_path):
+    """As the CPU backend writes it for one device: the call has no run id, the executor's wait has, after the next step's annotation."""
+    main = [step(7, 0, 5), step(8, 6, 8), step(9, 60, 62)]
+    runs = [(7, 6, 58), (8, 64, 118), (9, 120, 170)]  # step 8 begins after the annotation of step 9
+    waits = [event("ThunkExecutor::Execute (wait for completion)", a, b, run_id=70 + s, device_ordinal=0) for s, a, b in runs]
+    ops = [
+        event(f"dot.{k}", a + 20 * k, a + 20 * k + 18, hlo_op=f"dot.{k}", hlo_module="jit_f", program_id=1, run_id=70 + s, device_ordinal=0)
+        for s, a, _ in runs
+        for k in range(2)
+    ]
+    report = report_of(tmp_path, host({"python": main, "tf_XLAPjRtCpuClient/1": waits, "tf_XLAEigen/2": ops}))
+    assert [s["step"] for s in report["steps"]] == [7, 8, 9]
+    assert report["notes"][:1] != ["step 8 is only partly in the trace and left out"]
+    assert {s["step"]: round(s["compute_s"] * 1e6) for s in report["steps"]} == {7: 36, 8: 36, 9: 36}
+    assert report["step_assignment"][0]["method"] == "program id"
+
+
 def test_with_no_evidence_time_decides(tmp_path):
     ops = [kernel("a", 1, 5), kernel("b", 11, 17), kernel("b", 17, 19)]
     report = report_of(tmp_path, gpu(0, {STREAM: ops}), host({"python": [step(4, 0, 10), step(5, 10, 20)]}))
