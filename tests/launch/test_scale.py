@@ -16,6 +16,7 @@ import pytest
 from configs.cluster import load_cluster
 from configs.errors import UserError
 from launch.cli import run as ridge
+from launch.commands.bench_sweep import chosen_values
 from launch.slurm.places import JobRecord, record_job
 from launch.slurm.state import JobState
 from launch.study.failure import failure_words
@@ -316,3 +317,9 @@ def test_what_cannot_be_a_sweep_is_refused(
     monkeypatch.chdir(tmp_path)
     assert ridge(["bench", "sweep", "quickstart", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_sweep_names_one_key_and_its_values() -> None:
+    assert chosen_values("4, 8", None, None) == ("data.batch_size", ["4", "8"])
+    assert chosen_values(None, "none,full", None) == ("compute.remat.policy", ["none", "full"])
+    assert chosen_values(None, None, "compute.loss_chunk=256,512") == ("compute.loss_chunk", ["256", "512"])
