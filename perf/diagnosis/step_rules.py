@@ -93,7 +93,9 @@ def exposed_communication(facts: Facts) -> Finding | None:
     if exposed is None:
         return None
     exposed_s, waiting_s = _exposed(facts)
+    planned, extra, _ = _beyond_plan(facts)
     share = exposed * (1 - waiting_s / exposed_s if exposed_s > 0 else 1.0) - _slow_share(facts)
+    share *= planned / (planned + extra) if planned else 1.0
     split = all(row.get("wait_s") is not None for row in (facts.analysis or {}).get("collectives", []))
     if not over("exposed_communication" if split else "exposed_unsplit", share):
         return None
@@ -114,9 +116,7 @@ def exposed_communication(facts: Facts) -> Finding | None:
 
 def resharding(facts: Facts) -> Finding | None:
     """Collectives that the plan does not contain."""
-    planned = math.fsum(float(row["planned_bytes"]) for row in facts.traffic)
-    beyond = [row for row in facts.traffic if not row["agrees"] and row["compiled_bytes"] > row["planned_bytes"]]
-    extra = math.fsum(float(row["compiled_bytes"]) - float(row["planned_bytes"]) for row in beyond)
+    planned, extra, beyond = _beyond_plan(facts)
     if not beyond or not over("unplanned", extra / planned if planned else 1.0):
         return None
     share = facts.every_device(lambda device: float(device["exposed_communication_s"]))
@@ -135,6 +135,13 @@ def resharding(facts: Facts) -> Finding | None:
         action="constrain the activation at that line to the sharding its consumer wants (mesh.rules holds the table)",
         next_bottleneck="the planned communication",
     )
+
+
+def _beyond_plan(facts: Facts) -> tuple[float, float, list[Mapping[str, Any]]]:
+    """Return planned bytes of collectives, bytes beyond them, and the rows of what is beyond."""
+    planned = math.fsum(float(row["planned_bytes"]) for row in facts.traffic)
+    beyond = [row for row in facts.traffic if not row["agrees"] and row["compiled_bytes"] > row["planned_bytes"]]
+    return planned, math.fsum(float(row["compiled_bytes"]) - float(row["planned_bytes"]) for row in beyond), beyond
 
 
 def over_remat(facts: Facts) -> Finding | None:

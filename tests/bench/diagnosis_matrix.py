@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "perf"))
-from injections import CASES, Bench, matrix, page
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.perf.injections import CASES, Bench, matrix, page
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "DIAGNOSIS.md"
 

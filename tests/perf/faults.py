@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import signal
@@ -51,15 +50,16 @@ def stuck_read(step: int) -> Any:
 
 def slow_disk(bytes_per_s: float) -> Any:
     """A file system that gives back what was written at this rate, when a save checks it."""
-    checkpoint = importlib.import_module("trainer.checkpoint")
-    original = checkpoint.digest_files
+    from trainer import integrity
+
+    original = integrity.digest_files
 
     def slow(root: Path, names: Any, **kwargs: Any) -> Any:
         names = list(names)
         time.sleep(sum((root / name).stat().st_size for name in names) / bytes_per_s)
         return original(root, names, **kwargs)
 
-    return patch.object(checkpoint, "digest_files", slow)
+    return patch.object(integrity, "digest_files", slow)
 
 
 def drifting_shape(start: int, depth: int) -> Any:

@@ -127,7 +127,12 @@ COMPUTING = (
     Run("tuned", "trainer.steps=24 compute.remat.policy=full compute.scan_unroll=2 compute.loss_chunk=8"),
     Run("crowded", "trainer.steps=8 data.batch_size=12"),
     Run("mesh", "trainer.steps=60 mesh.data=2 mesh.fsdp=1 profiler.start_step=48", devices=2),
-    Run("resharded", "trainer.steps=12 mesh.tensor=2 mesh.fsdp=1 mesh.rules={act_mlp: []} profiler.start_step=4", devices=2),
+    Run(
+        "resharded",
+        "trainer.steps=12 profiler.start_step=4 mesh.tensor=2 mesh.fsdp=1 "
+        "mesh.rules={act_mlp: [], act_heads: [], act_kv_heads: [], act_vocab: []}",
+        devices=2,
+    ),
     Run("strong-1", f"{TINY} trainer.steps=120 trainer.log_every=20 mesh.data=1 mesh.fsdp=1"),
     Run("strong-4", f"{TINY} trainer.steps=120 trainer.log_every=20 mesh.data=4 mesh.fsdp=1", devices=4),
     Run(
@@ -139,7 +144,7 @@ COMPUTING = (
 )
 """Runs that compute."""
 WAITING = (
-    Run("slow-rows", "profiler.start_step=12", "slow_rows", {"seconds": 0.03}),
+    Run("slow-rows", TINY, "slow_rows", {"seconds": 0.03}),
     Run("slow-disk", "trainer.steps=16 checkpoint.every=2 checkpoint.asynchronous=false", "slow_disk", {"bytes_per_s": STATE_BYTES}),
     *(Run(f"rows-{n}", f"{TINY} trainer.log_every=3 data.batch_size={n}", "slow_rows", {"seconds": 0.015}) for n in (4, 8, 16)),
     paced("study-1", 1.2),

@@ -5,12 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from configs.cluster import load_cluster
+from configs.errors import UserError
 from configs.load import load
 from perf.compare import compare
+from perf.diagnosis.expected import Expected, expect
 from perf.diagnosis.facts import Facts
 from perf.diagnosis.finding import THRESHOLDS, ceiling
 from perf.diagnosis.knobs import Knob, Rival
-from perf.diagnosis.rules import RULES, diagnose
+from perf.diagnosis.last_word import last_word
+from perf.diagnosis.ranks import slowest
+from perf.diagnosis.rules import CATALOGUE, RULES, diagnose
+from perf.diagnosis.terms import largest, terms
 from perf.goodput import CATEGORIES, Ledger
 from perf.scaling import Point, analyse
 
@@ -91,6 +97,7 @@ HEALTHY = Facts(
                 "time_s": 0.2,
                 "exposed_s": 0.03,
                 "wait_s": 0.01,
+                "bytes": 1e8,
             }
         ],
         hosts=[{"host": "a", "clock_fraction": 0.99, "span_s": 4.0, "syncs": []}],
@@ -238,3 +245,82 @@ def test_the_facts_are_figures_of_the_steps_after_warm_up():
     slow_first = [step_record(step_time_p50_s=9.0), *[step_record()] * 3]
     assert replace(HEALTHY, steps=slow_first).step_s == pytest.approx(0.9)
     assert replace(HEALTHY, steps=[]).data_wait_share is None
+
+
+def test_the_catalogue_names_each_rule_as_its_findings_do():
+    for rule, case in PLANTED.items():
+        (row,) = (row for row in CATALOGUE if row.name == rule)
+        finding = row.check(replace(HEALTHY, **case))
+        assert finding is not None
+        assert finding.rule == rule
+
+
+def test_noise_of_single_steps_makes_nobody_slow():
+    even = (device("0"), device("1"))
+    odd = (device("0"), device("1", compute_s=0.4, exposed_communication_s=0.5))
+    steps = [{"devices": even}, {"devices": odd}, {"devices": even}, {"devices": even}]
+    assert diagnose(replace(HEALTHY, analysis=analysis() | {"steps": steps})) == []
+    found = slowest(analysis() | {"steps": steps[1:2] * 3 + steps[:1]})
+    assert found is not None
+    assert found.device == "0"
+    assert found.slow_s > 0.1
+
+
+def test_parts_of_a_late_device_are_its_compute_and_the_rest():
+    found = slowest(analysis(devices=(device("a", compute_s=0.2, exposed_communication_s=0.7), device("b", compute_s=0.6))))
+    assert found is not None
+    assert found.device == "b"
+    assert found.slow_s == pytest.approx(0.4)
+    assert found.late_s == pytest.approx(0.67 - 0.4)
+    assert slowest(analysis(devices=(device("a"),))) is None
+    assert slowest(None) is None
+
+
+MESH = {"pipeline": 1, "data": 2, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
+
+
+def test_planned_terms_stand_beside_measured_ones_and_the_largest_is_explained():
+    assert terms(Facts(name="bare", ledger=ledger())) == []
+    cluster = load_cluster("local").config
+    breakdown = {"compute": 0.5, "hbm": 0.1, "optimizer": 0.05, "network": 0.05, "bubble": 0.0, "host_input": 0.0}
+    steps = [step | {"idle_by_cause": {"launch": 0.01}, **SUMS} for step in analysis()["steps"]]
+    facts = replace(HEALTHY, expected=Expected(cluster, MESH, breakdown), analysis=HEALTHY.analysis | {"steps": steps})
+    found = {term.name: term for term in terms(facts)}
+    assert found["step"].planned == pytest.approx(0.7)
+    assert found["step"].measured == pytest.approx(0.9)
+    assert found["compute"].planned == pytest.approx(0.65)
+    assert found["exposed communication"].ratio == pytest.approx(4.0)
+    assert found["data wait"].explanation == "as planned"
+    assert found["bus bandwidth: all-gather over fsdp"].explanation == "as planned"
+    worst = largest(list(found.values()))
+    assert worst is not None
+    assert worst.name == "exposed communication"
+    assert "all-gather over ['fsdp']" in worst.explanation
+
+
+SUMS = {"compute_s": 0.66, "exposed_communication_s": 0.2, "exposed_copy_s": 0.01, "idle_s": 0.01}
+
+
+def test_what_to_expect_comes_from_the_cluster_a_run_was_submitted_to(tmp_path):
+    plan = {"mesh": MESH}
+    assert expect(tmp_path, CONFIG, plan) is None
+    (tmp_path / "slurm" / "1").mkdir(parents=True)
+    (tmp_path / "slurm" / "1" / "cluster.yaml").write_text(Path("configs/clusters/local.yaml").read_text())
+    found = expect(tmp_path, CONFIG, plan)
+    assert found is not None
+    assert found.capacity_bytes == 8 * 2**30
+    assert found.step_s is not None
+    assert found.bus_bandwidth("all-reduce", 1e8, ["data"]) == pytest.approx(1e9, rel=0.5)
+    assert found.bus_bandwidth("send", 1e8, ["data"]) is None
+    assert found.bus_bandwidth("all-reduce", 1e8, ["elsewhere"]) is None
+    with pytest.raises(UserError, match="did you mean 'local'"):
+        expect(tmp_path, CONFIG, plan, "locl")
+
+
+def test_the_last_word_of_a_run_never_fails(tmp_path):
+    assert last_word(tmp_path).startswith("diagnosis: none (")
+    (tmp_path / "events.jsonl").write_bytes(b'{"broken\n{}\n')
+    said = last_word(tmp_path)
+    assert said.startswith("diagnosis: none (UserError")
+    assert said.endswith(f"ridge diagnose {tmp_path}")
+    assert "\n" not in said
