@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from launch.bench.timing import agreed
 from loaders.bench import bench
 from loaders.loader import build_loader
 from perf.events import EventLog, event_file
+from perf.goodput_live import watch
 from perf.metrics import StepTimer
 from perf.profiler import Profiler
 from perf.progress import build_progress
@@ -108,10 +111,24 @@ def scratch(config: Config) -> Iterator[Path]:
 
     agreement = Agreement("bench-scratch")
     directory = Path(agreement.first(make))
+    with _ending_like_ctrl_c():
+        try:
+            yield directory
+        finally:
+            agreement.first(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+@contextlib.contextmanager
+def _ending_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM unwind as Ctrl-C does: a job that is cancelled leaves no checkpoint behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield directory
+        yield
     finally:
-        agreement.first(lambda: shutil.rmtree(directory, ignore_errors=True))
+        signal.signal(signal.SIGTERM, before)
 
 
 def measure_loop(session: Session, directory: Path) -> LoopTimes:
@@ -149,6 +166,7 @@ def measure_loop(session: Session, directory: Path) -> LoopTimes:
             stop=Stop(),
             watchdog=watchdog,
             grace=Grace(None, progress.note),
+            goodput=watch(events, directory, 0, session.mesh.size) if process == 0 else None,
         )
         session.keep_state(loop.run(session.take_state(), 0).state)
     return LoopTimes(
@@ -193,7 +211,12 @@ def _restore(directory: Path, config: CheckpointConfig, session: Session) -> tup
 def _loop_config(config: Config, steps: int) -> Config:
     """The same run, this long, without what happens between steps."""
     trainer = config.trainer.model_copy(
-        update={"steps": steps, "log_every": min(config.trainer.log_every, steps - 1), "stop_after_s": None}
+        update={
+            "steps": steps,
+            "log_every": min(config.trainer.log_every, steps - 1),
+            "stop_after_s": None,
+            "max_bad_steps": steps,  # a state that has seen random tokens may be anything: its values are nobody's concern here
+        }
     )
     return config.model_copy(
         update={

@@ -119,7 +119,8 @@ def _start(config: Config) -> bool:
     try:
         cluster.join(here, config)
     except cluster.ClusterError as error:
-        raise UserError(str(error)) from None
+        click.echo(f"ridge: stopped: {error}", err=True)
+        sys.exit(error.exit_code)
     return here.process == 0
 
 

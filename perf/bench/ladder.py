@@ -9,7 +9,6 @@ What all rungs add sums to the time of the last one.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,8 +66,8 @@ class Verdict:
     rung: str
     adds_s: float
     share: float
-    gain: float
-    """How much faster a step could become at most if the layer took no time: T/(T-R) - 1."""
+    gain: float | None
+    """How much faster a step could become at most if the layer took no time: T/(T-R) - 1; None where it alone took longer."""
     next_rung: str | None
     """What binds after it."""
     sentence: str
@@ -133,14 +132,17 @@ def _verdict(rungs: Sequence[Rung], why: Mapping[str, str]) -> Verdict:
     top, after = ranked[0], ranked[1] if len(ranked) > 1 else None
     whole_s = rungs[-1].time_s
     left_s = whole_s - top.adds_s
-    gain = whole_s / left_s - 1 if left_s > 0 else math.inf
+    gain = whole_s / left_s - 1 if left_s > 0 else None
     below_s = top.time_s - top.adds_s
     ceiling = f" on top of a ceiling of {ms(below_s)}" if below_s > 0 else ""
     reason = f": {why[top.name]}" if why.get(top.name) else ""
     text = (
         f"Look at {top.name}: {WHAT_IT_IS[top.name]} take{_s(top.name)} {ms(top.adds_s)} ({top.share:.0%} of the time){ceiling}{reason}. "
     )
-    text += f"Without that a step would take {ms(left_s)} at best" + (f" (at most {gain:.1%} faster)" if math.isfinite(gain) else "")
+    if gain is None:
+        text += "Alone that took longer than the whole step, of which it is a part: measure again on a machine that is quiet"
+    else:
+        text += f"Without that a step would take {ms(left_s)} at best (at most {gain:.1%} faster)"
     if after is not None:
         text += f", and {after.name} would be next with {ms(after.adds_s)}"
     return Verdict(top.name, top.adds_s, top.share, gain, None if after is None else after.name, text + ".")

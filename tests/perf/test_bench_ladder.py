@@ -68,6 +68,12 @@ def test_a_step_that_hides_its_collectives_adds_less_than_nothing() -> None:
     assert ladder.verdict.rung == "matmul"
 
 
+def test_a_piece_that_took_longer_than_the_whole_is_said_to_be_noise() -> None:
+    verdict = build_ladder({**HEALTHY, "matmul": [0.3, 0.3, 0.3]}).verdict
+    assert (verdict.rung, verdict.gain) == ("matmul", None)
+    assert "measure again on a machine that is quiet" in verdict.sentence
+
+
 def test_a_difference_within_the_noise_is_marked_and_never_the_verdict() -> None:
     noisy = {"step": [0.10, 0.16, 0.22, 0.11, 0.19], "loop": [0.12, 0.25, 0.17, 0.30, 0.10]}
     ladder = build_ladder(noisy)
