@@ -63,6 +63,12 @@ class MeasuredRun:
         """Time to solution: the whole run, start-up and compilation included, the scheduler's queue excluded."""
         return self.ledger.wall_s - self.ledger.seconds["queue"]
 
+    def solution_s(self, tokens: float | None) -> float:
+        """Time to solution with another number of tokens: the same overheads, then the measured rate; None: the run as it was."""
+        if tokens is None:
+            return self.time_s
+        return max(0.0, self.time_s - self.tokens / self.tokens_per_s) + tokens / self.tokens_per_s
+
 
 def read_measured(path: Path, *, warmup_steps: int | None = None) -> MeasuredRun:
     """Measure a finished run directory.

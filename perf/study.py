@@ -67,19 +67,11 @@ def mesh_text(config: Config, devices: int) -> str:
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
-def solution_s(run: MeasuredRun, tokens: float | None) -> float:
-    """Return the time to solution of a run: measured, or with another number of tokens at the measured rate after the same overheads."""
-    if tokens is None:
-        return run.time_s
-    overhead_s = max(0.0, run.time_s - run.tokens / run.tokens_per_s)
-    return overhead_s + tokens / run.tokens_per_s
-
-
 def point_of(scale: Scale, question: Question) -> Point:
     """Return the point of a scale: medians of its repeats, the larger spread of time and rate; a failure when none ran."""
     if not scale.runs:
         return Point(scale.devices, failure="; ".join(dict.fromkeys(scale.failures)) or "did not run")
-    times_s = [solution_s(run, question.tokens) for run in scale.runs]
+    times_s = [run.solution_s(question.tokens) for run in scale.runs]
     rates = [run.tokens_per_s for run in scale.runs]
     grows = question.weak and question.tokens is None
     return Point(
@@ -155,7 +147,7 @@ def _row(scale: Scale, row: Row | None, question: Question) -> dict[str, Any]:
         "efficiency": None if row is None else row.efficiency,
         "marginal_gain": None if row is None else row.marginal_gain,
         "time_s": point.time_s,
-        "time_spread": spread([solution_s(run, question.tokens) for run in scale.runs]),
+        "time_spread": spread([run.solution_s(question.tokens) for run in scale.runs]),
         "time_speedup": None if row is None else row.time_speedup,
         "marginal_time": None if row is None else row.marginal_time,
         "startup_s": median([run.ledger.seconds["startup"] + run.ledger.seconds["restore"] for run in scale.runs]),

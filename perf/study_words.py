@@ -22,15 +22,8 @@ def verdict(study: Mapping[str, Any]) -> list[str]:
         return [*lines, "one scale ran: there is nothing to compare it with"]
     stop = study["stop"][study["objective"]]
     said = [f"for {NAMES[study['objective']]}, stop at {_devices(stop['devices'])}: {stop['why']}"]
-    said += [
-        _favours(ran, study),
-        *_other_objectives(study),
-        *_law(study, ran),
-        *_next(study, ran),
-        *_noise(ran),
-        *_shared(study),
-        *_prediction(ran),
-    ]
+    said += [*_noise(ran), _favours(ran, study), *_other_objectives(study), *_law(study, ran), *_next(study, ran)]
+    said += [*_shared(study), *_prediction(ran)]
     return [*said, *lines, *(f"doubt: {doubt}" for doubt in study["doubts"])]
 
 
@@ -72,7 +65,7 @@ def _law(study: Mapping[str, Any], ran: Sequence[Mapping[str, Any]]) -> list[str
     if law is None:
         return [f"{len(ran)} scales have figures: the law of fixed overhead, work and communication needs three"]
     written = {"fixed_s": "fixed", "work_s": "of work / devices", "sync_s": "x log2(devices)"}
-    terms = [f"{format_seconds(law[key])} {words}" for key, words in written.items() if law[key] > 0]
+    terms = [f"{duration(law[key])} {words}" for key, words in written.items() if law[key] > 0]
     last = ran[-1]
     lines = [
         f"time to solution = {' + '.join(terms)} (worst error {law['worst_error']:.1%}); "

@@ -101,12 +101,14 @@ def _figure(value: float, unit: str) -> str:
 def _facts(runs: tuple[Path, ...], cluster: str | None) -> tuple[Facts, Sequence[Path]]:
     """Return the facts, and the runs they compare (none: a single run)."""
     from perf.diagnosis.facts import read_facts
-    from perf.diagnosis.several import read_several, study_runs
+    from perf.diagnosis.several import read_several, read_study, study_runs
 
     if len(runs) == 1:
         inside = study_runs(runs[0])
         if inside is not None:
-            return read_several(inside), inside
+            study = read_study(runs[0])
+            facts = read_several(inside, price_usd=study.get("price_usd"), tokens=study.get("tokens"))
+            return dataclasses.replace(facts, name=str(study["name"])), inside
         read_run(runs[0])
         return read_facts(runs[0], cluster=cluster), ()
     if cluster is not None:

@@ -69,7 +69,7 @@ def scale(arguments: tuple[str, ...], from_runs: bool, output: Path | None, as_j
     else:
         name, scales, question, more, output = _made(arguments, output, options)
     study = document(name, scales, question, **more)
-    study["findings"] = findings_of([run for one in scales for run in one.runs])
+    study["findings"] = findings_of([r for one in scales for r in one.runs], price_usd=question.price_usd, tokens=question.tokens)
     if output is not None:
         write_study(study, output, charts(study), COLUMNS)
     show_study(study, output, as_json=as_json)

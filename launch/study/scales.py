@@ -113,7 +113,7 @@ def prediction(config: Config, devices: int, kind: str, cluster: ClusterConfig |
     if cluster is None:
         return {"why_none": "no cluster file says what the devices are (--cluster, or --predict for runs on this machine)"}
     device = find_hardware(kind)
-    if device is None or device.name != cluster.device:
+    if (kind.lower() if device is None else device.name) != cluster.device:
         return {"why_none": f"{cluster.name} has {cluster.device} devices, these runs used '{kind}'", "cluster": cluster.name}
     try:
         expected = step_time(config, check_devices(config, devices), cluster, calibration)

@@ -33,14 +33,22 @@ STUDY_FILE = "study.json"
 K = TypeVar("K", bound=Hashable)
 
 
-def read_several(runs: Sequence[Path], *, price_usd: float | None = None, warmup_steps: int | None = None) -> Facts:
+def read_several(
+    runs: Sequence[Path], *, price_usd: float | None = None, warmup_steps: int | None = None, tokens: float | None = None
+) -> Facts:
     """Gather the facts of several finished runs of the same work; the facts of a single run are those of the first.
+
+    Args:
+      runs: their directories.
+      price_usd: of one device and hour.
+      warmup_steps: see perf.measured.read_measured.
+      tokens: of the run whose time to solution is asked for; None: of the runs that were made.
 
     Raises:
       UserError: a run is missing, damaged, unfinished or too short; or they differ in more than one thing, or in nothing.
     """
     measured = [read_measured(run, warmup_steps=warmup_steps) for run in runs]
-    return facts_of(measured, price_usd=price_usd)
+    return facts_of(measured, price_usd=price_usd, tokens=tokens)
 
 
 def study_runs(directory: Path) -> list[Path] | None:
@@ -66,8 +74,8 @@ def read_study(directory: Path) -> dict[str, Any]:
     return study
 
 
-def facts_of(measured: Sequence[MeasuredRun], *, price_usd: float | None = None) -> Facts:
-    """Build the facts of several measured runs. Raises UserError as `read_several`."""
+def facts_of(measured: Sequence[MeasuredRun], *, price_usd: float | None = None, tokens: float | None = None) -> Facts:
+    """Build the facts of several measured runs (arguments and errors as of `read_several`)."""
     keys = differing_keys(measured)
     mesh = any(key in SCALE for key in keys) or len({run.devices for run in measured}) > 1
     scales = len({run.devices for run in measured}) > 1
@@ -82,7 +90,7 @@ def facts_of(measured: Sequence[MeasuredRun], *, price_usd: float | None = None)
             raise UserError("runs of several models say how each scales when at least two models ran at two numbers of devices or more")
         more["size_studies"] = {size: scaling_study(group, price) for size, group in several.items()}
     elif scales and (not rest or (rest == {"data.batch_size"} and is_weak(measured))):
-        more["study"] = scaling_study(measured, price)
+        more["study"] = scaling_study(measured, price, tokens)
     elif rest == {"data.batch_size"} and not mesh:
         more["batch_study"] = batch_study(measured, price)
     elif not mesh and (rest or _flags_differ(measured)) and all(key.startswith(SECTIONS) for key in rest):
@@ -112,10 +120,10 @@ def is_weak(measured: Sequence[MeasuredRun]) -> bool:
     return len({run.config.data.batch_size / run.devices for run in measured}) == 1
 
 
-def scaling_study(measured: Sequence[MeasuredRun], price: float = 1.0) -> Study:
-    """Analyse runs at several numbers of devices; several runs at one are repeats."""
-    grows = len({run.tokens for run in measured}) > 1  # weak scaling: the work grows with the devices
-    points = [point(devices, group, grows) for devices, group in _grouped(measured, lambda run: run.devices).items()]
+def scaling_study(measured: Sequence[MeasuredRun], price: float = 1.0, tokens: float | None = None) -> Study:
+    """Analyse runs at several numbers of devices; several runs at one are repeats. `tokens`: see `read_several`."""
+    grows = tokens is None and len({run.tokens for run in measured}) > 1  # weak scaling: the work grows with the devices
+    points = [point(devices, group, grows, tokens) for devices, group in _grouped(measured, lambda run: run.devices).items()]
     return analyse(points, price_per_device_hour=price)
 
 
@@ -128,9 +136,9 @@ def batch_study(measured: Sequence[MeasuredRun], price: float = 1.0) -> Study:
     return analyse(points, price_per_device_hour=price)
 
 
-def point(devices: int, repeats: Sequence[MeasuredRun], grows: bool) -> Point:
+def point(devices: int, repeats: Sequence[MeasuredRun], grows: bool, tokens: float | None) -> Point:
     """Return the point of repeated runs at one scale: medians, and the larger spread of time and rate."""
-    times_s, rates = [run.time_s for run in repeats], [run.tokens_per_s for run in repeats]
+    times_s, rates = [run.solution_s(tokens) for run in repeats], [run.tokens_per_s for run in repeats]
     return Point(devices, median(times_s), median(rates), max(spread(times_s), spread(rates)), work=repeats[0].tokens if grows else None)
 
 

@@ -66,13 +66,14 @@ def time_barely_down(facts: Facts) -> Finding | None:
     chosen = next(row for row in rows if row.devices == stop)
     fixed = "" if facts.study.law is None else f"; {facts.study.law.fixed_s:.0f} s do not shrink with the scale"
     rate, less = last.marginal_gain or 0.0, -(last.marginal_time or 0.0)
+    change = f"only {less:.1%} less time" if less >= 0 else f"{-less:.1%} more time"
     return Finding(
         rule="fixed overheads at scale",
         confidence="high",
         gain=last.cost / chosen.cost - 1 if last.cost and chosen.cost else 0.0,
         lens="amortisation",
         pattern=PATTERNS["metrics differ"],
-        evidence=(f"{last.devices} devices: {rate:+.0%} throughput, but only {less:.1%} less time{fixed}",),
+        evidence=(f"{last.devices} devices: {rate:+.0%} throughput, but {change}{fixed}",),
         measure_next="ridge goodput of both runs: start-up, compilation, evaluation",
         action=f"use {stop} devices: {why}",
         next_bottleneck="the steps themselves, once the fixed part is amortised",

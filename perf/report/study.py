@@ -39,10 +39,13 @@ def study_of(runs: Sequence[Path], price_usd: float | None = None) -> dict[str, 
     return None
 
 
-def findings_of(measured: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
-    """Return what the rules on several runs find in the runs of a study; [] where too few ran, or what was varied has no rule."""
+def findings_of(measured: Sequence[MeasuredRun], **question: Any) -> list[dict[str, Any]]:
+    """Return what the rules on several runs find in the runs of a study; [] where too few ran, or what was varied has no rule.
+
+    question: `price_usd` and `tokens` of perf.diagnosis.several.facts_of.
+    """
     try:
-        return [asdict(finding) for finding in diagnose(facts_of(measured), STUDY_RULES)] if len(measured) > 1 else []
+        return [asdict(finding) for finding in diagnose(facts_of(measured, **question), STUDY_RULES)] if len(measured) > 1 else []
     except UserError:
         return []
 

@@ -34,6 +34,8 @@ def test_runs_that_differ_in_devices_are_a_scaling_study_and_repeats_are_one_poi
     assert [row.devices for row in facts.study.rows] == [1, 2, 4]
     assert facts.study.rows[1].rate == pytest.approx(8 * 256 * (1 / 0.19 + 1 / 0.23) / 2, rel=0.01)
     assert "parallel efficiency falls" in rules(facts)
+    row = read_several(runs, tokens=1e9).study.rows[2]  # the same measurements, asked about a longer run
+    assert row.time_s == pytest.approx(1e9 / row.rate + 5 + 4 * 2 * 0.2, rel=0.001)
 
 
 def test_runs_that_differ_in_the_batch_are_a_batch_study(tmp_path):
