@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from perf.diagnosis.facts import Facts
-from perf.diagnosis.finding import PATTERNS, Finding, ceiling, over
+from perf.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
 
 
 def input_pipeline(facts: Facts) -> Finding | None:
@@ -35,7 +35,9 @@ def cold_start(facts: Facts) -> Finding | None:
     if not over("cold_start", share) or not long:
         return None
     cached = facts.config is not None and facts.config.runtime.compilation_cache is not None
-    action = "run longer: nothing else repays it" if cached else "runtime.compilation_cache=<directory on the shared file system>"
+    action = _longer(facts, share * facts.ledger.wall_s)
+    if not cached:
+        action = f"runtime.compilation_cache=<directory on the shared file system>; {action}"
     return Finding(
         rule="start-up and compilation not amortised",
         confidence="high",
@@ -50,6 +52,14 @@ def cold_start(facts: Facts) -> Finding | None:
         action=action,
         next_bottleneck="the steps themselves",
     )
+
+
+def _longer(facts: Facts, before_s: float) -> str:
+    """Say from how many steps on the time before them is amortised."""
+    limit = THRESHOLDS["cold_start"][0]
+    if not facts.step_s:
+        return "run longer: nothing else repays the rest"
+    return f"run longer: from trainer.steps={math.ceil(before_s * (1 / limit - 1) / facts.step_s)} on it is below {limit:.0%} of the time"
 
 
 def recompilation(facts: Facts) -> Finding | None:
@@ -94,7 +104,8 @@ def padding(facts: Facts) -> Finding | None:
         pattern=PATTERNS["amortisation"],
         evidence=(f"{share:.1%} of the positions of a step hold no target",),
         measure_next="ridge data inspect: lengths of the documents against data.seq_len",
-        action="pack several documents into a row, or a shorter data.seq_len",
+        action="pack several documents into a row (ridge data prepare --pack-length), or shorter rows"
+        + (f": data.seq_len={max(1, facts.config.data.seq_len // 2)}" if facts.config is not None else ""),
         next_bottleneck="compute on the tokens that count",
     )
 
@@ -152,9 +163,15 @@ def hang(facts: Facts) -> Finding | None:
         pattern=PATTERNS["bottlenecks move"],
         evidence=(f"{facts.ledger.seconds['hang']:.0f} s passed without a step until the watchdog ended the run",),
         measure_next="the stacks in the run directory: which rank stood where",
-        action="exclude the node it names; a shorter watchdog time-out ends the next one earlier",
+        action="exclude the node it names; the next one ends earlier with " + _earlier(facts),
         next_bottleneck="whatever was bound before",
     )
+
+
+def _earlier(facts: Facts) -> str:
+    """The override that halves the watchdog's bound."""
+    bound_s = facts.config.trainer.hang_timeout_s if facts.config is not None else None
+    return "a shorter trainer.hang_timeout_s" if bound_s is None else f"trainer.hang_timeout_s={bound_s / 2:g}"
 
 
 def memory_near_limit(facts: Facts) -> Finding | None:
@@ -170,6 +187,7 @@ def memory_near_limit(facts: Facts) -> Finding | None:
         pattern=PATTERNS["complexity"],
         evidence=(f"{used / 1e9:.3g} GB in use are {share:.1%} of the {limit / 1e9:.3g} GB there are",),
         measure_next="ridge compile: the largest buffers",
-        action="trainer.accumulation times 2, or compute.remat.policy one step stronger",
+        action=f"trainer.accumulation={2 * (facts.config.trainer.accumulation if facts.config is not None else 1)}, or a stronger "
+        "compute.remat.policy (dots, then full)",
         next_bottleneck="compute, by recomputation or smaller kernels",
     )

@@ -109,7 +109,8 @@ def exposed_communication(facts: Facts) -> Finding | None:
         pattern=PATTERNS["bottlenecks move"],
         evidence=(f"{share:.1%} of the step is communication with no compute beside it{', waiting for others left out' * split}", *worst),
         measure_next="ridge analyze: which collective, over which axis; its bus bandwidth against the plan",
-        action="more tokens per device (data.batch_size), less over the slow link (mesh.fsdp inside the node), or trainer.accumulation",
+        action=(f"data.batch_size={2 * facts.config.data.batch_size}" if facts.config is not None else "a larger data.batch_size")
+        + ": more tokens per device for the same bytes; or a layout that keeps them inside the node (ridge plan)",
         next_bottleneck="compute",
     )
 
@@ -161,7 +162,7 @@ def over_remat(facts: Facts) -> Finding | None:
         pattern=PATTERNS["bottlenecks move"],
         evidence=(f"{again_s / total_s:.1%} of compute is done again in the backward pass (policy {policy}); memory in use: {memory}",),
         measure_next="ridge compile with compute.remat.policy=none: does it fit",
-        action="compute.remat.policy=dots, or none where it fits",
+        action="compute.remat.policy=none where it fits, else compute.remat.policy=dots",
         next_bottleneck="memory capacity",
     )
 
