@@ -35,8 +35,11 @@ from trainer import run
 from trainer.batches import local_rows, to_global
 from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator
+from trainer.grace import Grace
 from trainer.loop import Loop
 from trainer.step import param_norm
+from trainer.stop import Stop
+from trainer.watchdog import HANG_EXIT_CODE, Watchdog
 
 SHAPES: dict[str, dict[str, Any]] = {
     "20 ms": {"model": {"embed_dim": 64, "mlp_dim": 192, "num_layers": 2}, "batch_size": 4, "seq_len": 128, "steps": 100, "limit": 1.03},
@@ -127,6 +130,9 @@ class Contest:
             progress=build_progress(self.config.trainer.steps, stream=io.StringIO()),
             profiler=Profiler(self.config.profiler, directory),
             events=events,
+            stop=Stop(),
+            watchdog=Watchdog(None, directory / "stacks.txt", HANG_EXIT_CODE, events.emit),
+            grace=Grace(None, lambda line: None),
         )
         marks: list[float] = []
         loop._end_first_step = _then(loop._end_first_step, lambda: marks.append(time.perf_counter()))  # type: ignore[method-assign]

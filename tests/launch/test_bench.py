@@ -30,7 +30,7 @@ LAYERS = ["matmul", "memory", "collectives", "step", "loader", "loop", "save", "
 CONFIG = """
 name: tiny
 run_dir: runs/tiny
-model: {vocab_size: 258, num_layers: 2, embed_dim: 32, num_heads: 4, mlp_dim: 64, max_seq_len: 64}
+model: {vocab_size: 258, num_layers: 2, embed_dim: 32, num_heads: 4, mlp_dim: 32, max_seq_len: 64}
 precision: {compute: float32}
 mesh: {data: 2, fsdp: 2, tensor: 2}
 data: {train: [{path: corpus}], seq_len: 64, batch_size: 8, threads: 1, prefetch: 1}
