@@ -181,13 +181,14 @@ def stopping_point(study: Study, objective: Objective, *, worthwhile: float = 0.
     """
     rows = [row for row in study.rows if row.failure is None]
     chosen, why = rows[0], "it is the smallest scale"
+    what = "the time per unit of work" if study.weak else "the run"
     if objective == "time":
         for row in rows[1:]:
             gain = -row.marginal_time if row.marginal_time is not None else 1 - 1 / (1 + (row.marginal_gain or 0.0))
             if gain < worthwhile:
-                change = f"shorten the run by {gain:.1%} only" if gain >= 0 else f"lengthen the run by {-gain:.1%}"
+                change = f"shorten {what} by {gain:.1%} only" if gain >= 0 else f"lengthen {what} by {-gain:.1%}"
                 return chosen.devices, f"going on to {row.devices} would {change}"
-            chosen, why = row, f"each step up to here shortened the run by at least {worthwhile:.0%}"
+            chosen, why = row, f"each step up to here shortened {what} by at least {worthwhile:.0%}"
         return chosen.devices, why + "; nothing larger was measured"
     if objective == "efficiency":
         for row in rows[1:]:

@@ -21,10 +21,15 @@ def verdict(study: Mapping[str, Any]) -> list[str]:
     if len(ran) < 2:
         return [*lines, "one scale ran: there is nothing to compare it with"]
     stop = study["stop"][study["objective"]]
-    said = [f"for {NAMES[study['objective']]}, stop at {_devices(stop['devices'])}: {stop['why']}"]
+    said = [f"for {_name(study, study['objective'])}, stop at {_devices(stop['devices'])}: {stop['why']}"]
     said += [*_noise(ran), _favours(ran, study), *_other_objectives(study), *_law(study, ran), *_next(study, ran)]
     said += [*_shared(study), *_prediction(ran)]
     return [*said, *lines, *(f"doubt: {doubt}" for doubt in study["doubts"])]
+
+
+def _name(study: Mapping[str, Any], objective: str) -> str:
+    """Say what an objective looks at: in weak scaling every scale does other work, so time and cost are those of a token."""
+    return NAMES[objective] if study["mode"] == "strong" or objective == "efficiency" else f"{objective} per token"
 
 
 def duration(value_s: float) -> str:
@@ -57,7 +62,9 @@ def _other_objectives(study: Mapping[str, Any]) -> list[str]:
     others = {name: found["devices"] for name, found in study["stop"].items() if found["devices"] != mine}
     if not others:
         return ["every objective stops there"]
-    return ["other objectives stop elsewhere: " + ", ".join(f"{NAMES[name]} at {_devices(devices)}" for name, devices in others.items())]
+    return [
+        "other objectives stop elsewhere: " + ", ".join(f"{_name(study, name)} at {_devices(devices)}" for name, devices in others.items())
+    ]
 
 
 def _law(study: Mapping[str, Any], ran: Sequence[Mapping[str, Any]]) -> list[str]:

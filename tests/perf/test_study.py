@@ -151,6 +151,7 @@ def test_weak_scaling_compares_time_and_money_per_token(tmp_path):
     assert weak["stop"]["time"]["devices"] == 8
     assert weak["stop"]["efficiency"]["devices"] == 4
     assert weak["next"]["tokens_per_s"] == pytest.approx(16 * BATCH_TOKENS / 0.14, rel=0.05)
+    assert weak["verdict"][0].startswith("for time per token, stop at 8 devices: each step up to here shortened the time per unit of work")
     assert charts(weak)["time"]
     assert study_of([run.path for run in runs])["mode"] == "weak"
 
