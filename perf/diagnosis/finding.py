@@ -26,7 +26,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "data_wait": (0.05, "share of the step time waiting for the loader"),
     "cold_start": (0.15, "share of the wall time before the first step that counts"),
     "cold_start_s": (60.0, "seconds of it below which nobody waits for long"),
-    "cold_compile_s": (4.0, "seconds of compilation that are too many, whatever the rest takes"),
+    "cold_compile_s": (4.0, "seconds of compilation per start that are too many, whatever the rest takes"),
     "recompilations": (1, "compilations of one program during the loop beyond its first"),
     "recompilation_share": (0.01, "share of the wall time compiling programs again"),
     "host_bound": (0.15, "share of the step with idle devices while the host launches or does other things"),

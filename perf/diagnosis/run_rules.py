@@ -30,7 +30,7 @@ def input_pipeline(facts: Facts) -> Finding | None:
 def cold_start(facts: Facts) -> Finding | None:
     """First steps much slower: start-up and compilation are not amortised."""
     share = facts.share("startup", "compile", "restore")
-    compile_s = math.fsum(seconds for _, seconds, in_loop in facts.compiles if not in_loop)
+    compile_s = math.fsum(seconds for _, seconds, in_loop in facts.compiles if not in_loop) / max(1, facts.ledger.starts)
     long = over("cold_start_s", share * facts.ledger.wall_s) or over("cold_compile_s", compile_s)
     if not over("cold_start", share) or not long:
         return None
@@ -38,6 +38,7 @@ def cold_start(facts: Facts) -> Finding | None:
     action = _longer(facts, share * facts.ledger.wall_s)
     if not cached:
         action = f"runtime.compilation_cache=<directory on the shared file system>; {action}"
+    startup_s, starts = facts.ledger.seconds["startup"], facts.ledger.starts
     return Finding(
         rule="start-up and compilation not amortised",
         confidence="high",
@@ -46,7 +47,7 @@ def cold_start(facts: Facts) -> Finding | None:
         pattern=PATTERNS["amortisation"],
         evidence=(
             f"{share:.1%} of {facts.ledger.wall_s:.0f} s passed before steps that count",
-            f"compilation {compile_s:.1f} s in {len(facts.compiles)} program(s), start-up {facts.ledger.seconds['startup']:.1f} s",
+            f"per start {compile_s:.1f} s of compilation; {startup_s:.1f} s of other start-up in {starts} start(s)",
         ),
         measure_next="the second start of the same config, with the compilation cache",
         action=action,

@@ -115,7 +115,7 @@ def paced(name: str, seconds: float, *, devices: int = 1, start_s: float = 0.0, 
 
 
 COMPUTING = (
-    Run("healthy", "trainer.steps=80 profiler.start_step=68 checkpoint.every=40 evaluation.every=40 evaluation.max_batches=1"),
+    Run("healthy", "trainer.steps=70 profiler.start_step=60 checkpoint.every=40 evaluation.every=40 evaluation.max_batches=1"),
     Run("cold", f"trainer.steps=3 trainer.log_every=1 compute.scan_layers=false {TINY} model.num_layers=20 model.embed_dim=32", cold=True),
     Run("drifting", "trainer.steps=20", "drifting_shape", {"start": 100, "depth": 20}),
     Run("padded", "data.train=[{path: CORPORA/padded}]"),
@@ -126,7 +126,7 @@ COMPUTING = (
     Run("plain", "trainer.steps=24"),
     Run("tuned", "trainer.steps=24 compute.remat.policy=full compute.scan_unroll=2 compute.loss_chunk=8"),
     Run("crowded", "trainer.steps=8 data.batch_size=12"),
-    Run("mesh", "trainer.steps=60 mesh.data=2 mesh.fsdp=1 profiler.start_step=48", devices=2),
+    Run("mesh", "trainer.steps=40 mesh.data=2 mesh.fsdp=1 profiler.start_step=28", devices=2),
     Run(
         "resharded",
         "trainer.steps=12 profiler.start_step=4 mesh.tensor=2 mesh.fsdp=1 "
@@ -147,8 +147,8 @@ WAITING = (
     Run("slow-rows", TINY, "slow_rows", {"seconds": 0.03}),
     Run("slow-disk", "trainer.steps=16 checkpoint.every=2 checkpoint.asynchronous=false", "slow_disk", {"bytes_per_s": STATE_BYTES}),
     *(Run(f"rows-{n}", f"{TINY} trainer.log_every=3 data.batch_size={n}", "slow_rows", {"seconds": 0.015}) for n in (4, 8, 16)),
-    paced("study-1", 1.2),
-    paced("study-2", 0.6, devices=2),
+    paced("study-1", 1.6),
+    paced("study-2", 0.8, devices=2),
     paced("fixed-1", 0.08, start_s=8),
     paced("fixed-2", 0.04, devices=2, start_s=8),
     paced("fixed-4", 0.02, devices=4, start_s=8),
@@ -170,8 +170,8 @@ PAIRS = (
 )
 """Runs of two processes; the fault is in the second one."""
 BROKEN = (
-    Run("stuck", f"{TINY} trainer.hang_timeout_s=6", "stuck_read", {"step": 20}),
-    Run("killed", f"{TINY} trainer.steps=60", "killed", {"step": 56, "pace_s": 0.1}),
+    Run("stuck", f"{TINY} trainer.hang_timeout_s=15", "stuck_read", {"step": 20}),
+    Run("killed", f"{TINY} trainer.steps=60", "killed", {"step": 56, "pace_s": 0.25}),
 )
 """Runs that end before their end; a killed one is started again."""
 
@@ -185,7 +185,7 @@ CASES = (
     Case("a shape that drifts", "recompilation in steady state", ("drifting",)),
     Case("one sequence of 16 tokens per step", "host-bound steps", ("small-batch",)),
     Case("the loss of each step is read at once", "host synchronisation in the step", ("reading",)),
-    Case("a rank that comes 0.4 s late", "straggler", ("late-rank",)),
+    Case("a rank that comes 0.8 s late", "straggler", ("late-rank",)),
     Case("4 tokens per device under FSDP", "exposed communication", ("talkative",)),
     Case("mesh.rules that replicate the hidden layer", "accidental resharding", ("resharded",)),
     Case("documents of half a row, one per row", "padding waste", ("padded",)),
@@ -230,6 +230,7 @@ class Bench:
     """A directory in which cases are run and diagnosed."""
 
     directory: Path
+    _started: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
 
     def prepare(self) -> None:
         """Make corpora, the base config and the cluster files."""
@@ -247,7 +248,14 @@ class Bench:
         return load(self.directory / "base.yaml", overrides).config
 
     def run(self, names: Iterable[str] | None = None) -> None:
-        """Run what the named runs need (None: all): first what computes, one after another, then what waits, at once."""
+        """Make the named runs (None: all): first what computes, one after another, then what waits, at once."""
+        try:
+            self._run(names)
+        finally:
+            for process in self._started:
+                process.kill()
+
+    def _run(self, names: Iterable[str] | None) -> None:
         wanted = None if names is None else set(names)
 
         def chosen(runs: Sequence[Run]) -> list[Run]:
@@ -255,12 +263,13 @@ class Bench:
 
         for devices in (1, 2, 4):
             jobs = [run for run in chosen(COMPUTING) if run.devices == devices]
-            if jobs:
-                self._finish([self._worker(_warmed(jobs), devices, "computing")])
-        for run in _warmed(chosen(PAIRS)):
+            later = [run for run in chosen([*WAITING, *BROKEN]) if run.devices == devices]
+            if jobs or later:
+                self._finish([self._worker([*_warm_ups([*jobs, *later]), *jobs], devices, "computing")])
+        for run in [*_warm_ups(chosen(PAIRS)), *chosen(PAIRS)]:
             self._pair(run)
         waiting = [
-            self._worker(_warmed(jobs), devices, "waiting")
+            self._worker(jobs, devices, "waiting")
             for devices in (1, 2, 4)
             if (jobs := [run for run in chosen(WAITING) if run.devices == devices])
         ]
@@ -311,7 +320,8 @@ class Bench:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(FAULTS), str(plan), str(self.directory / "cache"), *arguments]
         with log.open("ab") as out:
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+            self._started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT))
+        return self._started[-1]
 
     def _finish(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in processes:
@@ -332,18 +342,16 @@ def _throttle(process: subprocess.Popen[bytes], plan: Path, on_s: float = 0.02, 
         time.sleep(on_s)
 
 
-def _warmed(runs: Sequence[Run]) -> list[Run]:
-    """Put a run of one step before each that must not compile; programs that are the same are compiled once by the cache."""
+def _warm_ups(runs: Sequence[Run]) -> list[Run]:
+    """Return a run of one step for each program of runs that must not compile: the cache holds it from then on."""
     warm: dict[str, Run] = {}
+    apart = ("trainer.", "profiler.", "checkpoint.", "evaluation.", "data.train")
     for run in runs:
-        settings = [
-            s for s in _split(run.settings) if not s.startswith(("trainer.", "profiler.", "checkpoint.", "evaluation.", "data.train"))
-        ]
+        settings = [setting for setting in _split(run.settings) if not setting.startswith(apart)]
         if not run.cold:
-            warm.setdefault(
-                " ".join(sorted(settings)), Run(f"warm-{run.name}", " ".join([*settings, "trainer.steps=1"]), None, {}, run.devices)
-            )
-    return [*warm.values(), *runs]
+            key = " ".join(sorted(set(settings) - {"data.batch_size=8", "mesh.data=1", "mesh.fsdp=1"}))
+            warm.setdefault(key, Run(f"warm-{run.name}", " ".join([*settings, "trainer.steps=1"]), devices=run.devices))
+    return list(warm.values())
 
 
 def _split(text: str) -> list[str]:
