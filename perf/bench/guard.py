@@ -26,6 +26,8 @@ TELLING = ("ridgeline", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "g
 """Packages whose versions are told apart by name; of the others only how many differ (and GPU libraries by their prefix)."""
 GPU_PREFIXES = ("nvidia-", "jax-cuda", "jax-rocm")
 MOST_NAMED = 4
+STUDENT_99 = {2: 3.85, 3: 2.27, 4: 1.79, 5: 1.57, 6: 1.44, 7: 1.36, 8: 1.30, 9: 1.26, 10: 1.23, 11: 1.21, 12: 1.19}
+"""Degrees of freedom -> quantile of Student's t over that of the normal distribution (two-sided 99 %); beyond, 1 + 2/freedom covers it."""
 BUSY = 0.05
 """Neighbours that take more of the cores than this are mentioned."""
 
@@ -133,14 +135,24 @@ def _noise(
         old, new = (statistics.median(value for run in side for value in run) for side in (old_runs, new_runs))
         found = abs(math.log(new / old)) / math.sqrt(2)  # of two runs: what is between them is noise, however many others agree
         return max(UNKNOWN_NOISE, deviation, found), f"{len(runs)} runs of one code: any difference is noise"
-    repeated = [(run_to_run_noise(runs), len(runs)) for runs in (old_runs, new_runs) if len(runs) >= 3]
-    noise, count = max(repeated, default=(UNKNOWN_NOISE, 0))
-    if len(repeated) == 2:
-        return noise, f"{count} runs of one code"
-    taken = max((s.neighbours for s in (*theirs, *ours)), default=0.0)
-    if (theirs_noise := 2 * taken / math.sqrt(12)) > noise:
-        return theirs_noise, f"other programs took up to {taken:.0%} of the cores"
-    return noise, f"{count} runs of one code" if count else "assumed: three or more stored runs of unchanged code measure it"
+    repeated = [run for run in (old_runs, new_runs) if len(run) >= 3]
+    noise = _repeated_noise(repeated, (len(old_runs), len(new_runs))) if repeated else UNKNOWN_NOISE
+    if len(repeated) < 2:
+        taken = max(s.neighbours for s in (*theirs, *ours))
+        if 2 * taken / math.sqrt(12) > noise:
+            return 2 * taken / math.sqrt(12), f"other programs took up to {taken:.0%} of the cores"
+    if not repeated:
+        return noise, "assumed: three or more stored runs of unchanged code measure it"
+    return noise, f"{' and '.join(str(len(runs)) for runs in repeated)} runs of one code"
+
+
+def _repeated_noise(repeated: Sequence[Sequence[list[float]]], runs: tuple[int, int]) -> float:
+    """Return what `compare` takes as the noise of one run, from repeated runs: their pooled deviation, less for the mean of several, and
+    more where few runs tell it (Student's t at 99 % instead of the normal quantile)."""
+    freedom = sum(len(side) - 1 for side in repeated)
+    deviation = math.sqrt(sum((len(side) - 1) * run_to_run_noise(side) ** 2 for side in repeated) / freedom)
+    several = math.sqrt((1 / runs[0] + 1 / runs[1]) / 2)
+    return deviation * several * STUDENT_99.get(freedom, 1.0 + 2.0 / freedom)
 
 
 def unchanged(one: Stored, other: Stored) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Callable
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from configs.errors import UserError
 from configs.schema import Config
 from perf.bench.guard import judge
-from perf.bench.stored import Device, config_sha256, default_path, provenance, read, read_all, write
+from perf.bench.stored import Device, Stored, config_sha256, default_path, provenance, read, read_all, write
 from perf.bench.template import BLANK, append, experiment
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -140,11 +142,39 @@ def test_runs_of_unchanged_code_set_the_noise(store: Store, tmp_path: Path) -> N
     new = store(1.3, code="b" * 40)
     found = judge(read_all(tmp_path / "results"), read_all(new))
     assert len(found.old) == 5
-    noise = found.layers[0].comparison.between_runs
-    assert noise == pytest.approx(0.09, abs=0.02)
+    # deviation 0.09 over five runs against one, with four degrees of freedom
+    assert found.layers[0].comparison.between_runs == pytest.approx(0.09 * math.sqrt((1 / 5 + 1) / 2) * 1.79, rel=0.1)
     assert found.layers[0].noise_from == "5 runs of one code"
     assert {v.comparison.verdict for v in found.layers} == {"cannot tell"}  # 30 % is within such noise
     assert set(verdicts(tmp_path / "results", store(2.6, code="c" * 40)).values()) == {"slower"}
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (5, 1), (3, 3), (1, 3)])
+def test_other_code_of_the_same_speed_is_called_different_once_in_a_hundred_times(store: Store, counts: tuple[int, int]) -> None:
+    """However few runs tell the noise, which is 10 % here."""
+    old, new = read(store()), read(store(code="b" * 40))
+    rng = np.random.default_rng(1)
+
+    def runs(like: Stored, count: int) -> list[Stored]:
+        steps = [float(np.exp(rng.normal(0, 0.1))) for _ in range(count)]
+        return [dataclasses.replace(like, path=Path(f"{like.code}{i}"), series={"step": [s, s, s]}) for i, s in enumerate(steps)]
+
+    told = [judge(runs(old, counts[0]), runs(new, counts[1])).headline() for _ in range(100)]
+    assert told.count("cannot tell: step") >= 96
+
+
+def test_more_runs_tell_a_smaller_difference(store: Store) -> None:
+    old, new = read(store()), read(store(code="b" * 40))
+
+    def headline(count: int) -> str:
+        def runs(like: Stored, step_s: float) -> list[Stored]:
+            noisy = [step_s * factor for factor in np.exp(np.linspace(-0.05, 0.05, count))]
+            return [dataclasses.replace(like, path=Path(f"{like.code}{i}"), series={"step": [s, s, s]}) for i, s in enumerate(noisy)]
+
+        return judge(runs(old, 1.0), runs(new, 1.12)).headline()
+
+    assert headline(3) == "cannot tell: step"
+    assert headline(12) == "slower: step"
 
 
 def test_two_runs_of_the_same_code_never_differ(store: Store) -> None:
