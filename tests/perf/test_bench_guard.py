@@ -23,14 +23,21 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 Store = Callable[..., Path]
 
 
+@pytest.fixture(scope="module")
+def made_here() -> dict[str, Any]:
+    """The provenance of a measurement by this very code."""
+    device = Device("gpu", "NVIDIA H100", 8, 1)
+    return provenance(Config(), command=["ridge", "bench", "loop"], overrides=[], device=device, now=NOW)
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path, made_here: dict[str, Any]) -> Store:
     """Store a result: steps that take `step_s` seconds with a little scatter; keyword arguments change the provenance."""
     written = iter(range(1000))
 
     def make(step_s: float = 1.0, *, code: str = "a" * 40, config: Config | None = None, at: int | None = None, **changed: Any) -> Path:
         number, config = next(written), config or Config()
-        made_with = provenance(config, command=["ridge", "bench", "step"], overrides=[], device=Device("gpu", "NVIDIA H100", 8, 1), now=NOW)
+        made_with = {**made_here, "config_sha256": config_sha256(config)}
         made_with |= {"time": f"2026-01-02T03:04:{at if at is not None else number:02d}+00:00", "neighbours": 0.0}
         made_with |= {"code": {"commit": code, "dirty": False, "untracked": [], "diff_sha256": None}, **changed}
         rng = np.random.default_rng(number)
