@@ -121,6 +121,9 @@ def _gpu(generation: Generation, config: Config) -> list[Setting]:
         reason = "FSDP: combine the collectives of one layer, not of several, so that each overlaps with the layer before"
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             settings.append(Setting(f"--xla_gpu_{kind}_combine_threshold_bytes", size, reason))
+    if config.mesh.fsdp != 1 or config.mesh.tensor != 1:
+        reason = "two collectives may be on their way at once: with one, the gather of the next layer waits for the reduction of the last"
+        settings.append(Setting("--xla_gpu_experimental_parallel_collective_overlap_limit", "2", reason))
     reason = "compute.remat decides what is recomputed: XLA's own pass adds to it unasked, and what was planned is not what runs"
     settings.append(Setting("--xla_disable_hlo_passes", "rematerialization", reason))
     return settings

@@ -18,6 +18,7 @@ from planner.economics import RunEstimate, estimate_run
 from planner.layouts import Layout, Mesh, accumulations, check_plannable, meshes, remat_choices
 from planner.local import LocalSizes
 from planner.memory import MemoryEstimate, memory_per_device
+from planner.overlap import overlap_share
 from planner.step_time import Machine, StepEstimate, StepParts, step_parts
 
 Objective = Literal["time", "cost", "efficiency"]
@@ -113,7 +114,7 @@ def evaluate(config: Config, layout: Layout, memory: MemoryEstimate, machine: Ma
     """Time a layout and extend it to the run."""
     chosen = layout.apply(config)
     local = LocalSizes.of(chosen, layout.sizes)
-    parts = step_parts(chosen, layout.sizes, machine)
+    parts = replace(step_parts(chosen, layout.sizes, machine), eta=overlap_share(memory.compiled_bytes, machine.device.memory_bytes))
     step = parts.assemble()
     run = estimate_run(chosen, local, step.step_s, machine.cluster, machine.device, tokens, nodes)
     return Candidate(nodes, layout, local.rows, memory, parts, step, run)

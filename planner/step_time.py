@@ -88,6 +88,8 @@ class StepParts:
     communication: tuple[Communication, ...]
     host_input_s: float
     peak_flops: float
+    eta: float = ETA
+    """Share of the shorter of compute and communication that runs under the longer."""
 
     def assemble(self, faster: Mapping[str, float] | None = None) -> StepEstimate:
         """Lay communication under compute. `faster`: ceiling -> how many times faster it is taken to be (what-if), default 1."""
@@ -97,7 +99,7 @@ class StepParts:
             return Work(work.compute_s / speed["compute"], work.memory_s / speed["hbm"])
 
         forward, backward, rest = scaled(self.forward), scaled(self.backward), scaled(self.rest)
-        exposed = exposed_s(self.communication, {"forward": forward.seconds, "backward": backward.seconds}, ETA, speed)
+        exposed = exposed_s(self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed)
         breakdown = {
             "compute": forward.compute_s + backward.compute_s + rest.compute_s,
             "hbm": forward.memory_s + backward.memory_s + rest.memory_s,

@@ -69,6 +69,9 @@ def make_train_step(
         micro = {name: split_rows(x, accumulation, partitioner) for name, x in batch.items()}
 
         def body(carry: tuple[Tree, Metrics], one: Batch) -> tuple[tuple[Tree, Metrics], None]:
+            # XLA on GPUs unrolls this loop: without the barrier a microbatch's activations come before the last one's have gone. One
+            # gradient of the blocks stands for all: behind the barrier, a sum over devices could not be moved out of the loop.
+            one, _ = jax.lax.optimization_barrier((one, jax.tree.leaves(carry[0]["blocks"])[0]))
             return jax.tree.map(jnp.add, carry, microbatch_gradient(params, one, divisor)), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), params)

@@ -38,7 +38,7 @@ def layout(model: str, devices: int) -> tuple[Candidate, list[str]]:
     config = load(f"models/{MODELS[model]}", base).config
     best = search_scale(config, cluster, load_calibration(None), devices // cluster.devices_per_node, 1e12).best
     if best is None:
-        raise SystemExit(f"{model} fits on no layout of {devices} devices")
+        raise LookupError(f"no layout of {devices} {CLUSTER} GPUs holds it")
     chosen = best.layout
     mesh = [f"mesh.{axis}={size}" for axis, size in chosen.sizes.items()]
     remat = [
@@ -99,7 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for model in args.models:
         for devices in args.devices:
-            row = measure(model, devices)
+            try:
+                row = measure(model, devices)
+            except LookupError as error:
+                row = {"model": model, "devices": devices, "error": str(error)}
             rows.append(row)
             if "error" in row:
                 print(f"{model:6}{devices:>6}  {row['error']}", flush=True)
@@ -111,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{model:6}{devices:>6}  {row['layout']:34}{row['remat']:>16}{row['overlapped_share']:>13.1%}{waits}{counts}", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(any(row.get("overlapped_share", 0.0) < 0.95 for row in rows))
+    return int(any(row.get("overlapped_share", 1.0) < 0.95 for row in rows))
 
 
 if __name__ == "__main__":

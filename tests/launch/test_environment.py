@@ -58,6 +58,13 @@ def test_fsdp_combines_the_collectives_of_one_layer() -> None:
     assert name not in chosen("hopper", config=Config.model_validate({"mesh": {"fsdp": 1, "data": -1}}))
 
 
+def test_sharded_models_may_have_two_collectives_on_their_way() -> None:
+    name = "--xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert chosen("hopper")[name].value == "2"
+    assert chosen("hopper", config=Config.model_validate({"mesh": {"fsdp": 1, "tensor": 8}}))[name].value == "2"
+    assert name not in chosen("hopper", config=Config.model_validate({"mesh": {"fsdp": 1, "data": -1}}))
+
+
 def test_the_cache_of_the_config_brings_its_setting() -> None:
     name = "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"
     assert name in chosen("hopper", config=WITH_CACHE)
