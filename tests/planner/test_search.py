@@ -29,6 +29,19 @@ def best(made, model, nodes=4):
     return scale.best
 
 
+def test_a_step_that_fills_the_memory_is_planned_without_overlap():
+    """XLA's scheduler overlaps only within a limit of its own; a plan that counted on more would promise time that never comes."""
+    made = load_cluster("dgx-h100").config
+    scale = search_scale(load("models/llama-3.1-8b", ["data.batch_size=256", "data.seq_len=8192"]).config, made, CALIBRATION, 4, TOKENS)
+    full = [c for c in scale.candidates if c.memory.compiled_bytes > 0.76 * 84942979072]
+    rest = [c for c in scale.candidates if c not in full]
+    assert full and rest
+    assert {c.parts.eta for c in full} == {0.0} and {c.parts.eta for c in rest} == {0.9}
+    for candidate in full:
+        waits = sum(candidate.step.breakdown_s[link] for link in ("nvlink", "network"))
+        assert waits == pytest.approx(candidate.step.communication_s)
+
+
 # Planted optima.
 
 
