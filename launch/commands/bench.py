@@ -101,7 +101,8 @@ def _run(
     else:
         report.show(outcome, resolved)
         if (taken := made_with["neighbours"]) is not None and taken > BUSY:
-            print(f"other programs took {taken:.0%} of the cores meanwhile: figures of a busy machine")
+            print(f"other programs took {taken:.0%} of the cores meanwhile: figures of a busy machine,")
+            print("where layers that are measured one after the other may not stack")
         if path is not None:
             print(f"\nstored in {path}")
         if judgement is not None:

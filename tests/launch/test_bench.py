@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,3 +247,13 @@ def test_text_names_the_layer_and_the_file(place: Path, capsys: pytest.CaptureFi
     assert "measuring the matrix products" in shown.err
     assert list(read(Path("own/matmul.json")).series) == ["matmul"]
     shutil.rmtree("own")
+
+
+def test_comparing_and_writing_need_no_jax(tmp_path: Path) -> None:
+    calls = "c.run(['bench', 'template', 'x']); c.run(['bench', 'compare', 'a', 'b'])"
+    code = f"import sys, launch.cli as c; {calls}; sys.exit('jax' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "* **Hypothesis.** " in done.stdout
+    assert done.stderr == "ridge: error: a not found: give a stored result of ridge bench, or a directory of them\n"
