@@ -51,7 +51,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "efficiency": (0.80, "parallel efficiency"),
     "throughput_up": (0.30, "gain in throughput of the last step up in scale"),
     "worthwhile": (0.10, "gain in time worth another step up"),
-    "dear": (0.30, "cost of the fastest scale beyond that of the cheapest"),
+    "dear": (0.50, "cost of the fastest scale beyond that of the cheapest"),
     "hang": (0.01, "share of the wall time hanging"),
     "size_gap": (0.10, "parallel efficiency of the largest model above that of the smallest, at one scale"),
     "fragile_knobs": (2, "performance settings away from their defaults beyond those of the simpler run"),

@@ -168,7 +168,7 @@ PLANTED = {
         }
     },
     "faster but fragile": {"simpler": rival(0.98)},
-    "best configuration is also the dearest": {"study": analyse([Point(1, 100.0, 10.0), Point(2, 70.0, 20.0)])},
+    "best configuration is also the dearest": {"study": analyse([Point(1, 100.0, 10.0), Point(2, 80.0, 20.0)])},
     "the verdict depends on the metric": {
         "study": analyse([Point(1, 100.0, 10.0), Point(2, 54.0, 19.9), Point(4, 36.0, 36.0), Point(8, 29.0, 52.0), Point(16, 24.0, 70.0)])
     },
