@@ -8,6 +8,7 @@ import pytest
 from configs.cluster import load_cluster
 from configs.errors import UserError
 from configs.load import load
+from launch.commands.diagnose import _facts
 from perf.compare import compare
 from perf.diagnosis.expected import Expected, expect
 from perf.diagnosis.facts import Facts
@@ -324,3 +325,8 @@ def test_the_last_word_of_a_run_never_fails(tmp_path):
     assert said.startswith("diagnosis: none (UserError")
     assert said.endswith(f"ridge diagnose {tmp_path}")
     assert "\n" not in said
+
+
+def test_a_cluster_is_refused_for_several_runs(tmp_path):
+    with pytest.raises(UserError, match="--cluster is for one run"):
+        _facts((tmp_path / "a", tmp_path / "b"), "local")
