@@ -66,10 +66,10 @@ def _tensorboard(directory: Path, report: dict[str, Any], figures: dict[str, byt
     for step in report["steps"]:
         values = []
         for key in _SCALARS:
-            metric(f"step_ledger/{key}")
-            values.append(Summary.Value(tag=f"step_ledger/{key}", simple_value=step[key]))
+            metric(f"train_step_ledger/{key}")
+            values.append(Summary.Value(tag=f"train_step_ledger/{key}", simple_value=step[key]))
         writer.write_event(Event(wall_time=clock(), step=step["step"] or 0, summary=Summary(value=values)))
-    images = [Summary.Value(tag=f"step_ledger/{name}", image=_image(png)) for name, png in figures.items() if png is not None]
+    images = [Summary.Value(tag=f"train_step_ledger/{name}", image=_image(png)) for name, png in figures.items() if png is not None]
     writer.write_event(Event(wall_time=clock(), step=last, summary=Summary(value=images)))
     writer.close()
     return Path(writer._file_name)

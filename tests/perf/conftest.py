@@ -49,7 +49,16 @@ def run_dir(tmp_path_factory, toy_step, run_steps):
     directory = tmp_path_factory.mktemp("run")
     writer = build_writers(LoggingConfig(), directory, name="toy", run="r", config={"name": "toy", "trainer": {"steps": 40}})
     for step in range(1, 41):
-        writer.write(step, {"train/loss": 4.0 / step, "train/grad_norm": 1.0 + step % 5, "train_speed/tokens_per_s": 1000.0 + step})
+        writer.write(
+            step,
+            {
+                "train/accuracy": step / 80,
+                "train/loss": 4.0 / step,
+                "train/grad_norm": 1.0 + step % 5,
+                "train_speed/tokens_per_s": 1000.0 + step,
+            },
+        )
+        writer.write(step, {"train_goodput/goodput": 1 - 1 / (1 + step), "train_goodput/productive_s": float(step)})
     writer.write(40, {"eval/val/loss": 0.5, "eval/val/bits_per_byte": 1.5})
     writer.close()
     compiled, _ = toy_step

@@ -5,11 +5,16 @@ Nothing outside this machine is needed: the pages' few remote extras (web fonts,
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import jax
 import pytest
+
+from perf.trace.analysis import analyze
+from perf.trace.capture import find_capture
+from perf.trace.publish import publish
 
 pytestmark = pytest.mark.browser
 
@@ -43,6 +48,15 @@ walk(document.body, node => {
 return lengths.filter(length => length > 200).length;
 """
 )
+# Pictures that have been loaded and are shown at a size one can read.
+IMAGES = (
+    WALK
+    + """
+let count = 0;
+walk(document.body, node => { if (node.tagName === 'IMG' && node.complete && node.naturalWidth >= 500) count += 1; });
+return count;
+"""
+)
 # Distinct colours drawn on the trace viewer's canvases.
 COLOURS = (
     WALK
@@ -59,8 +73,18 @@ return colours.size;
 
 
 @pytest.fixture(scope="module")
-def tensorboard_url(run_dir):
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run_dir / "tensorboard"), "--port", "0"]
+def analysed_run(run_dir, tmp_path_factory):
+    """The run with its capture analysed: figures and the step ledger beside its own scalars."""
+    directory = tmp_path_factory.mktemp("analysed") / "run"
+    shutil.copytree(run_dir, directory)
+    (directory / "run.json").write_text("{}")
+    publish(analyze(find_capture(directory)))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tensorboard_url(analysed_run):
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(analysed_run / "tensorboard"), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             lines = []
@@ -148,6 +172,18 @@ def test_the_scalars_page_draws_every_metric(browser, tensorboard_url):
     screenshot(browser, "timeseries.png")
 
 
+def test_goodput_and_the_step_ledger_sit_beside_the_other_scalars(browser, tensorboard_url):
+    browser.get("about:blank")
+    browser.get(tensorboard_url + "?tagFilter=goodput%7Cledger#timeseries")
+    wait_for_text(browser, "/productive_s", "/goodput", "/compute_s", "steps")
+    screenshot(browser, "ledger.png")
+    browser.get("about:blank")
+    browser.get(tensorboard_url + "#images")
+    wait_for_text(browser, "train_step_ledger/breakdown", "steps")
+    wait_for_drawing(browser, IMAGES, 1)
+    screenshot(browser, "breakdown.png")
+
+
 def test_the_text_page_shows_the_config_as_a_table(browser, tensorboard_url):
     browser.get("about:blank")
     browser.get(tensorboard_url + "#text")
@@ -164,6 +200,26 @@ def op_threads(capture_dir):
     names = {line.name for line in lines if any("hlo_op" in dict(event.stats) for event in line.events)}
     assert names, "the capture holds ops"
     return sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("tool", "shown"),
+    [
+        ("HLO Op Profile", ("HLO Op Name", "Exclude Idle", "by_program")),
+        ("Memory Profile", ("show memory profile for selected device", "no memory activity data")),  # a CPU's allocator tells none
+    ],
+)
+def test_the_profile_page_opens_the_tool(browser, tensorboard_url, capture_dir, tool, shown):
+    from selenium.webdriver.common.by import By
+
+    browser.get("about:blank")
+    browser.get(tensorboard_url + "#profile")
+    browser.switch_to.frame(wait_for(browser, "iframe"))
+    wait_for_text(browser, "Sessions (1)", capture_dir.name, "Overview Page")
+    browser.find_elements(By.CSS_SELECTOR, "mat-select")[1].click()
+    wait_for_click(browser, "mat-option", tool)
+    wait_for_text(browser, *shown)
+    screenshot(browser, f"{tool.replace(' ', '')}.png")
 
 
 def test_the_profile_page_opens_the_capture_and_its_trace(browser, tensorboard_url, capture_dir):

@@ -45,11 +45,11 @@ def test_results_lie_beside_the_profile_and_in_tensorboard(run):
     assert [s["step"] for s in report["steps"]] == [7, 8]
     read = EventAccumulator(str(run / "tensorboard" / "steps")).Reload()
     scalars = {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
-    assert scalars["step_ledger/compute_s"] == [(7, pytest.approx(60e-6)), (8, pytest.approx(60e-6))]
-    assert [value for _, value in scalars["step_ledger/exposed_communication_s"]] == pytest.approx([30e-6, 30e-6])
-    assert [value for _, value in scalars["step_ledger/overlapped_communication_s"]] == pytest.approx([10e-6, 10e-6])
-    assert [value for _, value in scalars["step_ledger/idle_s"]] == pytest.approx([10e-6, 10e-6])
-    (image,) = read.Images("step_ledger/breakdown")
+    assert scalars["train_step_ledger/compute_s"] == [(7, pytest.approx(60e-6)), (8, pytest.approx(60e-6))]
+    assert [value for _, value in scalars["train_step_ledger/exposed_communication_s"]] == pytest.approx([30e-6, 30e-6])
+    assert [value for _, value in scalars["train_step_ledger/overlapped_communication_s"]] == pytest.approx([10e-6, 10e-6])
+    assert [value for _, value in scalars["train_step_ledger/idle_s"]] == pytest.approx([10e-6, 10e-6])
+    (image,) = read.Images("train_step_ledger/breakdown")
     assert (image.step, struct.unpack(">II", image.encoded_image_string[16:24])) == (8, (image.width, image.height))
 
 
