@@ -137,7 +137,7 @@ def test_nothing_is_left_behind(measured: dict[str, Any], place: Path) -> None:
 
 
 def test_a_slow_loader_shows_in_the_loop_and_not_in_the_step(measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    delay_s = 6 * statistics.median(measured["series"]["step"])
+    delay_s = 10 * statistics.median(measured["series"]["step"])
     read_rows = loaders.StepRows.__getitem__
 
     def slow(self: loaders.StepRows, step: Any) -> Any:
