@@ -27,7 +27,10 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space:
 pre { overflow-x: auto; background: var(--card); padding: .7rem; font-size: .82rem; }
 details { margin: .4rem 0; } summary { cursor: pointer; }
 @media print {
+  html { font-size: 11px; }
   body { max-width: none; padding: 0; font-size: 11px; }
-  details { display: none; } h2 { break-after: avoid; } .card, svg { break-inside: avoid; }
+  .wide { overflow: visible; } .wide svg { max-width: 100%; } th, td { overflow-wrap: anywhere; white-space: normal; padding-right: .5rem; }
+  .charts { grid-template-columns: 1fr 1fr; }
+  details { display: none; } h2, h3 { break-after: avoid; } .card, svg, tr { break-inside: avoid; }
 }
 """

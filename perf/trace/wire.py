@@ -11,21 +11,20 @@ The schema is XSpace of openxla/xla, xla/tsl/profiler/protobuf/xplane.proto.
 from __future__ import annotations
 
 import mmap
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from configs.errors import UserError
+from perf.trace.protobuf import Buffer, Damaged, Value, decode_stat, decode_text, fields, map_entry, varint, varints
 
 BATCH_BYTES = 8 << 20
 MISSING = -1
 """Value of a statistic an event does not have."""
 
-Buffer = bytes | mmap.mmap
-Value = int | float | str
+__all__ = ["MISSING", "Damaged", "Line", "Plane", "Space", "parse_space", "read_space"]
 
 
 @dataclass
@@ -64,10 +63,6 @@ class Space:
     hostnames: list[str]
 
 
-class Damaged(ValueError):
-    """Not a whole XSpace message."""
-
-
 def read_space(path: Path, wanted: frozenset[str], drop: Callable[[str], bool]) -> Space:
     """Read a profile.
 
@@ -96,11 +91,11 @@ def parse_space(data: Buffer, wanted: frozenset[str], drop: Callable[[str], bool
     space = Space(0, [], [], [])
     strings = _Strings(space.strings)
     pending: list[tuple[Line, int]] = []
-    for number, _, start, end in _fields(data, 0, len(data)):
+    for number, _, start, end in fields(data, 0, len(data)):
         if number == 1:
             space.planes.append(_plane(data, start, end, wanted, drop, strings, pending))
         elif number == 4:
-            space.hostnames.append(_text(data, start, end))
+            space.hostnames.append(decode_text(data, start, end))
         elif number not in (2, 3):
             raise Damaged(f"unknown field {number}")
     if not space.planes:
@@ -149,21 +144,21 @@ def _plane(
     events: dict[int, str] = {}
     stats: dict[int, str] = {}
     own: list[bytes] = []
-    for number, _, begin, stop in _fields(data, start, end):
+    for number, _, begin, stop in fields(data, start, end):
         if number == 2:
-            plane.name = _text(data, begin, stop)
+            plane.name = decode_text(data, begin, stop)
         elif number == 3:
             lines.append((begin, stop))
         elif number == 4:
-            key, name = _map_entry(data, begin, stop)
+            key, name = map_entry(data, begin, stop)
             events[key] = name
         elif number == 5:
-            key, name = _map_entry(data, begin, stop)
+            key, name = map_entry(data, begin, stop)
             stats[key] = name
         elif number == 6:
             own.append(bytes(data[begin:stop]))
     for raw in own:
-        key, value = _stat(raw, stats)
+        key, value = decode_stat(raw, stats)
         plane.stats[stats.get(key, str(key))] = value
     reader = _Events(events, stats, wanted, drop, strings)
     for begin, stop in lines:
@@ -183,20 +178,20 @@ def _line(data: Buffer, start: int, end: int, reader: _Events) -> tuple[Line, in
             raw = bytes(data[position : min(end, position + BATCH_BYTES)])
             starts, stops = _messages(raw)
             if not starts:  # one event longer than a batch, or cut off
-                length, begin = _varint(data, position + 1)
+                length, begin = varint(data, position + 1)
                 if begin + length > end:
                     raise Damaged("it is cut off inside an event")
                 raw, starts, stops = bytes(data[position : begin + length]), [begin - position], [begin + length - position]
             parts.append(reader.read(raw, starts, stops))
             position += stops[-1]
             continue
-        number, _, begin, stop = next(_fields(data, position, end))
+        number, _, begin, stop = next(fields(data, position, end))
         if number == 2:
-            name = _text(data, begin, stop)
+            name = decode_text(data, begin, stop)
         elif number == 3:
-            base_ns, _ = _varint(data, begin)
+            base_ns, _ = varint(data, begin)
         elif number == 11 and not name:
-            name = _text(data, begin, stop)
+            name = decode_text(data, begin, stop)
         position = stop
     return _joined(name, parts, reader.wanted), base_ns
 
@@ -210,7 +205,7 @@ def _messages(raw: bytes) -> tuple[list[int], list[int]]:
         length, begin = raw[position + 1], position + 2
         if length > 127:
             try:
-                length, begin = _varint(raw, position + 1)
+                length, begin = varint(raw, position + 1)
             except Damaged:
                 break
         position = begin + length
@@ -259,11 +254,11 @@ class _Events:
         rows = np.arange(len(begin))
         rows, position = rows[end > begin], begin[end > begin]
         while len(rows):
-            tag, position = _varints(data, position)
+            tag, position = varints(data, position)
             wire, number = tag & 7, tag >> 3
             if not np.isin(wire, (0, 1, 2, 5)).all():
                 raise Damaged("it holds an event that cannot be parsed")
-            value, after = _varints(data, position)
+            value, after = varints(data, position)
             after = np.where(wire == 1, position + 8, np.where(wire == 5, position + 4, after))
             after = np.where(wire == 2, after + np.clip(value, 0, len(data)), after)
             if (after > end[rows]).any():
@@ -288,14 +283,14 @@ class _Events:
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return for each wanted statistic the rows that have it and its values. Messages are at `start` to `stop`."""
         usual = (stop > start) & (data[start] == _STAT_KEY)
-        key, after = _varints(data, np.where(usual, start + 1, start))
+        key, after = varints(data, np.where(usual, start + 1, start))
         found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for name, wanted in self._slots.items():
             here = np.flatnonzero(usual & (key == wanted))
             if not len(here):
                 continue
             kind = data[after[here]]
-            value, end = _varints(data, after[here] + 1)
+            value, end = varints(data, after[here] + 1)
             value = np.where(kind == _REFERENCE, _mapped(np.where(kind == _REFERENCE, value, 0), self._reference), value)
             odd = (end != stop[here]) | ~np.isin(kind, (_REFERENCE, _UNSIGNED, _SIGNED))
             for index in np.flatnonzero(odd).tolist():
@@ -303,7 +298,7 @@ class _Events:
                 value[index] = self._value(raw[start[at] : stop[at]])
             found[name] = (rows[here], value)
         for at in np.flatnonzero(~usual).tolist():  # fields in another order: allowed, and written by nobody
-            stat_key, _ = _stat(raw[start[at] : stop[at]], self._stats)
+            stat_key, _ = decode_stat(raw[start[at] : stop[at]], self._stats)
             name = self._stats.get(stat_key, "")
             if name in self.wanted:
                 more = found.get(name, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
@@ -323,7 +318,7 @@ class _Events:
 
     def _value(self, stat: bytes) -> int:
         """Decode one statistic: texts become indices of strings, hashes keep their bits."""
-        _, value = _stat(stat, self._stats)
+        _, value = decode_stat(stat, self._stats)
         number = self._strings(value) if isinstance(value, str) else int(value)
         return (number + 2**63) % 2**64 - 2**63
 
@@ -331,24 +326,6 @@ class _Events:
 _LONGEST_VARINT = 10
 _STAT_KEY, _UNSIGNED, _SIGNED, _REFERENCE = 0x08, 0x18, 0x20, 0x38
 """Tags of XStat: metadata_id, uint64_value, int64_value, ref_value."""
-
-
-def _varints(data: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Read a varint at each position: values int64 [n] and the positions after them."""
-    byte = data[np.minimum(position, len(data) - 1)]
-    value = (byte & 127).astype(np.uint64)
-    after = position + 1
-    rows = np.flatnonzero(byte > 127)
-    shift = 7
-    while len(rows):
-        if shift > 63:
-            break  # ten bytes say no more than 64 bits; a longer one ends beyond its message, which is noticed there
-        byte = data[np.minimum(after[rows], len(data) - 1)]
-        value[rows] |= (byte & 127).astype(np.uint64) << np.uint64(shift)
-        after[rows] += 1
-        rows = rows[byte > 127]
-        shift += 7
-    return value.view(np.int64), after
 
 
 def _mapped(values: np.ndarray, function: Callable[[int], int]) -> np.ndarray:
@@ -384,79 +361,3 @@ _NONE = np.zeros(0, np.int64)
 def _fits(values: np.ndarray) -> bool:
     """Whether 32 bits hold all values; most are indices, and large traces have many."""
     return bool(values.min() >= -(2**31) and values.max() < 2**31)
-
-
-def _fields(data: Buffer, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (field number, start of the tag, start of the value, end of the value) of the fields of a message."""
-    position = start
-    while position < end:
-        tag, begin = _varint(data, position)
-        wire = tag & 7
-        if wire == 2:
-            length, begin = _varint(data, begin)
-            stop = begin + length
-        elif wire == 0:
-            _, stop = _varint(data, begin)
-        elif wire in (1, 5):
-            stop = begin + (8 if wire == 1 else 4)
-        else:
-            raise Damaged(f"unknown wire type {wire}")
-        if stop > end or not tag >> 3:
-            raise Damaged("it is cut off")
-        yield tag >> 3, position, begin, stop
-        position = stop
-
-
-def _varint(data: Buffer, position: int) -> tuple[int, int]:
-    """Return a varint and the position after it."""
-    value = shift = 0
-    try:
-        while True:
-            byte = data[position]
-            position += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value, position
-            shift += 7
-            if shift > 63:
-                raise Damaged("a number is too long")
-    except IndexError:
-        raise Damaged("it is cut off") from None
-
-
-def _text(data: Buffer, start: int, end: int) -> str:
-    return bytes(data[start:end]).decode(errors="replace")
-
-
-def _map_entry(data: Buffer, start: int, end: int) -> tuple[int, str]:
-    """Read an entry of the event or statistic metadata: key, and the name in the value."""
-    key, name = 0, ""
-    for number, _, begin, stop in _fields(data, start, end):
-        if number == 1:
-            key, _ = _varint(data, begin)
-        elif number == 2:
-            for inner, _, first, last in _fields(data, begin, stop):
-                if inner == 2:
-                    name = _text(data, first, last)
-                elif inner == 1 and not key:
-                    key, _ = _varint(data, first)
-    return key, name
-
-
-def _stat(stat: bytes, names: dict[int, str]) -> tuple[int, Value]:
-    """Decode an XStat: key and value; a reference becomes the text it refers to."""
-    key, value = 0, 0  # type: tuple[int, Value]
-    for number, _, begin, stop in _fields(stat, 0, len(stat)):
-        if number == 1:
-            key, _ = _varint(stat, begin)
-        elif number == 2:
-            value = float(struct.unpack("<d", stat[begin:stop])[0])
-        elif number in (3, 4):
-            value, _ = _varint(stat, begin)
-            if number == 4 and value >= 2**63:
-                value -= 2**64
-        elif number in (5, 6):
-            value = _text(stat, begin, stop)
-        elif number == 7:
-            value = names.get(_varint(stat, begin)[0], "")
-    return key, value

@@ -240,7 +240,10 @@ def test_the_page_fits_its_window_and_follows_the_scheme(browser, profiled_run, 
         light = [sum(int(part) for part in re.findall(r"\d+", colour)[:3]) for colour in (paper, ink)]
         assert (light[0] > 700 and light[1] < 150) if scheme == "light" else (light[0] < 150 and light[1] > 600)
         assert browser.execute_script("return document.querySelectorAll('svg polyline').length") >= 8
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": []})
+        beyond = "return [...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+        assert width < 700 or browser.execute_script(beyond) == 0  # paper does not scroll
         assert browser.get_log("browser") == []
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
