@@ -13,7 +13,7 @@ ARGS   ?=
 # What a new Python or JAX has broken or may break first, in about two minutes: settings, data, checkpoints, a run and its evaluation,
 # gradients on a mesh, what XLA makes of the step, traces, the terminal. `make test-newest NEWEST_TESTS=tests` runs all.
 NEWEST_VENV  := .venv-newest
-NEWEST_TESTS := tests/configs tests/planner tests/perf --ignore tests/planner/test_collectives_gpu.py --ignore tests/planner/test_memory_live.py \
+NEWEST_TESTS := tests/configs tests/planner tests/perf --ignore tests/planner/test_collectives_gpu.py --ignore tests/planner/test_memory_live.py --ignore tests/perf/test_diagnosis_runs.py \
   $(addprefix tests/sharding/test_,mesh.py rules.py partition.py collective_budget.py) \
   tests/sharding/test_equality.py::test_other_rules_equal_one_device \
   $(addprefix tests/models/test_,loss.py remat.py convert.py) \
