@@ -1,0 +1,92 @@
+"""Real runs with one planted fault each (tests/perf/injections.py): the right rule comes first, and healthy controls accuse nobody."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perf.diagnosis.finding import THRESHOLDS
+from perf.diagnosis.rules import CATALOGUE, RULES, rules_table
+from perf.events import event_file, read_events
+from tests.perf.injections import BROKEN, CASES, COMPUTING, PAIRS, WAITING, Bench, Case
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("diagnosis_runs"), pytest.mark.timeout(2400)]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """All runs, made once."""
+    made = Bench(tmp_path_factory.mktemp("injections"))
+    made.prepare()
+    made.run()
+    return made
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.rule is not None], ids=lambda case: case.rule)
+def test_the_planted_fault_of_a_real_run_is_named_first(bench: Bench, case: Case) -> None:
+    findings = bench.diagnose(case)
+    assert [finding["rule"] for finding in findings][:1] == [case.rule], findings
+    assert all(findings[0][key] for key in ("confidence", "lens", "pattern", "evidence", "measure_next", "action", "next_bottleneck"))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.rule is None], ids=lambda case: case.planted)
+def test_a_healthy_run_accuses_nobody(bench: Bench, case: Case) -> None:
+    assert bench.diagnose(case) == []
+
+
+def test_every_rule_has_an_injection_and_every_run_a_case() -> None:
+    assert {case.rule for case in CASES} - {None} == {row.name for row in CATALOGUE}
+    assert len(RULES) == len(CATALOGUE)
+    runs = [run.name for group in (COMPUTING, WAITING, PAIRS, BROKEN) for run in group]
+    assert set(runs) == {run for case in CASES for run in case.runs}
+    assert len(set(runs)) == len(runs)
+
+
+def test_a_run_ends_with_a_line_of_its_diagnosis(bench: Bench) -> None:
+    said = [line for log in bench.directory.glob("*.log") for line in log.read_text().splitlines() if line.startswith("diagnosis: ")]
+    word = {name: next(line for line in said if line.endswith(f"/{name}")) for name in ("healthy", "padded", "pair", "killed")}
+    assert "nothing worth changing" in word["healthy"]
+    assert "padding waste (gain at most" in word["padded"]
+    assert "steps lost to failures" in word["killed"]
+    assert word["pair"].endswith(f"ridge diagnose {bench.directory / 'runs' / 'pair'}")
+
+
+def test_the_terms_of_the_plan_stand_beside_the_measured_ones(bench: Bench) -> None:
+    run, cluster = bench.directory / "runs" / "talkative", bench.directory / "fast-links.yaml"
+    command = [sys.executable, "-m", "launch", "diagnose", str(run), "--cluster", str(cluster), "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    terms = {term["name"]: term for term in found["predicted"]}
+    assert {"step", "compute", "exposed communication", "copies and idle", "data wait", "memory: step"} <= set(terms)
+    assert all(term["explanation"] for term in terms.values())
+    assert terms["step"]["planned"] == pytest.approx(
+        sum(terms[name]["planned"] for name in ("compute", "exposed communication", "copies and idle", "data wait"))
+    )
+    worst = found["largest_disagreement"]
+    assert worst["name"] in {"compute", "exposed communication", "copies and idle"}
+    exchanged = terms["bus bandwidth: all-gather over fsdp"]
+    assert exchanged["planned"] > 10 * exchanged["measured"]
+
+
+def test_recompilations_are_compile_time_of_the_ledger_with_what_changed(bench: Bench) -> None:
+    (case,) = (case for case in CASES if case.rule == "recompilation in steady state")
+    (finding, *_) = bench.diagnose(case)
+    assert any("[119]" in line for line in finding["evidence"])
+    events = read_events(event_file(bench.directory / "runs" / "drifting", 0))
+    assert sum(event.kind == "phase_total" and event.fields["phase"] == "compile" for event in events) >= 18
+
+
+def test_thresholds_of_the_catalogue_are_those_rules_use() -> None:
+    assert {name for row in CATALOGUE for name in row.thresholds} == set(THRESHOLDS)
+
+
+def test_the_page_on_the_diagnosis_holds_the_rules_and_every_case() -> None:
+    text = (ROOT / "docs" / "DIAGNOSIS.md").read_text()
+    assert rules_table() in text
+    rows = [row.split(" | ") for row in text.split("## Injections")[1].splitlines() if row.startswith("| ") and " | " in row][1:]
+    assert [(row[0].removeprefix("| "), row[1]) for row in rows] == [(case.planted, case.rule or "nothing") for case in CASES]
+    assert all(row[3] == "right |" for row in rows)
