@@ -153,6 +153,11 @@ class EventLog:
             end_s = self._monotonic()
             self._write("phase_end", end_s, {**where, "duration_s": end_s - start_s, **outcome, **results})
 
+    @property
+    def depth(self) -> int:
+        """How many phases are open on this thread."""
+        return len(self._stack.__dict__.get("ids", ()))
+
     def total(self, name: str, duration_s: float, count: int = 1, *, ago_s: float = 0.0, **fields: Any) -> None:
         """Record `count` stretches of a phase, `duration_s` in all, that ended by now, or `ago_s` ago (in the enclosing phase, if any)."""
         assert name in PHASES, f"'{name}' is not a phase; phases are {PHASES}"

@@ -97,8 +97,8 @@ def recompilations(events: Sequence[Event], process: int) -> list[Recompilation]
 class CompilerWatch:
     """Notices compilations of this process between `start` and `close`.
 
-    Operations of JAX itself (an `x[:n]` outside of any jit) are compiled for each shape, a few times in any run, when it saves for example:
-    they count from the EAGER-th compilation of the same one on.
+    Operations of JAX itself (an `x[:n]` outside of any jit) are compiled for each shape, a few times in any run: they count from the
+    EAGER-th compilation of the same one on, and only between steps on the thread that trains. A save slices every parameter, each shape once.
 
     Args:
       events: where they are recorded.
@@ -112,6 +112,7 @@ class CompilerWatch:
         self._compiled, self._own = Counter[str](), set[str]()
         self._local = threading.local()
         self._filter = _Explanations(self._explain)
+        self._thread = self._depth = 0
         self._was_explaining = False
         self._running = False
 
@@ -120,6 +121,7 @@ class CompilerWatch:
         import jax
 
         self._running = True
+        self._thread, self._depth = threading.get_ident(), self.events.depth
         self._was_explaining = bool(getattr(jax.config, "jax_explain_cache_misses"))  # noqa: B009 (jax defines it at run time)
         jax.config.update("jax_explain_cache_misses", True)
         for name in _EXPLAINERS:
@@ -165,9 +167,11 @@ class CompilerWatch:
         explained.clear()  # what a nested function was traced for is compiled with the outer one
         if getattr(self._local, "quiet", False):
             return
-        self._compiled[program] += 1
         if known:
             self._own.add(program)
+        if program not in self._own and (threading.get_ident() != self._thread or self.events.depth > self._depth + 1):
+            return
+        self._compiled[program] += 1
         if program not in self._own and self._compiled[program] < EAGER:
             return
         self.events.total("compile", duration_secs, program=program)

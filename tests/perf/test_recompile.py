@@ -1,6 +1,7 @@
 """Compilations during training: heard of, told from first ones, and the argument that changed named."""
 
 import logging
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,16 @@ def test_operations_of_jax_itself_count_once_they_keep_coming(watch, tmp_path):
     assert len(arrays) > EAGER
     assert {r.program for r in found(tmp_path)} == {"broadcast_in_dim"}
     assert len(found(tmp_path)) == len(arrays) - EAGER + 1
+
+
+def test_what_a_save_slices_is_no_recompilation(watch, tmp_path):
+    with watch.events.phase("train"), watch.events.phase("save"):
+        for n in range(200, 202 + EAGER):
+            jnp.ones(n)
+    thread = threading.Thread(target=lambda: [jnp.ones(n) for n in range(300, 302 + EAGER)])
+    thread.start()
+    thread.join()
+    assert found(tmp_path) == []
 
 
 def test_nothing_is_heard_after_the_end_and_jax_is_as_it_was(watch, tmp_path):
