@@ -98,7 +98,7 @@ class CompilerWatch:
     """Notices compilations of this process between `start` and `close`.
 
     Operations of JAX itself (an `x[:n]` outside of any jit) are compiled for each shape, a few times in any run: they count from the
-    EAGER-th compilation of the same one on, and only between steps on the thread that trains. A save slices every parameter, each shape once.
+    EAGER-th compilation of the same one on, and only between steps on the thread that trains: a save slices parameters of every shape.
 
     Args:
       events: where they are recorded.
