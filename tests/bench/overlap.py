@@ -93,9 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--devices", nargs="*", type=int, default=[64, 512, 4096])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
-    print(
-        f"{'model':6}{'GPUs':>6}  {'layout':34}{'remat':>16}{'bytes hidden':>13}{'waits ms':>10}{'of step':>9}{'per layer':>10}{'least':>6}{'GB':>6}{'compile s':>10}"
-    )
+    figures = f"{'bytes hidden':>13}{'waits ms':>10}{'of step':>9}{'per layer':>10}{'least':>6}{'GB':>6}{'compile s':>10}"
+    print(f"{'model':6}{'GPUs':>6}  {'layout':34}{'remat':>16}{figures}")
     rows = []
     for model in args.models:
         for devices in args.devices:
