@@ -9,11 +9,12 @@ JOBS   ?= 2
 CORPUS := data/quickstart
 # Overrides for the quickstart run, e.g. `make quickstart ARGS="trainer.steps=100"`.
 ARGS   ?=
+INJECTIONS := tests/perf/test_diagnosis_runs.py
 
 # What a new Python or JAX has broken or may break first, in about two minutes: settings, data, checkpoints, a run and its evaluation,
 # gradients on a mesh, what XLA makes of the step, traces, the terminal. `make test-newest NEWEST_TESTS=tests` runs all.
 NEWEST_VENV  := .venv-newest
-NEWEST_TESTS := tests/configs tests/planner tests/perf --ignore tests/planner/test_collectives_gpu.py --ignore tests/planner/test_memory_live.py --ignore tests/perf/test_diagnosis_runs.py \
+NEWEST_TESTS := tests/configs tests/planner tests/perf --ignore tests/planner/test_collectives_gpu.py --ignore tests/planner/test_memory_live.py --ignore $(INJECTIONS) \
   $(addprefix tests/sharding/test_,mesh.py rules.py partition.py collective_budget.py) \
   tests/sharding/test_equality.py::test_other_rules_equal_one_device \
   $(addprefix tests/models/test_,loss.py remat.py convert.py) \
@@ -24,7 +25,7 @@ NEWEST_TESTS := tests/configs tests/planner tests/perf --ignore tests/planner/te
   $(addprefix tests/launch/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: test-again test-slurm-again help quickstart test test-slurm test-newest lint format types check-layers bench clean install run-newest
+.PHONY: test-again test-slurm-again test-injections-again help quickstart test test-injections test-slurm test-newest lint format types check-layers bench clean install run-newest
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -49,7 +50,10 @@ quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the test suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/slurm tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/slurm --ignore $(INJECTIONS) tests
+
+test-injections: $(VENV)/.installed-dev  ## every rule of the diagnosis on a real run with its fault planted, alone on the machine
+	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
 
 test-slurm: $(VENV)/.installed-dev  ## the tests that run on a real Slurm: four nodes on this machine
 	@sh scripts/install_slurm.sh
@@ -66,8 +70,11 @@ test-newest:  ## a quick part of the suite on the newest Python found, with the 
 	fi
 
 # What failed last, alone and one after another: real processes, browsers and clusters on a busy machine sometimes miss a deadline.
-test-again test-slurm-again: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:xdist --last-failed --last-failed-no-failures none $(if $(findstring slurm,$@),,--ignore tests/slurm) tests$(if $(findstring slurm,$@),/slurm)
+test-again: AGAIN := --ignore tests/slurm --ignore $(INJECTIONS) tests
+test-slurm-again: AGAIN := tests/slurm
+test-injections-again: AGAIN := $(INJECTIONS)
+test-again test-slurm-again test-injections-again: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:xdist --last-failed --last-failed-no-failures none $(AGAIN)
 
 run-newest: $(VENV)/.installed-newest
 	$(BIN)/python -c 'from importlib.metadata import version as v; print("jax", v("jax"), "flax", v("flax"), "numpy", v("numpy"))'

@@ -1,4 +1,7 @@
-"""Real runs with one planted fault each (tests/perf/injections.py): the right rule comes first, and healthy controls accuse nobody."""
+"""Real runs with one planted fault each (tests/perf/injections.py): the right rule comes first, and healthy controls accuse nobody.
+
+What they show is time, so they have the machine to themselves: `make test-injections`, not `make test`.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,28 @@ from perf.events import event_file, read_events
 from tests.perf.injections import BROKEN, CASES, COMPUTING, PAIRS, WAITING, Bench, Case
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("diagnosis_runs"), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+LOOKED_AT = {
+    "test_a_run_ends_with_a_line_of_its_diagnosis": ("healthy", "padded", "pair", "killed"),
+    "test_the_terms_of_the_plan_stand_beside_the_measured_ones": ("talkative",),
+    "test_recompilations_are_compile_time_of_the_ledger_with_what_changed": ("drifting",),
+}
+"""Runs of the tests that are not about a case."""
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """All runs, made once."""
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """The runs that the selected tests look at, made once."""
     made = Bench(tmp_path_factory.mktemp("injections"))
     made.prepare()
-    made.run()
+    names: set[str] = set()
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+            names |= set(case.runs if isinstance(case, Case) else LOOKED_AT.get(item.name, ()))
+    made.run(names)
     return made
 
 
