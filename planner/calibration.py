@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -220,8 +221,8 @@ class Calibration:
         chosen = [curve for curve in curves if curve.device == device] or [curve for curve in curves if curve.device is None]
         if not chosen:
             return None
-        points = chosen[-1].shares(peak_bytes_per_s)
-        size, share = min(points)
+        points = _never_quicker(chosen[-1].shares(peak_bytes_per_s))
+        size, share = points[0]
         if size > 1:  # a message smaller than the smallest measured takes as long as that one
             points = [(1.0, share / size), *points]
         return Curve.through(points)
@@ -270,6 +271,17 @@ def _over(under: CalibrationFile, own: CalibrationFile) -> CalibrationFile:
         links=[curve for curve in under.links if (curve.kind, curve.in_switch) not in kinds] + own.links,
         host=own.host if own.host != HostPoint() else under.host,
     )
+
+
+def _never_quicker(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return (size, share of the peak) by rising size such that no message takes longer than a larger one.
+
+    Measured points may say so, by rounding or where a library changes its protocol: the smaller message then gets the larger one's time.
+    """
+    kept: list[tuple[float, float]] = []
+    for size, share in sorted(points, reverse=True):
+        kept.append((size, max(share, kept[-1][1] * size / kept[-1][0]) if kept else share))
+    return kept[::-1]
 
 
 def _exactly_one(point: Point, rate: str) -> Point:

@@ -30,6 +30,7 @@ from perf.hlo import parse
 from sharding.mesh import build_mesh
 from trainer.traffic import expected
 
+pytestmark = pytest.mark.xdist_group("bench")  # the layers are measured once
 ROOT = Path(__file__).parents[2]
 LAYERS = ["matmul", "memory", "collectives", "step", "loader", "loop", "save", "save_write", "restore", "checkpoint"]
 CONFIG = """

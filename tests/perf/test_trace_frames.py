@@ -29,18 +29,28 @@ def test_the_line_of_a_frame_is_that_outside_of_libraries():
 def test_a_sampler_tells_where_its_thread_was():
     sampler, released = Sampler(period_s=1e-4), threading.Event()
     sampler.start()
-    threading.Thread(target=lambda: (_until(sampler), released.set())).start()
-    released.wait(60)
-    here = f"{__file__}:{sys._getframe().f_lineno - 1}"
+    threading.Thread(target=lambda: (_until_most(sampler, HERE), released.set())).start()
+    _wait(released)
     stretches = sampler.stop()
-    assert Frames(stretches).most_often(0, 2**63) == here
+    assert Frames(stretches).most_often(0, 2**63) == HERE
     assert all(begin <= end for begin, end, _ in stretches)
     assert Sampler().stop() == []
 
 
-def _until(sampler, samples=20):
-    while not sampler._found or sampler._found[-1][1] - sampler._found[-1][0] < samples * 1e5:
-        pass
+def _wait(released):
+    assert released.wait(60), "the samples never showed the line that waits"
+
+
+HERE = f"{__file__}:{_wait.__code__.co_firstlineno + 1}"
+
+
+def _until_most(sampler, line):
+    """Return once the last stretch is at this line and longer than all others together."""
+    while True:
+        found = list(sampler._found)
+        lengths = [end - begin + 1 for begin, end, _ in found]
+        if found and found[-1][2] == line and lengths[-1] > sum(lengths[:-1]):
+            return
 
 
 def test_the_line_with_most_time_between_two_moments_counts():

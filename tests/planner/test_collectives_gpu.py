@@ -45,7 +45,7 @@ def compiled(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.xdist_group(f"gpu-steps-{name}")) for name in SHAPES])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, layout):
     asked, result = compiled(family)[layout]

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from configs.cluster import load_cluster
@@ -85,6 +85,7 @@ def test_hierarchical_is_never_slower_than_a_ring_over_its_slowest_level(op, siz
 
 
 @given(st.sampled_from(OPS), st.floats(1, 1e12), st.integers(2, 4096), st.sampled_from([1, 8, 64]))
+@example("all-reduce", 21167.0, 3, 8)
 def test_more_bytes_never_take_less_time_on_calibrated_links(op, size, devices, stride):
     fabric = Fabric.from_cluster(load_cluster("dgx-h100").config, load_calibration(), num_devices=devices * stride)
     group = fabric.group(stride, devices)

@@ -16,6 +16,7 @@ from trainer import aot
 from trainer.aot import Compiled, Request, compile_ahead, compile_many
 from trainer.gpu_target import compute_capability, target_config
 
+pytestmark = pytest.mark.xdist_group("aot")  # the steps are compiled once
 GPUS = [device.name for device in catalogue() if device.name != "cpu"]
 FSDP8 = ("mesh.fsdp=8", "compute.attention.backend=auto")
 
