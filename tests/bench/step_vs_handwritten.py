@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -117,6 +118,22 @@ def measure(config: Config, names: list[str], steps: int) -> dict[str, dict[str,
     }
 
 
+def shape_config(shape: str, dtype: str, settings: Sequence[str]) -> Config:
+    """Return the config of a shape with AdamW at a constant rate; settings as in `compute.loss_chunk=512`."""
+    model, data = SHAPES[shape]
+    config = Config(
+        model=ModelConfig(**model),
+        precision=PrecisionConfig(compute=dtype),
+        data=DataConfig(**data),
+        optimizer=OptimizerConfig(kind="adamw"),
+        schedule=ScheduleConfig(kind="constant"),
+    )
+    for setting in settings:
+        keys, _, text = setting.partition("=")
+        config = _with(config, keys.split("."), yaml.safe_load(text))
+    return config
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print a table and one JSON line; 1 when ours is slower than the hand-written scan or the losses differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -126,17 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--against", nargs="*", default=["scan", "unrolled"], help="scan; scan, remat; unrolled")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of ours, as in `compute.loss_chunk=512`")
     args = parser.parse_args(arguments)
-    model, data = SHAPES[args.shape]
-    config = Config(
-        model=ModelConfig(**model),
-        precision=PrecisionConfig(compute=args.dtype),
-        data=DataConfig(**data),
-        optimizer=OptimizerConfig(kind="adamw"),
-        schedule=ScheduleConfig(kind="constant"),
-    )
-    for setting in args.set:
-        keys, _, text = setting.partition("=")
-        config = _with(config, keys.split("."), yaml.safe_load(text))
+    config, data = shape_config(args.shape, args.dtype, args.set), SHAPES[args.shape][1]
     results = measure(config, args.against, args.steps)
     ours = results["ours"]
     tolerance = 1e-3 if args.dtype == "float32" else 2e-2

@@ -19,11 +19,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import torch
-import yaml
 from gpu_torch import build
-from step_vs_handwritten import SHAPES, WARMUP, _with, batches, contenders
+from step_vs_handwritten import SHAPES, WARMUP, batches, contenders, shape_config
 
-from configs.schema import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from configs.schema import Config
 
 
 def torch_step(config: Config, dtype: str, compiled: bool) -> Callable[[Any], float]:
@@ -55,17 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of ours, as in `compute.loss_chunk=512`")
     args = parser.parse_args(arguments)
-    model, data = SHAPES[args.shape]
-    config = Config(
-        model=ModelConfig(**model),
-        precision=PrecisionConfig(compute=args.dtype),
-        data=DataConfig(**data),
-        optimizer=OptimizerConfig(kind="adamw"),
-        schedule=ScheduleConfig(kind="constant"),
-    )
-    for setting in args.set:
-        keys, _, text = setting.partition("=")
-        config = _with(config, keys.split("."), yaml.safe_load(text))
+    config = shape_config(args.shape, args.dtype, args.set)
     torch.manual_seed(0)
     theirs = torch_step(config, args.dtype, args.compile)
     state, ours = contenders(config, [])["ours"]

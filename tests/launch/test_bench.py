@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from perf.hlo import parse
 from sharding.mesh import build_mesh
 from trainer.traffic import expected
 
-pytestmark = pytest.mark.xdist_group("bench")  # the layers are measured once
+pytestmark = [pytest.mark.xdist_group("bench"), pytest.mark.usefixtures("compiled_once")]  # layers are measured once
 ROOT = Path(__file__).parents[2]
 LAYERS = ["matmul", "memory", "collectives", "step", "loader", "loop", "save", "save_write", "restore", "checkpoint"]
 CONFIG = """
@@ -43,18 +42,6 @@ data: {train: [{path: corpus}], seq_len: 64, batch_size: 8, threads: 1, prefetch
 trainer: {steps: 100000, log_every: 2}
 checkpoint: {every: 50000}
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_each_program_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The runs here share their programs: the persistent cache compiles each once."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("cache")), 0.0, 0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")

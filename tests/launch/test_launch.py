@@ -186,3 +186,18 @@ def test_gpus_are_shared_evenly() -> None:
     assert VISIBLE not in local.environments(2, {}, None)[0]
     with pytest.raises(ValueError, match="4 GPUs do not divide over 3 processes"):
         local.environments(3, {}, 4)
+
+
+def test_a_second_start_finds_every_program_in_the_cache(config: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+
+    def start(name: str) -> set[str]:
+        process = ridge("train", config, f"runtime.compilation_cache={cache}", f"run_dir={tmp_path / name}")
+        output = process.communicate(timeout=240)[0]
+        assert process.returncode == 0, output
+        return {file.name for file in cache.iterdir() if not file.name.endswith("-atime")}
+
+    first = start("first")
+    assert {"jit_train_step", "jit_param_norm"} <= {name.partition("-")[0] for name in first}, "programs that compile in no time too"
+    assert start("second") == first

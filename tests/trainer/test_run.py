@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,7 @@ from trainer.run import train
 
 ROOT = Path(__file__).parents[2]
 LENGTH, ROWS, STEPS = 32, 8, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_each_program_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Most runs here share their step: the persistent cache compiles it once."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("cache")), 0.0, 0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+pytestmark = pytest.mark.usefixtures("compiled_once")  # most runs here share their step
 
 
 @pytest.fixture(scope="module")

@@ -91,6 +91,28 @@ def test_accumulation_gives_the_same_update_as_the_whole_batch(accumulation: int
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+def test_a_microbatch_waits_for_the_gradients_of_the_one_before() -> None:
+    """XLA on GPUs unrolls the loop, and would bring up the next activations before the last ones have gone."""
+
+    def barriers(accumulation: int) -> list[Any]:
+        trainer = Trainer(make_config(trainer={"accumulation": accumulation}))
+        jaxpr = trainer.step.trace(trainer.state, make_batch()).jaxpr
+        return [e for e in _equations(jaxpr.jaxpr) if e.primitive.name == "optimization_barrier"]
+
+    assert barriers(1) == []
+    (barrier,) = barriers(4)
+    shapes = [value.aval.shape for value in barrier.invars]
+    assert shapes[:-1] == [(ROWS // 4, LENGTH)] * 5, "the whole microbatch"
+    assert len(shapes[-1]) >= 2, "and a gradient of the blocks"
+
+
+def _equations(jaxpr: Any) -> Any:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
 def test_the_loss_is_the_mean_over_counted_targets_only() -> None:
     trainer = Trainer(make_config())
     batch = make_batch()
