@@ -83,6 +83,18 @@ def _precision(config: Config) -> Iterator[Problem]:
     for key in ("params", "compute", "gradients", "moments"):
         if getattr(config.precision, key) == "float16":
             yield Problem((f"precision.{key}",), "float16 needs loss scaling, which is not offered: use bfloat16 or float32")
+    if config.precision.moments == "int8" and config.optimizer.kind != "adamw":
+        yield Problem(("precision.moments", "optimizer.kind"), f"int8 moments are Adam's: optimizer.kind={config.optimizer.kind} has none")
+    if config.precision.stochastic_rounding and config.precision.params != "bfloat16":
+        yield Problem(
+            ("precision.stochastic_rounding", "precision.params"),
+            f"only bfloat16 parameters are rounded: set precision.params=bfloat16 (it is {config.precision.params})",
+        )
+    if config.precision.matmul == "fp8" and config.precision.compute != "bfloat16":
+        yield Problem(
+            ("precision.matmul", "precision.compute"),
+            f"fp8 products give bfloat16 results: set precision.compute=bfloat16 (it is {config.precision.compute})",
+        )
 
 
 def _names(config: Config) -> Iterator[Problem]:

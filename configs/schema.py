@@ -167,10 +167,15 @@ class PrecisionConfig(Section):
     """Master parameters."""
     compute: DType = "bfloat16"
     """Activations and matmul inputs; parameters are cast before they are gathered."""
+    matmul: Literal["compute", "fp8"] = "compute"
+    """Inputs of the layers' products with parameters, forward and backward: the compute dtype, or float8 with per-tensor current scaling
+    (e4m3, gradients e5m2). Embedding, attention scores and unembedding stay in the compute dtype."""
     gradients: DType = "float32"
     """Gradient accumulation and reduction across devices."""
-    moments: DType = "float32"
-    """First moments of the optimiser; second moments stay float32."""
+    moments: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
+    """First moments of the optimiser; second moments stay float32. int8 (adamw): both in 8 bits with a scale per 128, for matrices."""
+    stochastic_rounding: bool = False
+    """Round updated bfloat16 parameters up or down at random instead of to nearest, which loses small updates."""
 
 
 class MeshConfig(Section):

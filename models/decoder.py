@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from models import fp8
 from models.attention.layer import RotaryTable
 from models.embedding import embed
 from models.family import Family
@@ -37,7 +38,10 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         make = ParamFactory(rngs, jnp.dtype(precision.params))
-        self.project = Projector(partitioner, jnp.dtype(precision.compute), jnp.dtype(precision.gradients))
+        eight_bit = precision.matmul == "fp8"
+        if eight_bit:
+            fp8.check_mesh(partitioner.mesh)
+        self.project = Projector(partitioner, jnp.dtype(precision.compute), jnp.dtype(precision.gradients), eight_bit)
         platform = platform_of(partitioner)
         in_loop = compute.scan_layers and compute.scan_unroll < model.num_layers
         self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop)

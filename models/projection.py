@@ -2,7 +2,8 @@
 
 Written with its own backward pass for two reasons. The gathered weight is not kept from forward to backward (ZeRO-3 gathers it again;
 otherwise every device would hold the whole model as residuals), and the weight's gradient leaves the product in `precision.gradients`,
-so that the sum over devices happens in that dtype whatever the compute dtype is.
+so that the sum over devices happens in that dtype whatever the compute dtype is. With `precision.matmul: fp8` all three products read
+8-bit inputs (models/fp8.py), and parameters are gathered as such: half the bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models import fp8
 from models.params import LAYERS
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ class Projector:
     partitioner: Partitioner
     compute_dtype: jnp.dtype
     gradient_dtype: jnp.dtype
+    eight_bit: bool = False
+    """Whether products read float8."""
 
     def __call__(self, equation: str, x: jax.Array, param: nnx.Param) -> jax.Array:
         """Return einsum(equation, x, param) in the compute dtype; every index of the result and of both inputs appears exactly twice.
@@ -44,8 +48,22 @@ class Projector:
         return x + self.partitioner.gather_param(param[...].astype(self.compute_dtype), *axes)
 
 
+def _weight(projector: Projector, axes: tuple[str, ...], w: jax.Array) -> jax.Array:
+    """Cast for use, then gathered: what moves is the narrow dtype."""
+    gather, compute = projector.partitioner.gather_param, projector.compute_dtype
+    if not projector.eight_bit:
+        return gather(w.astype(compute), *axes)
+    q, scale = fp8.quantise(w, fp8.VALUES)
+    return fp8.dequantise(gather(q, *axes), scale, compute)
+
+
+def _operand(projector: Projector, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """As a product reads it: as it is, or rounded to this 8-bit dtype."""
+    return fp8.dequantise(*fp8.quantise(x, dtype), x.dtype) if projector.eight_bit else x
+
+
 def _product(projector: Projector, equation: str, axes: tuple[str, ...], x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, x, projector.partitioner.gather_param(w.astype(projector.compute_dtype), *axes))
+    return jnp.einsum(equation, _operand(projector, x, fp8.VALUES), _weight(projector, axes, w))
 
 
 _project = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
@@ -64,8 +82,9 @@ def _project_backward(
     x, w = residuals
     inputs, y_dims = equation.split("->")
     x_dims, w_dims = inputs.split(",")
-    gathered = projector.partitioner.gather_param(w.astype(projector.compute_dtype), *axes)
-    dx = jnp.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, gathered)
+    dy = _operand(projector, dy, fp8.GRADIENTS)
+    dx = jnp.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, _weight(projector, axes, w))
+    x = _operand(projector, x, fp8.VALUES)
     dw = jnp.einsum(f"{x_dims},{y_dims}->{w_dims}", x, dy, preferred_element_type=projector.gradient_dtype)
     return dx, projector.partitioner.constrain(dw, *axes).astype(w.dtype)
 

@@ -145,6 +145,8 @@ class _Plan:
         self.micro = config.trainer.accumulation
         self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
         self.act = ITEMSIZE[config.precision.compute]
+        self.gathered = 1 if config.precision.matmul == "fp8" else self.act
+        """Bytes of an element of a layer's parameters on its way to the other devices."""
         self.grad = ITEMSIZE[config.precision.gradients]
         self.stream = self.rows * config.data.seq_len * self.model.embed_dim * self.act
         self.layers = self.model.num_layers * self.micro
@@ -181,7 +183,7 @@ class _Plan:
             gathered = sum(weights[product] for product in products if product in again.weights) // self.tensor
             if gathered:
                 planned.append(
-                    self._item(f"{half} parameters (recomputed)", "backward", "all-gather", self.over("fsdp"), gathered * self.act)
+                    self._item(f"{half} parameters (recomputed)", "backward", "all-gather", self.over("fsdp"), gathered * self.gathered)
                 )
             if again.inputs:
                 planned.append(self._item(f"{half} input (recomputed)", "backward", "all-gather", self.over("tensor"), self.stream))
@@ -282,10 +284,11 @@ class _Plan:
     ) -> list[PlannedCollective]:
         """Gather for use and reduce the gradient of `weights` parameters, each cut over fsdp and tensor."""
         local, grad = weights // self.tensor, grad or self.grad
+        gathered = local * (self.gathered if where == "layer" else self.act)
         fsdp, data = self.over("fsdp"), self.over("data")
         planned = [
-            PlannedCollective(what, where, "forward", "all-gather", fsdp, local * self.act, count, 1, by_hand, where != "layer"),
-            PlannedCollective(what, where, "backward", "all-gather", fsdp, local * self.act, count, 1, by_hand),
+            PlannedCollective(what, where, "forward", "all-gather", fsdp, gathered, count, 1, by_hand, where != "layer"),
+            PlannedCollective(what, where, "backward", "all-gather", fsdp, gathered, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "reduce-scatter", fsdp, local * grad, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "all-reduce", data, local // self.fsdp * grad, count, 1, by_hand),
         ]

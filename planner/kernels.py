@@ -72,9 +72,14 @@ class Kernels:
         """Arithmetic of the products."""
         return matmul_dtype(self.local.config.precision.compute, self.local.config.compute.matmul_precision)
 
-    def product_s(self, m: int, n: int, k: int) -> float:
+    @property
+    def layer_dtype(self) -> str:
+        """Arithmetic of the layers' products with parameters; embedding, attention and unembedding stay in `dtype`."""
+        return "float8" if self.local.config.precision.matmul == "fp8" else self.dtype
+
+    def product_s(self, m: int, n: int, k: int, dtype: str | None = None) -> float:
         """Time of an [M, K] x [K, N] product."""
-        return 2.0 * m * n * k / self.calibration.matmul_flops_per_s(self.device, self.dtype, m, n, k) / IN_STEP_SHARE
+        return 2.0 * m * n * k / self.calibration.matmul_flops_per_s(self.device, dtype or self.dtype, m, n, k) / IN_STEP_SHARE
 
     def memory_s(self, size: float) -> float:
         """Time to read or write this many bytes of device memory."""
@@ -91,7 +96,7 @@ class Kernels:
 
     def layer_forward(self) -> Work:
         """One layer."""
-        compute = sum(self.product_s(*shape) for shape in self.products().values())
+        compute = sum(self.product_s(*shape, self.layer_dtype) for shape in self.products().values())
         attention = self.attention()
         return (
             Work(compute)
@@ -104,8 +109,8 @@ class Kernels:
         again = recomputed(self.local.model, self.local.config.compute.remat)
         compute = 0.0
         for name, (m, n, k) in self.products().items():
-            compute += self.product_s(m, k, n) + self.product_s(k, n, m)
-            compute += self.product_s(m, n, k) if name in again.weights else 0.0
+            compute += self.product_s(m, k, n, self.layer_dtype) + self.product_s(k, n, m, self.layer_dtype)
+            compute += self.product_s(m, n, k, self.layer_dtype) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if again.attention else 0.0))
         return Work(compute) + attention + Work(0.0, self.memory_s(self.elementwise_passes * self._elementwise_backward(again)))
 
@@ -165,7 +170,13 @@ class Kernels:
         """Bytes: two norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights."""
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
-        return 10 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (gates + 1) * local.hidden_bytes + self._casts()
+        return (
+            10 * local.cut_stream_bytes
+            + 2 * (local.query_bytes + local.key_bytes)
+            + (gates + 1) * local.hidden_bytes
+            + self._casts()
+            + self._quantise()
+        )
 
     def _elementwise_backward(self, again: Recomputed) -> float:
         """Bytes: gradients of the same, float32 weight gradients written, read and added to their stack, and what is recomputed."""
@@ -173,7 +184,7 @@ class Kernels:
         gates = 2 if local.model.gated_mlp else 1
         size: float = 12 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (2 * gates + 2) * local.hidden_bytes
         size += 8 * local.gathered_layer_weights + 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
-        size += self._casts()
+        size += self._casts() + 2 * self._quantise()
         if again.inputs:
             size += 10 * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
         return size
@@ -182,3 +193,11 @@ class Kernels:
         local = self.local
         shard = local.layer_matrices // local.model.num_layers
         return shard * (local.parameter_itemsize + local.compute_itemsize)
+
+    def _quantise(self) -> float:
+        """Inputs of 8-bit products: read for their largest magnitude, read again, written in 8 bits. Weights count as casts."""
+        local = self.local
+        if self.layer_dtype != "float8":
+            return 0.0
+        inputs = 2 * local.stream_bytes + local.query_bytes + local.hidden_bytes
+        return inputs * (2 + 1 / local.compute_itemsize)

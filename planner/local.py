@@ -14,7 +14,7 @@ from functools import cached_property
 from configs.schema import Config, ModelConfig
 from planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 CUDNN_MAX_HEAD_DIM = 128
 """As models/attention/cudnn.py (a test holds the two together)."""
 

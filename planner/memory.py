@@ -128,6 +128,10 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
     }
 
 
+SCALE_BLOCK = 128
+"""Elements that share a scale (trainer/eight_bit.py)."""
+
+
 def moment_bytes(local: LocalSizes) -> int:
     """Return the bytes of the optimiser's state on a device."""
     return _moments(local)[0]
@@ -137,6 +141,13 @@ def _moments(local: LocalSizes) -> tuple[int, str]:
     """Bytes of the optimiser's state and what they are made of."""
     kind, first = local.config.optimizer.kind, ITEMSIZE[local.config.precision.moments]
     word = local.config.precision.moments
+    if kind == "adamw" and word == "int8":
+        rest = local.parameters - local.layer_matrices
+        scales = 2 * 4 * local.layer_matrices // SCALE_BLOCK
+        return (
+            2 * local.layer_matrices + scales + rest * 8,
+            f"AdamW: 8-bit codes and a scale per {SCALE_BLOCK} for matrices, else float32",
+        )
     if kind == "adamw":
         return local.parameters * (first + 4), f"AdamW: first moment {word}, second float32, laid out as the parameters"
     if kind in ("lion", "sgd"):

@@ -42,6 +42,9 @@ _GENERATIONS = {
 CUDNN_VERSION = (9, 11, 0)
 """cuDNN that the target is said to have: the first whose attention runs on every GPU of the catalogue (B300 needs it)."""
 
+CUDA_VERSION = "12.9.0"
+"""CUDA toolkit that the target is said to have: without one XLA takes it for older than 12.0, which has no 8-bit products."""
+
 
 def compute_capability(hardware: Hardware) -> tuple[int, int]:
     """Return the CUDA compute capability. Raises UserError for what is no NVIDIA GPU of a known generation."""
@@ -75,8 +78,9 @@ def target_config(hardware: Hardware) -> str:
     capability = f"cuda_compute_capability {{ major: {g.major} minor: {g.minor} }}"
     major, minor, patch = CUDNN_VERSION
     cudnn = f"dnn_version_info {{ major: {major} minor: {minor} patch: {patch} }}"
+    toolkit = f'runtime_version: "{CUDA_VERSION}" compile_time_toolkit_version: "{CUDA_VERSION}"'
     name = hardware.kinds[0]
-    return f'gpu_device_info {{ {info} {capability} }} platform_name: "CUDA" {cudnn} device_description_str: "{name}"'
+    return f'gpu_device_info {{ {info} {capability} {toolkit} }} platform_name: "CUDA" {cudnn} device_description_str: "{name}"'
 
 
 def _generation(hardware: Hardware) -> _Generation:

@@ -19,6 +19,7 @@ import optax
 from configs.errors import unknown_name
 from configs.schema import OptimizerConfig, PrecisionConfig
 from sharding.rules import matrix_sides
+from trainer.eight_bit import scale_by_eight_bit_adam
 
 Tree = Any
 LogicalAxes = tuple[str | None, ...]
@@ -35,7 +36,8 @@ MUON_RMS = 0.2
 def build_optimizer(optimizer: OptimizerConfig, precision: PrecisionConfig, param_axes: Tree) -> optax.GradientTransformationExtraArgs:
     """Return the update rule for parameters with these logical axes (the parameter tree with a tuple of names per array).
 
-    Its `update` takes the keyword `learning_rate` (float32 scalar) and returns float32 updates. Raises UserError for an unknown kind.
+    Its `update` takes the keywords `learning_rate` (float32 scalar) and `key` (for moments in 8 bits) and returns float32 updates.
+    Raises UserError for an unknown kind.
     """
     if optimizer.kind not in OPTIMIZERS:
         raise unknown_name("optimizer.kind", optimizer.kind, OPTIMIZERS)
@@ -65,8 +67,23 @@ def _decayed_weights(config: OptimizerConfig, param_axes: Tree) -> optax.Gradien
     )
 
 
+def in_eight_bits(axes: LogicalAxes) -> bool:
+    """Say whether `precision.moments: int8` reaches this parameter: matrices; tables, norms and biases keep float32 moments.
+
+    Tables see few rows per step and are where 8 bits hurt (arXiv 2110.02861, section 2.3).
+    """
+    return len(matrix_sides(axes)) == 2 and not TABLE_AXES & set(axes)
+
+
 def _adamw(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> optax.GradientTransformation:
     """arXiv 1711.05101, algorithm 2."""
+    if moments == jnp.int8:
+        rules = {
+            "eight_bit": scale_by_eight_bit_adam(config.b1, config.b2, config.eps),
+            "full": optax.scale_by_adam(config.b1, config.b2, config.eps),
+        }
+        labels = lambda params: _map_axes(lambda axes: "eight_bit" if in_eight_bits(axes) else "full", param_axes, params)  # noqa: E731
+        return optax.chain(optax.partition(rules, labels), _decayed_weights(config, param_axes))
     return optax.chain(
         optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=moments),
         _decayed_weights(config, param_axes),

@@ -10,6 +10,7 @@ B rows, T tokens per row, D width, V vocabulary, A microbatches, S row shards (d
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import optax
 from configs.schema import Config
 from models.loss import LossSums, cross_entropy
 from sharding.partition import Partitioner
+from trainer.rounding import apply_updates
 from trainer.state import ModelSpec, TrainState, Tree
 
 Batch = dict[str, jax.Array]
@@ -88,8 +90,10 @@ def make_train_step(
                 scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
             learning_rate = schedule(state.step)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, learning_rate=learning_rate)
-            params = optax.apply_updates(state.params, updates)
+            key, rounding = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, learning_rate=learning_rate, key=key)
+            apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
+            params = apply(state.params, updates)
             # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
             params, opt_state = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)

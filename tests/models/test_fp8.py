@@ -1,0 +1,97 @@
+"""8-bit products: exact scales, errors within the format's, gradients too, and the same on every mesh."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.errors import UserError
+from configs.schema import MeshConfig
+from models import fp8
+from models.projection import Projector, _project
+from sharding.mesh import build_mesh
+from sharding.partition import Partitioner
+from sharding.rules import Rules
+
+EPS = {fp8.VALUES: 2.0**-4, fp8.GRADIENTS: 2.0**-3}
+"""Half a unit in the last place, relative: 3 and 2 bits of mantissa."""
+
+
+def projector(mesh=None, eight_bit=True):
+    mesh = mesh or MeshConfig(fsdp=1)
+    size = int(np.prod([abs(v) for v in mesh.sizes.values()]))
+    partitioner = Partitioner(build_mesh(mesh, jax.devices()[:size]), Rules.from_config(mesh))
+    return Projector(partitioner, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), eight_bit)
+
+
+@pytest.mark.parametrize("dtype", [fp8.VALUES, fp8.GRADIENTS])
+@pytest.mark.parametrize("size", [1e-20, 3e-4, 1.0, 448.0, 449.0, 57344.0, 1e25])
+def test_quantising_keeps_values_within_half_a_step_and_the_largest_in_range(dtype, size):
+    x = size * jax.random.uniform(jax.random.key(0), (64, 64), minval=-1.0)
+    q, scale = fp8.quantise(x, dtype)
+    assert np.frexp(float(scale))[0] == 0.5, "a power of two"
+    top = float(jnp.max(jnp.abs(q.astype(jnp.float32))))
+    largest = float(jnp.finfo(dtype).max)
+    assert largest / 2 <= top * (1 + EPS[dtype]) and top <= largest
+    back, least = q.astype(jnp.float32) * scale, float(jnp.finfo(dtype).tiny) * float(scale)
+    assert bool(jnp.all(jnp.abs(back - x) <= EPS[dtype] * jnp.maximum(jnp.abs(x), least)))
+
+
+def test_zeros_stay_and_what_is_not_finite_is_not_hidden():
+    q, scale = fp8.quantise(jnp.zeros((4, 4)), fp8.VALUES)
+    assert float(scale) == 1.0 and not np.asarray(q, np.float32).any()
+    for bad in (jnp.inf, -jnp.inf, jnp.nan):
+        back = fp8.dequantise(*fp8.quantise(jnp.ones((4, 4)).at[1, 2].set(bad), fp8.VALUES), jnp.float32)
+        assert not bool(jnp.all(jnp.isfinite(back)))
+
+
+def test_dequantising_is_exact_in_bfloat16():
+    q, scale = fp8.quantise(jax.random.normal(jax.random.key(1), (32, 32)) * 1e-3, fp8.VALUES)
+    narrow = fp8.dequantise(q, scale, jnp.bfloat16).astype(jnp.float32)
+    assert np.array_equal(np.asarray(narrow), np.asarray(q.astype(jnp.float32) * scale))
+
+
+def test_products_and_both_gradients_are_within_what_rounding_allows():
+    key = jax.random.split(jax.random.key(2), 3)
+    x = jax.random.normal(key[0], (2, 48, 64), jnp.bfloat16)
+    w = 0.05 * jax.random.normal(key[1], (64, 96))
+    dy = 1e-4 * jax.random.normal(key[2], (2, 48, 96), jnp.bfloat16)
+
+    def both(eight_bit):
+        y, back = jax.vjp(lambda x, w: _project(projector(eight_bit=eight_bit), "btd,df->btf", ("embed", "mlp"), x, w), x, w)
+        return [np.asarray(a, np.float32) for a in (y, *back(dy))]
+
+    for name, narrow, wide, eps in zip(("y", "dx", "dw"), both(True), both(False), (2.0**-4, 2.0**-3, 2.0**-3), strict=True):
+        error = np.linalg.norm(narrow - wide) / np.linalg.norm(wide)
+        assert 0.1 * eps < error < eps, name  # independent errors average out in a sum, but there are errors
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"tensor": 4, "fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_every_mesh_quantises_alike(mesh):
+    """One element is far larger than the rest and lies on one device: all devices must take its scale."""
+    x = jax.random.normal(jax.random.key(3), (8, 16, 64), jnp.bfloat16).at[5, 3, 7].set(300.0)
+    w = jax.random.normal(jax.random.key(4), (64, 64)).at[1, 60].set(80.0)
+
+    def run(of):
+        def f(x, w):
+            x = of.partitioner.constrain(x, "batch", "seq", "act_embed")
+            w = of.partitioner.constrain(w, "embed", "mlp")
+            y = _project(of, "btd,df->btf", ("embed", "mlp"), x, w)
+            return jnp.sum(jnp.square(y.astype(jnp.float32)) / 1e4), y
+
+        (_, y), grads = jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(x, w)
+        return [np.asarray(a, np.float32) for a in (y, *grads)]
+
+    for one, many in zip(run(projector()), run(projector(MeshConfig(**mesh))), strict=True):
+        np.testing.assert_allclose(many, one, rtol=2e-2, atol=1e-2 * np.abs(one).max())
+
+
+def test_a_gpu_without_8_bit_units_is_refused():
+    device = SimpleNamespace(device_kind="NVIDIA A100-SXM4-80GB")
+    with pytest.raises(UserError, match=r"a100-80gb.* has no 8-bit tensor cores"):
+        fp8.check_mesh(SimpleNamespace(devices=np.array([device])))
+    fp8.check_mesh(SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="NVIDIA H200")])))
