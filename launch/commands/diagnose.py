@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--cluster", help="Cluster file or name the run ran on. Default: the one it was submitted to, or that of its devices.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="File of `ridge calibrate` from there. Default: published rates.")
 @json_option
-def diagnose(runs: tuple[Path, ...], cluster: str | None, as_json: bool) -> None:
+def diagnose(runs: tuple[Path, ...], cluster: str | None, calibration: Path | None, as_json: bool) -> None:
     """Name what binds RUN: constraint, evidence, what to measure next, what to change, the most it can gain, and what binds after that.
 
     Reads the run ledger and the metrics; the step ledger of a captured profile, the plan and the compile report where they are there.
@@ -37,7 +38,7 @@ def diagnose(runs: tuple[Path, ...], cluster: str | None, as_json: bool) -> None
     from perf.diagnosis.rules import diagnose as apply_rules
     from perf.diagnosis.terms import largest, terms
 
-    facts, several = _facts(runs, cluster)
+    facts, several = _facts(runs, cluster, calibration)
     predicted = [] if several else terms(facts)
     worst = largest(predicted)
     findings = apply_rules(facts, STUDY_RULES) if several else apply_rules(facts)
@@ -98,7 +99,7 @@ def _figure(value: float, unit: str) -> str:
     return f"{value / 1e6:.3g} MB" if unit == "bytes" else f"{value / 1e9:.3g} GB/s"
 
 
-def _facts(runs: tuple[Path, ...], cluster: str | None) -> tuple[Facts, Sequence[Path]]:
+def _facts(runs: tuple[Path, ...], cluster: str | None, calibration: Path | None = None) -> tuple[Facts, Sequence[Path]]:
     """Return the facts, and the runs they compare (none: a single run)."""
     from perf.diagnosis.facts import read_facts
     from perf.diagnosis.several import read_several, read_study, study_runs
@@ -110,9 +111,9 @@ def _facts(runs: tuple[Path, ...], cluster: str | None) -> tuple[Facts, Sequence
             facts = read_several(inside, price_usd=study.get("price_usd"), tokens=study.get("tokens"))
             return dataclasses.replace(facts, name=str(study["name"])), inside
         read_run(runs[0])
-        return read_facts(runs[0], cluster=cluster), ()
-    if cluster is not None:
-        raise UserError("--cluster is for one run: several runs are compared with each other, not with a plan")
+        return read_facts(runs[0], cluster=cluster, calibration=calibration), ()
+    if cluster is not None or calibration is not None:
+        raise UserError("--cluster and --calibration are for one run: several runs are compared with each other, not with a plan")
     if len({run.resolve() for run in runs}) < len(runs):
         raise UserError("a run is named twice: compare different run directories")
     return read_several(runs), runs

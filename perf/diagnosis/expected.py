@@ -12,7 +12,7 @@ from typing import Any
 from configs.cluster import ClusterConfig, load_cluster
 from configs.errors import UserError
 from configs.schema import Config
-from planner.calibration import load_calibration
+from planner.calibration import Calibration, load_calibration
 from planner.communication import bus_factor, time_s
 from planner.hardware import Hardware, hardware
 from planner.links import Fabric
@@ -30,6 +30,8 @@ class Expected:
     """Axis -> devices, all axes."""
     breakdown_s: Mapping[str, float] = field(default_factory=dict)
     """Planned seconds of a step by term (planner.step_time)."""
+    calibration: Calibration = field(default_factory=load_calibration)
+    """The rates the planner counts with."""
 
     @property
     def step_s(self) -> float | None:
@@ -54,10 +56,12 @@ class Expected:
 
     @functools.cached_property
     def _fabric(self) -> Fabric:
-        return Fabric.from_cluster(self.cluster, load_calibration(), num_devices=math.prod(self.mesh.values()))
+        return Fabric.from_cluster(self.cluster, self.calibration, num_devices=math.prod(self.mesh.values()))
 
 
-def expect(run: Path, config: Config | None, plan: Mapping[str, Any] | None, cluster: str | None = None) -> Expected | None:
+def expect(
+    run: Path, config: Config | None, plan: Mapping[str, Any] | None, cluster: str | None = None, calibration: str | Path | None = None
+) -> Expected | None:
     """Return what to expect of a run; None where nothing says what it ran on.
 
     Args:
@@ -65,20 +69,21 @@ def expect(run: Path, config: Config | None, plan: Mapping[str, Any] | None, clu
       config: of the run.
       plan: its plan.json, which knows the mesh, and the cluster of a run on GPUs.
       cluster: file or name; None: the file it was submitted with (the newest slurm/*/cluster.yaml), else that of the plan.
+      calibration: file of `ridge calibrate`; None: published rates.
 
     Raises:
-      UserError: there is no such cluster, or its device cannot be planned for.
+      UserError: there is no such cluster or calibration, or its device cannot be planned for.
     """
     mesh = (plan or {}).get("mesh")
     submitted = sorted(run.glob("slurm/*/cluster.yaml"), key=lambda path: path.stat().st_mtime)
     name = cluster or (str(submitted[-1]) if submitted else (plan or {}).get("cluster"))
     if name is None or mesh is None or config is None:
         return None
-    found = load_cluster(str(name)).config
+    found, rates = load_cluster(str(name)).config, load_calibration(calibration)
     try:
-        breakdown = step_time(config, mesh, found, load_calibration()).breakdown_s
+        breakdown = step_time(config, mesh, found, rates).breakdown_s
     except UserError:
         if cluster is not None:
             raise
         breakdown = {}  # the links and the memory are known all the same
-    return Expected(found, dict(mesh), breakdown)
+    return Expected(found, dict(mesh), breakdown, rates)

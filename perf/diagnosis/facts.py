@@ -123,16 +123,17 @@ class Facts:
         return steady(shares) if shares else None
 
 
-def read_facts(run: Path, *, cluster: str | None = None, **more: Any) -> Facts:
+def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | None = None, **more: Any) -> Facts:
     """Gather the facts of a run directory.
 
     Args:
       run: the run directory.
       cluster: file or name of the cluster it ran on; None: what the run itself knows of it.
+      calibration: file of `ridge calibrate` that was made on it; None: published rates.
       more: fields of Facts that come from elsewhere (a study, a price).
 
     Raises:
-      UserError: the run has no events, or a file of it is damaged; or there is no such cluster.
+      UserError: the run has no events, or a file of it is damaged; or there is no such cluster or calibration.
     """
     events = read_events(event_files(run))
     ledger = run_ledger(events, queue_waits(run, events))
@@ -142,7 +143,7 @@ def read_facts(run: Path, *, cluster: str | None = None, **more: Any) -> Facts:
     config = from_resolved(config_file) if config_file.is_file() else None
     plan = _json(run / "plan.json")
     analyses = sorted(run.glob("tensorboard/plugins/profile/*/analysis.json"), key=lambda path: path.stat().st_mtime)
-    expected = expect(run, config, plan, cluster)
+    expected = expect(run, config, plan, cluster, calibration)
     return Facts(
         name=str(record.get("name", run.name)),
         ledger=ledger,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from configs.cluster import ClusterConfig, load_cluster
 from configs.errors import UserError
@@ -15,20 +16,20 @@ from planner.links import Fabric
 KINDS = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"})
 
 
-def planned_bandwidth(capture: Capture, cluster: str | None = None) -> PlannedBandwidth | None:
+def planned_bandwidth(capture: Capture, cluster: str | None = None, calibration: Path | None = None) -> PlannedBandwidth | None:
     """Return what the planner expects of collectives: (kind, bytes, axes) -> bus bandwidth in bytes/s.
 
     On the links of the cluster that is named; else of the one the run was submitted to, or that its plan.json was made for; None where
-    nothing tells.
+    nothing tells. `calibration`: file of `ridge calibrate`; None: published rates.
 
-    Raises UserError: there is no such cluster, or the run's own is damaged.
+    Raises UserError: there is no such cluster or calibration, or the run's own is damaged.
     """
     found = load_cluster(cluster).config if cluster is not None else _own_cluster(capture)
     devices = int(capture.record.get("num_devices", 1))
     sizes = mesh_sizes(capture, devices)
     if found is None or sizes is None:
         return None
-    fabric = Fabric.from_cluster(found, load_calibration(None), num_devices=devices)
+    fabric = Fabric.from_cluster(found, load_calibration(calibration), num_devices=devices)
 
     def expected(kind: str, size_bytes: float, axes: tuple[str, ...]) -> float | None:
         if kind not in KINDS or not set(axes) <= set(sizes):

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     bench = Bench(Path(directory).absolute())
     bench.prepare()
     bench.run(names)
-    cases = [case for case in CASES if names is None or set(case.runs) <= names]
+    cases = [case for case in CASES if names is None or set(case.needs) <= names]
     found = {case.planted: [finding["rule"] for finding in bench.diagnose(case)] for case in cases}
     print(table := matrix(found))
     if write:

@@ -14,12 +14,17 @@ import functools
 import json
 import os
 import signal
+import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+SO_MAX_PACING_RATE = 47
+"""Of Linux, for TCP on every interface, the loopback included; Python has no name for it."""
 
 
 def _before(owner: Any, name: str, action: Callable[..., None]) -> Any:
@@ -110,6 +115,25 @@ def late(seconds: float) -> Any:
     return _before(Loop, "_capture", lambda self, step: time.sleep(seconds))
 
 
+def slow_link(bytes_per_s: float) -> Any:
+    """The kernel sends this process's share of every collective at this rate: a link that is slower than its neighbours."""
+    from trainer.loop import Loop
+
+    done: set[int] = set()
+
+    def pace(self: Any, step: int) -> None:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+                if not stat.S_ISSOCK((status := os.stat(int(name))).st_mode) or status.st_ino in done:
+                    continue
+                done.add(status.st_ino)
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                        connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(bytes_per_s))
+
+    return _before(Loop, "_capture", pace)
+
+
 def paced(seconds: float, start_s: float = 0.0) -> Any:
     """A step takes at least this long, whatever it computes, and the start takes `start_s` longer: a larger model's, at no cost."""
     from trainer import run
@@ -137,7 +161,7 @@ def killed(step: int, pace_s: float) -> Any:
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (slow_rows, stuck_read, slow_disk, drifting_shape, reading_host, late, paced, killed)
+    f.__name__: f for f in (slow_rows, stuck_read, slow_disk, drifting_shape, reading_host, late, slow_link, paced, killed)
 }
 
 

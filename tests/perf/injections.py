@@ -52,14 +52,17 @@ devices_per_node: 1
 cores_per_node: 2
 memory_per_node_gib: {memory_gib}
 links:
-  - {{name: loopback, kind: network, bandwidth_gb_per_s: {gb_per_s}, latency_us: {latency_us}}}
+  - {{name: loopback, kind: memory, bandwidth_gb_per_s: {gb_per_s}, latency_us: {latency_us}}}
 price_per_device_hour_usd: 0
 """
 CLUSTERS = {
     "small-nodes": CLUSTER.format(name="small-nodes", memory_gib=0.062, gb_per_s=0.001, latency_us=100),
-    "fast-links": CLUSTER.format(name="fast-links", memory_gib=64, gb_per_s=400, latency_us=1),
+    "measured-links": CLUSTER.format(name="measured-links", memory_gib=64, gb_per_s=10, latency_us=0),
 }
-"""What a run was promised: 67 MB of memory per device; links of 400 GB/s."""
+"""What a run was promised: 67 MB of memory per device; links at the rates that a healthy run has shown."""
+MEASURED = "measured-links"
+CALIBRATION = "pair"
+"""The healthy run."""
 PAGE = """\
 # Diagnosis: rules, and how they are proved
 
@@ -106,6 +109,11 @@ class Case:
     rule: str | None
     runs: tuple[str, ...]
     cluster: str | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The runs, and the healthy one whose links they are held against."""
+        return (*self.runs, CALIBRATION) if self.cluster == MEASURED else self.runs
 
 
 def paced(name: str, seconds: float, *, devices: int = 1, start_s: float = 0.0, settings: str = "") -> Run:
@@ -167,8 +175,9 @@ PAIRS = (
     Run("pair", PAIR),
     Run("late-rank", PAIR, "late", {"seconds": 0.8}),
     Run("slow-rank", PAIR, "throttled"),
+    Run("slow-link", PAIR, "slow_link", {"bytes_per_s": 1.5e6}),
 )
-"""Runs of two processes; the fault is in the second one."""
+"""Runs of two processes; the fault is in the second one, that of a link at both of its ends."""
 BROKEN = (
     Run("stuck", f"{TINY} trainer.hang_timeout_s=15", "stuck_read", {"step": 20}),
     Run("killed", f"{TINY} trainer.steps=60", "killed", {"step": 56, "pace_s": 0.25}),
@@ -178,14 +187,14 @@ BROKEN = (
 CASES = (
     Case("nothing", None, ("healthy",), "small-nodes"),
     Case("nothing, 2 devices", None, ("mesh",)),
-    Case("nothing, 2 processes", None, ("pair",)),
+    Case("nothing, 2 processes", None, ("pair",), MEASURED),
     Case("nothing, two scales", None, ("study-1", "study-2")),
     Case("rows that take 30 ms to read", "input pipeline", ("slow-rows",)),
     Case("cold compile on a short run", "start-up and compilation not amortised", ("cold",)),
     Case("a shape that drifts", "recompilation in steady state", ("drifting",)),
     Case("one sequence of 16 tokens per step", "host-bound steps", ("small-batch",)),
     Case("the loss of each step is read at once", "host synchronisation in the step", ("reading",)),
-    Case("a rank that comes 0.8 s late", "straggler", ("late-rank",)),
+    Case("a rank that comes 0.8 s late", "straggler", ("late-rank",), MEASURED),
     Case("4 tokens per device under FSDP", "exposed communication", ("talkative",)),
     Case("mesh.rules that replicate the hidden layer", "accidental resharding", ("resharded",)),
     Case("documents of half a row, one per row", "padding waste", ("padded",)),
@@ -195,7 +204,7 @@ CASES = (
     Case("a read that never comes back", "hang", ("stuck",)),
     Case("a batch that hardly fits the node", "memory near the limit", ("crowded",), "small-nodes"),
     Case("a rank stopped 80 % of the time", "clocks throttled", ("slow-rank",)),
-    Case("links that do not keep what the cluster file says", "link slower than planned", ("talkative",), "fast-links"),
+    Case("a link that the kernel paces to 1.5 MB/s", "link slower than planned", ("slow-link",), MEASURED),
     Case("a source of 67 rows/s at three batch sizes", "throughput flat as the batch grows", ("rows-4", "rows-8", "rows-16")),
     Case("one sequence per step, and 16", "batch too small", ("small-batch", "larger-batch")),
     Case("a start of 8 s at three scales", "fixed overheads at scale", ("fixed-1", "fixed-2", "fixed-4")),
@@ -281,12 +290,24 @@ class Bench:
                 self._finish([self._start(again, again)])
         self._finish(waiting)
 
+    def calibration(self) -> Path:
+        """Return the rates of the healthy run; the file is made when it is first asked for."""
+        path = self.directory / f"{MEASURED}.calibration.yaml"
+        if not path.exists():
+            path.write_text(json.dumps(measured_links(self.directory / "runs" / CALIBRATION)))
+        return path
+
+    def promise(self, case: Case) -> list[str]:
+        """Return the options that say what the runs of a case ran on."""
+        if case.cluster is None:
+            return []
+        options = ["--cluster", str(self.directory / f"{case.cluster}.yaml")]
+        return [*options, "--calibration", str(self.calibration())] if case.cluster == MEASURED else options
+
     def diagnose(self, case: Case) -> list[dict[str, Any]]:
         """Return the findings of `ridge diagnose --json`."""
         arguments = [str(self.directory / "runs" / run) for run in case.runs]
-        if case.cluster is not None:
-            arguments += ["--cluster", str(self.directory / f"{case.cluster}.yaml")]
-        result = CliRunner().invoke(diagnose, [*arguments, "--json"], catch_exceptions=False)
+        result = CliRunner().invoke(diagnose, [*arguments, *self.promise(case), "--json"], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         findings: list[dict[str, Any]] = json.loads(result.output)["findings"]
         return findings
@@ -309,7 +330,7 @@ class Bench:
         """Two processes; the second has the fault."""
         port = free_port()
         flags = [["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(rank)] for rank in (0, 1)]
-        ranks = [self._start(run, run if rank else None, flags[rank], f".{rank}") for rank in (0, 1)]
+        ranks = [self._start(run, run if rank or run.fault == "slow_link" else None, flags[rank], f".{rank}") for rank in (0, 1)]
         if run.fault == "throttled":
             plan = self.directory / "runs" / run.name / "plan.json"
             threading.Thread(target=_throttle, args=(ranks[1], plan), daemon=True).start()
@@ -329,6 +350,15 @@ class Bench:
             if code != 0:
                 tails = "\n".join(log.read_text()[-2000:] for log in sorted(self.directory.glob("*.log"))[:12] if "rror" in log.read_text())
                 raise AssertionError(f"{process.args} ended with {code}\n{tails}")
+
+
+def measured_links(run: Path) -> dict[str, Any]:
+    """Return what `ridge calibrate` would write of the link between two processes: the rate of all-reduces of each size, on the wire."""
+    (file,) = run.glob("tensorboard/plugins/profile/*/analysis.json")
+    rows = [row for row in json.loads(file.read_bytes())["collectives"] if row["kind"] == "all-reduce" and row["wire_s"]]
+    measured = [[row["bytes"] / row["count"], row["bytes"] / row["wire_s"] / 1e9] for row in rows]
+    curve = {"kind": "memory", "device": "cpu", "measured": sorted(measured), "source": "the all-reduces of a healthy run"}
+    return {"name": MEASURED, "links": [curve]}
 
 
 def _throttle(process: subprocess.Popen[bytes], plan: Path, on_s: float = 0.02, off_s: float = 0.08) -> None:

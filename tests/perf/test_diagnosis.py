@@ -314,6 +314,11 @@ def test_what_to_expect_comes_from_the_cluster_a_run_was_submitted_to(tmp_path):
     assert found.bus_bandwidth("all-reduce", 1e8, ["data"]) == pytest.approx(1e9, rel=0.5)
     assert found.bus_bandwidth("send", 1e8, ["data"]) is None
     assert found.bus_bandwidth("all-reduce", 1e8, ["elsewhere"]) is None
+    rates = tmp_path / "rates.yaml"
+    rates.write_text("links: [{kind: network, device: cpu, measured: [[1.0e+8, 0.25]], source: measured}]")
+    calibrated = expect(tmp_path, CONFIG, plan, calibration=rates)
+    assert calibrated is not None
+    assert calibrated.bus_bandwidth("all-reduce", 1e8, ["data"]) == pytest.approx(0.25e9, rel=0.01)
     with pytest.raises(UserError, match="did you mean 'local'"):
         expect(tmp_path, CONFIG, plan, "locl")
 
@@ -328,5 +333,5 @@ def test_the_last_word_of_a_run_never_fails(tmp_path):
 
 
 def test_a_cluster_is_refused_for_several_runs(tmp_path):
-    with pytest.raises(UserError, match="--cluster is for one run"):
+    with pytest.raises(UserError, match="--cluster and --calibration are for one run"):
         _facts((tmp_path / "a", tmp_path / "b"), "local")
