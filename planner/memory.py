@@ -17,6 +17,8 @@ from configs.schema import Config
 from planner.activations import Component, saved_activations
 from planner.local import ITEMSIZE, LocalSizes, attention_backend
 from planner.moments import Moments
+from planner.parameters import attention_matmul_parameters, mlp_matmul_parameters
+from planner.scales import block_width
 
 FRAGMENTATION = 0.01
 """Share of the temporary bytes that XLA's heap placement loses: 0-5 % in the compiled cases, 1 % usual."""
@@ -128,13 +130,18 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
     }
 
 
-SCALE_BLOCK = 128
-"""Elements that share a scale (trainer/eight_bit.py)."""
-
-
 def moment_bytes(local: LocalSizes) -> int:
     """Return the bytes of the optimiser's state on a device."""
     return _moments(local)[0]
+
+
+def _scales(local: LocalSizes) -> int:
+    """Blocks of the layers' matrices that one device keeps, each with a scale (planner/scales.py)."""
+    model = local.model
+    in_heads = attention_matmul_parameters(model) // block_width(model.head_width, divided=False) // local.tensor
+    blocks = model.mlp_dim // block_width(model.mlp_dim, divided=True)
+    in_mlp = mlp_matmul_parameters(model) // model.mlp_dim * blocks // (1 if blocks % local.tensor else local.tensor)
+    return model.num_layers * (in_heads + in_mlp) // local.fsdp
 
 
 def _moments(local: LocalSizes) -> tuple[int, str]:
@@ -143,11 +150,8 @@ def _moments(local: LocalSizes) -> tuple[int, str]:
     word = local.config.precision.moments
     if kind == "adamw" and word == "int8":
         rest = local.parameters - local.layer_matrices
-        scales = 2 * 4 * local.layer_matrices // SCALE_BLOCK
-        return (
-            2 * local.layer_matrices + scales + rest * 8,
-            f"AdamW: 8-bit codes and a scale per {SCALE_BLOCK} for matrices, else float32",
-        )
+        size = 2 * local.layer_matrices + 2 * 4 * _scales(local) + rest * 8
+        return size, "AdamW: 8-bit codes and a float32 scale per block for matrices, else float32"
     if kind == "adamw":
         return local.parameters * (first + 4), f"AdamW: first moment {word}, second float32, laid out as the parameters"
     if kind in ("lion", "sgd"):

@@ -162,10 +162,12 @@ def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any,
             assert len(leaf.shape) <= 1, f"optimiser state {path_name(path)} of shape {leaf.shape} belongs to no parameter"
             return partitioner.replicated()
         prefix, (shape, of) = found
-        if len(leaf.shape) == len(shape) and tuple(leaf.shape[:-1]) == tuple(shape[:-1]) and leaf.shape[-1] != shape[-1]:
-            # scales of blocks of the last dim: cut as it is where whole blocks lie on a device
-            whole = leaf.shape[-1] % partitioner.axis_size(of[-1]) == 0 if of[-1] is not None else False
-            return partitioner.sharding((*of[:-1], of[-1] if whole else None), leaf.shape, path_name(path))
+        fewer = [dim for dim, (size, whole) in enumerate(zip(leaf.shape, shape, strict=False)) if size < whole]
+        if len(leaf.shape) == len(shape) and len(fewer) == 1 and math.prod(leaf.shape) > max(leaf.shape[0], 1):
+            # scales of blocks along one dim: cut as it is where whole blocks lie on a device
+            uneven = leaf.shape[fewer[0]] % partitioner.axis_size(of[fewer[0]])
+            axes_of_scales = [None if dim in fewer and uneven else axis for dim, axis in enumerate(of)]
+            return partitioner.sharding(axes_of_scales, leaf.shape, path_name(path))
         return partitioner.sharding(statistic_axes(path_name(prefix), leaf.shape, shape, of), leaf.shape, path_name(path))
 
     return jax.tree_util.tree_map_with_path(one, abstract_opt_state)

@@ -78,8 +78,9 @@ def in_eight_bits(axes: LogicalAxes) -> bool:
 def _adamw(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> optax.GradientTransformation:
     """arXiv 1711.05101, algorithm 2."""
     if moments == jnp.int8:
+        axes_of = lambda params: _map_axes(lambda axes: axes, param_axes, params)  # noqa: E731
         rules = {
-            "eight_bit": scale_by_eight_bit_adam(config.b1, config.b2, config.eps),
+            "eight_bit": scale_by_eight_bit_adam(config.b1, config.b2, config.eps, axes_of),
             "full": optax.scale_by_adam(config.b1, config.b2, config.eps),
         }
         labels = lambda params: _map_axes(lambda axes: "eight_bit" if in_eight_bits(axes) else "full", param_axes, params)  # noqa: E731

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from trainer.eight_bit import BLOCK, LOG_PER_OCTAVE, blocks, decode_linear, decode_log, encode_linear, encode_log, scale_by_eight_bit_adam
+from planner.scales import block_width
+from trainer.eight_bit import LOG_PER_OCTAVE, Blocks, decode_linear, decode_log, encode_linear, encode_log, scale_by_eight_bit_adam
 from trainer.rounding import to_bfloat16
 
 
@@ -40,27 +41,47 @@ def test_small_updates_add_up_where_rounding_to_nearest_loses_them():
     assert float(drawn.astype(jnp.float32).mean()) == pytest.approx(1.1, abs=0.01)
 
 
-@pytest.mark.parametrize("width", [BLOCK, 3 * BLOCK, 50])
-def test_codes_are_unbiased_within_a_step_of_the_map(width):
-    x = jax.random.normal(jax.random.key(2), (4, width)) * jnp.float32([1e-6, 1, 30, 1e4])[:, None]
-    assert blocks(width) == (width // BLOCK if width % BLOCK == 0 else 1)
-    first = jax.vmap(lambda key: decode_linear(*encode_linear(x, key)))(keys(2000))
-    step = jnp.max(jnp.abs(x.reshape(4, blocks(width), -1)), axis=-1, keepdims=True) / 127
-    error = (first - x).reshape(2000, 4, blocks(width), -1)
-    assert float(jnp.max(jnp.abs(error) / step)) <= 1.001
-    assert float(jnp.max(jnp.abs(error.mean(axis=0)) / step)) <= 0.06
-    second = jax.vmap(lambda key: decode_log(*encode_log(x * x, key)))(keys(2000))
+def recoded(encode, decode, x, blocks, key):
+    scale = blocks.most(jnp.abs(x))
+    return decode(encode(x, scale, jax.random.uniform(key, x.shape), blocks), scale, blocks)
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((4, 256), ("embed", "mlp")), ((4, 50), ("embed", "mlp")), ((256, 4), ("mlp", "embed"))])
+def test_codes_are_unbiased_within_a_step_of_the_map(shape, axes):
+    blocks = Blocks.of(shape, axes)
+    magnitudes = jnp.float32([1e-6, 1, 30, 1e4])
+    x = jax.random.normal(jax.random.key(2), shape) * (magnitudes if blocks.dim == 0 else magnitudes[:, None])
+    first = jax.vmap(lambda key: recoded(encode_linear, decode_linear, x, blocks, key))(keys(2000))
+    step = blocks.spread(blocks.most(jnp.abs(x))) / 127
+    assert float(jnp.max(jnp.abs(first - x) / step)) <= 1.001
+    assert float(jnp.max(jnp.abs((first - x).mean(axis=0)) / step)) <= 0.06
+    second = jax.vmap(lambda key: recoded(encode_log, decode_log, x * x, blocks, key))(keys(2000))
     ratio = jnp.log2(second / (x * x)) * LOG_PER_OCTAVE
     assert float(jnp.max(jnp.abs(ratio))) <= 1.001
     assert float(jnp.max(jnp.abs(ratio.mean(axis=0)))) <= 0.06
 
 
 def test_no_second_moment_becomes_zero_and_zero_stays():
-    x = jnp.float32([[1.0, 1e-9, 1e-30, 0.0]])
-    back = decode_log(*encode_log(x, jax.random.key(0)))
+    x, blocks = jnp.float32([[1.0, 1e-9, 1e-30, 0.0]]), Blocks.of((1, 4), ("embed", "mlp"))
+    back = recoded(encode_log, decode_log, x, blocks, jax.random.key(0))
     assert (np.asarray(back)[0, :3] > 0).all()
     assert float(back[0, 3]) == 0.0
-    assert not np.asarray(decode_linear(*encode_linear(jnp.zeros((2, 8)), jax.random.key(0)))).any()
+    nothing = recoded(encode_linear, decode_linear, jnp.zeros((2, 8)), Blocks.of((2, 8), ("embed", "mlp")), jax.random.key(0))
+    assert not np.asarray(nothing).any()
+
+
+@pytest.mark.parametrize("size", [14336, 11008, 28672, 29568, 18944, 5632, 4864, 13824, 27648])
+def test_a_block_lies_whole_on_a_device_of_up_to_eight(size):
+    width = block_width(size, divided=True)
+    assert 16 <= width <= 128 and size % (8 * width) == 0
+
+
+def test_blocks_follow_the_side_that_fsdp_does_not_cut():
+    query = Blocks.of((2, 64, 4, 128), ("layers", "embed", "heads", "head_dim"))
+    out = Blocks.of((2, 4, 128, 64), ("layers", "heads", "head_dim", "embed"))
+    down = Blocks.of((2, 2048, 64), ("layers", "mlp", "embed"))
+    assert [(b.dim, b.width) for b in (query, out, down)] == [(3, 128), (2, 128), (1, 128)]
+    assert out.scale_shape((2, 4, 128, 64)) == (2, 4, 1, 64) and down.scale_shape((2, 2048, 64)) == (2, 16, 64)
 
 
 def test_directions_follow_those_of_adam():
@@ -83,6 +104,6 @@ def test_directions_follow_those_of_adam():
         return params
 
     plain = descend(optax.scale_by_adam(0.9, 0.95, 1e-8))
-    narrow = descend(scale_by_eight_bit_adam(0.9, 0.95, 1e-8), key=True)
+    narrow = descend(scale_by_eight_bit_adam(0.9, 0.95, 1e-8, lambda params: ("embed", "mlp")), key=True)
     assert float(jnp.sqrt(jnp.mean((plain - narrow) ** 2))) < 0.05
     assert float(jnp.sqrt(jnp.mean((narrow - target) ** 2))) < 0.15
