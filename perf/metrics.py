@@ -60,6 +60,12 @@ METRICS: dict[str, Metric] = {
     "train_step_ledger/compute_s": Metric("s", "Time of a profiled step in which the device computed."),
     "train_step_ledger/exposed_communication_s": Metric("s", "Time in which it communicated and did not compute."),
     "train_step_ledger/overlapped_communication_s": Metric("s", "Time in which it communicated and computed (a part of compute_s)."),
+    "train_device/clock_mhz": Metric("MHz", "Lowest clock of this process's devices at the log line before (CPU: mean of its cores)."),
+    "train_device/power_w": Metric("W", "Power of this process's GPUs at the log line before."),
+    "train_device/temperature_c": Metric("C", "Highest temperature of this process's GPUs at the log line before."),
+    "train_device/stopped_share": Metric(
+        "fraction", "Share of the time for which the control group had used up its CPU time. What a device does not offer is absent."
+    ),
     "train_step_ledger/exposed_copy_s": Metric("s", "Time in which it only copied memory."),
     "train_step_ledger/idle_s": Metric("s", "Time in which it did nothing."),
     "train_goodput/goodput": Metric("fraction", "Productive share of the run's wall time so far, over all starts, queue included."),

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from configs.schema import Config
+from perf.clock_watch import ClockWatch
 from perf.events import EventLog
 from perf.goodput_live import LiveGoodput
 from perf.metrics import StepTimer, memory_metrics
@@ -85,6 +86,8 @@ class Loop:
     """Kept by process 0."""
     compiler: CompilerWatch | None = None
     """Told which step is under way."""
+    clocks: ClockWatch | None = None
+    """Asked for the devices' clocks at each log line."""
     clock: Callable[[], float] = time.monotonic
     _pending: _Pending | None = field(default=None, init=False)
     _window_waits: int = field(default=0, init=False)
@@ -231,6 +234,7 @@ class Loop:
             **({"train/z_loss": values["z_loss"]} if self.config.loss.z_loss else {}),
             **self.timer.report(),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
+            **({} if self.clocks is None else self.clocks.tick(step)),
         }
         self.events.emit("step", step=step, **{name.split("/")[1]: value for name, value in metrics.items()})
         self.writer.write(step, metrics if self.goodput is None else metrics | self.goodput.metrics())

@@ -1,6 +1,7 @@
 """The plan of a run beside the step it compiled: memory and communication, each difference explained; plan.json of the run directory.
 
-Written when a run starts, so that what was measured can be compared with what was expected. `ridge compile` shows the same rows.
+Written when a run starts, so that what was measured can be compared with what was expected, together with the step's own report
+(compile.json, trainer/compile_record.py). `ridge compile` shows the same rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from planner.calibration import load_calibration
 from planner.hardware import Hardware, find_hardware
 from planner.memory import MemoryEstimate, memory_per_device
 from planner.step_time import step_time
+from trainer.compile_record import compile_record
 from trainer.integrity import write_atomically
 from trainer.traffic import SMALL_BYTES, Traffic, compare_traffic, expected
 
@@ -92,8 +94,17 @@ def _explain(row: Traffic, found: Sequence[Collective]) -> str:
     return f"{reason}: the largest is {largest.bytes / 1e6:.1f} MB x {largest.count:g} at {place}"
 
 
-def record_plan(run_dir: Path, config: Config, mesh: Mapping[str, int], compiled_step: Any, *, device_kind: str, gpu: bool) -> str | None:
-    """Write <run_dir>/plan.json for a step that was just compiled; return why there is none, or None.
+def record_plan(
+    run_dir: Path,
+    config: Config,
+    mesh: Mapping[str, int],
+    compiled_step: Any,
+    *,
+    device_kind: str,
+    gpu: bool,
+    compile_s: float | None = None,
+) -> str | None:
+    """Write <run_dir>/plan.json and compile.json for a step that was just compiled; return why there are none, or None.
 
     It never raises: a run does not end over a comparison.
 
@@ -102,22 +113,28 @@ def record_plan(run_dir: Path, config: Config, mesh: Mapping[str, int], compiled
       compiled_step: what jax's `.lower(...).compile()` returned.
       device_kind: of the devices that run it, as JAX names them; it is looked up in the catalogue.
       gpu: whether they are GPUs.
+      compile_s: what lowering and compiling took.
     """
+    name = "plan.json"
     try:
-        made = build_plan(run_dir, config, mesh, compiled_step, device_kind=device_kind, gpu=gpu)
-        write_atomically(run_dir / "plan.json", json.dumps(made, indent=1).encode())
+        module, sizes = parse(compiled_step.as_text()), compiled_step.memory_analysis()
+        found = collectives(module, mesh)
+        made = build_plan(run_dir, config, mesh, sizes, found, device_kind=device_kind, gpu=gpu)
+        write_atomically(run_dir / name, json.dumps(made, indent=1).encode())
+        name = "compile.json"
+        rows = {"traffic": made["communication"], "memory": made["memory"]}
+        report = compile_record(mesh, module, sizes, found) | rows | {"device": device_kind, "compile_s": compile_s}
+        write_atomically(run_dir / name, json.dumps(report, indent=1).encode())
     except Exception as error:
-        return f"no plan.json: {type(error).__name__}: {error}"
+        return f"no {name}: {type(error).__name__}: {error}"
     return None
 
 
 def build_plan(
-    run_dir: Path, config: Config, mesh: Mapping[str, int], compiled_step: Any, *, device_kind: str, gpu: bool
+    run_dir: Path, config: Config, mesh: Mapping[str, int], sizes: Any, found: Sequence[Collective], *, device_kind: str, gpu: bool
 ) -> dict[str, Any]:
-    """Return what plan.json holds (arguments as of `record_plan`)."""
+    """Return what plan.json holds: `sizes` from the step's memory analysis, the collectives `found` in it, the rest as of `record_plan`."""
     estimate = memory_per_device(config, mesh, gpu=gpu)
-    sizes = compiled_step.memory_analysis()
-    found = collectives(parse(compiled_step.as_text()), mesh)
     traffic = compare_traffic(config, mesh, found, gpu=gpu)
     made: dict[str, Any] = {
         "mesh": dict(mesh),

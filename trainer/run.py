@@ -5,10 +5,12 @@ config -> data manifests -> mesh -> model -> run directory -> state (new or rest
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from configs.rules import check_devices
 from configs.schema import Config
 from loaders.loader import build_loader, read_manifests
 from loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
+from perf.clock_watch import ClockWatch
+from perf.clocks import find_source
 from perf.diagnosis.last_word import last_word
 from perf.events import EventLog, event_file, read_events
 from perf.goodput_live import LiveGoodput, watch
@@ -141,6 +145,8 @@ class _Session:
     checkpointer: Checkpointer
     grace_s: float | None
     compiler: CompilerWatch
+    recorder: threading.Thread | None = None
+    """Writes down what was compiled."""
 
     def train(self) -> Outcome | None:
         """Make or restore the state, compile, and run the loop; None for a run that is complete already."""
@@ -153,9 +159,10 @@ class _Session:
             state, start_step = in_thread(self._first_state)
             if jax.process_index() == 0:
                 shutil.copytree(config.data.train[0].path / "tokenizer", self.run.path / "tokenizer", dirs_exist_ok=True)
+            began_s = time.monotonic()
             with self.events.phase("compile", program="train_step"):
                 programs = in_thread(self._compile)
-            self._record_plan(programs[0].compiled)
+            self._record_plan(programs[0].compiled, time.monotonic() - began_s)
             _say_what_runs(config, self.parts, self.progress)
         with self.watchdog.phase("waiting for the other processes to compile"):
             self.stop.begin_together()
@@ -186,14 +193,20 @@ class _Session:
         step = self.compiler.program(parts.train_step, "train_step", parts.abstract, abstract_batch(self.config, parts.partitioner))
         return step, jax.jit(param_norm).lower(parts.abstract.params).compile()
 
-    def _record_plan(self, step: Any) -> None:
-        """Leave what was planned beside what was compiled in the run directory; a run does not end over it."""
-        if jax.process_index() == 0:
-            device = self.parts.mesh.devices.flat[0]
-            mesh, kind, gpu = dict(self.parts.mesh.shape), device.device_kind, device.platform == "gpu"
-            refusal = record_plan(self.run.path, self.config, mesh, step, device_kind=kind, gpu=gpu)
+    def _record_plan(self, step: Any, compile_s: float) -> None:
+        """Leave plan.json and compile.json in the run directory, while the run goes on; a run does not end over them."""
+        if jax.process_index() != 0:
+            return
+        device = self.parts.mesh.devices.flat[0]
+        record = functools.partial(record_plan, device_kind=device.device_kind, gpu=device.platform == "gpu", compile_s=compile_s)
+
+        def work() -> None:
+            refusal = record(self.run.path, self.config, dict(self.parts.mesh.shape), step)
             if refusal is not None:
                 self.progress.note(refusal)
+
+        self.recorder = threading.Thread(target=work, name="plan", daemon=True)
+        self.recorder.start()
 
     def _loop(self, train_step: Program, norm: Any, loader: Loader, state: TrainState, start_step: int) -> Outcome:
         config, parts, run, events, progress = self.config, self.parts, self.run, self.events, self.progress
@@ -220,6 +233,7 @@ class _Session:
             analyze=True,
         )
         profiler.install_signal()
+        clocks = _watch_clocks(events)
         grace = Grace(self.grace_s, progress.note, self.checkpointer.last_write_s)
         grace.begin(last_write_s(events.path))  # process 0 tells of saves, and prints
         loop = Loop(
@@ -241,6 +255,7 @@ class _Session:
             grace=grace,
             goodput=self._watch_goodput(start_step),
             compiler=self.compiler,
+            clocks=clocks,
         )
         self.compiler.start()
         try:
@@ -248,6 +263,9 @@ class _Session:
         finally:
             self.compiler.close()
             with events.phase("teardown"), self.watchdog.phase("teardown"):
+                if self.recorder is not None:
+                    self.recorder.join()
+                clocks.close()
                 profiler.close()
                 writer.close()
                 self.checkpointer.wait()
@@ -263,6 +281,13 @@ class _Session:
         except UserError as error:
             self.progress.note(f"no goodput in TensorBoard: {error}")
             return None
+
+
+def _watch_clocks(events: EventLog) -> ClockWatch:
+    """Begin to record what the devices of this process say of their clocks."""
+    devices = jax.local_devices()
+    ids = [index if device.local_hardware_id is None else device.local_hardware_id for index, device in enumerate(devices)]
+    return ClockWatch(*find_source(devices[0].platform, devices[0].device_kind, ids, os.environ), events)
 
 
 def _restore(

@@ -4,6 +4,7 @@
     run.json         name, id, and one entry per start: time, command, host, devices, package versions, git commit
     git.diff         uncommitted changes of the source tree at the first start (git.<n>.diff at restart n), when there were any
     plan.json        what was planned beside what was compiled, at the newest start (trainer/reconcile.py)
+    compile.json     the compiled step's own report: memory, FLOPs, every collective, at the newest start (trainer/compile_record.py)
     checkpoints/ events.jsonl metrics.jsonl tensorboard/     written by others
 
 Only process 0 reads and writes here; the others are told what it found.

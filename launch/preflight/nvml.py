@@ -12,17 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from launch.cluster.devices import gpus_present
+from perf import clocks
 
 T = TypeVar("T")
 
-THROTTLE_BITS = {
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
-"""nvmlClocksEventReason* that a healthy GPU under load never shows; the software power cap (0x04) is normal at full load."""
-_POWER_CAP = 0x04
+THROTTLE_BITS, _POWER_CAP = clocks.TROUBLE, clocks.POWER_CAP
 _SAMPLE_S = 0.2
 
 
@@ -101,16 +95,9 @@ def read_gpus(environment: Mapping[str, str]) -> GpuReport:
 
 
 def visible(gpus: list[GpuFacts], setting: str | None) -> list[GpuFacts]:
-    """Keep the GPUs that a value of CUDA_VISIBLE_DEVICES names, by index or by (the beginning of) their uuid; None: all."""
-    if setting is None:
-        return gpus
-    kept = []
-    for word in (word.strip() for word in setting.split(",")):
-        match = [gpu for gpu in gpus if (gpu.index == int(word) if word.isdigit() else bool(word) and gpu.uuid.startswith(word))]
-        if not match:
-            break  # as CUDA does: an unknown entry ends the list
-        kept += match[:1]
-    return kept
+    """Keep the GPUs that a value of CUDA_VISIBLE_DEVICES names (see perf.clocks.visible); None: all."""
+    by_index = {gpu.index: gpu for gpu in gpus}
+    return [by_index[index] for index in clocks.visible({gpu.index: gpu.uuid for gpu in gpus}, setting)]
 
 
 def _read(pynvml: Any, index: int, handle: Any, driver: str) -> GpuFacts:

@@ -12,6 +12,7 @@ from typing import Any
 from configs.load import from_resolved
 from configs.schema import Config
 from perf.diagnosis.expected import Expected, expect
+from perf.diagnosis.held_down import device_rows
 from perf.diagnosis.knobs import Rival
 from perf.diagnosis.ranks import steady
 from perf.events import Event, event_files, read_events
@@ -41,9 +42,11 @@ class Facts:
     plan: Mapping[str, Any] | None = None
     """What was planned beside what was compiled, when the run started (plan.json)."""
     compiled: Mapping[str, Any] | None = None
-    """The compile report (`ridge compile --json`), where the run directory has one."""
+    """The report of the compiled step (compile.json: written at the start, or by `ridge compile --json`)."""
     expected: Expected | None = None
     """What the planner says about this run on its cluster."""
+    devices: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Device -> what it said of its clock, power and quota at each log line."""
     study: Study | None = None
     """Several runs at several scales."""
     batch_study: Study | None = None
@@ -83,7 +86,7 @@ class Facts:
         last = next((s for s in reversed(self.steps) if "peak_bytes" in s), None)
         if last is not None:
             return float(last["peak_bytes"])
-        sizes = (self.plan or {}).get("compiled")
+        sizes = self.compiled or (self.plan or {}).get("compiled")
         return None if sizes is None else float(sizes["argument_bytes"] + sizes["temp_bytes"])
 
     @property
@@ -103,8 +106,14 @@ class Facts:
     @property
     def traffic(self) -> Sequence[Mapping[str, Any]]:
         """Planned and compiled bytes per step by kind and axes of collectives."""
-        rows: Sequence[Mapping[str, Any]] = (self.plan or self.compiled or {}).get("communication", ())
+        rows: Sequence[Mapping[str, Any]] = (self.compiled or {}).get("traffic") or (self.plan or {}).get("communication") or ()
         return rows
+
+    @property
+    def compute_share(self) -> float | None:
+        """Share of the step that the device that computes longest computes; None without a profile."""
+        shares = [d["compute_s"] / d["total_s"] for d in (self.analysis or {}).get("devices", ()) if d["total_s"] > 0]
+        return max(shares, default=None)
 
     def share(self, *categories: str) -> float:
         """Share of the wall time in categories of the run ledger."""
@@ -158,6 +167,7 @@ def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | Non
         plan=plan,
         compiled=_json(run / "compile.json"),
         expected=expected,
+        devices=device_rows(events),
         **more,
     )
 

@@ -93,7 +93,13 @@ CATALOGUE: tuple[Row, ...] = (
         "metrics, or compiled step and cluster",
         "accumulate, or a stronger remat",
     ),
-    Row("clocks throttled", step_rules.throttled, ("throttled", "unequal_compute"), _STEP, "exclude the node, or raise its power limit"),
+    Row(
+        "clocks throttled",
+        step_rules.throttled,
+        ("throttled", "stopped", "unequal_compute"),
+        "clocks and quotas that were recorded; step ledger of a profile",
+        "exclude the node, or raise its power limit",
+    ),
     Row(
         "link slower than planned",
         step_rules.slow_link,

@@ -8,6 +8,7 @@ from typing import Any
 
 from perf.diagnosis.facts import Facts
 from perf.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
+from perf.diagnosis.held_down import held_down
 from perf.diagnosis.ranks import slowest
 
 UNMEASURED = 0.1
@@ -168,29 +169,33 @@ def over_remat(facts: Facts) -> Finding | None:
 
 
 def throttled(facts: Facts) -> Finding | None:
-    """A device computes longer than the others for equal work, or its clock is below its rated value."""
-    clocks = [float(h["clock_fraction"]) for h in (facts.analysis or {}).get("hosts", []) if "clock_fraction" in h]
-    if clocks and min(clocks) < THRESHOLDS["throttled"][0]:
-        share, high, evidence = 1 - min(clocks), True, f"a device ran at {min(clocks):.0%} of its rated clock"
-    else:
-        found = slowest(facts.analysis)
-        if found is None or not found.slow_s or not found.step_s:
-            return None
+    """A device computes longer than the others for equal work, or says itself that it is held down."""
+    held, found = held_down(facts.devices), slowest(facts.analysis)
+    evidence, shares = [], []
+    if found is not None and found.slow_s and found.step_s:
         equal = found.usual_compute_s / (found.usual_compute_s + found.slow_s)
-        if equal >= THRESHOLDS["unequal_compute"][0]:
-            return None
-        share, high = found.slow_s / found.step_s, False
-        evidence = (
-            f"{found.device} computes {found.compute_s * 1e3:.1f} ms for the step that takes the median other device "
-            f"{found.usual_compute_s * 1e3:.1f} ms: it runs at {equal:.0%} of their speed"
+        if equal < THRESHOLDS["unequal_compute"][0]:
+            shares.append(found.slow_s / found.step_s)
+            evidence.append(
+                f"{found.device} computes {found.compute_s * 1e3:.1f} ms for the step that takes the median other device "
+                f"{found.usual_compute_s * 1e3:.1f} ms: it runs at {equal:.0%} of their speed"
+            )
+    if held is not None:
+        shares.append(held.share * (1.0 if facts.compute_share is None else facts.compute_share))
+        evidence.append(held.seen)
+    if not shares:
+        return None
+    if held is None:
+        evidence.append(
+            "neither its clock nor a quota says why" if facts.devices else "neither a clock nor a quota was recorded that would say why"
         )
     return Finding(
         rule="clocks throttled",
-        confidence="high" if high else "medium",
-        gain=ceiling(share * facts.share("productive")),
+        confidence="high" if held is not None else "medium",
+        gain=ceiling(shares[0] * facts.share("productive")),
         lens="co-design",
         pattern=PATTERNS["bottlenecks move"],
-        evidence=(evidence,),
+        evidence=tuple(evidence),
         measure_next="ridge doctor: power, temperature, the reason NVML gives; who else uses its cores",
         action="exclude the node, or raise its power limit; on CPUs: cores of its own for every rank",
         next_bottleneck="memory bandwidth",

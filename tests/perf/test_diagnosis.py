@@ -101,7 +101,7 @@ HEALTHY = Facts(
                 "bytes": 1e8,
             }
         ],
-        hosts=[{"host": "a", "clock_fraction": 0.99, "span_s": 4.0, "syncs": []}],
+        hosts=[{"host": "a", "span_s": 4.0, "syncs": []}],
     ),
     plan=traffic(1e8),
     study=analyse([Point(p, 1000.0 / p + 1.0, 1e5 * p) for p in (1, 2, 4)]),
@@ -237,9 +237,9 @@ def test_thresholds_are_declared_with_their_meaning():
 
 
 def _rule_modules():
-    from perf.diagnosis import run_rules, step_rules, study_rules
+    from perf.diagnosis import held_down, run_rules, step_rules, study_rules
 
-    return run_rules, step_rules, study_rules
+    return held_down, run_rules, step_rules, study_rules
 
 
 def test_the_facts_are_figures_of_the_steps_after_warm_up():

@@ -7,6 +7,7 @@ import pytest
 
 from perf.collectives import Collective
 from perf.hlo import Source
+from planner.flops import train_flops_per_token
 from planner.memory import memory_per_device
 from tests.trainer.gpu_models import small
 from trainer.reconcile import memory_rows, record_plan, traffic_rows
@@ -36,6 +37,13 @@ def test_plan_and_compile_lie_side_by_side(compiled, tmp_path):
     assert made["communication"] and all(row["explanation"] for row in made["memory"] + made["communication"])
     assert all(row["agrees"] for row in made["communication"]), made["communication"]
     assert "step_s" not in made and made["no_step_s"]
+    report = json.loads((tmp_path / "compile.json").read_bytes())
+    assert report["traffic"] == made["communication"]
+    assert report["argument_bytes"] == made["compiled"]["argument_bytes"] > 0
+    model_flops = train_flops_per_token(config.model, config.data.seq_len).total * config.data.batch_size * config.data.seq_len / 8
+    assert report["flops"] == pytest.approx(model_flops, rel=0.3)
+    assert {c["kind"] for c in report["collectives"]} == {row["kind"] for row in report["traffic"] if row["compiled_bytes"]}
+    assert all(c["source"] for c in report["collectives"] if c["bytes"] > 1e5)
 
 
 def test_a_known_gpu_gets_a_predicted_step_time(compiled, tmp_path):
