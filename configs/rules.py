@@ -84,7 +84,10 @@ def _precision(config: Config) -> Iterator[Problem]:
         if getattr(config.precision, key) == "float16":
             yield Problem((f"precision.{key}",), "float16 needs loss scaling, which is not offered: use bfloat16 or float32")
     if config.precision.moments == "int8" and config.optimizer.kind != "adamw":
-        yield Problem(("precision.moments", "optimizer.kind"), f"int8 moments are Adam's: optimizer.kind={config.optimizer.kind} has none")
+        yield Problem(
+            ("precision.moments", "optimizer.kind"),
+            f"int8 moments are Adam's: set precision.moments=bfloat16, or optimizer.kind=adamw (it is {config.optimizer.kind})",
+        )
     if config.precision.stochastic_rounding and config.precision.params != "bfloat16":
         yield Problem(
             ("precision.stochastic_rounding", "precision.params"),
