@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from configs.schema import AttentionConfig, ModelConfig
 from models.attention.layer import AttendWith, Attention, RotaryTable
 from models.mlp import MLP
-from models.norms import NORMS
+from models.norms import NORMS, Prepare, unprepared
 from models.params import ParamFactory
 from models.projection import Projector
 from models.remat import Remat
@@ -35,7 +35,7 @@ class Block(nnx.Module):
         self.attention_norm = norm(model.embed_dim, model.norm_eps, make, projector.partitioner)
         self.attention = Attention(model, config, remat, platform, residual_std, make, projector)
         self.mlp_norm = norm(model.embed_dim, model.norm_eps, make, projector.partitioner)
-        self.mlp = MLP(model, residual_std, make, projector)
+        self.mlp = MLP(model, remat, residual_std, make, projector)
         self.partitioner = projector.partitioner
 
     def __call__(
@@ -45,14 +45,25 @@ class Block(nnx.Module):
         constrain = self.partitioner.constrain
         x_BTD = checkpoint_name(constrain(x_BTD, "batch", "residual_seq", "act_embed"), "block_input")
         with jax.named_scope("attention"):
-            normed_BTD = self._whole_sequence(self.attention_norm(x_BTD))
-            update_BTD = self.attention(normed_BTD, rotary, segment_ids_BT, attend_with)
+            input_BTD, prepare = self._input(x_BTD, self.attention_norm)
+            update_BTD = self.attention(input_BTD, rotary, segment_ids_BT, attend_with, prepare)
             x_BTD += checkpoint_name(constrain(update_BTD, "batch", "residual_seq", "act_embed"), "attention_out")
         with jax.named_scope("mlp"):
-            normed_BTD = self._whole_sequence(self.mlp_norm(x_BTD))
-            update_BTD = self.mlp(normed_BTD)
+            update_BTD = self.mlp(*self._input(x_BTD, self.mlp_norm))
             x_BTD += checkpoint_name(constrain(update_BTD, "batch", "residual_seq", "act_embed"), "mlp_out")
         return x_BTD
+
+    def _input(self, x_BTD: jax.Array, norm: Prepare) -> tuple[jax.Array, Prepare]:
+        """Return the input of a half block and what is to be done to it there.
+
+        A sequence that the norm's result has to be gathered from is gathered once: such a result is made here, and kept.
+        """
+
+        def prepare(x_BTD: jax.Array) -> jax.Array:
+            return self._whole_sequence(norm(x_BTD))
+
+        gathered = self.partitioner.axis_size("residual_seq") > 1
+        return (prepare(x_BTD), unprepared) if gathered else (x_BTD, prepare)
 
     def _whole_sequence(self, x_BTD: jax.Array) -> jax.Array:
         # Pinned on both sides: otherwise XLA gathers before the norm's last cast, in float32.

@@ -13,8 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from configs.schema import ModelConfig
+from models.norms import Prepare, unprepared
 from models.params import ParamFactory
 from models.projection import Projector
+from models.remat import Remat
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -27,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class MLP(nnx.Module):
     """Gated: down(act(gate(x)) * up(x)) (arXiv 2002.05202); plain: down(act(up(x)))."""
 
-    def __init__(self, model: ModelConfig, residual_std: float, make: ParamFactory, projector: Projector) -> None:
+    def __init__(self, model: ModelConfig, remat: Remat, residual_std: float, make: ParamFactory, projector: Projector) -> None:
         width, hidden = model.embed_dim, model.mlp_dim
         self.gate = make.normal((width, hidden), ("embed", "mlp"), model.init_std) if model.gated_mlp else None
         self.up = make.normal((width, hidden), ("embed", "mlp"), model.init_std)
@@ -37,18 +39,28 @@ class MLP(nnx.Module):
         self.down_bias = make.constant((width,), ("norm",), 0.0) if model.mlp_bias else None
         self.activation = model.activation
         self.project = projector
+        self.remat = remat
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Map normed inputs to the residual update, same shape and dtype."""
-        act = ACTIVATIONS[self.activation]
-        up_BTF = checkpoint_name(self._hidden(x_BTD, self.up, self.up_bias), "mlp_up")
+    def __call__(self, x_BTD: jax.Array, prepare: Prepare = unprepared) -> jax.Array:
+        """Map prepare(x), which is the normed input, to the residual update, same shape and dtype."""
+        act, wrap = ACTIVATIONS[self.activation], self.remat.wrap_products
+
+        def widen(x_BTD: jax.Array) -> list[jax.Array]:
+            normed_BTD = prepare(x_BTD)
+            return [self._hidden(normed_BTD, kernel, bias) for kernel, bias in sides]
+
         # Only the inputs of the elementwise part are kept for the backward pass; recomputing it costs less than moving its intermediates.
-        if self.gate is None:
-            hidden_BTF = jax.checkpoint(act, prevent_cse=False)(up_BTF)
-        else:
-            gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, self.gate_bias), "mlp_gate")
-            hidden_BTF = jax.checkpoint(lambda gate, up: act(gate) * up, prevent_cse=False)(gate_BTF, up_BTF)
-        return self.project.add_bias(self.project("btf,fd->btd", hidden_BTF, self.down), self.down_bias)
+        @partial(jax.checkpoint, prevent_cse=False)
+        def activate(up_BTF: jax.Array, *gate_BTF: jax.Array) -> jax.Array:
+            return act(gate_BTF[0]) * up_BTF if gate_BTF else act(up_BTF)
+
+        def narrow(*wide_BTF: jax.Array) -> jax.Array:
+            return self.project("btf,fd->btd", activate(*wide_BTF), self.down)
+
+        sides = [(self.up, self.up_bias)] if self.gate is None else [(self.up, self.up_bias), (self.gate, self.gate_bias)]
+        names = ("mlp_up", "mlp_gate")
+        wide_BTF = [checkpoint_name(side_BTF, name) for side_BTF, name in zip(wrap(widen)(x_BTD), names, strict=False)]
+        return self.project.add_bias(wrap(narrow)(*wide_BTF), self.down_bias)
 
     def _hidden(self, x_BTD: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:
         h_BTF = self.project.add_bias(self.project("btd,df->btf", x_BTD, kernel), bias)

@@ -5,6 +5,7 @@ Legend: B batch, T sequence, D width of the normalised dim (the residual stream,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,14 @@ from models.params import ParamFactory, use_param
 
 if TYPE_CHECKING:
     from sharding.partition import Partitioner
+
+Prepare = Callable[[jax.Array], jax.Array]
+"""What makes the input of a half block from the residual stream: its norm."""
+
+
+def unprepared(x_BTD: jax.Array) -> jax.Array:
+    """Return an input that has been normed already."""
+    return x_BTD
 
 
 class RMSNorm(nnx.Module):

@@ -26,7 +26,7 @@ NAMES: dict[str, str] = {
 """The values a block tags with `checkpoint_name`, for the policies `names` and `offload`."""
 
 POLICIES: dict[str, str] = {
-    "none": "everything is kept",
+    "none": "everything is kept but norms and the products of gates, which are elementwise in what is kept",
     "full": "only each block's input is kept",
     "dots": "results of products with parameters are kept; attention and everything elementwise is recomputed",
     "attention-only": "only the attention itself (scores, softmax) is recomputed, from the kept queries, keys and values",
@@ -78,6 +78,14 @@ class Remat:
                 names_which_can_be_saved=[], names_which_can_be_offloaded=list(self.names), offload_src="device", offload_dst="pinned_host"
             )
         return jax.checkpoint(block, policy=saved, prevent_cse=not self.in_loop)
+
+    def wrap_products(self, products: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep no inputs of products that are elementwise in what is kept anyway: the backward pass computes those again.
+
+        Reading what they are made of costs no more than reading them, and storing them is saved. A block that is recomputed as a whole
+        has nothing stored to save.
+        """
+        return products if self.policy not in ("none", "attention-only") else jax.checkpoint(products, prevent_cse=not self.in_loop)
 
     def wrap_attention(self, attention: Callable[..., Any]) -> Callable[..., Any]:
         """Apply the policy to the attention alone."""

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from configs.schema import AttentionConfig, ModelConfig
 from models.attention.dispatch import attend, resolve_backend
 from models.attention.interface import AttentionRequest
-from models.norms import RMSNorm
+from models.norms import Prepare, RMSNorm, unprepared
 from models.params import ParamFactory
 from models.projection import Projector
 from models.remat import Remat
@@ -58,16 +58,31 @@ class Attention(nnx.Module):
         resolve_backend(config.backend, request)  # refuse at construction, not in the first step
 
     def __call__(
-        self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None, attend_with: AttendWith | None = None
+        self,
+        x_BTD: jax.Array,
+        rotary: RotaryTable | None,
+        segment_ids_BT: jax.Array | None,
+        attend_with: AttendWith | None = None,
+        prepare: Prepare = unprepared,
     ) -> jax.Array:
-        """Map normed inputs to the residual update, same shape and dtype.
+        """Map prepare(x), which is the normed input, to the residual update, same shape and dtype.
 
         `attend_with` replaces attention over the row itself (decoding attends to a cache).
         """
         backend, chunk, window, platform = self.attend_options
-        q_BTNH = self._heads(x_BTD, self.query, self.query_bias, self.query_norm, rotary, "act_heads", "query")
-        k_BTKH = self._heads(x_BTD, self.key, self.key_bias, self.key_norm, rotary, "act_kv_heads", "key")
-        v_BTKH = self._heads(x_BTD, self.value, self.value_bias, None, None, "act_kv_heads", "value")
+
+        def project(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            normed_BTD = prepare(x_BTD)
+            return (
+                self._project(normed_BTD, self.query, self.query_bias, "act_heads"),
+                self._project(normed_BTD, self.key, self.key_bias, "act_kv_heads"),
+                self._project(normed_BTD, self.value, self.value_bias, "act_kv_heads"),
+            )
+
+        q_BTNH, k_BTKH, v_BTKH = self.remat.wrap_products(project)(x_BTD)
+        q_BTNH = checkpoint_name(self._turned(q_BTNH, self.query_norm, rotary), "query")
+        k_BTKH = checkpoint_name(self._turned(k_BTKH, self.key_norm, rotary), "key")
+        v_BTKH = checkpoint_name(v_BTKH, "value")
 
         def run(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
             return attend(
@@ -78,20 +93,11 @@ class Attention(nnx.Module):
         context_BTNH = self.project.partitioner.constrain(context_BTNH, "batch", "seq", "act_heads", None)
         return self.project.add_bias(self.project("btnh,nhd->btd", context_BTNH, self.out), self.out_bias)
 
-    def _heads(
-        self,
-        x_BTD: jax.Array,
-        kernel: nnx.Param,
-        bias: nnx.Param | None,
-        norm: RMSNorm | None,
-        rotary: RotaryTable | None,
-        axis: str,
-        name: str,
-    ) -> jax.Array:
+    def _project(self, x_BTD: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, axis: str) -> jax.Array:
         x_BTNH = self.project.add_bias(self.project("btd,dnh->btnh", x_BTD, kernel), bias)
-        x_BTNH = self.project.partitioner.constrain(x_BTNH, "batch", "seq", axis, None)
+        return self.project.partitioner.constrain(x_BTNH, "batch", "seq", axis, None)
+
+    def _turned(self, x_BTNH: jax.Array, norm: RMSNorm | None, rotary: RotaryTable | None) -> jax.Array:
         if norm is not None:
             x_BTNH = norm(x_BTNH)
-        if rotary is not None:
-            x_BTNH = apply_rotary(x_BTNH, rotary)
-        return checkpoint_name(x_BTNH, name)
+        return x_BTNH if rotary is None else apply_rotary(x_BTNH, rotary)
