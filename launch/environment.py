@@ -124,6 +124,11 @@ def _gpu(generation: Generation, config: Config) -> list[Setting]:
     if config.mesh.fsdp != 1 or config.mesh.tensor != 1:
         reason = "two collectives may be on their way at once: with one, the gather of the next layer waits for the reduction of the last"
         settings.append(Setting("--xla_gpu_experimental_parallel_collective_overlap_limit", "2", reason))
+    if config.precision.matmul == "fp8":
+        reason = "8-bit products are cuBLASLt's: Triton's kernels would take them, widen their inputs and multiply in 16 bits"
+        settings.append(Setting("--xla_gpu_enable_triton_gemm", "false", reason))
+        reason = "products that read the same input stay apart: merged ones read several scales, and become 16-bit products"
+        settings.append(Setting("--xla_gpu_dot_merger_threshold_mb", "0", reason))
     reason = "compute.remat decides what is recomputed: XLA's own pass adds to it unasked, and what was planned is not what runs"
     settings.append(Setting("--xla_disable_hlo_passes", "rematerialization", reason))
     return settings

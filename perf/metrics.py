@@ -2,9 +2,10 @@
 
 Conventions. Loss is in nats per target token. Tokens are the positions of the batch (rows x seq_len), padding included, because
 they cost the same. MFU = model FLOPs / (step time x datasheet peak of the matmul dtype). Model FLOPs are those of `planner.flops`
-(causal attention counted as half, no recomputation); the peak is the dense one of `planner.hardware`. On a device without a datasheet
-figure MFU does not exist: it is absent, never a guess. TensorBoard opens the first two groups in alphabetical order, hence the names:
-`eval` and `train` are what one looks at first.
+(causal attention counted as half, no recomputation); the peak is the dense one of `planner.hardware` for precision.compute, also where the
+layers read float8: `mfu` then compares with that of a run in bfloat16 and may pass 1, and `mfu_float8` has the float8 peak below the line.
+On a device without a datasheet figure MFU does not exist: it is absent, never a guess. TensorBoard opens the first two groups in
+alphabetical order, hence the names: `eval` and `train` are what one looks at first.
 """
 
 from __future__ import annotations
@@ -52,20 +53,23 @@ METRICS: dict[str, Metric] = {
     "train_speed/mfu": Metric(
         "fraction", "Model FLOP/s over the datasheet's dense peak of the matmul dtype; absent on a device without one."
     ),
+    "train_speed/mfu_float8": Metric(
+        "fraction", "The same over the dense float8 peak; only where precision.matmul is narrower than 16 bits."
+    ),
     "train_memory/peak_bytes": Metric(
         "bytes", "Peak device memory in use since the start, the largest over this process's devices; absent where not reported."
     ),
     "train_memory/limit_bytes": Metric("bytes", "Device memory the allocator may use; absent where the backend does not report it."),
-    "train_step_ledger/total_s": Metric("s", "A profiled step, mean over devices. The next parts but the overlapped one sum to it."),
-    "train_step_ledger/compute_s": Metric("s", "Time of a profiled step in which the device computed."),
-    "train_step_ledger/exposed_communication_s": Metric("s", "Time in which it communicated and did not compute."),
-    "train_step_ledger/overlapped_communication_s": Metric("s", "Time in which it communicated and computed (a part of compute_s)."),
     "train_device/clock_mhz": Metric("MHz", "Lowest clock of this process's devices at the log line before (CPU: mean of its cores)."),
     "train_device/power_w": Metric("W", "Power of this process's GPUs at the log line before."),
     "train_device/temperature_c": Metric("C", "Highest temperature of this process's GPUs at the log line before."),
     "train_device/stopped_share": Metric(
         "fraction", "Share of the time for which the control group had used up its CPU time. What a device does not offer is absent."
     ),
+    "train_step_ledger/total_s": Metric("s", "A profiled step, mean over devices. The next parts but the overlapped one sum to it."),
+    "train_step_ledger/compute_s": Metric("s", "Time of a profiled step in which the device computed."),
+    "train_step_ledger/exposed_communication_s": Metric("s", "Time in which it communicated and did not compute."),
+    "train_step_ledger/overlapped_communication_s": Metric("s", "Time in which it communicated and computed (a part of compute_s)."),
     "train_step_ledger/exposed_copy_s": Metric("s", "Time in which it only copied memory."),
     "train_step_ledger/idle_s": Metric("s", "Time in which it did nothing."),
     "train_goodput/goodput": Metric("fraction", "Productive share of the run's wall time so far, over all starts, queue included."),
@@ -114,6 +118,7 @@ class StepTimer:
       num_devices: devices in the mesh.
       flops_per_token: training FLOPs per token (planner.flops), or None.
       peak_flops: datasheet FLOP/s of one device for the matmul dtype (planner.hardware), or None when unknown.
+      float8_peak_flops: the same for float8, where the layers' products read it; else None.
       clock: monotonic seconds.
     """
 
@@ -124,10 +129,11 @@ class StepTimer:
         num_devices: int,
         flops_per_token: float | None,
         peak_flops: float | None,
+        float8_peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._tokens_per_step, self._num_devices = tokens_per_step, num_devices
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._flops_per_token, self._peaks = flops_per_token, {"mfu": peak_flops, "mfu_float8": float8_peak_flops}
         self._clock = clock
         self._mark_s = clock()
         self._paused_s = 0.0
@@ -208,8 +214,7 @@ class StepTimer:
         if self._flops_per_token is not None:
             flop_per_s = self._flops_per_token * tokens_per_s / self._num_devices
             values["train_speed/tflop_per_s_per_device"] = flop_per_s / 1e12
-            if self._peak_flops is not None:
-                values["train_speed/mfu"] = flop_per_s / self._peak_flops
+            values |= {f"train_speed/{name}": flop_per_s / peak for name, peak in self._peaks.items() if peak is not None}
         return values
 
 

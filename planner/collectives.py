@@ -261,10 +261,11 @@ class _Plan:
     def _half(self, half: str, inputs: int) -> list[PlannedCollective]:
         """The residual stream around one half of a block, over tensor."""
         tensor = self.over("tensor")
+        narrow = self.stream // self.act * self.gathered  # a gradient becomes 8-bit before it moves
         return [
             self._item(f"{half} input", "forward", "all-gather", tensor, self.stream),
             self._item(f"{half} update", "forward", "reduce-scatter", tensor, self.stream),
-            self._item(f"{half} update", "backward", "all-gather", tensor, self.stream),
+            self._item(f"{half} update", "backward", "all-gather", tensor, narrow),
             replace(self._item(f"{half} input", "backward", "reduce-scatter", tensor, self.stream), parts=inputs),
         ]
 

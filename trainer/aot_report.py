@@ -44,8 +44,8 @@ class Report:
     buffers: list[Buffer]
     """Live at the peak, grouped, largest first."""
     kernels: list[Kernel]
-    peak_flops: float
-    bandwidth: float
+    dtype: str
+    """Arithmetic of the products, where they read nothing narrower."""
     schedule: Schedule
     """The compiled schedule, played with calibrated rates of kernels and links."""
 
@@ -57,7 +57,15 @@ class Report:
     @property
     def kernels_s(self) -> float:
         """The least time of all kernels on one device: no step can be faster, communication left out."""
-        return math.fsum(kernel.seconds(self.peak_flops, self.bandwidth) for kernel in self.kernels)
+        return math.fsum(self.seconds(kernel) for kernel in self.kernels)
+
+    def rates(self, kernel: Kernel) -> tuple[float, float]:
+        """The datasheet's FLOP/s for what the kernel multiplies, 8-bit products by their own, and bytes/s."""
+        return self.device.peak_flops[arithmetic(kernel, self.dtype)], self.device.memory_bandwidth_bytes_per_s
+
+    def seconds(self, kernel: Kernel) -> float:
+        """The least time of all runs of a kernel."""
+        return kernel.seconds(*self.rates(kernel))
 
     @property
     def overlapped_share(self) -> float:
@@ -89,8 +97,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         wide_gathers=_wide_gathers(config, found),
         buffers=grouped(live),
         kernels=launched,
-        peak_flops=device.peak_flops[dtype],
-        bandwidth=device.memory_bandwidth_bytes_per_s,
+        dtype=dtype,
         schedule=_played(request, cluster, compiled, rates, launched, found, dtype),
     )
 
@@ -110,7 +117,8 @@ def _played(
 
     def kernel_s(kernel: Kernel) -> float:
         side = max(1, round((kernel.flops / 2) ** (1 / 3)))
-        compute_s = kernel.flops / rates.matmul_flops_per_s(request.device, dtype, side, side, side) if kernel.flops else 0.0
+        reads = arithmetic(kernel, dtype)
+        compute_s = kernel.flops / rates.matmul_flops_per_s(request.device, reads, side, side, side) if kernel.flops else 0.0
         return max(compute_s, kernel.bytes / bandwidth)
 
     def collective_s(collective: Collective) -> float:
@@ -119,6 +127,11 @@ def _played(
         return time_s(op, collective.bytes, fabric.axes_group(compiled.mesh, axes)).seconds
 
     return play(parse(compiled.hlo_text), launched, found, kernel_s, collective_s)
+
+
+def arithmetic(kernel: Kernel, dtype: str) -> str:
+    """Return the catalogue's name of what a kernel multiplies: float8 or float4 where it reads them, else the run's dtype."""
+    return {"f8": "float8", "f4": "float4"}.get(kernel.dtype[:2], dtype)
 
 
 def overlapped(collective: Collective) -> bool:
@@ -178,10 +191,10 @@ def roofline_json(report: Report) -> dict[str, Any]:
     parts: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for k in report.kernels:
         row = parts[k.component, k.part]
-        row[0] += k.seconds(report.peak_flops, report.bandwidth)
+        row[0] += report.seconds(k)
         row[1] += k.flops * k.count
         row[2] += k.bytes * k.count
-    longest = sorted(report.kernels, key=lambda k: -k.seconds(report.peak_flops, report.bandwidth))[:20]
+    longest = sorted(report.kernels, key=lambda k: -report.seconds(k))[:20]
     played = report.schedule
     return {
         "kernels_s": report.kernels_s,
@@ -200,11 +213,12 @@ def roofline_json(report: Report) -> dict[str, Any]:
                 "name": k.name,
                 "component": k.component,
                 "part": k.part,
-                "seconds": k.seconds(report.peak_flops, report.bandwidth),
+                "seconds": report.seconds(k),
                 "count": k.count,
                 "flops": k.flops,
                 "bytes": k.bytes,
-                "binds": k.binds(report.peak_flops, report.bandwidth),
+                "dtype": k.dtype,
+                "binds": k.binds(*report.rates(k)),
                 "op_name": k.op_name,
                 "source": source_text(k.source),
             }

@@ -334,11 +334,13 @@ def _say_what_runs(config: Config, parts: Prepared, progress: Progress) -> None:
 def step_timer(config: Config, parts: Prepared) -> StepTimer:
     """Build the step timer: tokens and FLOPs of a step, and the peak of the device where the datasheet is known."""
     dtype = matmul_dtype(config.precision.compute, config.compute.matmul_precision)
+    kind = jax.devices()[0].device_kind
     return StepTimer(
         tokens_per_step=config.data.batch_size * config.data.seq_len,
         num_devices=parts.mesh.size,
         flops_per_token=train_flops_per_token(config.model, config.data.seq_len).total,
-        peak_flops=peak_flops(jax.devices()[0].device_kind, dtype),
+        peak_flops=peak_flops(kind, dtype),
+        float8_peak_flops=None if config.precision.matmul == "compute" else peak_flops(kind, "float8"),
     )
 
 

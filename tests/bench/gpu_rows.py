@@ -56,6 +56,8 @@ ROWS: tuple[Row, ...] = (
     Row("3b-4k", "llama-3.2-3b", 4096, **AMBITION),
     Row("8b-4k", "llama-3.1-8b", 4096, fit_layers=True, **AMBITION),
     Row("8b-8k", "llama-3.1-8b", 8192, fit_layers=True, **AMBITION, peer=False),
+    Row("8b-4k-fp8", "llama-3.1-8b", 4096, "1.3 x bf16", over=("8b-4k", 1.3), fit_layers=True, peer=False,
+        overrides=("precision.matmul=fp8",)),
     Row("1b-8k-packed", "llama-3.2-1b", 8192, "the mask of packed documents costs under 10 %", over=("1b-8k", 0.9), peer=False,
         overrides=("data.document_masking=true",)),
 )  # fmt: skip

@@ -65,6 +65,14 @@ def test_sharded_models_may_have_two_collectives_on_their_way() -> None:
     assert name not in chosen("hopper", config=Config.model_validate({"mesh": {"fsdp": 1, "data": -1}}))
 
 
+def test_8_bit_products_are_kept_from_what_would_widen_them() -> None:
+    flags = {"--xla_gpu_enable_triton_gemm": "false", "--xla_gpu_dot_merger_threshold_mb": "0"}
+    narrow = chosen("hopper", config=Config.model_validate({"precision": {"matmul": "fp8"}}))
+    assert {name: narrow[name].value for name in flags} == flags
+    assert not flags.keys() & chosen("hopper").keys()
+    assert unknown_flags([f"{name}={value}" for name, value in flags.items()]) == []
+
+
 def test_the_cache_of_the_config_brings_its_setting() -> None:
     name = "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"
     assert name in chosen("hopper", config=WITH_CACHE)

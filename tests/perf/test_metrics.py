@@ -119,11 +119,21 @@ def test_beginning_a_step_anew_keeps_the_window():
     assert steps.report()["train_speed/step_time_mean_s"] == pytest.approx(3.0)
 
 
+def test_a_run_in_fp8_is_held_against_both_peaks():
+    clock = Clock()
+    steps = timer(clock, float8_peak_flops=4e13)
+    clock.now_s += 2.0
+    steps.step()
+    report = steps.report()
+    assert report["train_speed/mfu"] == pytest.approx(4 * report["train_speed/mfu_float8"])
+    assert report["train_speed/mfu"] == pytest.approx(0.25e12 / 1e13)
+
+
 def test_an_unknown_device_has_no_mfu_and_unknown_flops_no_tflops():
     clock = Clock()
     for kwargs, absent in (
-        ({"peak_flops": None}, {"train_speed/mfu"}),
-        ({"flops_per_token": None}, {"train_speed/mfu", "train_speed/tflop_per_s_per_device"}),
+        ({"peak_flops": None}, {"train_speed/mfu", "train_speed/mfu_float8"}),
+        ({"flops_per_token": None}, {"train_speed/mfu", "train_speed/mfu_float8", "train_speed/tflop_per_s_per_device"}),
     ):
         steps = timer(clock, **kwargs)
         clock.now_s += 1

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from configs.errors import UserError
+from launch.commands.compile import flags_of_a_run
 from planner.hardware import catalogue, hardware
 from tests.trainer.gpu_models import cluster, small
 from trainer import aot
 from trainer.aot import Compiled, Request, compile_ahead, compile_many
+from trainer.aot_report import build_report
 from trainer.gpu_target import compute_capability, target_config
 
 pytestmark = pytest.mark.xdist_group("aot")  # the steps are compiled once
@@ -64,6 +66,22 @@ def test_buffers_are_dumped_for_each_request_of_a_process():
 def test_attention_is_cudnns_forward_and_backward(name):
     calls = set(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', compiled()[name].hlo_text))
     assert len(calls) == 2 and sum(call.endswith("Backward") for call in calls) == 1
+
+
+@pytest.mark.slow
+def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16():
+    """Seven matrices, forward and both gradients, by the run's own flags; on a small model XLA would merge what reads the same input."""
+    place = cluster("h200-sxm", 4)
+    config = small("llama", "precision.matmul=fp8", "mesh.fsdp=2", "mesh.tensor=2", "compute.attention.backend=auto")
+    flags, level = flags_of_a_run(config, "h200-sxm")
+    request = replace(Request.on(config, place, 1), xla_flags=flags, optimization_level=level)
+    report = build_report(request, place, compile_ahead(request))
+    products = [k for k in report.kernels if k.dtype and k.component != "loss" and "dot_product_attention" not in k.name]
+    assert {k.dtype[:2] for k in products} == {"f8"}, [(k.name, k.dtype, k.op_name) for k in products if k.dtype[:2] != "f8"]
+    assert math.fsum(k.count for k in products) == 7 * 3 * config.model.num_layers
+    assert all(report.rates(k)[0] == hardware("h200-sxm").peak_flops["float8"] for k in products)
+    assert all(row.agrees for row in report.traffic), "parameters are gathered in 8 bits"
+    assert "f8e" not in compiled()["h200-sxm"].hlo_text
 
 
 def test_targets_carry_the_figures_of_their_gpu():

@@ -28,6 +28,11 @@ def test_every_row_has_a_layout_that_fits_one_gpu_and_uses_most_of_it(monkeypatc
         config, best = choose(row, cluster, calibration)
         assert 0.5 * capacity < best.memory.total_bytes <= capacity, row.name
         assert config.data.seq_len == row.seq_len
+        if row.over is not None:
+            name, least = row.over
+            other, base = choose(next(r for r in ROWS if r.name == name), cluster, calibration)
+            assert config.model == other.model, "the two rows train the same shape"
+            assert best.step.tokens_per_s >= least * base.step.tokens_per_s, f"{row.name}: the plan itself must reach the target"
 
 
 def test_the_script_trains_both_and_reports_what_was_missed(tmp_path: Path) -> None:
@@ -41,6 +46,17 @@ def test_the_script_trains_both_and_reports_what_was_missed(tmp_path: Path) -> N
     assert row["ledger"]["shares"]["compute_s"] > 0.05
     assert row["losses"][-1] < row["losses"][0], "both train on one batch"
     assert row["peer"]["losses"][1] < row["peer"]["losses"][0]
+
+
+def test_a_row_of_narrow_products_is_held_against_the_row_of_wide_ones(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "gpu.py"), "8b-4k", "8b-4k-fp8", "--tiny", "--steps", "3", "--no-peer", "--no-profile"]
+    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1, done.stderr
+    wide, narrow = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert narrow["over"] == pytest.approx(narrow["tokens_per_s"] / wide["tokens_per_s"])
+    assert any(word.startswith("8b-4k: ratio") for word in narrow["missed"]), "a CPU multiplies 8-bit values in 16 bits"
+    assert narrow["losses"][-1] < narrow["losses"][0]
+    assert narrow["losses"] != wide["losses"]
 
 
 def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
