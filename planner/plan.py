@@ -11,6 +11,7 @@ from configs.errors import UserError
 from configs.schema import Config
 from planner.advice import Alternative, Binding, alternatives, binding
 from planner.calibration import Calibration
+from planner.narrow_state import narrow_enough
 from planner.overlap import Communication
 from planner.scaling import ScalingRow, scaling_table, worth_until
 from planner.search import Candidate, Limits, Objective, Scale, capacity_bytes, ranked, search, search_scale, within
@@ -121,7 +122,14 @@ def _nothing_fits(config: Config, cluster: ClusterConfig, calibration: Calibrati
     """Name the nearest miss of every node count, and the fewest nodes that work."""
     rows = scaling_table(scales, Limits())
     lines = [f"{row.nodes} node{'s' if row.nodes != 1 else ''} ({row.devices} devices): {row.outside}" for row in rows]
-    return UserError(f"no layout of this config works: {lines[-1]}. " + _fewest_nodes(config, cluster, calibration, scales, tokens))
+    nearest = _fewest_nodes(config, cluster, calibration, scales, tokens)
+    fits = narrow_enough(config, cluster, calibration, scales[-1].nodes, tokens) if _short_of_memory(scales[-1]) else None
+    return UserError(f"no layout of this config works: {lines[-1]}. {nearest}" + (f" Or {fits.sentence}" if fits else ""))
+
+
+def _short_of_memory(scale: Scale) -> bool:
+    """Whether a layout that divides is out for its memory alone."""
+    return any(rejection.short_bytes > 0 for rejection in scale.rejections)
 
 
 def _fewest_nodes(config: Config, cluster: ClusterConfig, calibration: Calibration, scales: list[Scale], tokens: float) -> str:
