@@ -5,6 +5,7 @@ A sample becomes an event (`device_state`, one row per device, in the log of its
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -30,7 +31,12 @@ class ClockWatch:
         self._asked, self._closed = threading.Condition(), False
         self._due: int | None = None
         self._newest: list[DeviceState] = []
-        events.emit("device_states", source=told if source is not None else None, missing=None if source is not None else told)
+        events.emit(
+            "device_states",
+            host=socket.gethostname(),
+            source=told if source is not None else None,
+            missing=None if source is not None else told,
+        )
         self._thread = threading.Thread(target=self._watch, name="clocks", daemon=True)
         if source is not None:
             self._thread.start()

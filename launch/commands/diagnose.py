@@ -62,10 +62,15 @@ def diagnose(runs: tuple[Path, ...], cluster: str | None, calibration: Path | No
     else:
         print(f"{facts.name}: {len(findings)} finding(s), {known}")
     for number, finding in enumerate(findings, 1):
-        gain = f"gain at most {finding.gain:.0%}" if finding.gain > 0 else "no gain in speed"
-        print(f"\n{number}. {finding.rule} ({gain}, confidence {finding.confidence})")
-        rows = [*(("evidence", text) for text in finding.evidence), ("do", finding.action), ("measure next", finding.measure_next)]
-        rows += [("binds next", finding.next_bottleneck), ("lens", f"{finding.lens}: {finding.pattern}")]
+        print(f"\n{number}. {finding.rule} ({finding.gain_text}, confidence {finding.confidence})")
+        rows = [*(("evidence", text) for text in finding.evidence), ("do", finding.action)]
+        rows += [("with", " ".join(finding.overrides))] if finding.overrides else []
+        rows += [("run", finding.command)] if finding.command else []
+        rows += [
+            ("measure next", finding.measure_next),
+            ("binds next", finding.next_bottleneck),
+            ("lens", f"{finding.lens}: {finding.pattern}"),
+        ]
         for heading, text in rows:
             print(f"   {heading + ':':<14}{text}")
     _print_predicted(predicted, worst)

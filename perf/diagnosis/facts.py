@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from configs.cluster import load_cluster
 from configs.load import from_resolved
 from configs.schema import Config
 from perf.diagnosis.expected import Expected, expect
@@ -28,6 +29,12 @@ class Facts:
 
     name: str
     ledger: Ledger
+    path: Path | None = None
+    """The run directory."""
+    submitted: str | None = None
+    """The cluster file it was submitted with."""
+    nodes: int = 1
+    """It ran on so many, when it was submitted."""
     config: Config | None = None
     steps: Sequence[Mapping[str, Any]] = ()
     """One record per log line: step, loss, tokens_per_s, step_time_p50_s, data_wait_s, ..."""
@@ -153,9 +160,14 @@ def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | Non
     plan = _json(run / "plan.json")
     analyses = sorted(run.glob("tensorboard/plugins/profile/*/analysis.json"), key=lambda path: path.stat().st_mtime)
     expected = expect(run, config, plan, cluster, calibration)
+    submissions = sorted(run.glob("slurm/*/cluster.yaml"), key=lambda path: path.stat().st_mtime)
+    submitted = str(submissions[-1]) if submissions else None
     return Facts(
         name=str(record.get("name", run.name)),
         ledger=ledger,
+        path=run,
+        submitted=submitted,
+        nodes=_nodes(record, submitted),
         config=config,
         steps=[event.fields for event in events if event.kind == "step" and event.process == 0],
         compiles=[
@@ -170,6 +182,13 @@ def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | Non
         devices=device_rows(events),
         **more,
     )
+
+
+def _nodes(record: Mapping[str, Any], submitted: str | None) -> int:
+    """Nodes of the newest start."""
+    starts = record.get("starts") or [{}]
+    devices = int((starts[-1].get("devices") or {}).get("count", 1))
+    return 1 if submitted is None else max(1, devices // load_cluster(submitted).config.devices_per_node)
 
 
 def _inside_loop(phase: Any) -> bool:

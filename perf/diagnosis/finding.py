@@ -75,11 +75,27 @@ class Finding:
     measure_next: str
     action: str
     next_bottleneck: str
+    overrides: tuple[str, ...] = ()
+    """The action as `key=value` for the config."""
+    command: str | None = None
+    """The action, or its first step, as a command line, where no key helps."""
+
+    @property
+    def gain_text(self) -> str:
+        """The ceiling in words."""
+        return gain_text(self.gain)
 
 
 def ceiling(share: float) -> float:
     """Return T / (T - R) - 1 for a removable share R / T."""
     return share / (1 - share) if share < 1 else math.inf
+
+
+def gain_text(gain: float) -> str:
+    """Put a ceiling into words: a factor from twice as fast (or cheap) on."""
+    if gain <= 0:
+        return "no gain in speed"
+    return f"gain at most {gain:.0%}" if gain < 1 else f"gain up to {1 + gain:.2g}x"
 
 
 def over(name: str, value: float | None) -> bool:

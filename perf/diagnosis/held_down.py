@@ -27,12 +27,16 @@ class HeldDown:
 
 
 def device_rows(events: Iterable[Event]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the samples of every device (`process 0 gpu:1`), in the order they were taken."""
+    """Return the samples of every device, labelled as in a step ledger (`host-p00001/gpu:0`), in the order they were taken."""
     found: dict[str, list[Mapping[str, Any]]] = {}
+    hosts: dict[int, str] = {}
     for event in events:
-        if event.kind == "device_state":
+        if event.kind == "device_states":
+            hosts[event.process] = str(event.fields.get("host", "?"))
+        elif event.kind == "device_state":
             for row in event.fields.get("devices", ()):
-                found.setdefault(f"process {event.process} {row['device']}", []).append(row)
+                label = f"{hosts.get(event.process, '?')}-p{event.process:05d}/{row['device']}"
+                found.setdefault(label, []).append(row)
     return found
 
 
@@ -68,7 +72,7 @@ def _each(name: str, rows: Rows, clocks: Mapping[str, float]) -> Iterable[HeldDo
 
 
 def _kind(name: str) -> str:
-    return name.split()[-1].split(":")[0]
+    return name.split("/")[-1].split(":")[0]
 
 
 def _values(rows: Rows, key: str) -> list[float]:

@@ -25,5 +25,4 @@ def last_word(run: Path) -> str:
 
 
 def _said(finding: Finding) -> str:
-    gain = f"gain at most {finding.gain:.0%}" if finding.gain > 0 else "no gain in speed"
-    return f"{finding.rule} ({gain}): {finding.evidence[0]}"
+    return f"{finding.rule} ({finding.gain_text}): {finding.evidence[0]}"

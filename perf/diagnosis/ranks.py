@@ -6,6 +6,7 @@ device with the longest own time sets the pace. Figures of single steps scatter;
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,11 @@ def slowest(analysis: Mapping[str, Any] | None) -> Slowest | None:
         late_s=max(0.0, steady(late)),
         slow_s=steady(slow),
     )
+
+
+def host_of(device: str) -> str:
+    """Return the host in the label of a device: `node7-p00001/gpu:0` (the process is part of it where there are several)."""
+    return re.sub(r"-p\d{5}$", "", device.split("/")[0])
 
 
 def steady(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from perf.diagnosis import remedies
 from perf.diagnosis.facts import Facts
 from perf.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
 
@@ -14,6 +15,7 @@ def input_pipeline(facts: Facts) -> Finding | None:
     if share is None or not over("data_wait", share):
         return None
     workers = facts.config.data.workers if facts.config is not None else 0
+    more = remedies.workers(facts, share)
     return Finding(
         rule="input pipeline",
         confidence="high",
@@ -22,8 +24,9 @@ def input_pipeline(facts: Facts) -> Finding | None:
         pattern=PATTERNS["bottlenecks move"],
         evidence=(f"{share:.1%} of the step time waited for the loader", f"data.workers={workers}"),
         measure_next="ridge data bench: tokens/s of the loader alone, and CPU use of the job",
-        action=f"data.workers={max(2, 2 * workers)}, or more cores per task; pack and tokenise ahead of time",
+        action=f"{more}: as many as deliver a batch per step; or more cores per task; pack and tokenise ahead of time",
         next_bottleneck="the device: its matmul rate or memory bandwidth",
+        overrides=(more,),
     )
 
 
@@ -34,10 +37,8 @@ def cold_start(facts: Facts) -> Finding | None:
     long = over("cold_start_s", share * facts.ledger.wall_s) or over("cold_compile_s", compile_s)
     if not over("cold_start", share) or not long:
         return None
-    cached = facts.config is not None and facts.config.runtime.compilation_cache is not None
-    action = _longer(facts, share * facts.ledger.wall_s)
-    if not cached:
-        action = f"runtime.compilation_cache=<directory on the shared file system>; {action}"
+    overrides = tuple(o for o in (remedies.cache(facts), remedies.longer(facts, share * facts.ledger.wall_s)) if o is not None)
+    below = f"; from that many steps on it is below {THRESHOLDS['cold_start'][0]:.0%} of the time"
     startup_s, starts = facts.ledger.seconds["startup"], facts.ledger.starts
     return Finding(
         rule="start-up and compilation not amortised",
@@ -50,17 +51,11 @@ def cold_start(facts: Facts) -> Finding | None:
             f"per start {compile_s:.1f} s of compilation; {startup_s:.1f} s of other start-up in {starts} start(s)",
         ),
         measure_next="the second start of the same config, with the compilation cache",
-        action=action,
+        action=f"{', '.join(overrides)}{below}" if overrides else "run longer: nothing else repays the rest",
         next_bottleneck="the steps themselves",
+        overrides=overrides,
+        command=None if overrides else remedies.train(facts),
     )
-
-
-def _longer(facts: Facts, before_s: float) -> str:
-    """Say from how many steps on the time before them is amortised."""
-    limit = THRESHOLDS["cold_start"][0]
-    if not facts.step_s:
-        return "run longer: nothing else repays the rest"
-    return f"run longer: from trainer.steps={math.ceil(before_s * (1 / limit - 1) / facts.step_s)} on it is below {limit:.0%} of the time"
 
 
 def recompilation(facts: Facts) -> Finding | None:
@@ -86,9 +81,10 @@ def recompilation(facts: Facts) -> Finding | None:
             f"{program} was compiled {len(times)} times during the loop, {math.fsum(times):.1f} s in all",
             *(line for line in facts.changed[-1:]),
         ),
-        measure_next="JAX_LOG_COMPILES=1: which argument changes its shape",
-        action="pad to one shape: every batch of a set must have the same [B, T]",
+        measure_next="which argument changes its shape, and the line that makes it",
+        action="pad to one shape: every batch of a set must have the same [B, T]; JAX names the line that asks for each new shape",
         next_bottleneck="the steps themselves",
+        command=f"JAX_LOG_COMPILES=1 JAX_EXPLAIN_CACHE_MISSES=1 {remedies.train(facts)}",
     )
 
 
@@ -97,6 +93,7 @@ def padding(facts: Facts) -> Finding | None:
     share = facts.padding_share
     if share is None or not over("padding", share):
         return None
+    shorter = remedies.shorter_rows(facts, share)
     return Finding(
         rule="padding waste",
         confidence="high",
@@ -106,8 +103,9 @@ def padding(facts: Facts) -> Finding | None:
         evidence=(f"{share:.1%} of the positions of a step hold no target",),
         measure_next="ridge data inspect: lengths of the documents against data.seq_len",
         action="pack several documents into a row (ridge data prepare --pack-length), or shorter rows"
-        + (f": data.seq_len={max(1, facts.config.data.seq_len // 2)}" if facts.config is not None else ""),
+        + (f": {shorter}" if shorter else ""),
         next_bottleneck="compute on the tokens that count",
+        overrides=(shorter,) if shorter else (),
     )
 
 
@@ -117,8 +115,9 @@ def checkpoint_stall(facts: Facts) -> Finding | None:
     if not over("checkpoint", share) or not over("checkpoint_s", share * facts.ledger.wall_s):
         return None
     longest_s = max(facts.saves_s, default=0.0)
-    every = facts.config.checkpoint.every if facts.config is not None else 0
+    rarer = remedies.rarer_saves(facts, share)
     waiting = facts.config is not None and not facts.config.checkpoint.asynchronous
+    overrides = ("checkpoint.asynchronous=true",) if waiting else (rarer,) if rarer else ("checkpoint.every_minutes=60",)
     return Finding(
         rule="checkpoint stalls",
         confidence="high",
@@ -127,8 +126,9 @@ def checkpoint_stall(facts: Facts) -> Finding | None:
         pattern=PATTERNS["amortisation"],
         evidence=(f"saves held up the loop for {share:.1%} of the time; {len(facts.saves_s)} saves, the longest {longest_s:.1f} s",),
         measure_next="ridge estimate checkpoint: the interval that fits the failures; the write speed of the file system (ridge doctor)",
-        action="checkpoint.asynchronous=true" if waiting else f"checkpoint.every={max(2, 4 * every)}, or a faster file system",
+        action="; ".join([*overrides, "or a faster file system"]),
         next_bottleneck="steps lost after a failure, as saves become rarer",
+        overrides=overrides,
     )
 
 
@@ -137,7 +137,7 @@ def lost_steps(facts: Facts) -> Finding | None:
     share = facts.share("lost")
     if not over("lost", share):
         return None
-    every = facts.config.checkpoint.every if facts.config is not None else 0
+    oftener = remedies.oftener_saves(facts) or "checkpoint.every_minutes=10"
     return Finding(
         rule="steps lost to failures",
         confidence="high",
@@ -146,8 +146,9 @@ def lost_steps(facts: Facts) -> Finding | None:
         pattern=PATTERNS["amortisation"],
         evidence=(f"{facts.ledger.lost_steps} steps were done again over {facts.ledger.starts} starts: {share:.1%} of the time",),
         measure_next="why it failed: ridge timeline, the job log",
-        action=f"checkpoint.every={max(1, every // 4)}, and checkpoint.every_minutes",
+        action=f"{oftener}: what saves take and failures lose is least there",
         next_bottleneck="the time saves take",
+        overrides=(oftener,),
     )
 
 
@@ -156,6 +157,7 @@ def hang(facts: Facts) -> Finding | None:
     share = facts.share("hang")
     if not over("hang", share):
         return None
+    earlier = remedies.earlier_verdict(facts)
     return Finding(
         rule="hang",
         confidence="high",
@@ -164,15 +166,10 @@ def hang(facts: Facts) -> Finding | None:
         pattern=PATTERNS["bottlenecks move"],
         evidence=(f"{facts.ledger.seconds['hang']:.0f} s passed without a step until the watchdog ended the run",),
         measure_next="the stacks in the run directory: which rank stood where",
-        action="exclude the node it names; the next one ends earlier with " + _earlier(facts),
+        action=f"exclude the node it names; the next one ends earlier with {earlier}",
         next_bottleneck="whatever was bound before",
+        overrides=(earlier,),
     )
-
-
-def _earlier(facts: Facts) -> str:
-    """The override that halves the watchdog's bound."""
-    bound_s = facts.config.trainer.hang_timeout_s if facts.config is not None else None
-    return "a shorter trainer.hang_timeout_s" if bound_s is None else f"trainer.hang_timeout_s={bound_s / 2:g}"
 
 
 def memory_near_limit(facts: Facts) -> Finding | None:
@@ -180,6 +177,7 @@ def memory_near_limit(facts: Facts) -> Finding | None:
     used, limit, share = facts.memory_bytes, facts.memory_limit_bytes, facts.memory_share
     if used is None or limit is None or share is None or not over("memory", share):
         return None
+    less = remedies.less_memory(facts)
     return Finding(
         rule="memory near the limit",
         confidence="high",
@@ -188,7 +186,8 @@ def memory_near_limit(facts: Facts) -> Finding | None:
         pattern=PATTERNS["complexity"],
         evidence=(f"{used / 1e9:.3g} GB in use are {share:.1%} of the {limit / 1e9:.3g} GB there are",),
         measure_next="ridge compile: the largest buffers",
-        action=f"trainer.accumulation={2 * (facts.config.trainer.accumulation if facts.config is not None else 1)}, or a stronger "
-        "compute.remat.policy (dots, then full)",
+        action=f"{less}: less is alive at once" if less else "more devices: nothing is left to recompute or to cut",
         next_bottleneck="compute, by recomputation or smaller kernels",
+        overrides=(less,) if less else (),
+        command=None if less else remedies.of_run(facts, "plan"),
     )

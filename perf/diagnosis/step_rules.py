@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from perf.diagnosis import remedies
 from perf.diagnosis.facts import Facts
 from perf.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
 from perf.diagnosis.held_down import held_down
-from perf.diagnosis.ranks import slowest
+from perf.diagnosis.ranks import host_of, slowest
 
 UNMEASURED = 0.1
 """Share of a step that communication is taken to be where no profile says."""
@@ -22,7 +23,7 @@ def host_bound(facts: Facts) -> Finding | None:
     if share is None or not over("host_bound", share):
         return None
     step = f" at {facts.step_s * 1e3:.1f} ms per step" if facts.step_s else ""
-    batch = 2 * facts.config.data.batch_size if facts.config is not None else 0
+    batch = remedies.batch(facts, share, "host_bound")
     return Finding(
         rule="host-bound steps",
         confidence="medium",
@@ -31,8 +32,9 @@ def host_bound(facts: Facts) -> Finding | None:
         pattern=PATTERNS["amortisation"],
         evidence=(f"all devices were idle {share:.1%} of the step while the host launched or did other work{step}",),
         measure_next="ridge analyze: launch rate, queue depth and host synchronisations",
-        action=f"data.batch_size={batch}: more work per launch" if batch else "a larger batch: more work per launch",
+        action=f"{batch or 'a larger batch'}: more work per launch",
         next_bottleneck="memory bandwidth, as the kernels grow",
+        overrides=(batch,) if batch else (),
     )
 
 
@@ -53,8 +55,9 @@ def host_syncs(facts: Facts) -> Finding | None:
         pattern=PATTERNS["bottlenecks move"],
         evidence=(f"{count / steps:.1f} host synchronisations per step left devices idle for {share:.1%} of it ({where})",),
         measure_next="the idle time around each of them in the trace viewer",
-        action="read results one step late, or every log line only",
+        action="read results one step late, or every log line only, at the lines it names",
         next_bottleneck="the device",
+        command=remedies.of_run(facts, "analyze"),
     )
 
 
@@ -77,6 +80,7 @@ def straggler(facts: Facts) -> Finding | None:
         measure_next="ridge doctor on its node: other jobs, its file system; ridge analyze: what its host does in the gaps",
         action=f"exclude the node of {found.device} and requeue",
         next_bottleneck="communication among equal ranks",
+        command=remedies.without_nodes(facts, [host_of(found.device)]),
     )
 
 
@@ -101,6 +105,7 @@ def exposed_communication(facts: Facts) -> Finding | None:
     if not over("exposed_communication" if split else "exposed_unsplit", share):
         return None
     rows = sorted((facts.analysis or {}).get("collectives", []), key=lambda c: -float(c.get("exposed_s", 0.0)))
+    batch = remedies.batch(facts, share, "exposed_communication")
     worst = [f"most of it {c['kind']} over {c.get('axes')} in {c.get('layer', '?')}" for c in rows[:1]]
     return Finding(
         rule="exposed communication",
@@ -110,9 +115,10 @@ def exposed_communication(facts: Facts) -> Finding | None:
         pattern=PATTERNS["bottlenecks move"],
         evidence=(f"{share:.1%} of the step is communication with no compute beside it{', waiting for others left out' * split}", *worst),
         measure_next="ridge analyze: which collective, over which axis; its bus bandwidth against the plan",
-        action=(f"data.batch_size={2 * facts.config.data.batch_size}" if facts.config is not None else "a larger data.batch_size")
-        + ": more tokens per device for the same bytes; or a layout that keeps them inside the node (ridge plan)",
+        action=f"{batch or 'a larger data.batch_size'}: more tokens per device for the same bytes; or a layout that keeps them inside the "
+        "node (ridge plan)",
         next_bottleneck="compute",
+        overrides=(batch,) if batch else (),
     )
 
 
@@ -123,6 +129,7 @@ def resharding(facts: Facts) -> Finding | None:
         return None
     share = facts.every_device(lambda device: float(device["exposed_communication_s"]))
     worst = max(beyond, key=lambda row: row["compiled_bytes"] - row["planned_bytes"])
+    changed = facts.config is not None and bool(facts.config.mesh.rules)
     return Finding(
         rule="accidental resharding",
         confidence="high" if share is not None else "medium",
@@ -134,8 +141,12 @@ def resharding(facts: Facts) -> Finding | None:
             f"{worst['kind']} over {worst['axes']}: {worst['explanation']}",
         ),
         measure_next="ridge compile: the source line of each",
-        action="constrain the activation at that line to the sharding its consumer wants (mesh.rules holds the table)",
+        action="mesh.rules={}: the rules of this run are not the default ones"
+        if changed
+        else "constrain the activation at that line to the sharding its consumer wants (mesh.rules holds the table)",
         next_bottleneck="the planned communication",
+        overrides=("mesh.rules={}",) if changed else (),
+        command=None if changed else remedies.of_run(facts, "shardings"),
     )
 
 
@@ -154,6 +165,9 @@ def over_remat(facts: Facts) -> Finding | None:
     if not total_s or not over("recompute", again_s / total_s) or over("recompute_memory", facts.memory_share):
         return None
     policy = facts.config.compute.remat.policy if facts.config is not None else "?"
+    if policy == "none":  # what an attention or an activation computes again by itself, no key turns off
+        return None
+    weaker = "compute.remat.policy=none" if policy == "dots" or _doubles_fit(facts) else "compute.remat.policy=dots"
     memory = "unknown" if facts.memory_share is None else f"{facts.memory_share:.0%}"
     return Finding(
         rule="needless rematerialisation",
@@ -163,19 +177,26 @@ def over_remat(facts: Facts) -> Finding | None:
         pattern=PATTERNS["bottlenecks move"],
         evidence=(f"{again_s / total_s:.1%} of compute is done again in the backward pass (policy {policy}); memory in use: {memory}",),
         measure_next="ridge compile with compute.remat.policy=none: does it fit",
-        action="compute.remat.policy=none where it fits, else compute.remat.policy=dots",
+        action=f"{weaker}: it should fit",
         next_bottleneck="memory capacity",
+        overrides=(weaker,),
     )
+
+
+def _doubles_fit(facts: Facts) -> bool:
+    """Whether there is room for several times what is in use; unknown memory is taken to have it, as on a CPU."""
+    return facts.memory_share is None or facts.memory_share < THRESHOLDS["recompute_memory"][0] / 3
 
 
 def throttled(facts: Facts) -> Finding | None:
     """A device computes longer than the others for equal work, or says itself that it is held down."""
     held, found = held_down(facts.devices), slowest(facts.analysis)
-    evidence, shares = [], []
+    evidence, shares, device = [], [], ""
     if found is not None and found.slow_s and found.step_s:
         equal = found.usual_compute_s / (found.usual_compute_s + found.slow_s)
         if equal < THRESHOLDS["unequal_compute"][0]:
             shares.append(found.slow_s / found.step_s)
+            device = found.device
             evidence.append(
                 f"{found.device} computes {found.compute_s * 1e3:.1f} ms for the step that takes the median other device "
                 f"{found.usual_compute_s * 1e3:.1f} ms: it runs at {equal:.0%} of their speed"
@@ -183,6 +204,7 @@ def throttled(facts: Facts) -> Finding | None:
     if held is not None:
         shares.append(held.share * (1.0 if facts.compute_share is None else facts.compute_share))
         evidence.append(held.seen)
+        device = device or held.device
     if not shares:
         return None
     if held is None:
@@ -199,6 +221,7 @@ def throttled(facts: Facts) -> Finding | None:
         measure_next="ridge doctor: power, temperature, the reason NVML gives; who else uses its cores",
         action="exclude the node, or raise its power limit; on CPUs: cores of its own for every rank",
         next_bottleneck="memory bandwidth",
+        command=remedies.without_nodes(facts, [host_of(device)]),
     )
 
 
@@ -221,8 +244,9 @@ def slow_link(facts: Facts) -> Finding | None:
             f"{share:.1%} of the step is communication beyond the plan",
         ),
         measure_next="ridge doctor: bandwidth by axis, on these nodes",
-        action="NCCL settings (NCCL_IB_HCA, NCCL_NET), or exclude the node",
+        action="see which adapters and protocol NCCL chose, then NCCL_IB_HCA, NCCL_SOCKET_IFNAME or NCCL_NET; or exclude the node",
         next_bottleneck="compute",
+        command=remedies.with_variables(facts, NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET"),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from configs.diff import MISSING
+from perf.diagnosis import remedies
 from perf.diagnosis.facts import Facts
 from perf.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
 from perf.scaling import Objective, Row, Study, stopping_point
@@ -28,6 +30,7 @@ def flat_batch(facts: Facts) -> Finding | None:
         measure_next="ridge analyze: share of the memory ceiling, the longest kernels",
         action=f"data.batch_size={rows[-2].devices}: keep the smaller batch; fuse kernels, or accept",
         next_bottleneck="memory bandwidth",
+        overrides=(f"data.batch_size={rows[-2].devices}",),
     )
 
 
@@ -53,6 +56,7 @@ def small_batch(facts: Facts) -> Finding | None:
         measure_next="the loss at equal tokens: is the larger batch below the critical one (ridge estimate batch)",
         action=f"data.batch_size={best.devices}",
         next_bottleneck="memory capacity, then bandwidth",
+        overrides=(f"data.batch_size={best.devices}",),
     )
 
 
@@ -77,6 +81,7 @@ def time_barely_down(facts: Facts) -> Finding | None:
         measure_next="ridge goodput of both runs: start-up, compilation, evaluation",
         action=f"use {stop} devices: {why}",
         next_bottleneck="the steps themselves, once the fixed part is amortised",
+        **_at(facts, stop),
     )
 
 
@@ -96,16 +101,18 @@ def efficiency_falls(facts: Facts) -> Finding | None:
         return None
     first = bad[0]
     stop, _ = stopping_point(facts.study, "efficiency", least_efficiency=THRESHOLDS["efficiency"][0])
+    chosen = next(row for row in rows if row.devices == stop)
     return Finding(
         rule="parallel efficiency falls",
         confidence="high",
-        gain=ceiling(1 - (rows[-1].efficiency or 1.0)),
+        gain=max(0.0, (chosen.efficiency or 1.0) / (rows[-1].efficiency or 1.0) - 1),
         lens="amortisation",
         pattern=PATTERNS["amortisation"],
         evidence=tuple(f"{row.devices} devices: efficiency {row.efficiency:.0%}" for row in bad[:3]),
         measure_next="ridge analyze at that scale: communication and waiting for the slowest",
         action=f"use {stop} devices, give each more work, or another layout (ridge plan --nodes)",
         next_bottleneck=f"communication, from {first.devices} devices on",
+        **_at(facts, stop),
     )
 
 
@@ -135,6 +142,7 @@ def large_scales_better(facts: Facts) -> Finding | None:
         action=f"accept if the goal needs the large model; run the small one on {stop} device(s), or give each more work"
         + (f": data.batch_size={2 * facts.config.data.batch_size}" if facts.config is not None else ": a larger data.batch_size"),
         next_bottleneck="the bill: every token of the larger model costs more",
+        **_at(facts, stop),
     )
 
 
@@ -154,7 +162,7 @@ def fragile(facts: Facts) -> Finding | None:
         return None
     if rival.comparison.verdict == "faster" and over("fragile_gain", rival.gain):
         return None
-    restored = " ".join(f"{knob.key}={knob.default}" for knob in rival.knobs if not _is_flag(knob.key) and knob.default != MISSING)
+    restored = [f"{knob.key}={_plain(knob.default)}" for knob in rival.knobs if not _is_flag(knob.key) and knob.default != MISSING]
     dropped = [knob.key for knob in rival.knobs if _is_flag(knob.key) or knob.default == MISSING]
     without = f"unset {', '.join(dropped)}" if dropped else ""
     return Finding(
@@ -168,9 +176,27 @@ def fragile(facts: Facts) -> Finding | None:
             f"step time against {rival.name}: {rival.comparison.describe()}",
         ),
         measure_next="each setting alone against the simpler run: which one carries the gain; then on another device or version",
-        action=f"prefer the simpler option: {'; '.join(part for part in (restored, without) if part)}",
+        action=f"prefer the simpler option: {'; '.join(part for part in (' '.join(restored), without) if part)}",
         next_bottleneck="what binds the simpler run: ridge diagnose of it",
+        overrides=tuple(restored),
+        command=f"env {' '.join(f'-u {name}' for name in _variables(dropped))} {remedies.train(facts)}" if dropped else None,
     )
+
+
+def _plain(value: object) -> str:
+    """Write a value as an override reads it."""
+    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _variables(dropped: Sequence[str]) -> list[str]:
+    """The variables that hold these flags."""
+    return sorted({"XLA_FLAGS" if name.startswith("--") else name for name in dropped})
+
+
+def _at(facts: Facts, devices: int) -> dict[str, Any]:
+    """The overrides that run it on this many devices; where a mesh of the same shape cannot have them, the study that finds one."""
+    overrides = remedies.rescaled(facts, devices)
+    return {"overrides": overrides} if overrides else {"command": remedies.compared(facts, [devices])}
 
 
 def _is_flag(key: str) -> bool:
@@ -201,6 +227,7 @@ def dearest(facts: Facts) -> Finding | None:
         measure_next="cost per 1e9 tokens beside the time each objective allows",
         action=f"choose by budget: {cheapest.devices} devices for money, {fastest.devices} for time",
         next_bottleneck="the budget",
+        **_at(facts, cheapest.devices),
     )
 
 
@@ -224,6 +251,7 @@ def verdict_depends(facts: Facts) -> Finding | None:
         measure_next="throughput, efficiency and time to solution side by side",
         action="state the objective first: --objective time, cost or efficiency",
         next_bottleneck="depends on the objective",
+        command=remedies.compared(facts, sorted(rows), "--objective", "cost"),
     )
 
 

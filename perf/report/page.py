@@ -111,8 +111,7 @@ def verdict(run: RunReport) -> str:
     if not run.findings:
         return f"{went}{loss}. {useful}; nothing worth changing was found."
     first = run.findings[0]
-    gain = f", worth at most {first.gain:.0%}" if first.gain > 0 else ""
-    return f"{went}{loss}. {useful}. First to change: {first.rule}{gain}: {first.action}."
+    return f"{went}{loss}. {useful}. First to change: {first.rule} ({first.gain_text}): {first.action}."
 
 
 def _one(run: RunReport, *, heading: bool) -> list[str]:
@@ -196,11 +195,8 @@ def _ledger_table(run: RunReport) -> str:
 def _diagnosis(run: RunReport) -> list[str]:
     if not run.findings:
         return ["<h2>Diagnosis</h2>", '<p class="mark">Nothing worth changing.</p>']
-    rows = [
-        [f.rule, f"{f.gain:.0%}" if f.gain > 0 else "none in speed", "; ".join(f.evidence), f.action, f.next_bottleneck]
-        for f in run.findings
-    ]
-    return ["<h2>Diagnosis</h2>", table(["constraint", "gain at most", "evidence", "do", "binds next"], rows)]
+    rows = [[f.rule, f.gain_text.removeprefix("gain "), "; ".join(f.evidence), f.action, f.next_bottleneck] for f in run.findings]
+    return ["<h2>Diagnosis</h2>", table(["constraint", "gain", "evidence", "do", "binds next"], rows)]
 
 
 def _configuration(run: RunReport) -> list[str]:

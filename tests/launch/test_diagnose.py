@@ -34,14 +34,14 @@ def test_findings_are_ranked_json(tmp_path, capsys):
     assert finding["rule"] == "start-up and compilation not amortised"
     assert finding["gain"] == pytest.approx(1.0)
     keys = {"rule", "confidence", "gain", "lens", "pattern", "evidence", "measure_next", "action", "next_bottleneck"}
-    assert set(finding) == keys
+    assert set(finding) == keys | {"overrides", "command"}
 
 
 def test_words_name_constraint_evidence_action_and_what_binds_next(tmp_path, capsys):
     assert ridge(["diagnose", run_of(tmp_path / "run", 100.0)]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "1. start-up and compilation not amortised (gain at most 100%",
+        "1. start-up and compilation not amortised (gain up to 2x",
         "evidence:",
         "do:",
         "binds next:",

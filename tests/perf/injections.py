@@ -6,6 +6,7 @@ goes beside each other; what computes goes alone, so that it is not disturbed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -331,10 +332,13 @@ class Bench:
         port = free_port()
         flags = [["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(rank)] for rank in (0, 1)]
         ranks = [self._start(run, run if rank or run.fault == "slow_link" else None, flags[rank], f".{rank}") for rank in (0, 1)]
-        if run.fault == "throttled":
+        if run.fault != "throttled":
+            self._finish(ranks)
+            return
+        with control_group(ranks[1]) as group:
             plan = self.directory / "runs" / run.name / "plan.json"
-            threading.Thread(target=_throttle, args=(ranks[1], plan), daemon=True).start()
-        self._finish(ranks)
+            threading.Thread(target=_throttle, args=(ranks[1], plan, group), daemon=True).start()
+            self._finish(ranks)
 
     def _python(self, plan: Path, arguments: Sequence[str], devices: int, log: Path) -> subprocess.Popen[bytes]:
         flags = f"--xla_force_host_platform_device_count={devices}"
@@ -361,15 +365,57 @@ def measured_links(run: Path) -> dict[str, Any]:
     return {"name": MEASURED, "links": [curve]}
 
 
-def _throttle(process: subprocess.Popen[bytes], plan: Path, on_s: float = 0.02, off_s: float = 0.08) -> None:
-    """Let a process run a fifth of the time, from the moment it has compiled: what hot silicon does to its clock."""
+QUOTA_PERIOD_S, QUOTA = 0.1, 0.2
+"""A throttled rank may run for this share of each period, on every core."""
+
+
+def _throttle(process: subprocess.Popen[bytes], plan: Path, group: Path | None) -> None:
+    """Take most of its time from a process, from the moment it has compiled: what hot silicon does to its clock.
+
+    By a CPU quota of its control group where there is one to be had (root), else by stopping and continuing it.
+    """
     while not plan.exists() and process.poll() is None:
         time.sleep(0.1)
+    if group is not None:
+        _set_quota(group, QUOTA * len(os.sched_getaffinity(0)))
+        process.wait()
+        return
     while process.poll() is None:
         process.send_signal(signal.SIGSTOP)
-        time.sleep(off_s)
+        time.sleep((1 - QUOTA) * QUOTA_PERIOD_S)
         process.send_signal(signal.SIGCONT)
-        time.sleep(on_s)
+        time.sleep(QUOTA * QUOTA_PERIOD_S)
+
+
+@contextlib.contextmanager
+def control_group(process: subprocess.Popen[bytes]) -> Iterator[Path | None]:
+    """Put a process into a control group of its own, with CPU time that can be limited; None where this user may not make one."""
+    top = next((top for top in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")) if (top / "cgroup.procs").exists()), None)
+    group = None if top is None else top / f"ridge-test-{process.pid}"
+    try:
+        if group is not None:
+            group.mkdir()
+            _set_quota(group, 1000)
+            (group / "cgroup.procs").write_text(str(process.pid))
+    except OSError:
+        if group is not None and group.is_dir():
+            group.rmdir()
+        group = None
+    try:
+        yield group
+    finally:
+        if group is not None:
+            process.wait(LIMIT_S)
+            group.rmdir()
+
+
+def _set_quota(group: Path, cores: float) -> None:
+    """Limit the CPU time of a control group of version 1 or 2."""
+    quota, period = (round(1e6 * seconds) for seconds in (cores * QUOTA_PERIOD_S, QUOTA_PERIOD_S))
+    if (group / "cpu.cfs_quota_us").exists():
+        (group / "cpu.cfs_quota_us").write_text(str(quota))
+    else:
+        (group / "cpu.max").write_text(f"{quota} {period}")
 
 
 def _warm_ups(runs: Sequence[Run]) -> list[Run]:

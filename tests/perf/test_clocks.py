@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -197,7 +198,7 @@ def test_a_sample_never_holds_up_the_loop_and_becomes_an_event_and_metrics(tmp_p
     events = read_events([tmp_path / "events.jsonl"])
     assert [e.fields["step"] for e in events if e.kind == "device_state"] == [10, 20]
     rows = device_rows(events)
-    assert rows["process 0 gpu:1"] == [{"device": "gpu:1", "clock_mhz": 1700.0, "power_w": 650.0}] * 2
+    assert rows[f"{socket.gethostname()}-p00000/gpu:1"] == [{"device": "gpu:1", "clock_mhz": 1700.0, "power_w": 650.0}] * 2
 
 
 def test_no_source_is_said_once(tmp_path):
@@ -217,14 +218,14 @@ def gpu(mhz, **more):
 @pytest.mark.parametrize(
     ("devices", "seen", "share"),
     [
-        ({"process 0 gpu:0": [gpu(1400, reasons=["power cap"])] * 4}, None, 0),  # what a full load does
-        ({"process 0 gpu:0": [gpu(990, reasons=["hardware thermal slowdown"])] * 4}, "thermal", 0.5),
-        ({"process 0 gpu:0": [gpu(990, reasons=["hardware thermal slowdown"]), *[gpu(1900)] * 3]}, None, 0),  # for a moment
-        ({f"process {p} gpu:0": [gpu(1800 if p else 900)] * 4 for p in range(3)}, "process 0 gpu:0 runs at 900 MHz, 50%", 0.5),
-        ({"process 0 gpu:0": [gpu(1386, reasons=["power cap"], power_limit_w=500.0, power_default_w=700.0)] * 4}, "500 of 700 W", 0.3),
-        ({"process 1 cpu": [{"device": "cpu", "stopped_share": 0.8}] * 4, "process 0 cpu": [{"device": "cpu"}]}, "CPU quota", 0.8),
-        ({"process 1 cpu": [{"device": "cpu", "stopped_share": 0.01}] * 4}, None, 0),
-        ({"process 0 cpu": [{"device": "cpu", "clock_mhz": 1200.0, "rated_mhz": 2400.0}] * 4}, "base clock", 0.5),
+        ({"a-p00000/gpu:0": [gpu(1400, reasons=["power cap"])] * 4}, None, 0),  # what a full load does
+        ({"a-p00000/gpu:0": [gpu(990, reasons=["hardware thermal slowdown"])] * 4}, "thermal", 0.5),
+        ({"a-p00000/gpu:0": [gpu(990, reasons=["hardware thermal slowdown"]), *[gpu(1900)] * 3]}, None, 0),  # for a moment
+        ({f"a-p0000{p}/gpu:0": [gpu(1800 if p else 900)] * 4 for p in range(3)}, "a-p00000/gpu:0 runs at 900 MHz, 50%", 0.5),
+        ({"a-p00000/gpu:0": [gpu(1386, reasons=["power cap"], power_limit_w=500.0, power_default_w=700.0)] * 4}, "500 of 700 W", 0.3),
+        ({"a-p00001/cpu": [{"device": "cpu", "stopped_share": 0.8}] * 4, "a-p00000/cpu": [{"device": "cpu"}]}, "CPU quota", 0.8),
+        ({"a-p00001/cpu": [{"device": "cpu", "stopped_share": 0.01}] * 4}, None, 0),
+        ({"a-p00000/cpu": [{"device": "cpu", "clock_mhz": 1200.0, "rated_mhz": 2400.0}] * 4}, "base clock", 0.5),
         ({}, None, 0),
     ],
 )

@@ -1,6 +1,7 @@
 """Every rule on planted facts, and a healthy run that accuses nobody. Planted real runs are in tests/perf/test_diagnosis_runs.py."""
 
-from dataclasses import replace
+import shlex
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,16 @@ from launch.commands.diagnose import _facts
 from perf.compare import compare
 from perf.diagnosis.expected import Expected, expect
 from perf.diagnosis.facts import Facts
-from perf.diagnosis.finding import THRESHOLDS, ceiling
+from perf.diagnosis.finding import THRESHOLDS, ceiling, gain_text
 from perf.diagnosis.knobs import Knob, Rival
 from perf.diagnosis.last_word import last_word
-from perf.diagnosis.ranks import slowest
+from perf.diagnosis.ranks import host_of, slowest
+from perf.diagnosis.remedies import rescaled, without_nodes
 from perf.diagnosis.rules import CATALOGUE, RULES, diagnose
 from perf.diagnosis.terms import largest, terms
 from perf.goodput import CATEGORIES, Ledger
 from perf.scaling import Point, analyse
+from tests.perf.remedies import check_remedies
 
 CONFIG = load("quickstart").config
 POSITIONS = CONFIG.data.batch_size * CONFIG.data.seq_len
@@ -132,6 +135,7 @@ PLANTED = {
     "accidental resharding": {"plan": traffic(9e8), "analysis": analysis(exposed_communication_s=0.14)},
     "padding waste": {"steps": [step_record(target_tokens=POSITIONS * 0.5)] * 5},
     "needless rematerialisation": {
+        "config": load("quickstart", ["compute.remat.policy=full"]).config,
         "steps": [step_record(peak_bytes=30e9)] * 5,
         "analysis": analysis(components=[component(0.6, "forward"), component(0.3, "recompute")]),
     },
@@ -199,6 +203,7 @@ def test_findings_carry_figures_an_action_and_what_comes_next(rule):
     assert finding.measure_next
     assert finding.next_bottleneck
     assert finding.gain >= 0
+    check_remedies(asdict(finding), "quickstart")
 
 
 def test_a_run_without_a_profile_is_diagnosed_by_its_ledger():
@@ -228,6 +233,45 @@ def test_the_ceiling_of_a_gain_is_that_of_removing_a_share():
     assert ceiling(0.0) == 0.0
     (finding,) = diagnose(replace(HEALTHY, ledger=ledger(checkpoint=1000.0)))
     assert finding.gain == pytest.approx(1000.0 / 990.0)
+
+
+def test_a_ceiling_is_told_as_a_factor_where_it_is_one():
+    assert [gain_text(gain) for gain in (0.0, 0.25, 0.994, 1.0, 7.44)] == [
+        "no gain in speed",
+        "gain at most 25%",
+        "gain at most 99%",
+        "gain up to 2x",
+        "gain up to 8.4x",
+    ]
+
+
+def test_what_is_to_be_done_follows_from_the_figures():
+    def overrides(**planted):
+        return diagnose(replace(HEALTHY, **planted))[0].overrides
+
+    assert overrides(steps=[step_record(data_wait_s=0.63)] * 5) == ("data.workers=4",)  # 0.7 of a step of 0.9 s
+    batch = CONFIG.data.batch_size
+    assert overrides(analysis=analysis(idle_by_cause={"launch": 0.5})) == (f"data.batch_size={8 * batch}",)  # 0.5 to 0.15 of the step
+    assert overrides(ledger=ledger(checkpoint=200.0)) == (f"checkpoint.every={4 * CONFIG.checkpoint.every}",)  # 17 to 5 % of the time
+    sync = load("quickstart", ["checkpoint.asynchronous=false"]).config
+    assert overrides(ledger=ledger(checkpoint=200.0), config=sync) == ("checkpoint.asynchronous=true",)
+    own_rules = load("quickstart", ["mesh.rules={act_mlp: []}"]).config
+    assert overrides(plan=traffic(9e8), config=own_rules) == ("mesh.rules={}",)
+    two = load("quickstart", ["mesh.data=2", "mesh.fsdp=4"]).config
+    assert rescaled(replace(HEALTHY, config=two), 12) == ("mesh.data=3",)
+    assert rescaled(replace(HEALTHY, config=two), 6) == ()
+
+
+def test_a_node_is_left_out_by_the_command_that_submitted_the_run(tmp_path):
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(Path("configs/clusters/local.yaml").read_text().replace("slurm:\n", "slurm:\n  options: [--mail-type=END]\n"))
+    submitted = replace(HEALTHY, path=tmp_path, submitted=str(cluster), nodes=4)
+    command = without_nodes(submitted, ["node7"])
+    assert command.startswith(f"ridge submit {tmp_path}/config.yaml --cluster {cluster} --nodes 4")
+    assert "slurm.options=[--mail-type=END, --exclude=node7]" in command
+    assert load_cluster(str(cluster), [shlex.split(command)[-1]]).config.slurm.options == ["--mail-type=END", "--exclude=node7"]
+    assert without_nodes(replace(submitted, submitted=None), ["a", "b"]) == f"srun --exclude=a,b ridge train {tmp_path}/config.yaml"
+    assert [host_of(device) for device in ("node7-p00001/gpu:0", "node7/gpu:3")] == ["node7", "node7"]
 
 
 def test_thresholds_are_declared_with_their_meaning():

@@ -16,6 +16,7 @@ from perf.diagnosis.finding import THRESHOLDS
 from perf.diagnosis.rules import CATALOGUE, RULES, rules_table
 from perf.events import event_file, read_events
 from tests.perf.injections import BROKEN, CASES, COMPUTING, PAIRS, WAITING, Bench, Case
+from tests.perf.remedies import check_remedies
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -48,6 +49,8 @@ def test_the_planted_fault_of_a_real_run_is_named_first(bench: Bench, case: Case
     findings = bench.diagnose(case)
     assert [finding["rule"] for finding in findings][:1] == [case.rule], findings
     assert all(findings[0][key] for key in ("confidence", "lens", "pattern", "evidence", "measure_next", "action", "next_bottleneck"))
+    for finding in findings:
+        check_remedies(finding, bench.directory / "runs" / case.runs[0] / "config.yaml")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.rule is None], ids=lambda case: case.planted)

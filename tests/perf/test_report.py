@@ -48,7 +48,7 @@ def killed_run(tmp_path_factory):
 def test_the_verdict_says_how_it_went_and_what_to_do_first(healthy_run, killed_run):
     assert verdict(read_run(killed_run)) == (
         "30 steps in 52s on 8 device(s), 2 starts; loss 1.000 to 1.000. 58% of the time was steps that count. First to change: "
-        "steps lost to failures, worth at most 49%: checkpoint.every=1, and checkpoint.every_minutes."
+        "steps lost to failures (gain at most 49%): checkpoint.every_minutes=10: what saves take and failures lose is least there."
     )
     assert "start-up and compilation not amortised" in verdict(read_run(healthy_run))
 
