@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ATTENTION_BACKENDS = ("auto", "reference", "xla", "chunked", "cudnn")
+ATTENTION_BACKENDS = ("auto", "reference", "xla", "chunked", "cudnn", "pallas")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 REMAT_POLICIES = ("none", "full", "dots", "attention-only", "names", "offload")

@@ -131,7 +131,8 @@ class AttentionConfig(Section):
     """Which attention implementation runs. Never changes the mathematical result."""
 
     backend: str = "auto"
-    """auto, reference, xla, chunked or cudnn (see models/attention). auto: cudnn on a supported GPU, else chunked."""
+    """auto, reference, xla, chunked, cudnn or pallas (see models/attention). auto: cudnn on a supported GPU, else chunked.
+    pallas: for packed documents on GPUs, without a mask in memory."""
     chunk: PositiveInt = 128
     """chunked backend: queries and keys per block. 64-128 suit a CPU's caches; on a GPU without cuDNN try 512."""
 

@@ -24,6 +24,9 @@ other, the slowest device sets the pace. The one number set by whole runs: the t
 (JAX, XLA, scanned layers) is nearest to ours; every other published run is predicted with it."""
 ATTENTION_FORWARD_SHARE = 0.25
 """Of the time of fused attention forward and backward: the backward kernel does 2.5 forwards of work at 0.85 of its rate."""
+PALLAS_SHARE = 0.57
+"""Rate of flash attention in Triton over that of cuDNN: FlashAttention-3, near cuDNN, is 1.5 to 2 times FlashAttention-2 on an H100
+(arXiv 2407.08608, abstract and section 4.1). Unmeasured here; documents shorter than the row make it cheaper than this counts."""
 SCORE_PASSES = 14
 """Times the float32 scores of an attention without fused kernels go through device memory, forward and backward (XLA's fusions)."""
 MASK_PASSES = 3
@@ -120,10 +123,12 @@ class Kernels:
         length, backend = local.config.data.seq_len, attention_backend(local.config, gpu=self.device.tensor_cores)
         keys = mean_keys_per_query(length, model.sliding_window)
         flops = 12.0 * keys * model.num_heads * model.head_width * local.tokens / local.tensor
-        if backend == "cudnn":
+        if backend in ("cudnn", "pallas"):
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
+            rate *= PALLAS_SHARE if backend == "pallas" else 1.0
             mask = MASK_PASSES * local.tokens * keys * local.compute_itemsize * model.num_heads / local.tensor
-            return Work(flops / rate / IN_STEP_SHARE, self.memory_s(mask) if local.config.data.document_masking else 0.0)
+            masked = backend == "cudnn" and local.config.data.document_masking
+            return Work(flops / rate / IN_STEP_SHARE, self.memory_s(mask) if masked else 0.0)
         seen = keys if backend == "chunked" else length
         scores = local.tokens * seen * model.num_heads / local.tensor * 4
         rate = self.calibration.matmul_flops_per_s(self.device, self.dtype, length, length, model.head_width)

@@ -93,10 +93,12 @@ class Moments:
     def both_microbatches(self) -> bool:
         """With overlap: whether the buffers of the second of two unrolled microbatches are made while the first still runs.
 
-        Seen where nothing but two microbatches run, or embedding and unembedding are one table, and the sequence is whole.
+        Seen in blocks that are recomputed, where nothing but two microbatches run or embedding and unembedding are one table, and the
+        sequence is whole.
         """
         few = self.local.config.trainer.accumulation == 2 or self.local.model.tie_embeddings
-        return self.overlap and self.in_loop and self.local.tensor == 1 and self.local.fsdp > 1 and few
+        again = self.local.config.compute.remat.policy not in ("none", "attention-only")
+        return self.overlap and self.in_loop and self.local.tensor == 1 and self.local.fsdp > 1 and few and again
 
     def kept(self) -> Component:
         """Saved activations, of two microbatches where both are there."""

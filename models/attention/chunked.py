@@ -59,6 +59,7 @@ class Chunked:
     """Blockwise attention in plain XLA, on any platform; supports everything."""
 
     name = "chunked"
+    per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Refuse nothing."""

@@ -21,6 +21,7 @@ class Cudnn:
     """cuDNN flash attention: NVIDIA GPUs, 16-bit dtypes, head width a multiple of 8."""
 
     name = "cudnn"
+    per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Refuse what the kernels do not compute."""

@@ -12,10 +12,11 @@ from configs.errors import UserError, unknown_name
 from models.attention.chunked import Chunked
 from models.attention.cudnn import Cudnn
 from models.attention.interface import AttentionRequest, Backend
+from models.attention.pallas import Pallas
 from models.attention.reference import Reference
 from models.attention.xla import Xla
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Xla(), Chunked(), Cudnn())}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Xla(), Chunked(), Cudnn(), Pallas())}
 
 
 def backend_names() -> list[str]:

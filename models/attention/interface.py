@@ -35,7 +35,13 @@ class AttentionRequest:
 class Backend(Protocol):
     """One implementation of attention. It tags its result "attention_context" (see models/remat.py)."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What `compute.attention.backend` calls it."""
+
+    @property
+    def per_device(self) -> bool:
+        """Whether XLA cannot cut its kernels over devices: it must be given what lies on one device."""
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return why the request cannot be honoured, or None when it is supported."""

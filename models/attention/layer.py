@@ -6,11 +6,13 @@ Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, H 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from configs.errors import UserError
 from configs.schema import AttentionConfig, ModelConfig
 from models.attention.dispatch import attend, resolve_backend
 from models.attention.interface import AttentionRequest
@@ -19,10 +21,14 @@ from models.params import ParamFactory
 from models.projection import Projector
 from models.remat import Remat
 from models.rope import apply_rotary
+from sharding.manual import on_shards
 
 RotaryTable = tuple[jax.Array, jax.Array]
 AttendWith = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Rotated q [B, T, N, H] and k, v [B, T, K, H] -> context [B, T, N, H]."""
+
+QUERY_AXES = ("batch", "seq", "act_heads", None)
+KEY_AXES = ("batch", "seq", "act_kv_heads", None)
 
 
 class Attention(nnx.Module):
@@ -55,7 +61,9 @@ class Attention(nnx.Module):
         self.remat = remat
         self.attend_options = (config.backend, config.chunk, model.sliding_window, platform)
         request = AttentionRequest(platform, projector.compute_dtype, head, heads, kv_heads, True, model.sliding_window, True)
-        resolve_backend(config.backend, request)  # refuse at construction, not in the first step
+        self.per_device = resolve_backend(config.backend, request).per_device  # refuses at construction, not in the first step
+        if self.per_device and len({projector.partitioner.axis_size(axes[2]) for axes in (QUERY_AXES, KEY_AXES)}) > 1:
+            raise UserError(f"compute.attention.backend: {config.backend} needs queries and keys cut alike over tensor (mesh.rules)")
 
     def __call__(
         self,
@@ -85,13 +93,29 @@ class Attention(nnx.Module):
         v_BTKH = checkpoint_name(v_BTKH, "value")
 
         def run(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-            return attend(
-                q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, sliding_window=window, backend=backend, chunk=chunk, platform=platform
-            )
+            call = partial(attend, sliding_window=window, backend=backend, chunk=chunk, platform=platform)
+            return self._over_devices(call)(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
 
         context_BTNH = (attend_with or self.remat.wrap_attention(run))(q_BTNH, k_BTKH, v_BTKH)
         context_BTNH = self.project.partitioner.constrain(context_BTNH, "batch", "seq", "act_heads", None)
         return self.project.add_bias(self.project("btnh,nhd->btd", context_BTNH, self.out), self.out_bias)
+
+    def _over_devices(self, call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Give a backend whose kernels XLA cannot cut the rows and heads of one device."""
+        partitioner = self.project.partitioner
+        if not self.per_device or partitioner.mesh.size == 1:
+            return lambda q, k, v, segment_ids: call(q, k, v, segment_ids=segment_ids)
+        q, k, row = (partitioner.spec(axes) for axes in (QUERY_AXES, KEY_AXES, ("batch", "seq")))
+
+        def one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segment_ids: jax.Array) -> jax.Array:
+            return call(q, k, v, segment_ids=segment_ids[0] if segment_ids else None)
+
+        def run(*arrays: jax.Array | None) -> jax.Array:
+            given = [x for x in arrays if x is not None]
+            out: jax.Array = on_shards(partitioner, one_device, (q, k, k, row)[: len(given)], q)(*given)
+            return out
+
+        return run
 
     def _project(self, x_BTD: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, axis: str) -> jax.Array:
         x_BTNH = self.project.add_bias(self.project("btd,dnh->btnh", x_BTD, kernel), bias)

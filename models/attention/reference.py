@@ -17,6 +17,7 @@ class Reference:
     """Naive attention; supports everything."""
 
     name = "reference"
+    per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Refuse nothing."""

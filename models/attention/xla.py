@@ -13,6 +13,7 @@ class Xla:
     """JAX's own XLA attention with the mask given explicitly; supports everything."""
 
     name = "xla"
+    per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Refuse nothing: every mask is passed in materialised form."""

@@ -108,7 +108,7 @@ def _projections(local: LocalSizes, dtype: str) -> Iterator[Product]:
 def _attention(local: LocalSizes, dtype: str, gpu: bool) -> Iterator[Product]:
     """Scores and values, forward (2 products) and backward (4, and the scores again where a fused kernel keeps none)."""
     config, model, length = local.config, local.model, local.config.data.seq_len
-    fused = attention_backend(config, gpu=gpu) in ("cudnn", "chunked")
+    fused = attention_backend(config, gpu=gpu) in ("cudnn", "chunked", "pallas")
     seen = mean_keys_per_query(length, model.sliding_window) / length if fused else 1.0
     whole = local.rows * model.num_heads // local.tensor
     batch = max(1, min(whole, MAX_RESULT_ELEMENTS // (length * max(length, model.head_width))))

@@ -133,7 +133,7 @@ CASES = [
     # names
     (
         ["compute.attention.backend=flash"],
-        "compute.attention.backend: unknown attention backend 'flash' (allowed: auto, chunked, cudnn, reference, xla)",
+        "compute.attention.backend: unknown attention backend 'flash' (allowed: auto, chunked, cudnn, pallas, reference, xla)",
     ),
     (
         ["optimizer.kind=adam"],

@@ -11,9 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from configs.errors import UserError
-from models.attention import AttentionRequest, attend, backend_names, resolve_backend
+from configs.schema import AttentionConfig, MeshConfig, ModelConfig
+from models.attention import AttentionRequest, attend, backend_names, dispatch, pallas, resolve_backend
+from models.attention.layer import Attention
+from models.attention.masks import visible
+from models.params import ParamFactory
+from models.projection import Projector
+from models.remat import Remat
+from sharding.mesh import build_mesh
+from sharding.partition import Partitioner
+from sharding.rules import Rules
 
 CHUNK = 16
 MASKS = {"causal": (True, None), "causal window": (True, 10), "full": (False, None), "symmetric window": (False, 7)}
@@ -216,5 +226,99 @@ def test_unknown_backends_are_refused_with_the_nearest_name() -> None:
 
 
 def test_every_backend_is_in_the_matrix() -> None:
-    """A new backend must join the comparison above (cudnn cannot: it needs a GPU)."""
-    assert set(backend_names()) == {"auto", "reference", "cudnn", *BACKENDS}
+    """A new backend must join the comparison above (cudnn cannot: it needs a GPU; pallas has its own, being slow to interpret)."""
+    assert set(backend_names()) == {"auto", "reference", "cudnn", "pallas", *BACKENDS}
+
+
+@pytest.fixture
+def interpreted(monkeypatch) -> None:
+    """Pallas's kernels run by its interpreter, in blocks small enough to be several."""
+    monkeypatch.setitem(dispatch.BACKENDS, "pallas", pallas.Pallas(interpret=True))
+    monkeypatch.setattr(pallas, "BLOCK", CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "mask", "packed"),
+    [
+        (ODD_LENGTH, (4, 2), "causal", True),
+        (ODD_LENGTH, (4, 4), "causal", False),
+        (ODD_LENGTH, (3, 1), "causal window", True),
+        (48, (4, 2), "full", True),
+        (ODD_LENGTH, (4, 2), "symmetric window", False),
+        (11, (4, 2), "causal", True),
+    ],
+)
+def test_the_pallas_kernels_agree_with_the_reference(interpreted, length, heads, mask, packed) -> None:
+    arrays = inputs(heads, length, "float32")
+    segment_ids = packed_rows(2, length, np.random.default_rng(0)) if packed else None
+    expected = result_and_gradients("reference", arrays, segment_ids, MASKS[mask])
+    results = result_and_gradients("pallas", arrays, segment_ids, MASKS[mask])
+    for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+def test_the_pallas_kernels_round_as_the_others_in_bfloat16_and_leave_padding_alone(interpreted) -> None:
+    arrays = inputs((4, 2), 24, "bfloat16")
+    segment_ids = jnp.asarray([[1] * 10 + [0] * 14, [0] * 24], jnp.int32)
+    results = result_and_gradients("pallas", arrays, segment_ids, MASKS["causal"])
+    expected = result_and_gradients("reference", tuple(a.astype(jnp.float32) for a in arrays), segment_ids, MASKS["causal"])
+    for got, want in zip(results, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
+        assert np.all(got[np.asarray(segment_ids) == 0] == 0)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_ranges_of_keys_are_the_mask_and_no_visible_block_is_skipped(mask, packed) -> None:
+    length, block = 48, 8
+    segment_ids = packed_rows(3, length, np.random.default_rng(2)) if packed else None
+    first, end = pallas.key_ranges((3, length), segment_ids, *mask)
+    key = np.arange(length)
+    got = (key >= np.asarray(first)[..., None]) & (key < np.asarray(end)[..., None])
+    index = jnp.arange(length)
+    want = visible(index, index, causal=mask[0], sliding_window=mask[1], query_segments_BT=segment_ids, key_segments_BS=segment_ids)
+    want = np.broadcast_to(True if want is None else want, got.shape)
+    np.testing.assert_array_equal(got, want)
+    blocks = want.reshape(3, length // block, block, length // block, block).any(axis=(2, 4))
+    ranges = pallas.block_ranges(first, end, block)
+    for seen, (low, high) in (
+        (blocks, np.moveaxis(ranges.key_blocks_BX2, -1, 0)),
+        (blocks.swapaxes(1, 2), np.moveaxis(ranges.query_blocks_BX2, -1, 0)),
+    ):
+        visited = (np.arange(length // block) >= low[..., None]) & (np.arange(length // block) < high[..., None])
+        assert np.all(visited >= seen)
+        assert np.all(visited.any(axis=2) == seen.any(axis=2))
+        assert visited.sum() <= seen.sum() + (0 if mask[0] or not packed else seen.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "NVIDIA GPUs only, and the devices are cpu"),
+        ({"platform": "rocm"}, "NVIDIA GPUs only, and the devices are rocm"),
+        ({"dtype": jnp.dtype(jnp.float32)}, "not float32"),
+        ({"head_dim": 96}, "head width of 32, 64 or 128, not 96"),
+    ],
+)
+def test_pallas_refuses_what_it_does_not_support(changes, reason) -> None:
+    with pytest.raises(UserError, match=reason):
+        resolve_backend("pallas", request(**changes))
+    assert resolve_backend("pallas", request(sliding_window=8, length=37)).name == "pallas"
+
+
+def test_kernels_that_xla_cannot_cut_run_on_the_rows_and_heads_of_each_device(interpreted) -> None:
+    """The same block on one device and on 2 x 2, with a gradient."""
+    model = ModelConfig(vocab_size=64, num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32)
+    segment_ids = packed_rows(4, 24, np.random.default_rng(3))
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((4, 24, 32)), jnp.float32)
+
+    def gradient(mesh: MeshConfig, devices: int) -> np.ndarray:
+        partitioner = Partitioner(build_mesh(mesh, jax.devices()[:devices]), Rules.from_config(mesh))
+        project = Projector(partitioner, jnp.dtype("float32"), jnp.dtype("float32"))
+        attention = Attention(
+            model, AttentionConfig(backend="pallas"), Remat("none"), "cpu", 0.02, ParamFactory(nnx.Rngs(0), jnp.dtype("float32")), project
+        )
+        return np.asarray(jax.jit(jax.grad(lambda x: jnp.sum(attention(x, None, segment_ids) ** 2)))(x))
+
+    one = gradient(MeshConfig(fsdp=1), 1)
+    np.testing.assert_allclose(gradient(MeshConfig(fsdp=2, tensor=2), 4), one, rtol=1e-4, atol=1e-6 * np.abs(one).max() + 1e-9)

@@ -1,0 +1,323 @@
+"""Flash attention in Pallas (Triton), for the masks that fused library kernels have no public form for: packed documents.
+
+Every mask of the interface is a range of keys per query: [first, end). Segments lie contiguously in a row, so a packed row needs two
+integers per token instead of a mask [T, T], and whole blocks of keys outside every range are never visited: a row of many short documents
+costs what the documents cost. Grouped queries share their keys without repeating them. Forward and backward are those of FlashAttention-2
+(arXiv 2307.08691, algorithms 1 and 2), the backward pass as one kernel for the gradient of queries and one for those of keys and values.
+
+Legend: B batch, T sequence (padded to whole blocks), N query heads, K key/value heads, G query heads per key/value head, H head width,
+Q queries of one block, S keys of one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from models.attention.interface import AttentionRequest
+
+WIDTHS = (32, 64, 128)
+"""Head widths: powers of two, as Triton's tiles are; 256 leaves a block too little shared memory."""
+BLOCK = 64
+"""Queries and keys of one block."""
+LOWEST = -1e30
+"""Start of the running maximum: finite, so that a row that has seen nothing yet gives weights of exactly 0 and never NaN."""
+
+
+class Plan(NamedTuple):
+    """The static part of one call."""
+
+    block: int
+    interpret: bool
+
+
+class Ranges(NamedTuple):
+    """Who sees whom, int32; ends are exclusive."""
+
+    first_BT: jax.Array
+    """First key each query sees."""
+    end_BT: jax.Array
+    """End of its keys; not after `first` where it sees none."""
+    key_blocks_BX2: jax.Array
+    """First and end of the blocks of keys that any query of a block sees."""
+    query_blocks_BX2: jax.Array
+    """First and end of the blocks of queries that see any key of a block."""
+
+
+@dataclass(frozen=True)
+class Pallas:
+    """Flash attention in Pallas: NVIDIA GPUs from Ampere on."""
+
+    interpret: bool = False
+    """Run by Pallas's interpreter on any platform, for tests."""
+    name = "pallas"
+    per_device = True
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """Refuse what the kernels do not compute."""
+        if not self.interpret and request.platform not in ("gpu", "cuda"):
+            return f"runs on NVIDIA GPUs only, and the devices are {request.platform}"
+        if self.interpret:
+            return None
+        if request.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            return f"computes in bfloat16 or float16 only, not {request.dtype.name} (precision.compute)"
+        if request.head_dim not in WIDTHS:
+            return f"needs a head width of {', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}, not {request.head_dim}"
+        return None
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        *,
+        causal: bool,
+        sliding_window: int | None,
+        chunk: int,
+    ) -> jax.Array:
+        """See `Backend`; `chunk` is not used."""
+        length = q_BTNH.shape[1]
+        plan = Plan(BLOCK, self.interpret)
+        padding = -length % BLOCK
+        first_BT, end_BT = key_ranges(q_BTNH.shape[:2], segment_ids_BT, causal, sliding_window)
+        first_BT, end_BT = (jnp.pad(x, [(0, 0), (0, padding)]) for x in (first_BT, end_BT))  # [0, 0): padding sees nothing
+        q, k, v = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in (q_BTNH, k_BSKH, v_BSKH))
+        out_BTNH = _attend(plan, q, k, v, block_ranges(first_BT, end_BT, BLOCK))
+        return out_BTNH[:, :length]
+
+
+def key_ranges(
+    shape: tuple[int, ...], segment_ids_BT: jax.Array | None, causal: bool, sliding_window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return [first, end) of the keys each query sees, int32 [B, T] each; the mask of models/attention/masks.py as ranges."""
+    index_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    first, end = jnp.zeros_like(index_BT), jnp.full_like(index_BT, shape[1])
+    if segment_ids_BT is not None:
+        starts = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+        first = jax.lax.cummax(jnp.where(starts, index_BT, 0), axis=1)
+        ends = jnp.pad(starts[:, 1:], [(0, 0), (0, 1)], constant_values=True)
+        end = jax.lax.cummin(jnp.where(ends, index_BT + 1, shape[1]), axis=1, reverse=True)
+    if causal:
+        end = jnp.minimum(end, index_BT + 1)
+    if sliding_window is not None:
+        first = jnp.maximum(first, index_BT - sliding_window + 1)
+        end = jnp.minimum(end, index_BT + sliding_window)
+    return first, end if segment_ids_BT is None else jnp.where(segment_ids_BT == 0, first, end)
+
+
+def block_ranges(first_BT: jax.Array, end_BT: jax.Array, block: int) -> Ranges:
+    """Return the ranges of keys with the ranges of blocks that follow from them."""
+    batch, length = first_BT.shape
+    blocks = length // block
+    sees_BT = end_BT > first_BT
+    shape = (batch, blocks, block)
+    low_BX = jnp.min(jnp.where(sees_BT, first_BT, length).reshape(shape), axis=2) // block
+    high_BX = -(-jnp.max(jnp.where(sees_BT, end_BT, 0).reshape(shape), axis=2) // block)
+    # Block j of keys is seen from block i of queries when low[i] <= j < high[i]. Both grow with i where segments are contiguous, but a
+    # block that sees nothing breaks the order: so first and last are searched for, over X squared pairs of blocks.
+    index = jnp.arange(blocks, dtype=jnp.int32)
+    seen_BXX = (low_BX[:, None, :] <= index[None, :, None]) & (index[None, :, None] < high_BX[:, None, :])
+    begin_BX = jnp.min(jnp.where(seen_BXX, index, blocks), axis=2)
+    last_BX = jnp.max(jnp.where(seen_BXX, index + 1, 0), axis=2)
+    pair = partial(jnp.stack, axis=-1)
+    return Ranges(first_BT, end_BT, pair([low_BX, high_BX]).astype(jnp.int32), pair([begin_BX, last_BX]).astype(jnp.int32))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges) -> jax.Array:
+    return _forward(plan, q_BTNH, k_BTKH, v_BTKH, ranges)[0]
+
+
+def _attend_forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges) -> tuple[jax.Array, Any]:
+    out, lse = _forward(plan, q_BTNH, k_BTKH, v_BTKH, ranges)
+    out, lse = checkpoint_name(out, "attention_context"), checkpoint_name(lse, "attention_lse")
+    return out, (q_BTNH, k_BTKH, v_BTKH, ranges, out, lse)
+
+
+def _attend_backward(plan: Plan, residuals: Any, dout_BTNH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, ranges, out, lse_BNT = residuals
+    delta_BNT = jnp.einsum("btnh,btnh->bnt", dout_BTNH.astype(jnp.float32), out.astype(jnp.float32))
+    dq = _query_gradient(plan, q, k, v, ranges, dout_BTNH, lse_BNT, delta_BNT)
+    dk, dv = _key_gradients(plan, q, k, v, ranges, dout_BTNH, lse_BNT, delta_BNT)
+    return dq, dk, dv, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _block(plan: Plan, width: int, index: Any) -> pl.BlockSpec:
+    return pl.BlockSpec((None, plan.block, None, width), index)
+
+
+def _row(length: int, width: int, index: Any) -> pl.BlockSpec:
+    return pl.BlockSpec((None, length, None, width), index)
+
+
+def _parameters(width: int) -> triton.CompilerParams:
+    return triton.CompilerParams(num_warps=4 if width <= 64 else 8, num_stages=2)
+
+
+def _hidden(first_Q: jax.Array, end_Q: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Return [Q, S]: True where the query does not see the key of the block that starts there."""
+    key_S = start + jnp.arange(size)
+    return (key_S[None, :] < first_Q[:, None]) | (key_S[None, :] >= end_Q[:, None])
+
+
+def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges) -> tuple[jax.Array, jax.Array]:
+    """Return the output in q's dtype and the log-sum-exp of each row, float32 [B, N, T]."""
+    batch, length, heads, width = q_BTNH.shape
+    group, block = heads // k_BTKH.shape[2], plan.block
+    scale = width**-0.5
+
+    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, end_ref: Any, range_ref: Any, out_ref: Any, lse_ref: Any) -> None:
+        q_QH, first_Q, end_Q = q_ref[...], first_ref[...], end_ref[...]
+
+        def one_block(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            top, total, out = carry
+            keys = pl.ds(j * block, block)
+            scores = triton.dot(q_QH, k_ref[keys, :], trans_b=True) * scale
+            scores = jnp.where(_hidden(first_Q, end_Q, j * block, block), -jnp.inf, scores)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+            weights, keep = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
+            v_SH = v_ref[keys, :]
+            return new_top, total * keep + jnp.sum(weights, axis=1), out * keep[:, None] + triton.dot(weights.astype(v_SH.dtype), v_SH)
+
+        start = (jnp.full((block,), LOWEST, jnp.float32), jnp.zeros((block,), jnp.float32), jnp.zeros((block, width), jnp.float32))
+        top, total, out = jax.lax.fori_loop(range_ref[0], range_ref[1], one_block, start)
+        total = jnp.where(total == 0, 1.0, total)  # a row that sees nothing: output 0
+        out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+        lse_ref[...] = top + jnp.log(total)
+
+    shared = _row(length, width, lambda i, b, n: (b, 0, n // group, 0))
+    own = pl.BlockSpec((None, block), lambda i, b, n: (b, i))
+    out, lse = pl.pallas_call(
+        kernel,
+        grid=(length // block, batch, heads),
+        in_specs=[
+            _block(plan, width, lambda i, b, n: (b, i, n, 0)),
+            shared,
+            shared,
+            own,
+            own,
+            pl.BlockSpec((None, None, 2), lambda i, b, n: (b, i, 0)),
+        ],
+        out_specs=[_block(plan, width, lambda i, b, n: (b, i, n, 0)), pl.BlockSpec((None, None, block), lambda i, b, n: (b, n, i))],
+        out_shape=[jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
+        compiler_params=_parameters(width),
+        interpret=plan.interpret,
+        name="attention_forward",
+    )(q_BTNH, k_BTKH, v_BTKH, ranges.first_BT, ranges.end_BT, ranges.key_blocks_BX2)
+    return out, lse
+
+
+def _weights(scores: jax.Array, hidden: jax.Array, lse_Q: jax.Array) -> jax.Array:
+    """Return the softmax weights; exactly 0 where hidden, also in a row that sees nothing."""
+    return jnp.where(hidden, 0.0, jnp.exp(scores - lse_Q[:, None]))
+
+
+def _query_gradient(
+    plan: Plan,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    ranges: Ranges,
+    dout_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    delta_BNT: jax.Array,
+) -> jax.Array:
+    batch, length, heads, width = q_BTNH.shape
+    group, block = heads // k_BTKH.shape[2], plan.block
+    scale = width**-0.5
+
+    def kernel(
+        q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, lse_ref: Any, delta_ref: Any, first_ref: Any, end_ref: Any, range_ref: Any,
+        dq_ref: Any,
+    ) -> None:  # fmt: skip
+        q_QH, dout_QH, lse_Q, delta_Q, first_Q, end_Q = (ref[...] for ref in (q_ref, dout_ref, lse_ref, delta_ref, first_ref, end_ref))
+
+        def one_block(j: jax.Array, dq_QH: jax.Array) -> jax.Array:
+            k_SH, v_SH = k_ref[pl.ds(j * block, block), :], v_ref[pl.ds(j * block, block), :]
+            weights = _weights(triton.dot(q_QH, k_SH, trans_b=True) * scale, _hidden(first_Q, end_Q, j * block, block), lse_Q)
+            dscores = weights * (triton.dot(dout_QH, v_SH, trans_b=True) - delta_Q[:, None])
+            return dq_QH + triton.dot(dscores.astype(k_SH.dtype), k_SH)
+
+        dq = jax.lax.fori_loop(range_ref[0], range_ref[1], one_block, jnp.zeros((block, width), jnp.float32))
+        dq_ref[...] = (dq * scale).astype(dq_ref.dtype)
+
+    mine = _block(plan, width, lambda i, b, n: (b, i, n, 0))
+    shared = _row(length, width, lambda i, b, n: (b, 0, n // group, 0))
+    statistic = pl.BlockSpec((None, None, block), lambda i, b, n: (b, n, i))
+    own = pl.BlockSpec((None, block), lambda i, b, n: (b, i))
+    return pl.pallas_call(
+        kernel,
+        grid=(length // block, batch, heads),
+        in_specs=[mine, shared, shared, mine, statistic, statistic, own, own, pl.BlockSpec((None, None, 2), lambda i, b, n: (b, i, 0))],
+        out_specs=mine,
+        out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype),
+        compiler_params=_parameters(width),
+        interpret=plan.interpret,
+        name="attention_query_gradient",
+    )(q_BTNH, k_BTKH, v_BTKH, dout_BTNH, lse_BNT, delta_BNT, ranges.first_BT, ranges.end_BT, ranges.key_blocks_BX2)
+
+
+def _key_gradients(
+    plan: Plan,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    ranges: Ranges,
+    dout_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    delta_BNT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    batch, length, heads, width = q_BTNH.shape
+    kv_heads = k_BTKH.shape[2]
+    group, block = heads // kv_heads, plan.block
+    scale = width**-0.5
+
+    def kernel(
+        q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, lse_ref: Any, delta_ref: Any, first_ref: Any, end_ref: Any, range_ref: Any,
+        dk_ref: Any, dv_ref: Any,
+    ) -> None:  # fmt: skip
+        k_SH, v_SH = k_ref[...], v_ref[...]
+        start = pl.program_id(0) * block
+
+        def one_head(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            dk_SH, dv_SH = carry
+            g, queries = step % group, pl.ds(step // group * block, block)
+            q_QH, dout_QH = q_ref[queries, g, :], dout_ref[queries, g, :]
+            hidden = _hidden(first_ref[queries], end_ref[queries], start, block)
+            weights = _weights(triton.dot(q_QH, k_SH, trans_b=True) * scale, hidden, lse_ref[g, queries])
+            dv_SH += triton.dot(weights.astype(dout_QH.dtype), dout_QH, trans_a=True)
+            dscores = weights * (triton.dot(dout_QH, v_SH, trans_b=True) - delta_ref[g, queries][:, None])
+            return dk_SH + triton.dot(dscores.astype(q_QH.dtype), q_QH, trans_a=True), dv_SH
+
+        zeros = jnp.zeros((block, width), jnp.float32)
+        dk_SH, dv_SH = jax.lax.fori_loop(range_ref[0] * group, range_ref[1] * group, one_head, (zeros, zeros))
+        dk_ref[...] = (dk_SH * scale).astype(dk_ref.dtype)
+        dv_ref[...] = dv_SH.astype(dv_ref.dtype)
+
+    mine = _block(plan, width, lambda j, b, k: (b, j, k, 0))
+    members = pl.BlockSpec((None, length, group, width), lambda j, b, k: (b, 0, k, 0))
+    statistic = pl.BlockSpec((None, group, length), lambda j, b, k: (b, k, 0))
+    whole = pl.BlockSpec((None, length), lambda j, b, k: (b, 0))
+    dk, dv = pl.pallas_call(
+        kernel,
+        grid=(length // block, batch, kv_heads),
+        in_specs=[members, mine, mine, members, statistic, statistic, whole, whole,
+                  pl.BlockSpec((None, None, 2), lambda j, b, k: (b, j, 0))],
+        out_specs=[mine, mine],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTKH, v_BTKH)],
+        compiler_params=_parameters(width),
+        interpret=plan.interpret,
+        name="attention_key_gradients",
+    )(q_BTNH, k_BTKH, v_BTKH, dout_BTNH, lse_BNT, delta_BNT, ranges.first_BT, ranges.end_BT, ranges.query_blocks_BX2)  # fmt: skip
+    return dk, dv
