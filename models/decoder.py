@@ -41,10 +41,12 @@ class Decoder(nnx.Module):
         eight_bit = precision.matmul == "fp8"
         if eight_bit:
             fp8.check_mesh(partitioner.mesh)
-        self.project = Projector(partitioner, jnp.dtype(precision.compute), jnp.dtype(precision.gradients), eight_bit)
         platform = platform_of(partitioner)
         in_loop = compute.scan_layers and compute.scan_unroll < model.num_layers
         self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop)
+        self.project = Projector(
+            partitioner, jnp.dtype(precision.compute), jnp.dtype(precision.gradients), eight_bit, self.remat.recomputes_blocks
+        )
         vocab, width = model.padded_vocab_size, model.embed_dim
         self.embedding = make.normal((vocab, width), ("vocab", "embed"), model.init_std)
         learned = model.position == "learned"

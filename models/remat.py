@@ -62,10 +62,15 @@ class Remat:
             raise UserError("compute.remat.policy offload moves values from device to host memory, and on cpu they are the same; use names")
         return cls(config.policy, tuple(config.names))
 
+    @property
+    def recomputes_blocks(self) -> bool:
+        """Whether the backward pass begins by running the block again, with whatever the policy did not keep."""
+        return self.policy not in ("none", "attention-only")
+
     def wrap_block(self, block: Callable[..., Any]) -> Callable[..., Any]:
         """Apply the policy to the function of one block."""
         policies = jax.checkpoint_policies
-        if self.policy in ("none", "attention-only"):
+        if not self.recomputes_blocks:
             return block
         if self.policy == "full":
             saved = policies.nothing_saveable

@@ -27,9 +27,8 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     packed = q if config.data.document_masking and backend == "cudnn" else 0
     gates = 2 if local.model.gated_mlp else 1
     if policy in ("none", "attention-only"):
-        gathered = 2 * stream if local.tensor > 1 else 0
-        per_layer = 2 * cut + gathered + 2 * q + 2 * k + gates * hidden + normed_heads
-        words = "inputs of both halves, queries, keys, values, attention result, MLP gate and up projections"
+        per_layer = 2 * cut + 2 * stream + 2 * q + 2 * k + (gates + 1) * hidden + normed_heads
+        words = "block input, both normed inputs, queries, keys, values, attention result, MLP hidden values"
         if policy == "none":
             per_layer += packed + local.softmax_bytes + _scores_saved(local, backend)
             words += ", softmax statistics"
@@ -39,12 +38,23 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     elif policy == "full":
         per_layer, words = cut, "each block's input"
     else:
-        named = _named_bytes(local)
-        listed = sum(named[name] for name in dict.fromkeys(config.compute.remat.names) if name != "block_input")
-        on_device = policy == "names"
-        per_layer = cut + (listed if on_device else 0)
-        words = f"each block's input and {'' if on_device else '(in host memory) '}{', '.join(config.compute.remat.names)}"
+        names = config.compute.remat.names
+        if policy == "names":
+            per_layer, words = cut + _listed_bytes(local, without="block_input"), f"each block's input and {', '.join(names)}"
+        else:
+            per_layer, words = 0 if "block_input" in names else cut, f"in host memory {', '.join(names)}"
     return Component(layers * per_layer, f"{policy}: {words}; {layers} layers, {config.precision.compute}")
+
+
+def offloaded_bytes(local: LocalSizes) -> int:
+    """Return the bytes of one device's microbatch that wait for the backward pass in host memory."""
+    return local.model.num_layers * _listed_bytes(local) if local.config.compute.remat.policy == "offload" else 0
+
+
+def _listed_bytes(local: LocalSizes, without: str | None = None) -> int:
+    """Bytes of one layer's values in compute.remat.names."""
+    named = _named_bytes(local)
+    return sum(named[name] for name in dict.fromkeys(local.config.compute.remat.names) if name != without)
 
 
 def _named_bytes(local: LocalSizes) -> dict[str, int]:
@@ -93,7 +103,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
 
 def mask_bytes(local: LocalSizes, backend: str) -> int:
     """Return the mask of packed documents: a bias [R, T, T] in the compute dtype for cuDNN, booleans for the score backends."""
-    if not local.config.data.document_masking or backend in ("chunked", "pallas"):
+    if not local.config.data.document_masking or backend == "chunked":
         return 0
     return local.tokens * local.config.data.seq_len * (local.compute_itemsize if backend == "cudnn" else 1)
 
@@ -104,8 +114,6 @@ def attention_workspace(local: LocalSizes, backend: str) -> Component:
     if backend == "cudnn":
         words = "cuDNN flash attention keeps no scores" + (f"; the mask of packed documents costs {mask / 1e6:.0f} MB" if mask else "")
         return Component(2 * mask, words)
-    if backend == "pallas":
-        return Component(local.softmax_bytes, "Pallas flash attention keeps no scores; a sum per row")
     if backend == "chunked":
         accumulators = 2 * local.query_bytes * 4 // local.compute_itemsize
         return Component(accumulators, "chunked: float32 accumulators of the query gradient")

@@ -5,8 +5,9 @@ This is the plan that sharding and models are written to (and that the compiled 
   reduce-scattered over fsdp and then all-reduced over data, in the gradient dtype, once per microbatch;
 * over tensor, the residual stream is cut along the sequence; it is gathered before each block half and reduce-scattered after it
   (arXiv 2205.05198);
-* what the backward pass recomputes under compute.remat it also communicates again: the gathers of the weights of recomputed products, of
-  the gathered inputs, and the reduce-scatter of attention's update (the MLP's update is nobody's input and is never recomputed);
+* what the backward pass recomputes under compute.remat it also communicates again: the gathers of the inputs over tensor, and the
+  reduce-scatter of attention's update (the MLP's update is nobody's input and is never recomputed). Parameters are gathered once for
+  recomputation and gradients;
 * Muon gathers whole matrices to orthogonalise them; every other optimiser works on shards.
 
 Legend: D embed width, F MLP width, N query heads, K key/value heads, H head width.
@@ -177,16 +178,11 @@ class _Plan:
 
     def recomputed(self) -> list[PlannedCollective]:
         """What the backward pass of a block gathers and reduces a second time."""
-        again, weights = recomputed(self.model, self.config.compute.remat), product_weights(self.model)
+        again = recomputed(self.model, self.config.compute.remat)
         planned = []
-        for half, products in (("attention", ("query", "key", "value", "out")), ("mlp", ("gate", "up"))):
-            gathered = sum(weights[product] for product in products if product in again.weights) // self.tensor
-            if gathered:
-                planned.append(
-                    self._item(f"{half} parameters (recomputed)", "backward", "all-gather", self.over("fsdp"), gathered * self.gathered)
-                )
-            if again.inputs:
-                planned.append(self._item(f"{half} input (recomputed)", "backward", "all-gather", self.over("tensor"), self.stream))
+        if again.inputs:
+            inputs = ("attention input (recomputed)", "mlp input (recomputed)")
+            planned += [self._item(what, "backward", "all-gather", self.over("tensor"), self.stream) for what in inputs]
         if again.attention_update:
             planned.append(self._item("attention update (recomputed)", "backward", "reduce-scatter", self.over("tensor"), self.stream))
         return planned
@@ -261,11 +257,10 @@ class _Plan:
     def _half(self, half: str, inputs: int) -> list[PlannedCollective]:
         """The residual stream around one half of a block, over tensor."""
         tensor = self.over("tensor")
-        narrow = self.stream // self.act * self.gathered  # a gradient becomes 8-bit before it moves
         return [
             self._item(f"{half} input", "forward", "all-gather", tensor, self.stream),
             self._item(f"{half} update", "forward", "reduce-scatter", tensor, self.stream),
-            self._item(f"{half} update", "backward", "all-gather", tensor, narrow),
+            self._item(f"{half} update", "backward", "all-gather", tensor, self.stream),
             replace(self._item(f"{half} input", "backward", "reduce-scatter", tensor, self.stream), parts=inputs),
         ]
 

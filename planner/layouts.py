@@ -18,6 +18,7 @@ MEMORY_LADDER = (
     RematConfig(policy="dots"),
     RematConfig(policy="names", names=["query", "key", "value", "attention_context", "attention_out"]),
     RematConfig(policy="full"),
+    RematConfig(policy="offload", names=["block_input"]),
 )
 """Rematerialisation policies worth trying, most memory first."""
 

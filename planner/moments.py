@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes
-from planner.collectives import product_weights, recomputed
 from planner.local import LocalSizes
 
 STREAMS_IN_FLIGHT = 8
@@ -93,12 +92,11 @@ class Moments:
     def both_microbatches(self) -> bool:
         """With overlap: whether the buffers of the second of two unrolled microbatches are made while the first still runs.
 
-        Seen in blocks that are recomputed, where nothing but two microbatches run or embedding and unembedding are one table, and the
-        sequence is whole.
+        Seen where nothing but two microbatches run, or embedding and unembedding are one table, the sequence is whole and blocks keep products.
         """
         few = self.local.config.trainer.accumulation == 2 or self.local.model.tie_embeddings
-        again = self.local.config.compute.remat.policy not in ("none", "attention-only")
-        return self.overlap and self.in_loop and self.local.tensor == 1 and self.local.fsdp > 1 and few and again
+        kept = self.local.config.compute.remat.policy == "dots"
+        return self.overlap and self.in_loop and self.local.tensor == 1 and self.local.fsdp > 1 and few and kept
 
     def kept(self) -> Component:
         """Saved activations, of two microbatches where both are there."""
@@ -113,11 +111,7 @@ class Moments:
     def ahead(self) -> int:
         """With overlap: the weights of the layer that comes next, gathered for its recomputation and its gradient."""
         local = self.local
-        if local.fsdp == 1:
-            return 0
-        weights = product_weights(local.model)
-        again = sum(weights[name] for name in recomputed(local.model, local.config.compute.remat).weights)
-        return (local.layer_weights + again) // local.tensor * local.compute_itemsize
+        return local.layer_weights // local.tensor * local.compute_itemsize if local.fsdp > 1 else 0
 
     # The moments.
 

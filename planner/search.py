@@ -13,6 +13,7 @@ from typing import Literal
 from configs.cluster import ClusterConfig
 from configs.errors import UserError
 from configs.schema import Config
+from planner.activations import offloaded_bytes
 from planner.calibration import Calibration
 from planner.economics import RunEstimate, estimate_run
 from planner.layouts import Layout, Mesh, accumulations, check_plannable, meshes, remat_choices
@@ -24,6 +25,8 @@ from planner.step_time import Machine, StepEstimate, StepParts, step_parts
 Objective = Literal["time", "cost", "efficiency"]
 TIMED_PER_MESH = 2
 """Numbers of microbatches timed per mesh and rematerialisation."""
+HOST_MEMORY_SHARE = 0.5
+"""Share of a node's memory that activations may take; loaders, caches and checkpoints on their way need the rest."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,13 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
     capacity = capacity_bytes(machine)
     counts = accumulations(config, mesh.layout)
     for remat in remat_choices(config):
-        timed, least = 0, None
+        if remat.policy == "offload" and not machine.device.tensor_cores:
+            continue  # a CPU's memory is the host's
+        timed, least, reason = 0, None, ""
         for accumulation in counts:
             layout = replace(mesh.layout, accumulation=accumulation, remat=remat)
+            if reason := _host_refusal(layout.apply(config), layout, machine):
+                continue
             memory = memory_per_device(layout.apply(config), layout.sizes, gpu=machine.device.tensor_cores)
             if least is None or memory.total_bytes < least:
                 least = memory.total_bytes
@@ -136,13 +143,22 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
                 yield layout, memory
                 if timed == TIMED_PER_MESH:
                     break
-        if not timed:
-            assert least is not None
+        if least is None:
+            yield Rejection(nodes, mesh.layout.mesh, remat.policy, reason)
+        elif not timed:
             reason = (
                 f"needs {least / 1e9:.1f} GB per device at least, {(least - capacity) / 1e9:.1f} GB more than the {capacity / 1e9:.1f} GB"
                 f" a device may plan with"
             )
             yield Rejection(nodes, mesh.layout.mesh, remat.policy, reason, least - capacity)
+
+
+def _host_refusal(config: Config, layout: Layout, machine: Machine) -> str:
+    """Say by how much activations are too large for host memory; empty: they are not."""
+    on_node = min(machine.cluster.devices_per_node, layout.devices)
+    needed = offloaded_bytes(LocalSizes.of(config, layout.sizes)) * on_node
+    allowed = HOST_MEMORY_SHARE * machine.cluster.memory_per_node_gib * 2**30
+    return f"offloads {needed / 1e9:.0f} GB per node, more than the {allowed / 1e9:.0f} GB it may" if needed > allowed else ""
 
 
 def within(candidate: Candidate, limits: Limits) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from configs.cluster import ClusterConfig
 from configs.schema import Config
+from planner.activations import offloaded_bytes
 from planner.calibration import Calibration
 from planner.collectives import PlannedCollective, as_compiled_for_gpu, planned_collectives
 from planner.communication import CollectiveCost, time_s
@@ -90,6 +91,8 @@ class StepParts:
     peak_flops: float
     eta: float = ETA
     """Share of the shorter of compute and communication that runs under the longer."""
+    host_copy_s: float = 0.0
+    """Copies of activations to host memory under the forward pass, and as long again for those back under the backward pass."""
 
     def assemble(self, faster: Mapping[str, float] | None = None) -> StepEstimate:
         """Lay communication under compute. `faster`: ceiling -> how many times faster it is taken to be (what-if), default 1."""
@@ -100,6 +103,9 @@ class StepParts:
 
         forward, backward, rest = scaled(self.forward), scaled(self.backward), scaled(self.rest)
         exposed = exposed_s(self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed)
+        copies_s = self.host_copy_s / speed.get("pcie", 1.0)
+        if waits_s := sum(max(0.0, copies_s - work.seconds) for work in (forward, backward)):
+            exposed["pcie"] = exposed.get("pcie", 0.0) + waits_s
         breakdown = {
             "compute": forward.compute_s + backward.compute_s + rest.compute_s,
             "hbm": forward.memory_s + backward.memory_s + rest.memory_s,
@@ -135,15 +141,18 @@ def step_parts(config: Config, sizes: Mapping[str, int], machine: Machine, *, el
     repeats = config.trainer.accumulation
     layers = config.model.num_layers * repeats
     planned = as_compiled_for_gpu(planned_collectives(config, sizes))
+    offloaded = offloaded_bytes(local) * repeats
+    passing = Work(0.0, kernels.memory_s(offloaded))  # a copy takes its share of the device's memory bandwidth
     return StepParts(
         config=config,
         devices=local.devices,
-        forward=kernels.layer_forward() * layers,
-        backward=kernels.layer_backward() * layers,
+        forward=kernels.layer_forward() * layers + passing,
+        backward=kernels.layer_backward() * layers + passing,
         rest=(kernels.embedding() + kernels.loss() + kernels.accumulate()) * repeats,
         optimizer=kernels.optimizer(),
         communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
         host_input_s=host_input_s(local, machine),
+        host_copy_s=offloaded / _host_copy_bytes_per_s(machine),
         peak_flops=machine.device.peak_flops[kernels.dtype],
     )
 
@@ -169,7 +178,13 @@ def step_time(
 def host_input_s(local: LocalSizes, machine: Machine) -> float:
     """Time one host needs to read its rows of a step and copy them to its devices; it runs under the step before."""
     host, config = machine.calibration.file.host, local.config
+    copy = _host_copy_bytes_per_s(machine)
     on_node = min(machine.cluster.devices_per_node, local.devices)
     tokens = config.data.batch_size * config.data.seq_len / (local.data * local.fsdp) * max(1, on_node // local.tensor)
-    copy = host.copy_gb_per_s * 1e9 if host.copy_gb_per_s else machine.device.host_bandwidth_bytes_per_s
     return tokens / (host.input_tokens_per_s or HOST_INPUT_TOKENS_PER_S) + tokens / on_node * BATCH_BYTES_PER_TOKEN / copy
+
+
+def _host_copy_bytes_per_s(machine: Machine) -> float:
+    """Bandwidth between a device and host memory, in one direction."""
+    host = machine.calibration.file.host
+    return host.copy_gb_per_s * 1e9 if host.copy_gb_per_s else machine.device.host_bandwidth_bytes_per_s
