@@ -56,6 +56,8 @@ class Instruction:
     """Of a `constant` that is one integer."""
     derived_trip_count: int | None = None
     """Of a `while` whose trip count XLA does not say, but its counter does (perf.hlo_loops)."""
+    in_host_memory: bool = False
+    """Whether a part of the result lies in host memory."""
 
     @property
     def bytes(self) -> int:
@@ -234,6 +236,8 @@ def _counted(computations: dict[str, Computation]) -> dict[str, Computation]:
     return result
 
 
+HOST_MEMORY = ":S(5)}"
+"""Memory space 5 in the layout of a shape (xla/service/memory_annotations.h, xla/layout.h)."""
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[((?:<?=?\d+,?)*)\]")
 _HEAD = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
@@ -255,7 +259,10 @@ def _instruction(line: str) -> Instruction | None:
     operands = tuple(re.findall(r"%([\w.\-]+)", arguments)) if opcode.group("opcode") not in ("constant", "parameter") else ()
     number = int(arguments) if opcode.group("opcode") == "parameter" and arguments.isdigit() else None
     constant = int(arguments) if opcode.group("opcode") == "constant" and re.fullmatch(r"-?\d+", arguments) else None
-    return Instruction(head.group("name"), opcode.group("opcode"), shapes, operands, line[close + 1 :], number, constant)
+    on_host = HOST_MEMORY in line[start:end]
+    return Instruction(
+        head.group("name"), opcode.group("opcode"), shapes, operands, line[close + 1 :], number, constant, in_host_memory=on_host
+    )
 
 
 def _closing(line: str, opening: int) -> int:

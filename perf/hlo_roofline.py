@@ -41,6 +41,8 @@ class Kernel:
     """forward, backward, recompute or update."""
     op_name: str
     source: Source | None
+    host_copy: bool = False
+    """A copy between device and host memory, beside the compute stream; `bytes` are those read and those written."""
 
     def seconds(self, peak_flops: float, bandwidth: float) -> float:
         """The least time of all its runs."""
@@ -107,6 +109,7 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
         part_of(name),
         name,
         module.source(instruction),
+        instruction.in_host_memory and instruction.opcode.endswith("-start"),
     )
 
 

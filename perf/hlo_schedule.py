@@ -1,8 +1,8 @@
-"""Play a compiled step's schedule on two streams, one that computes and one that communicates: what is hidden, what is waited for.
+"""Play a compiled step's schedule on three streams, that compute, communicate and copy: what is hidden, what is waited for.
 
 Kernels run one after another in scheduled order. A collective begins when it is started and the one before it is done; at its done the
-compute stream waits for it. A collective that is not split into start and done blocks both streams. Loop bodies are played once and
-repeated.
+compute stream waits for it. A collective that is not split into start and done blocks both streams. Copies between device and host memory
+are a stream of their own in the same way. Loop bodies are played once and repeated.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from perf.collectives import Collective
 from perf.hlo import Computation, Instruction, Module
 from perf.hlo_roofline import Kernel
 
+HOST_COPY = "host copy"
+
 
 @dataclass
 class Schedule:
@@ -25,9 +27,9 @@ class Schedule:
     communication_s: float = 0.0
     """All collectives, hidden or not."""
     exposed_s: float = 0.0
-    """Time the compute stream waits for collectives."""
+    """Time the compute stream waits for collectives and host copies."""
     exposed: dict[tuple[str, tuple[str, ...] | None], float] = field(default_factory=lambda: defaultdict(float))
-    """The same by kind and axes."""
+    """The same by kind and axes; HOST_COPY has none."""
 
     def add(self, other: Schedule, times: float) -> None:
         """Append another schedule, repeated."""
@@ -55,7 +57,8 @@ def play(
       kernel_s: time of one run of a kernel.
       collective_s: time of one run of a collective.
     """
-    player = _Player(module, {k.name: kernel_s(k) for k in kernels}, {c.name: c for c in collectives}, collective_s)
+    copies = {k.name for k in kernels if k.host_copy}
+    player = _Player(module, {k.name: kernel_s(k) for k in kernels}, {c.name: c for c in collectives}, collective_s, copies)
     return player.run(module.computations[module.entry])
 
 
@@ -66,8 +69,10 @@ class _Player:
         kernel_s: dict[str, float],
         collectives: dict[str, Collective],
         collective_s: Callable[[Collective], float],
+        copies: set[str],
     ) -> None:
         self.module, self.kernel_s, self.collectives, self.collective_s = module, kernel_s, collectives, collective_s
+        self.copies = copies
         self._played: dict[str, Schedule] = {}
 
     def run(self, computation: Computation) -> Schedule:
@@ -75,20 +80,22 @@ class _Player:
         if computation.name in self._played:
             return self._played[computation.name]
         schedule = Schedule()
-        now_s = busy_until_s = 0.0
-        ends: dict[str, float] = {}
+        now_s = busy_until_s = copying_until_s = 0.0
+        ends: dict[str, tuple[float, tuple[str, tuple[str, ...] | None]]] = {}
         for instruction in computation.instructions:
             collective = self.collectives.get(instruction.name)
             if collective is not None:
                 duration_s = self.collective_s(collective)
                 schedule.communication_s += duration_s
-                begin_s = max(now_s, busy_until_s)
-                busy_until_s = begin_s + duration_s
-                ends[instruction.name] = busy_until_s
+                busy_until_s = max(now_s, busy_until_s) + duration_s
+                ends[instruction.name] = busy_until_s, (collective.kind, collective.axes)
                 if not collective.asynchronous:
-                    now_s = self._wait(schedule, collective, now_s, busy_until_s)
+                    now_s = self._wait(schedule, now_s, *ends[instruction.name])
+            elif instruction.name in self.copies:
+                copying_until_s = max(now_s, copying_until_s) + self.kernel_s[instruction.name]
+                ends[instruction.name] = copying_until_s, (HOST_COPY, None)
             elif instruction.opcode.endswith("-done") and instruction.operands and instruction.operands[0] in ends:
-                now_s = self._wait(schedule, self.collectives[instruction.operands[0]], now_s, ends[instruction.operands[0]])
+                now_s = self._wait(schedule, now_s, *ends[instruction.operands[0]])
             elif instruction.opcode in ("while", "call", "conditional"):
                 before_s = schedule.step_s
                 for name, times in self._bodies(instruction):
@@ -108,8 +115,8 @@ class _Player:
         return [(name, trips) for name in instruction.called if name in self.module.computations]
 
     @staticmethod
-    def _wait(schedule: Schedule, collective: Collective, now_s: float, end_s: float) -> float:
+    def _wait(schedule: Schedule, now_s: float, end_s: float, what: tuple[str, tuple[str, ...] | None]) -> float:
         waited_s = max(0.0, end_s - now_s)
         schedule.exposed_s += waited_s
-        schedule.exposed[collective.kind, collective.axes] += waited_s
+        schedule.exposed[what] += waited_s
         return max(now_s, end_s)

@@ -92,7 +92,8 @@ class Moments:
     def both_microbatches(self) -> bool:
         """With overlap: whether the buffers of the second of two unrolled microbatches are made while the first still runs.
 
-        Seen where nothing but two microbatches run, or embedding and unembedding are one table, the sequence is whole and blocks keep products.
+        Seen where nothing but two microbatches run, or embedding and unembedding are one table, the sequence is whole and blocks keep
+        products.
         """
         few = self.local.config.trainer.accumulation == 2 or self.local.model.tie_embeddings
         kept = self.local.config.compute.remat.policy == "dots"

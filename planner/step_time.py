@@ -152,7 +152,7 @@ def step_parts(config: Config, sizes: Mapping[str, int], machine: Machine, *, el
         optimizer=kernels.optimizer(),
         communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
         host_input_s=host_input_s(local, machine),
-        host_copy_s=offloaded / _host_copy_bytes_per_s(machine),
+        host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
         peak_flops=machine.device.peak_flops[kernels.dtype],
     )
 
@@ -178,13 +178,13 @@ def step_time(
 def host_input_s(local: LocalSizes, machine: Machine) -> float:
     """Time one host needs to read its rows of a step and copy them to its devices; it runs under the step before."""
     host, config = machine.calibration.file.host, local.config
-    copy = _host_copy_bytes_per_s(machine)
+    copy = host_bytes_per_s(machine.device, machine.calibration)
     on_node = min(machine.cluster.devices_per_node, local.devices)
     tokens = config.data.batch_size * config.data.seq_len / (local.data * local.fsdp) * max(1, on_node // local.tensor)
     return tokens / (host.input_tokens_per_s or HOST_INPUT_TOKENS_PER_S) + tokens / on_node * BATCH_BYTES_PER_TOKEN / copy
 
 
-def _host_copy_bytes_per_s(machine: Machine) -> float:
-    """Bandwidth between a device and host memory, in one direction."""
-    host = machine.calibration.file.host
-    return host.copy_gb_per_s * 1e9 if host.copy_gb_per_s else machine.device.host_bandwidth_bytes_per_s
+def host_bytes_per_s(device: Hardware, calibration: Calibration) -> float:
+    """Bandwidth between a device and host memory, in one direction: calibrated, else the datasheet's."""
+    host = calibration.file.host
+    return host.copy_gb_per_s * 1e9 if host.copy_gb_per_s else device.host_bandwidth_bytes_per_s

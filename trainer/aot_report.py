@@ -20,6 +20,7 @@ from planner.communication import time_s
 from planner.hardware import Hardware, matmul_dtype
 from planner.links import Fabric
 from planner.memory import MemoryEstimate, memory_per_device
+from planner.step_time import host_bytes_per_s
 from trainer.aot import Compiled, Request
 from trainer.reconcile import memory_rows, traffic_rows
 from trainer.traffic import SMALL_BYTES, Traffic, compare_traffic, unplanned
@@ -116,6 +117,8 @@ def _played(
     bandwidth = rates.memory_bytes_per_s(request.device)
 
     def kernel_s(kernel: Kernel) -> float:
+        if kernel.host_copy:
+            return kernel.bytes / 2 / host_bytes_per_s(request.device, rates)
         side = max(1, round((kernel.flops / 2) ** (1 / 3)))
         reads = arithmetic(kernel, dtype)
         compute_s = kernel.flops / rates.matmul_flops_per_s(request.device, reads, side, side, side) if kernel.flops else 0.0

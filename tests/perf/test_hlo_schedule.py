@@ -133,6 +133,43 @@ def test_what_does_not_hide_is_waited_for_in_every_run_of_the_loop(module):
     assert schedule.step_s == pytest.approx(schedule.compute_s + schedule.exposed_s)
 
 
+OFFLOAD = """\
+HloModule jit_step, is_scheduled=true
+
+%fused_copy (p0: bf16[10,64,32], p1: bf16[1,64,32]) -> bf16[10,64,32] {
+  %p0 = bf16[10,64,32]{2,1,0:S(5)} parameter(0)
+  %p1 = bf16[1,64,32]{2,1,0} parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %update = bf16[10,64,32]{2,1,0:S(5)} dynamic-update-slice(%p0, %p1, %zero, %zero, %zero)
+}
+
+%fused_add (p2: bf16[1,64,32]) -> bf16[1,64,32] {
+  %p2 = bf16[1,64,32]{2,1,0} parameter(0)
+  ROOT %add = bf16[1,64,32]{2,1,0} add(%p2, %p2)
+}
+
+ENTRY %main (row: bf16[1,64,32], kept: bf16[10,64,32]) -> bf16[1,64,32] {
+  %row = bf16[1,64,32]{2,1,0} parameter(0)
+  %kept = bf16[10,64,32]{2,1,0:S(5)} parameter(1)
+  %away = ((bf16[10,64,32]{2,1,0:S(5)}, bf16[1,64,32]{2,1,0}), bf16[10,64,32]{2,1,0:S(5)}, u32[]) fusion-start(%kept, %row), kind=kLoop, calls=%fused_copy
+  %work = bf16[1,64,32]{2,1,0} fusion(%row), kind=kLoop, calls=%fused_add
+  %gone = bf16[10,64,32]{2,1,0:S(5)} fusion-done(%away)
+  ROOT %more = bf16[1,64,32]{2,1,0} fusion(%work), kind=kLoop, calls=%fused_add
+}
+"""
+
+
+@pytest.mark.parametrize(("copy_s", "waited_s"), [(1.5, 0.0), (5.0, 3.0)])
+def test_a_copy_to_host_memory_runs_beside_compute_until_its_done(copy_s, waited_s):
+    module = parse(OFFLOAD)
+    assert [k.name for k in kernels(module) if k.host_copy] == ["away"]
+    assert by_name(module)["away"].bytes == 2 * 64 * 32 * 2  # the row read and written, not the ten
+    schedule = play(module, kernels(module), [], lambda k: copy_s if k.host_copy else 2.0, lambda c: 0.0)
+    assert schedule.compute_s == 4.0
+    assert schedule.exposed_s == schedule.exposed["host copy", None] == waited_s
+    assert schedule.step_s == 4.0 + waited_s
+
+
 LIVE = """\
 HloLiveRange (max 9):
   InstructionSequence:
