@@ -1,10 +1,11 @@
 """Adam with its moments in 8 bits: a code per element, and one float32 scale per block of elements along one dim (planner/scales.py).
 
 Block-wise scales keep an outlier from costing its whole tensor its precision (Dettmers et al., 8-bit optimizers via block-wise
-quantization, arXiv 2110.02861). The maps are our own choice. First moments are linear between minus and plus the block's largest. Second
-moments are logarithmic, a factor of 2^(1/8) between neighbours: each has the same relative precision down to 2^-31 of the largest, so that
-none is rounded to zero, which would make its update explode. Both are rounded stochastically, in the map's own measure: a decay of 5 % or
-0.1 % per step is less than the distance of two codes, and would be lost to nearest rounding step after step.
+quantization, arXiv 2110.02861). The map is our own choice: logarithmic, a factor of 2^(1/8) between neighbours, so that every element has
+the same relative precision down to a small part of its block's largest: 2^-31 for second moments, none of which is rounded to zero (its
+update would explode), and 2^-15 for first moments, which need a bit for their sign. With linear codes an element far below its block's
+largest would move by leaps or not at all. Rounding is stochastic and leaves the mean as it is: a decay of 0.1 % per step is far less than
+the distance of two codes and would be lost to nearest rounding, and even a bias of that size would add up to a wrong moment.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from sharding.rules import LogicalAxes
 from trainer.rounding import keys_of
 
 Tree = Any
-LINEAR_MOST = 127
-LOG_MOST, LOG_PER_OCTAVE = 255, 8
+FIRST_MOST, SECOND_MOST = 127, 255
+"""Largest codes of first (beside a sign) and second moments."""
+PER_OCTAVE = 8
+"""Codes between a value and its double."""
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _NEVER = -1000.0  # a power of two that float32 rounds to zero
 _HALF = 16  # bits of one draw of 32 for each of the two codes
@@ -99,7 +102,7 @@ def scale_by_eight_bit_adam(b1: float, b2: float, eps: float, axes_of: Callable[
 
         def one(g: jax.Array, cut: Blocks, key: jax.Array, mq: jax.Array, ms: jax.Array, vq: jax.Array, vs: jax.Array) -> tuple[Any, ...]:
             def moments(mq: jax.Array, vq: jax.Array) -> tuple[jax.Array, jax.Array]:
-                return b1 * decode_linear(mq, ms, cut) + (1 - b1) * g, b2 * decode_log(vq, vs, cut) + (1 - b2) * g * g
+                return b1 * decode_first(mq, ms, cut) + (1 - b1) * g, b2 * decode_second(vq, vs, cut) + (1 - b2) * g * g
 
             m, v = moments(mq, vq)
             scales = cut.most(jnp.abs(m)), cut.most(v)
@@ -111,9 +114,9 @@ def scale_by_eight_bit_adam(b1: float, b2: float, eps: float, axes_of: Callable[
             direction = (m / bias1) / (jnp.sqrt(v / bias2) + eps)
             return (
                 direction,
-                encode_linear(m, scales[0], low_half(bits), cut),
+                encode_first(m, scales[0], low_half(bits), cut),
                 scales[0],
-                encode_log(v, scales[1], high_half(bits), cut),
+                encode_second(v, scales[1], high_half(bits), cut),
                 scales[1],
             )
 
@@ -135,26 +138,40 @@ def high_half(bits: jax.Array) -> jax.Array:
     return ((bits >> _HALF).astype(jnp.float32) + 0.5) * 2.0**-_HALF
 
 
-def encode_linear(x: jax.Array, scale: jax.Array, uniform: jax.Array, blocks: Blocks) -> jax.Array:
-    """Return the int8 codes of float32 x; `uniform` in (0, 1) decides between neighbours."""
-    steps = x / blocks.spread(jnp.maximum(scale, _TINY)) * LINEAR_MOST
-    return jnp.clip(jnp.floor(steps + uniform), -LINEAR_MOST, LINEAR_MOST).astype(jnp.int8)
+def encode_first(x: jax.Array, scale: jax.Array, uniform: jax.Array, blocks: Blocks) -> jax.Array:
+    """Return the int8 codes of float32 x; `uniform` in (0, 1) decides between neighbours, the least of which are plus and minus 1 and 0."""
+    ratio = jnp.abs(x) / blocks.spread(jnp.maximum(scale, _TINY))
+    code = _round(ratio, uniform, FIRST_MOST)
+    # Integer zeros here and below: XLA would take a zero in float32 for the one that a layer's gradients start from, and keep that array
+    # of the parameters' size from the backward pass to the update.
+    magnitude = jnp.where(code >= 1, code.astype(jnp.int8), (uniform < ratio * 2.0 ** ((FIRST_MOST - 1) / PER_OCTAVE)).astype(jnp.int8))
+    return jnp.where(jnp.signbit(x), -magnitude, magnitude)
 
 
-def decode_linear(code: jax.Array, scale: jax.Array, blocks: Blocks) -> jax.Array:
+def decode_first(code: jax.Array, scale: jax.Array, blocks: Blocks) -> jax.Array:
     """Return the float32 values of codes."""
-    return code.astype(jnp.float32) * blocks.spread(scale / LINEAR_MOST)
+    magnitude = jnp.exp2(_exponent(jnp.abs(code), FIRST_MOST)) * blocks.spread(scale)
+    return jnp.where(jnp.sign(code) < 0, -magnitude, magnitude)
 
 
-def encode_log(x: jax.Array, scale: jax.Array, uniform: jax.Array, blocks: Blocks) -> jax.Array:
+def encode_second(x: jax.Array, scale: jax.Array, uniform: jax.Array, blocks: Blocks) -> jax.Array:
     """Return the uint8 codes of float32 x >= 0; `uniform` in (0, 1) decides between neighbours. Code 0 is 0 (and what is subnormal)."""
-    ratio = jnp.maximum(x / blocks.spread(jnp.maximum(scale, _TINY)), 2.0**-126)
-    code = jnp.clip(jnp.floor(LOG_MOST + LOG_PER_OCTAVE * jnp.log2(ratio) + uniform), 1, LOG_MOST).astype(jnp.uint8)
-    return jnp.where(x >= _TINY, code, jnp.uint8(0))
+    code = _round(x / blocks.spread(jnp.maximum(scale, _TINY)), uniform, SECOND_MOST)
+    return jnp.where(x >= _TINY, jnp.maximum(code, 1).astype(jnp.uint8), jnp.uint8(0))
 
 
-def decode_log(code: jax.Array, scale: jax.Array, blocks: Blocks) -> jax.Array:
+def decode_second(code: jax.Array, scale: jax.Array, blocks: Blocks) -> jax.Array:
     """Return the float32 values of codes."""
-    # No zero in float32: XLA would take the one that a layer's gradients start from, and keep that array for the whole step.
-    exponent = jnp.where(code > 0, (code.astype(jnp.float32) - LOG_MOST) / LOG_PER_OCTAVE, _NEVER)
-    return jnp.exp2(exponent) * blocks.spread(scale)
+    return jnp.exp2(_exponent(code, SECOND_MOST)) * blocks.spread(scale)
+
+
+def _exponent(code: jax.Array, most: int) -> jax.Array:
+    return jnp.where(code > 0, (code.astype(jnp.float32) - most) / PER_OCTAVE, _NEVER)
+
+
+def _round(ratio: jax.Array, uniform: jax.Array, most: int) -> jax.Array:
+    """Return float32 codes of ratios up to 1, at random such that the mean of their values is the ratio; below 1: less than code 1 is."""
+    exact = most + PER_OCTAVE * jnp.log2(jnp.maximum(ratio, 2.0**-126))
+    below = jnp.floor(exact)
+    up = (jnp.exp2((exact - below) / PER_OCTAVE) - 1) / (2.0 ** (1 / PER_OCTAVE) - 1)
+    return jnp.minimum(jnp.where(uniform < up, below + 1, below), most)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import optax
 import pytest
 
 from planner.scales import block_width
-from trainer.eight_bit import LOG_PER_OCTAVE, Blocks, decode_linear, decode_log, encode_linear, encode_log, scale_by_eight_bit_adam
+from trainer.eight_bit import Blocks, decode_first, decode_second, encode_first, encode_second, scale_by_eight_bit_adam
 from trainer.rounding import to_bfloat16
 
 
@@ -41,6 +43,7 @@ def test_small_updates_add_up_where_rounding_to_nearest_loses_them():
     assert float(drawn.astype(jnp.float32).mean()) == pytest.approx(1.1, abs=0.01)
 
 
+@partial(jax.jit, static_argnums=(0, 1, 3))
 def recoded(encode, decode, x, blocks, key):
     scale = blocks.most(jnp.abs(x))
     return decode(encode(x, scale, jax.random.uniform(key, x.shape), blocks), scale, blocks)
@@ -51,22 +54,25 @@ def test_codes_are_unbiased_within_a_step_of_the_map(shape, axes):
     blocks = Blocks.of(shape, axes)
     magnitudes = jnp.float32([1e-6, 1, 30, 1e4])
     x = jax.random.normal(jax.random.key(2), shape) * (magnitudes if blocks.dim == 0 else magnitudes[:, None])
-    first = jax.vmap(lambda key: recoded(encode_linear, decode_linear, x, blocks, key))(keys(2000))
-    step = blocks.spread(blocks.most(jnp.abs(x))) / 127
-    assert float(jnp.max(jnp.abs(first - x) / step)) <= 1.001
-    assert float(jnp.max(jnp.abs((first - x).mean(axis=0)) / step)) <= 0.06
-    second = jax.vmap(lambda key: recoded(encode_log, decode_log, x * x, blocks, key))(keys(2000))
-    ratio = jnp.log2(second / (x * x)) * LOG_PER_OCTAVE
-    assert float(jnp.max(jnp.abs(ratio))) <= 1.001
-    assert float(jnp.max(jnp.abs(ratio.mean(axis=0)))) <= 0.06
+    for encode, decode, values in ((encode_first, decode_first, x), (encode_second, decode_second, x * x)):
+        error = jax.vmap(lambda key, e=encode, d=decode, v=values: recoded(e, d, v, blocks, key))(keys(2000)) / values - 1
+        assert float(jnp.max(jnp.abs(error))) <= 2 ** (1 / 8) - 1 + 1e-5
+        assert float(jnp.max(jnp.abs(error.mean(axis=0)))) <= 0.005  # 2,000 draws: 5 sigma of a fair one
+
+
+def test_first_moments_far_below_the_largest_keep_sign_and_mean():
+    x, blocks = jnp.float32([[1.0, -1.0, 1e-3, -1e-3, 1e-6, -1e-6, 0.0, 0.5]]), Blocks.of((1, 8), ("embed", "mlp"))
+    draws = jax.vmap(lambda key: recoded(encode_first, decode_first, x, blocks, key))(keys(20_000))
+    assert float(jnp.max(jnp.abs(draws[:, :, :4] / x[:, :4] - 1))) < 0.1
+    np.testing.assert_allclose(draws.mean(axis=0)[0, 4:7], x[0, 4:7], atol=2e-7)
 
 
 def test_no_second_moment_becomes_zero_and_zero_stays():
     x, blocks = jnp.float32([[1.0, 1e-9, 1e-30, 0.0]]), Blocks.of((1, 4), ("embed", "mlp"))
-    back = recoded(encode_log, decode_log, x, blocks, jax.random.key(0))
+    back = recoded(encode_second, decode_second, x, blocks, jax.random.key(0))
     assert (np.asarray(back)[0, :3] > 0).all()
     assert float(back[0, 3]) == 0.0
-    nothing = recoded(encode_linear, decode_linear, jnp.zeros((2, 8)), Blocks.of((2, 8), ("embed", "mlp")), jax.random.key(0))
+    nothing = recoded(encode_first, decode_first, jnp.zeros((2, 8)), Blocks.of((2, 8), ("embed", "mlp")), jax.random.key(0))
     assert not np.asarray(nothing).any()
 
 
@@ -84,26 +90,44 @@ def test_blocks_follow_the_side_that_fsdp_does_not_cut():
     assert out.scale_shape((2, 4, 128, 64)) == (2, 4, 1, 64) and down.scale_shape((2, 2048, 64)) == (2, 16, 64)
 
 
-def test_directions_follow_those_of_adam():
-    """A noisy quadratic, 300 steps: the parameters end where Adam's do, far nearer than the way they came."""
+def descend(rule, scale=1.0, **extra):
+    """A noisy quadratic, 300 steps, whose gradients have these scales: Adam does not see them."""
     target = jax.random.normal(jax.random.key(5), (8, 256))
 
-    def descend(rule, **extra):
-        params = jnp.zeros((8, 256))
-        state = rule.init(params)
+    def step(carry, number):
+        params, state = carry
+        noise, own = jax.random.split(jax.random.fold_in(jax.random.key(1), number))
+        grads = scale * (params - target + 0.3 * jax.random.normal(noise, params.shape))
+        updates, state = rule.update(grads, state, params, **({"key": own} if extra else {}))
+        return (params - 0.01 * updates, state), None
 
-        @jax.jit
-        def step(params, state, key):
-            noise, own = jax.random.split(key)
-            grads = params - target + 0.3 * jax.random.normal(noise, params.shape)
-            updates, state = rule.update(grads, state, params, key=own) if extra else rule.update(grads, state, params)
-            return params - 0.01 * updates, state
+    start = jnp.zeros((8, 256))
+    (params, _), _ = jax.jit(lambda: jax.lax.scan(step, (start, rule.init(start)), jnp.arange(300)))()
+    return params, target
 
-        for key in keys(300):
-            params, state = step(params, state, key)
-        return params
 
-    plain = descend(optax.scale_by_adam(0.9, 0.95, 1e-8))
-    narrow = descend(scale_by_eight_bit_adam(0.9, 0.95, 1e-8, lambda params: ("embed", "mlp")), key=True)
-    assert float(jnp.sqrt(jnp.mean((plain - narrow) ** 2))) < 0.05
-    assert float(jnp.sqrt(jnp.mean((narrow - target) ** 2))) < 0.15
+@pytest.mark.parametrize("decades", [0, 4])
+def test_directions_follow_those_of_adam(decades):
+    """The parameters end where Adam's do, far nearer than the way they came, where neighbours in a block differ by decades too."""
+    scale = 10 ** jax.random.uniform(jax.random.key(9), (256,), minval=-decades, maxval=0)
+    plain, target = descend(optax.scale_by_adam(0.9, 0.95, 1e-12), scale)
+    rule = scale_by_eight_bit_adam(0.9, 0.95, 1e-12, lambda params: ("embed", "mlp"))
+    narrow, _ = descend(rule, scale, key=True)
+    assert float(jnp.sqrt(jnp.mean((plain - narrow) ** 2))) < 0.02
+    assert float(jnp.sqrt(jnp.mean((narrow - target) ** 2))) < 1.2 * float(jnp.sqrt(jnp.mean((plain - target) ** 2)))
+
+
+def test_a_second_moment_of_a_thousand_steps_is_not_drawn_away():
+    """Rounding in the codes' own measure would add 0.06 % per step, and to a moment that forgets 0.1 % more than its half."""
+    rule = scale_by_eight_bit_adam(0.9, 0.999, 1e-12, lambda params: ("embed", "mlp"))
+    start = jnp.zeros((8, 256))
+
+    def step(state, number):
+        key = jax.random.fold_in(jax.random.key(2), number)
+        grads = jax.random.normal(jax.random.fold_in(key, 1), start.shape)
+        return rule.update(grads, state, start, key=key)[1], None
+
+    state, _ = jax.jit(lambda: jax.lax.scan(step, rule.init(start), jnp.arange(3000)))()
+    blocks = Blocks.of(start.shape, ("embed", "mlp"))
+    second = decode_second(state.nu.code, state.nu.scale, blocks)
+    assert float(second.mean()) == pytest.approx(1 - 0.999**3000, rel=0.02)
