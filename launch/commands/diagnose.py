@@ -64,7 +64,8 @@ def diagnose(runs: tuple[Path, ...], cluster: str | None, calibration: Path | No
     for number, finding in enumerate(findings, 1):
         print(f"\n{number}. {finding.rule} ({finding.gain_text}, confidence {finding.confidence})")
         rows = [*(("evidence", text) for text in finding.evidence), ("do", finding.action)]
-        rows += [("with", " ".join(finding.overrides))] if finding.overrides else []
+        rest = [override for override in finding.overrides if override not in finding.action]
+        rows += [("with", " ".join(rest))] if rest else []
         rows += [("run", finding.command)] if finding.command else []
         rows += [
             ("measure next", finding.measure_next),

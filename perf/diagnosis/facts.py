@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from configs.cluster import load_cluster
+from configs.errors import UserError
 from configs.load import from_resolved
 from configs.schema import Config
+from perf.bench.stored import RESULTS, read
 from perf.diagnosis.expected import Expected, expect
 from perf.diagnosis.held_down import device_rows
 from perf.diagnosis.knobs import Rival
 from perf.diagnosis.ranks import steady
-from perf.events import Event, event_files, read_events
+from perf.events import event_files, read_events
 from perf.goodput import Ledger, queue_waits, run_ledger
 from perf.metrics import percentile
+from perf.recompile import Recompilation, recompilations
 from perf.scaling import Study
 from perf.timeline import phases
 
@@ -42,8 +45,10 @@ class Facts:
     """(program, seconds, during the loop) of every compilation."""
     saves_s: Sequence[float] = ()
     """Time each save held up the loop."""
-    changed: Sequence[str] = ()
-    """What differed at recompilations during the loop, as far as it is known: `program: argument before -> after`."""
+    recompilations: Sequence[Recompilation] = ()
+    """Programs compiled again during the loop: the step, the line that called them, what changed."""
+    bench: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Layer -> seconds per step, by round: the newest stored `ridge bench all` of the same work on the same devices."""
     analysis: Mapping[str, Any] | None = None
     """The newest step ledger (`ridge analyze --json`)."""
     plan: Mapping[str, Any] | None = None
@@ -155,6 +160,7 @@ def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | Non
     ledger = run_ledger(events, queue_waits(run, events))
     found = phases(events)
     record = _json(run / "run.json") or {}
+    start = (record.get("starts") or [{}])[-1]
     config_file = run / "config.yaml"
     config = from_resolved(config_file) if config_file.is_file() else None
     plan = _json(run / "plan.json")
@@ -167,13 +173,14 @@ def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | Non
         ledger=ledger,
         path=run,
         submitted=submitted,
-        nodes=_nodes(record, submitted),
+        nodes=_nodes(start, submitted),
         config=config,
         steps=[event.fields for event in events if event.kind == "step" and event.process == 0],
         compiles=[
             (str(p.fields.get("program", "?")), p.duration_s, _inside_loop(p)) for p in found if p.name == "compile" and p.process == 0
         ],
-        changed=_changed(events),
+        recompilations=recompilations(events, 0),
+        bench=stored_ladder(Path(str(start.get("directory", "."))), config, start.get("devices") or {}),
         saves_s=[p.duration_s for p in found if p.name == "save" and p.process == 0],
         analysis=with_planned(_json(analyses[-1]), expected) if analyses else None,
         plan=plan,
@@ -184,10 +191,9 @@ def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | Non
     )
 
 
-def _nodes(record: Mapping[str, Any], submitted: str | None) -> int:
-    """Nodes of the newest start."""
-    starts = record.get("starts") or [{}]
-    devices = int((starts[-1].get("devices") or {}).get("count", 1))
+def _nodes(start: Mapping[str, Any], submitted: str | None) -> int:
+    """Nodes of a start."""
+    devices = int((start.get("devices") or {}).get("count", 1))
     return 1 if submitted is None else max(1, devices // load_cluster(submitted).config.devices_per_node)
 
 
@@ -206,14 +212,31 @@ def with_planned(analysis: dict[str, Any] | None, expected: Expected | None) -> 
     return analysis
 
 
-def _changed(events: Sequence[Event]) -> list[str]:
-    """Say what differed at each recompilation the run noticed."""
-    found = []
-    for event in events:
-        if event.kind == "recompilation" and event.process == 0:
-            for change in event.fields.get("arguments", ()):
-                found.append(f"{event.fields.get('program')}: {change['argument']} {change['before']} -> {change['after']}")
-    return found
+def stored_ladder(directory: Path, config: Config | None, devices: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
+    """Return the series of the newest result of `ridge bench all` of this work on these devices; {} where there is none.
+
+    Args:
+      directory: the run was started in it; results are below it by default.
+      config: of the run; what it trains, how, and on which mesh must be equal.
+      devices: platform, kind and count.
+    """
+    if config is None:
+        return {}
+    mine = config.model_dump(mode="json")
+    for file in sorted((directory / RESULTS / "all").glob("*.json"), reverse=True):
+        try:
+            found = read(file)
+        except UserError:
+            continue
+        device = found.provenance["device"]
+        alike = all(found.config.get(section) == mine[section] for section in _WORK)
+        rows = all(found.config.get("data", {}).get(key) == mine["data"][key] for key in ("batch_size", "seq_len"))
+        if alike and rows and all(device.get(key) == devices.get(key) for key in ("platform", "kind", "count")):
+            return found.series
+    return {}
+
+
+_WORK = ("model", "compute", "precision", "mesh", "optimizer")
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Iterable
 
 from perf.diagnosis import remedies
 from perf.diagnosis.facts import Facts
@@ -22,12 +24,19 @@ def input_pipeline(facts: Facts) -> Finding | None:
         gain=ceiling(share * facts.share("productive", "data_wait")),
         lens="balanced pipelines",
         pattern=PATTERNS["bottlenecks move"],
-        evidence=(f"{share:.1%} of the step time waited for the loader", f"data.workers={workers}"),
+        evidence=(f"{share:.1%} of the step time waited for the loader", f"data.workers={workers}", *_alone(facts)),
         measure_next="ridge data bench: tokens/s of the loader alone, and CPU use of the job",
         action=f"{more}: as many as deliver a batch per step; or more cores per task; pack and tokenise ahead of time",
         next_bottleneck="the device: its matmul rate or memory bandwidth",
         overrides=(more,),
     )
+
+
+def _alone(facts: Facts) -> Iterable[str]:
+    """What a stored benchmark says of the loader and the step."""
+    if facts.bench.get("loader") and facts.bench.get("step"):
+        loader_s, step_s = (statistics.median(facts.bench[layer]) for layer in ("loader", "step"))
+        yield f"alone, the loader takes {loader_s * 1e3:.3g} ms for a batch and the step {step_s * 1e3:.3g} ms (ridge bench)"
 
 
 def cold_start(facts: Facts) -> Finding | None:
@@ -79,7 +88,7 @@ def recompilation(facts: Facts) -> Finding | None:
         pattern=PATTERNS["amortisation"],
         evidence=(
             f"{program} was compiled {len(times)} times during the loop, {math.fsum(times):.1f} s in all",
-            *(line for line in facts.changed[-1:]),
+            *(again.describe() for again in facts.recompilations[-1:]),
         ),
         measure_next="which argument changes its shape, and the line that makes it",
         action="pad to one shape: every batch of a set must have the same [B, T]; JAX names the line that asks for each new shape",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,6 +99,10 @@ def _why_compute(facts: Facts, planned_s: float, measured_s: float) -> str:
         parts.append(f"most of it is {most['component']} {most['phase']} ({float(most['time_s']) / total_s:.0%})")
     if total_s > 0 and again_s / total_s > 0.1:
         parts.append(f"{again_s / total_s:.0%} is recomputation")
+    alone = {name: statistics.median(facts.bench[name]) for name in ("matmul", "memory") if facts.bench.get(name)}
+    if alone:
+        layers = " and ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in alone.items())
+        parts.append(f"alone take {layers} (ridge bench)")
     return "; ".join(parts)
 
 

@@ -25,5 +25,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{top}{body}</table></div>'
 
 
+LONGEST_FIGURE = 24
+"""Characters; more is a sentence that begins with a number."""
+
+
 def _is_figure(cell: str) -> bool:
+    return len(cell) <= LONGEST_FIGURE and _begins_with_a_number(cell)
+
+
+def _begins_with_a_number(cell: str) -> bool:
     return cell in ("", "n/a", "none") or cell[:1].isdigit() or (cell[:1] in "+-" and cell[1:2].isdigit())

@@ -19,7 +19,7 @@ from perf.events import Event, event_files, read_events
 from perf.gantt import gantt_svg
 from perf.progress import format_count, format_duration, format_seconds
 from perf.report.charts import Series, line_chart, stacked_bars
-from perf.report.comparison import against
+from perf.report.comparison import against, speed_verdict
 from perf.report.html import table, text
 from perf.report.plan import plan_section
 from perf.report.step import step_section
@@ -27,6 +27,8 @@ from perf.report.study import section, study_of
 from perf.report.style import STYLE
 from perf.timeline import phases
 
+UNFOLDED = 3
+"""More runs than these are told in a sentence each, with the rest folded away."""
 MAIN_PACKAGES = ("ridgeline", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -93,8 +95,10 @@ def render(runs: Sequence[RunReport], study: Mapping[str, Any] | None = None) ->
     body += [] if study is None else section(study, table)
     if len(runs) > 1:
         body += _comparison(runs)
+    if len(runs) > UNFOLDED:
+        body.append("<h2>The runs</h2>")
     for run in runs:
-        body += _one(run, heading=len(runs) > 1)
+        body += _one(run, heading=len(runs) > 1) if len(runs) <= UNFOLDED else _folded(run)
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     return f"{head}<title>{text(title)}</title><style>{STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
 
@@ -112,6 +116,12 @@ def verdict(run: RunReport) -> str:
         return f"{went}{loss}. {useful}; nothing worth changing was found."
     first = run.findings[0]
     return f"{went}{loss}. {useful}. First to change: {first.rule} ({first.gain_text}): {first.action}."
+
+
+def _folded(run: RunReport) -> list[str]:
+    """One of many runs: its verdict, and the rest when it is asked for."""
+    lead = [f"<h3>{text(run.label)}</h3>", f"<p>{text(verdict(run))}</p>"]
+    return [*lead, f"<details><summary>everything about {text(run.label)}</summary>", *_one(run, heading=False), "</details>"]
 
 
 def _one(run: RunReport, *, heading: bool) -> list[str]:
@@ -195,8 +205,18 @@ def _ledger_table(run: RunReport) -> str:
 def _diagnosis(run: RunReport) -> list[str]:
     if not run.findings:
         return ["<h2>Diagnosis</h2>", '<p class="mark">Nothing worth changing.</p>']
-    rows = [[f.rule, f.gain_text.removeprefix("gain "), "; ".join(f.evidence), f.action, f.next_bottleneck] for f in run.findings]
-    return ["<h2>Diagnosis</h2>", table(["constraint", "gain", "evidence", "do", "binds next"], rows)]
+    return ["<h2>Diagnosis</h2>", *(_finding(number, finding) for number, finding in enumerate(run.findings, 1))]
+
+
+def _finding(number: int, finding: Finding) -> str:
+    """One finding: evidence, what to do, what binds next."""
+    told = [("evidence", evidence) for evidence in finding.evidence] + [("do", finding.action)]
+    rows = [(name, text(value)) for name, value in told]
+    rows += [("run", f"<code>{text(finding.command)}</code>")] if finding.command else []
+    rows += [("measure next", text(finding.measure_next)), ("binds next", text(finding.next_bottleneck))]
+    rows.append(("lens", text(f"{finding.lens}: {finding.pattern}")))
+    head = f"<h3>{number}. {text(finding.rule)} <span>({text(finding.gain_text)}, confidence {finding.confidence})</span></h3>"
+    return f'<div class="finding">{head}<dl>{"".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows)}</dl></div>'
 
 
 def _configuration(run: RunReport) -> list[str]:
@@ -232,5 +252,9 @@ def _comparison(runs: Sequence[RunReport]) -> list[str]:
     parts = ["<h2>Side by side</h2>", f'<div class="charts">{_curves(runs)}</div>']
     parts += ['<div class="wide">', stacked_bars("Run ledgers", {run.label: run.facts.ledger.seconds for run in runs}), "</div>"]
     for run in runs[1:]:
-        parts += against(runs[0], run)
+        compared = against(runs[0], run)
+        if len(runs) > UNFOLDED:
+            said = f"{run.label} against {runs[0].label}: {speed_verdict(runs[0], run)}"
+            compared = [f"<details><summary>{text(said)}</summary>", *compared, "</details>"]
+        parts += compared
     return parts

@@ -22,15 +22,23 @@ svg text, svg.gantt text { fill: var(--ink); } svg .roof { stroke: var(--ink); s
 table { border-collapse: collapse; font-size: .92rem; margin-bottom: .8rem; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   overflow-wrap: break-word; }
-th { white-space: nowrap; }
+th { white-space: nowrap; } p, li, dd, summary { overflow-wrap: anywhere; }
+.finding { border-left: 3px solid var(--mark); padding-left: .9rem; margin: 1rem 0; } .finding h3 { margin-top: 0; }
+.finding h3 span { font-weight: 400; color: var(--soft); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem .9rem; margin: .3rem 0; }
+dt { color: var(--soft); } dd { margin: 0; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 pre { overflow-x: auto; background: var(--card); padding: .7rem; font-size: .82rem; }
 details { margin: .4rem 0; } summary { cursor: pointer; }
+@media (max-width: 600px) {
+  td:not(.n) { min-width: 7.5rem; } td:not(.n):last-child:not(:nth-child(-n+2)) { min-width: 16rem; }
+  dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
+}
 @media print {
   html { font-size: 11px; }
   body { max-width: none; padding: 0; font-size: 11px; }
   .wide { overflow: visible; } .wide svg { max-width: 100%; } th, td { overflow-wrap: anywhere; white-space: normal; padding-right: .5rem; }
   .charts { grid-template-columns: 1fr 1fr; }
-  details { display: none; } h2, h3 { break-after: avoid; } .card, svg, tr { break-inside: avoid; }
+  details { display: none; } h2, h3 { break-after: avoid; } .card, .finding, svg, tr { break-inside: avoid; }
 }
 """

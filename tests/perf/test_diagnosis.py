@@ -10,9 +10,10 @@ from configs.cluster import load_cluster
 from configs.errors import UserError
 from configs.load import load
 from launch.commands.diagnose import _facts
+from perf.bench.stored import RESULTS, write
 from perf.compare import compare
 from perf.diagnosis.expected import Expected, expect
-from perf.diagnosis.facts import Facts
+from perf.diagnosis.facts import Facts, stored_ladder
 from perf.diagnosis.finding import THRESHOLDS, ceiling, gain_text
 from perf.diagnosis.knobs import Knob, Rival
 from perf.diagnosis.last_word import last_word
@@ -272,6 +273,22 @@ def test_a_node_is_left_out_by_the_command_that_submitted_the_run(tmp_path):
     assert load_cluster(str(cluster), [shlex.split(command)[-1]]).config.slurm.options == ["--mail-type=END", "--exclude=node7"]
     assert without_nodes(replace(submitted, submitted=None), ["a", "b"]) == f"srun --exclude=a,b ridge train {tmp_path}/config.yaml"
     assert [host_of(device) for device in ("node7-p00001/gpu:0", "node7/gpu:3")] == ["node7", "node7"]
+
+
+def test_a_stored_ladder_of_the_same_work_is_found_and_told(tmp_path):
+    devices = {"platform": "cpu", "kind": "cpu", "count": 1}
+    made_with = {"time": "", "code": {}, "device": devices | {"processes": 1}, "cpu": {}, "packages": {}, "xla_flags": ""}
+    results = tmp_path / RESULTS / "all"
+    other = CONFIG.model_copy(update={"data": CONFIG.data.model_copy(update={"batch_size": 99})})
+    for day, (config, step_s) in enumerate(((CONFIG, 0.3), (CONFIG, 0.4), (other, 0.5)), 1):
+        series = {"loader": [0.8, 0.9, 1.0], "step": [step_s] * 3, "matmul": [0.25] * 3}
+        write(results / f"2026110{day}T000000-x.json", {"task": "all", "series": series}, config, made_with)
+    (results / "20261109T000000-torn.json").write_text("{")
+    found = stored_ladder(tmp_path, CONFIG, devices)
+    assert found["step"] == [0.4] * 3  # the newest of the same work
+    assert stored_ladder(tmp_path, CONFIG, devices | {"count": 2}) == {}
+    (finding,) = diagnose(replace(HEALTHY, bench=found, steps=[step_record(data_wait_s=0.3)] * 5))
+    assert "alone, the loader takes 900 ms for a batch and the step 400 ms (ridge bench)" in finding.evidence
 
 
 def test_thresholds_are_declared_with_their_meaning():

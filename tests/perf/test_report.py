@@ -45,6 +45,18 @@ def killed_run(tmp_path_factory):
     return run_json(path, "b")
 
 
+def test_many_runs_are_a_sentence_each_with_the_rest_folded(healthy_run, killed_run):
+    runs = [read_run(healthy_run if number else killed_run, f"run {number}") for number in range(4)]
+    page = render(runs)
+    assert page.count("<summary>everything about") == 4
+    assert page.count("<summary>run ") == 3  # each against the first
+    assert page.count("<details>") == page.count("</details>")
+    opened = re.sub("<details>.*?</details>", "", page, flags=re.DOTALL)
+    assert all(f"<h3>run {number}</h3>" in opened for number in range(4))
+    assert opened.count("<table") < page.count("<table") / 4
+    assert "<summary>everything about" not in render(runs[:2])
+
+
 def test_the_verdict_says_how_it_went_and_what_to_do_first(healthy_run, killed_run):
     assert verdict(read_run(killed_run)) == (
         "30 steps in 52s on 8 device(s), 2 starts; loss 1.000 to 1.000. 58% of the time was steps that count. First to change: "
