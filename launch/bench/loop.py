@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import shutil
 import signal
+import statistics
 import tempfile
 import threading
 import time
@@ -41,6 +43,8 @@ from trainer.watchdog import HANG_EXIT_CODE, Watchdog
 LOADER_ROUND_S = 0.5
 PROBE_BATCHES = 3
 MOST_BATCHES = 200
+MOST_AHEAD = 16
+"""So many batches that were read ahead are used up before a round of the loop, at most."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,14 @@ class LoaderTimes:
 
 @dataclass(frozen=True)
 class LoopTimes:
-    """The loop on real data, with its log lines; without evaluations, saves and captures."""
+    """A round of the loop on real data, with its log lines; without evaluations, saves and captures."""
 
-    step_s: list[float]
-    """Seconds per step, by round."""
-    wait_s: list[float]
+    step_s: float
+    """Seconds per step."""
+    wait_s: float
     """The part of them spent waiting for the next batch."""
-    steps: int
-    """Of a round."""
     log_lines: int
-    """Log records written in all rounds."""
+    """Log records written."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,20 @@ class CheckpointTimes:
     size_bytes: int
 
 
-def measure_loader(config: Config, repeats: int) -> LoaderTimes:
-    """Read batches as fast as they come. Raises UserError for data that is missing or does not fit."""
-    seed, processes = data_seed(config), jax.process_count()
-    probe = bench(config.data, batches=PROBE_BATCHES, seed=seed, processes=processes)
-    batches = agreed(max(PROBE_BATCHES, min(MOST_BATCHES, round(LOADER_ROUND_S / max(probe.wall_s / PROBE_BATCHES, 1e-6)))))
-    found = [bench(config.data, batches=batches, seed=seed, processes=processes) for _ in range(repeats)]
-    return LoaderTimes([r.wall_s / r.batches for r in found], [r.tokens_per_s for r in found], probe.first_batch_s, batches)
+class LoaderRounds:
+    """Reads batches as fast as they come. Raises UserError for data that is missing or does not fit."""
+
+    def __init__(self, config: Config) -> None:
+        self._read = functools.partial(bench, config.data, seed=data_seed(config), processes=jax.process_count())
+        probe = self._read(batches=PROBE_BATCHES)
+        batches = agreed(max(PROBE_BATCHES, min(MOST_BATCHES, round(LOADER_ROUND_S / max(probe.wall_s / PROBE_BATCHES, 1e-6)))))
+        self.times = LoaderTimes([], [], probe.first_batch_s, batches)
+
+    def round(self) -> None:
+        """Read the batches of a round."""
+        found = self._read(batches=self.times.batches)
+        self.times.batch_s.append(found.wall_s / found.batches)
+        self.times.tokens_per_s.append(found.tokens_per_s)
 
 
 @contextlib.contextmanager
@@ -131,10 +140,15 @@ def _ending_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def measure_loop(session: Session, directory: Path) -> LoopTimes:
-    """Run the training loop itself on the config's data; `session.measure_step` has run."""
-    steps = session.steps_per_round()
-    config = _loop_config(session.config, 1 + steps * session.repeats)
+def loop_round(session: Session, directory: Path) -> LoopTimes:
+    """Run the training loop itself on the config's data for a round of steps; the session's steps have begun.
+
+    The steps before them take what the loader had read ahead while nobody asked for it; the last of all waits for no next batch.
+    """
+    data = session.config.data
+    ahead = min(data.prefetch + max(data.threads, data.workers) + 1, MOST_AHEAD)  # read, being read, and on the devices
+    config = _loop_config(session.config, 1 + ahead + session.steps_per_round() + 1)
+    directory.mkdir(exist_ok=True)
     partitioner, process = session.parts.partitioner, jax.process_index()
     rows = local_rows(config.data.batch_size, partitioner)
     timer = _RecordingTimer(config.data.batch_size * config.data.seq_len, session.mesh.size)
@@ -170,9 +184,8 @@ def measure_loop(session: Session, directory: Path) -> LoopTimes:
         )
         session.keep_state(loop.run(session.take_state(), 0).state)
     return LoopTimes(
-        step_s=_means(timer.steps_s, steps),
-        wait_s=_means(timer.waits_s, steps),
-        steps=steps,
+        step_s=statistics.fmean(timer.steps_s[ahead:-1]),
+        wait_s=statistics.fmean(timer.waits_s[ahead:-1]),
         log_lines=config.trainer.steps // config.trainer.log_every,
     )
 
@@ -227,10 +240,6 @@ def _loop_config(config: Config, steps: int) -> Config:
             "logging": config.logging.model_copy(update={"wandb_project": None}),  # a benchmark publishes nothing
         }
     )
-
-
-def _means(values: list[float], size: int) -> list[float]:
-    return [sum(values[at : at + size]) / size for at in range(0, len(values) - size + 1, size)]
 
 
 class _RecordingTimer(StepTimer):

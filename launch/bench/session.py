@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from configs.schema import Config
-from launch.bench.timing import agreed, calls_for
+from launch.bench.timing import agreed
 from trainer.batches import local_rows, to_global
 from trainer.run import Prepared, abstract_batch, prepare
 from trainer.step import param_norm
@@ -33,6 +33,7 @@ class Session:
     _step: Any = None
     _norm: Any = None
     _state: Any = None
+    _batch: Any = None
     _steps_per_round: int | None = None
 
     def __post_init__(self) -> None:
@@ -97,26 +98,28 @@ class Session:
 
     def steps_per_round(self) -> int:
         """Steps of one round, once it is known what one takes."""
-        assert self._steps_per_round is not None, "the step is measured first"
+        assert self._steps_per_round is not None, "the steps are begun first"
         return self._steps_per_round
 
-    def measure_step(self) -> list[float]:
-        """Return seconds per step on a synthetic batch, by round: steps follow each other without a look at their results."""
-        step, batch, state = self.step, self.synthetic_batch(), self.take_state()
+    def begin_steps(self) -> None:
+        """Compile the step, load the program and touch everything once; find how many steps make a round."""
+        self._batch = self.synthetic_batch()
+        self._steps(2)
+        begun = time.perf_counter()
+        self._steps(1)
+        step_s = time.perf_counter() - begun
+        self._steps_per_round = agreed(max(1, min(MOST_STEPS, round(STEP_ROUND_S / max(step_s, 1e-7)))))
 
-        def run(steps: int) -> None:
-            nonlocal state
-            metrics = None
-            for _ in range(steps):
-                state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
+    def step_round(self) -> float:
+        """Return seconds per step on a synthetic batch in one round: steps follow each other without a look at their results."""
+        steps = self.steps_per_round()
+        begun = time.perf_counter()
+        self._steps(steps)
+        return (time.perf_counter() - begun) / steps
 
-        run(2)  # loading the program, first touches
-        steps = self._steps_per_round = agreed(calls_for(lambda: run(1), STEP_ROUND_S, MOST_STEPS))
-        samples = []
-        for _ in range(self.repeats):
-            begun = time.perf_counter()
-            run(steps)
-            samples.append((time.perf_counter() - begun) / steps)
+    def _steps(self, number: int) -> None:
+        step, state, metrics = self.step, self.take_state(), None
+        for _ in range(number):
+            state, metrics = step(state, self._batch)
+        jax.block_until_ready((state, metrics))
         self.keep_state(state)
-        return samples

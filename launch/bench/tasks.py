@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,8 +13,8 @@ import jax
 
 from configs.errors import UserError
 from configs.schema import Config
-from launch.bench.kernels import Measured, measure_collectives, measure_passes, measure_products
-from launch.bench.loop import LoaderTimes, LoopTimes, measure_checkpoint, measure_loader, measure_loop, scratch
+from launch.bench.kernels import Piece, collectives, passes, products, time_round
+from launch.bench.loop import LoaderRounds, LoaderTimes, LoopTimes, loop_round, measure_checkpoint, scratch
 from launch.bench.session import Session
 from perf.bench.ladder import Ladder, amortised_s, build_ladder, ms, save_cadence, spread
 from perf.bench.work import step_passes, step_products
@@ -57,49 +58,78 @@ def measure(task: str, config: Config, repeats: int, report: Report) -> Outcome:
         check_data(config)
     out = Outcome(task)
     if task == "loader":
-        _loader(out, measure_loader(config, repeats))
+        reading = LoaderRounds(config)
+        for _ in range(repeats):
+            reading.round()
+        _loader(out, reading.times)
         return out
     session = Session(config, repeats)
     wanted = TASKS[:-1] if task == "all" else (task,)
     if task == "collectives" and session.mesh.size == 1:
         raise UserError("the mesh has one device: the step has no collectives to measure (set mesh.* and, on a CPU, runtime.cpu_devices)")
-    if "matmul" in wanted:
-        _matmul(out, session, report)
-    if "memory" in wanted:
-        report("passes over device memory")
-        passes = step_passes(config, session.sizes)
-        _pieces(out, "memory", measure_passes(config, passes, session.mesh, repeats), "byte/s")
-    if "collectives" in wanted:
-        _collectives(out, session, report)
-    if {"step", "loop"} & set(wanted):
-        report("the step (compiling)")
-        out.series["step"] = session.measure_step()
-        out.why["step"] = "a profile of a run tells what it is (ridge analyze)"
-        out.facts["compile_s"] = session.compile_s
-        out.facts["steps_per_round"] = session.steps_per_round()
-    if "loader" in wanted:
-        report("the loader alone")
-        _loader(out, measure_loader(config, repeats))
-    if {"loop", "checkpoint"} & set(wanted):
-        with scratch(config) as directory:
-            _above_the_step(out, session, wanted, directory, report)
+    with scratch(config) if {"loop", "checkpoint"} & set(wanted) else contextlib.nullcontext(Path()) as directory:
+        _in_rounds(out, session, wanted, directory, report)
+        if "checkpoint" in wanted:
+            _checkpoint(out, session, directory, report)
     if task == "all":
         out.ladder = build_ladder({name: out.series[name] for name in out.series if name in _IN_LADDER}, out.why)
     return out
 
 
+def _in_rounds(out: Outcome, session: Session, wanted: Sequence[str], directory: Path, report: Report) -> None:
+    """Measure a round of every layer, then the next: what a busy machine does to one of them it does to all."""
+    config, mesh, sizes = session.config, session.mesh, session.sizes
+    layers: dict[str, list[Piece]] = {}
+    if "matmul" in wanted:
+        layers["matmul"] = products(step_products(config, sizes, gpu=session.gpu), mesh)
+    if "memory" in wanted:
+        layers["memory"] = passes(config, step_passes(config, sizes), mesh)
+    if "collectives" in wanted:
+        planned = expected(config, sizes, gpu=session.gpu)
+        if planned:
+            layers["collectives"] = collectives(planned, mesh)
+        else:
+            out.notes.append("collectives: none, the mesh has one device")
+    stepping = bool({"step", "loop"} & set(wanted))
+    if stepping:
+        report("the step (compiling)")
+        session.begin_steps()
+        out.facts |= {"compile_s": session.compile_s, "steps_per_round": session.steps_per_round()}
+    reading = LoaderRounds(config) if "loader" in wanted else None
+    steps_s, loops = list[float](), list[LoopTimes]()
+    for number in range(1, session.repeats + 1):
+        report(f"round {number} of {session.repeats}: {', '.join(name for name in wanted if name != 'checkpoint')}")
+        for pieces in layers.values():
+            time_round(pieces)
+        if reading is not None:
+            reading.round()
+        if stepping:
+            steps_s.append(session.step_round())
+        if "loop" in wanted:
+            loops.append(loop_round(session, directory / f"round{number}"))
+    if "matmul" in layers:
+        _matmul(out, layers["matmul"])
+    if "memory" in layers:
+        _pieces(out, "memory", layers["memory"], "byte/s")
+    if "collectives" in layers:
+        _collectives(out, layers["collectives"])
+    if stepping:
+        out.series["step"] = steps_s
+        out.why["step"] = "a profile of a run tells what it is (ridge analyze)"
+    if reading is not None:
+        _loader(out, reading.times)
+    if loops:
+        _loop(out, loops)
+
+
 _IN_LADDER = ("matmul", "memory", "collectives", "step", "loop", "checkpoint")
 
 
-def _matmul(out: Outcome, session: Session, report: Report) -> None:
-    config = session.config
-    products = step_products(config, session.sizes, gpu=session.gpu)
-    report(f"the matrix products: {len({(p.dtype, p.batch, p.shape) for p in products})} shapes")
-    found = measure_products(products, session.mesh, session.repeats)
+def _matmul(out: Outcome, found: Sequence[Piece]) -> None:
     _pieces(out, "matmul", found, "FLOP/s")
     total_s = statistics.median(out.series["matmul"])
     rate = sum(m.amount * m.count for m in found) / total_s
-    dtype = next(p.dtype for p in products)
+    dtype = str(found[0].detail["dtype"])
     peak = peak_flops(jax.devices()[0].device_kind, dtype)
     out.facts |= {"matmul_flops_per_s": rate, "matmul_dtype": dtype, "datasheet_share": rate / peak if peak else None}
     parts = out.groups["matmul"]
@@ -109,20 +139,14 @@ def _matmul(out: Outcome, session: Session, report: Report) -> None:
     out.why["matmul"] = f"they run at {rate / 1e12:.3g} TFLOP/s per device ({share}), most of the time in {most}"
 
 
-def _collectives(out: Outcome, session: Session, report: Report) -> None:
-    planned = expected(session.config, session.sizes, gpu=session.gpu)
-    if not planned:
-        out.notes.append("collectives: none, the mesh has one device")
-        return
-    report(f"the collectives: {len({(p.kind, p.axes, p.bytes) for p in planned})} sizes")
-    found = measure_collectives(planned, session.mesh, session.repeats)
+def _collectives(out: Outcome, found: Sequence[Piece]) -> None:
     _pieces(out, "collectives", found, "byte/s")
     longest = max(found, key=lambda m: statistics.median(m.per_step_s()))
     size = f"{longest.amount / 1e6:.3g} MB x {longest.count:g}"
     out.why["collectives"] = f"the longest is the {longest.detail['kind']} of {longest.what} over {longest.part} ({size})"
 
 
-def _pieces(out: Outcome, layer: str, found: Sequence[Measured], unit: str) -> None:
+def _pieces(out: Outcome, layer: str, found: Sequence[Piece], unit: str) -> None:
     """Sum the pieces of a layer round by round, and list them."""
     rounds = zip(*(piece.per_step_s() for piece in found), strict=True)
     out.series[layer] = [sum(times) for times in rounds]
@@ -162,35 +186,34 @@ def _loader(out: Outcome, found: LoaderTimes) -> None:
     }
 
 
-def _above_the_step(out: Outcome, session: Session, wanted: Sequence[str], directory: Path, report: Report) -> None:
-    config = session.config
-    if "loop" in wanted:
-        report("the loop on real data")
-        found = measure_loop(session, directory)
-        out.series["loop"] = found.step_s
-        out.facts |= {"data_wait_s": statistics.median(found.wait_s), "log_lines": found.log_lines}
-        out.why["loop"] = _why_loop(out, found)
-    if "checkpoint" in wanted:
-        report("saves and restores")
-        times = measure_checkpoint(session, directory)
-        c = config.checkpoint
-        # without a measured step there is nothing to spread over time: only the cadence in steps
-        step_s = statistics.median(out.series.get("loop") or out.series.get("step") or [0.0])
-        out.series |= {"save": times.blocking_s, "save_write": times.write_s, "restore": times.restore_s}
-        out.facts |= {"checkpoint_bytes": times.size_bytes}
-        if step_s:
-            cadence = save_cadence(every=c.every, every_minutes=c.every_minutes, final=c.final, steps=config.trainer.steps, step_s=step_s)
-            out.series["checkpoint"] = amortised_s(times.blocking_s, times.write_s, cadence, step_s)
-            out.facts |= {"steps_between_saves": cadence.steps, "cadence": cadence.reason}
-            held = statistics.median(times.blocking_s)
-            out.why["checkpoint"] = f"a save holds training up for {ms(held)} every {cadence.steps or 0:,.0f} steps ({cadence.reason})"
+def _loop(out: Outcome, rounds: Sequence[LoopTimes]) -> None:
+    out.series["loop"] = [found.step_s for found in rounds]
+    waits_s = [found.wait_s for found in rounds]
+    out.facts |= {"data_wait_s": statistics.median(waits_s), "log_lines": sum(found.log_lines for found in rounds)}
+    out.why["loop"] = _why_loop(out, statistics.median(waits_s))
 
 
-def _why_loop(out: Outcome, found: LoopTimes) -> str:
-    wait_s, alone_s = statistics.median(found.wait_s), statistics.median(out.series.get("loader", [0.0]))
+def _checkpoint(out: Outcome, session: Session, directory: Path, report: Report) -> None:
+    report("saves and restores")
+    c, times = session.config.checkpoint, measure_checkpoint(session, directory)
+    # without a measured step there is nothing to spread over time: only the cadence in steps
+    step_s = statistics.median(out.series.get("loop") or out.series.get("step") or [0.0])
+    out.series |= {"save": times.blocking_s, "save_write": times.write_s, "restore": times.restore_s}
+    out.facts |= {"checkpoint_bytes": times.size_bytes}
+    if step_s:
+        steps = session.config.trainer.steps
+        cadence = save_cadence(every=c.every, every_minutes=c.every_minutes, final=c.final, steps=steps, step_s=step_s)
+        out.series["checkpoint"] = amortised_s(times.blocking_s, times.write_s, cadence, step_s)
+        out.facts |= {"steps_between_saves": cadence.steps, "cadence": cadence.reason}
+        held = statistics.median(times.blocking_s)
+        out.why["checkpoint"] = f"a save holds training up for {ms(held)} every {cadence.steps or 0:,.0f} steps ({cadence.reason})"
+
+
+def _why_loop(out: Outcome, wait_s: float) -> str:
+    alone_s = statistics.median(out.series.get("loader", [0.0]))
     step_s = statistics.median(out.series["step"])
     loader = f"; the loader alone takes {ms(alone_s)} for a batch, the step {ms(step_s)}" if alone_s else ""
-    more_s = statistics.median(found.step_s) - step_s
+    more_s = statistics.median(out.series["loop"]) - step_s
     if wait_s > 0.5 * more_s:
         return f"it waits {ms(wait_s)} per step for the next batch{loader}"
     return f"it waits only {ms(wait_s)} per step for data{loader}: the rest is the host's work beside the step"

@@ -14,23 +14,40 @@ import jax
 ROUNDS = 5
 
 
-def rounds_s(work: Callable[[], Any], *, rounds: int = ROUNDS, least_s: float = 0.02, most: int = 20) -> list[float]:
-    """Return the seconds of one call, once per round.
+class Timed:
+    """Work that is timed a round at a time, with other work between its rounds.
 
     Args:
-      work: dispatches the work and returns its results.
+      make: returns a call that dispatches the work and returns its results. What it holds on to is let go after each round.
       least_s: so long a round should take at least; `most`: calls of a round at most.
+      anew: `make` makes its arguments anew for each round, so that the first call of each touches them first and is left out.
     """
-    jax.block_until_ready(work())
-    calls = agreed(calls_for(lambda: jax.block_until_ready(work()), least_s, most))
 
-    def one_round() -> float:
+    def __init__(self, make: Callable[[], Callable[[], Any]], *, least_s: float = 0.02, most: int = 20, anew: bool = True) -> None:
+        self._make, self._least_s, self._most, self._anew = make, least_s, most, anew
+        self._calls: int | None = None
+        self.rounds_s: list[float] = []
+        """Seconds of one call, by round."""
+
+    def round(self) -> None:
+        """Time a round. The first call of all (compilation) is in none."""
+        work = self._make()
+        if self._anew or self._calls is None:
+            jax.block_until_ready(work())
+        if self._calls is None:
+            self._calls = agreed(calls_for(lambda: jax.block_until_ready(work()), self._least_s, self._most))
         begun = time.perf_counter()
-        results = [work() for _ in range(calls)]
+        results = [work() for _ in range(self._calls)]
         jax.block_until_ready(results)
-        return (time.perf_counter() - begun) / calls
+        self.rounds_s.append((time.perf_counter() - begun) / self._calls)
 
-    return [one_round() for _ in range(rounds)]
+
+def rounds_s(work: Callable[[], Any], *, rounds: int = ROUNDS, least_s: float = 0.02, most: int = 20) -> list[float]:
+    """Return the seconds of one call, once per round (arguments as of `Timed`)."""
+    timed = Timed(lambda: work, least_s=least_s, most=most, anew=False)
+    for _ in range(rounds):
+        timed.round()
+    return timed.rounds_s
 
 
 def calls_for(work: Callable[[], Any], least_s: float, most: int) -> int:

@@ -4,7 +4,7 @@
 
 The first three are measured alone and stand one after the other; where the step overlaps them it takes less, and what it adds is negative.
 The step and the loop are whole measurements: each adds its time minus that of the rung below. A save is spread over the steps to the next.
-What all rungs add sums to the time of the last one.
+What all rungs add sums to the time of the last one. Samples are by round: round r of every rung was measured within the same minute.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def build_ladder(samples: Mapping[str, Sequence[float]], why: Mapping[str, str] 
         stacked.append((name, time_s, time_s - below_s))
         below_s = time_s
     rungs = tuple(
-        Rung(name, MEANING[name], time_s, adds_s, adds_s / below_s, spread(samples[name]), _clear(name, samples, time_s - adds_s))
+        Rung(name, MEANING[name], time_s, adds_s, adds_s / below_s, spread(samples[name]), _clear(name, samples))
         for name, time_s, adds_s in stacked
     )
     return Ladder(rungs, _verdict(rungs, why or {}))
@@ -117,14 +117,18 @@ def spread(samples: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def _clear(name: str, samples: Mapping[str, Sequence[float]], below_s: float) -> bool:
+def _clear(name: str, samples: Mapping[str, Sequence[float]]) -> bool:
     """Whether a rung's addition is more than noise. One measured alone is what it is; a whole one must differ from what is below it."""
-    if name not in WHOLE or below_s <= 0:
+    alone = [samples[rung] for rung in ALONE if rung in samples]
+    if name not in WHOLE or (name == "step" and not alone):
         return statistics.median(samples[name]) > 0
-    if len(samples[name]) < 3:
+    below = samples["step"] if name == "loop" else [sum(rounds) for rounds in zip(*alone, strict=False)]
+    own = samples[name]
+    if min(len(below), len(own)) < 3:
         return False
-    below = samples["step"] if name == "loop" else [below_s] * 3
-    return compare(below, samples[name]).verdict != "cannot tell"
+    if len(below) == len(own):  # round by round: what slows a whole round down slows both
+        below, own = [1.0] * len(own), [b / a for a, b in zip(below, own, strict=True)]
+    return compare(below, own).verdict != "cannot tell"
 
 
 def _verdict(rungs: Sequence[Rung], why: Mapping[str, str]) -> Verdict:

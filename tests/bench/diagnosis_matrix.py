@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.perf.injections import CASES, Bench, matrix, page
+from tests.perf.magnitudes import FAULTS
+from tests.perf.magnitudes import table as magnitudes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "DIAGNOSIS.md"
 
@@ -27,8 +29,10 @@ def main(arguments: list[str]) -> int:
     cases = [case for case in CASES if names is None or set(case.needs) <= names]
     found = {case.planted: [finding["rule"] for finding in bench.diagnose(case)] for case in cases}
     print(table := matrix(found))
-    if write:
-        DOCUMENT.write_text(page(table))
+    if names is None or {fault.run for fault in FAULTS} <= names:
+        print(sizes := magnitudes(bench.sizes()))
+        if write:
+            DOCUMENT.write_text(page(table, sizes))
     return 1 if "WRONG" in table else 0
 
 

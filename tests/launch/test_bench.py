@@ -234,7 +234,7 @@ def test_text_names_the_layer_and_the_file(place: Path, capsys: pytest.CaptureFi
     assert "products of a step on each device (the longest 12 of " in shown.out
     assert "in all: " in shown.out
     assert "stored in own/matmul.json" in shown.out
-    assert "measuring the matrix products" in shown.err
+    assert "measuring round 1 of 3: matmul" in shown.err
     assert list(read(Path("own/matmul.json")).series) == ["matmul"]
     shutil.rmtree("own")
 

@@ -27,7 +27,10 @@ from configs.schema import Config
 from launch.commands.diagnose import diagnose
 from launch.local import free_port
 from loaders.prepare import PrepareSettings, prepare
+from perf.diagnosis.facts import read_facts
 from perf.diagnosis.rules import rules_table
+from tests.perf.magnitudes import FAULTS as FAULT_SIZES
+from tests.perf.magnitudes import found
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).with_name("faults.py")
@@ -84,6 +87,13 @@ or noise.
 One fault each in real runs on CPU (`tests/perf/injections.py`), diagnosed by `ridge diagnose --json`. Controls accuse nobody.
 
 {matrix}
+
+## How large a fault must be
+
+Faults of sizes that no threshold was tuned on, laid over what was recorded of healthy runs (`tests/perf/magnitudes.py`). The run's own
+noise stays: a rank that is a little faster than the other hides as much of its lateness.
+
+{magnitudes}
 """
 TINY = "model.embed_dim=16 model.mlp_dim=32 model.num_layers=1 model.num_heads=2 data.seq_len=16"
 QUICK = f"{TINY} data.batch_size=8 trainer.steps=15 trainer.log_every=3"
@@ -126,7 +136,12 @@ def paced(name: str, seconds: float, *, devices: int = 1, start_s: float = 0.0, 
 COMPUTING = (
     Run("healthy", "trainer.steps=70 profiler.start_step=60 checkpoint.every=40 evaluation.every=40 evaluation.max_batches=1"),
     Run("cold", f"trainer.steps=3 trainer.log_every=1 compute.scan_layers=false {TINY} model.num_layers=20 model.embed_dim=32", cold=True),
-    Run("drifting", "trainer.steps=20", "drifting_shape", {"start": 100, "depth": 20}),
+    Run(
+        "drifting",
+        "trainer.steps=20 profiler.start_step=9 profiler.num_steps=6 checkpoint.every=12 checkpoint.asynchronous=false",
+        "drifting_shape",
+        {"start": 100, "depth": 20},
+    ),
     Run("padded", "data.train=[{path: CORPORA/padded}]"),
     Run("small-batch", f"{TINY} data.batch_size=1 trainer.steps=1200 trainer.log_every=100 profiler.start_step=1100 profiler.num_steps=20"),
     Run("larger-batch", f"{TINY} data.batch_size=16 trainer.steps=1200 trainer.log_every=100"),
@@ -240,6 +255,8 @@ class Bench:
     """A directory in which cases are run and diagnosed."""
 
     directory: Path
+    quota: bool = False
+    """The throttled rank was held down by a CPU quota, not by signals."""
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
 
     def prepare(self) -> None:
@@ -313,6 +330,19 @@ class Bench:
         findings: list[dict[str, Any]] = json.loads(result.output)["findings"]
         return findings
 
+    def sizes(self) -> dict[str, list[list[str]]]:
+        """Return what is found of faults of growing size over the healthy runs."""
+        made: dict[str, list[list[str]]] = {}
+        for fault in FAULT_SIZES:
+            (case,) = (case for case in CASES if case.rule is None and case.runs == (fault.run,))
+            rates: dict[str, Any] = {}
+            if case.cluster is not None:
+                rates["cluster"] = str(self.directory / f"{case.cluster}.yaml")
+            if case.cluster == MEASURED:
+                rates["calibration"] = self.calibration()
+            made[fault.what] = found(fault, read_facts(self.directory / "runs" / fault.run, **rates))
+        return made
+
     def _worker(self, runs: Sequence[Run], devices: int, what: str) -> subprocess.Popen[bytes]:
         jobs = [{"config": self.config(r).model_dump(mode="json"), "fault": r.fault, "arguments": r.arguments} for r in runs]
         file = self.directory / f"{what}-{devices}.json"
@@ -336,6 +366,7 @@ class Bench:
             self._finish(ranks)
             return
         with control_group(ranks[1]) as group:
+            self.quota = group is not None
             plan = self.directory / "runs" / run.name / "plan.json"
             threading.Thread(target=_throttle, args=(ranks[1], plan, group), daemon=True).start()
             self._finish(ranks)
@@ -455,6 +486,6 @@ def matrix(found: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def page(table: str) -> str:
-    """Render docs/DIAGNOSIS.md around a matrix."""
-    return PAGE.format(rules=rules_table(), matrix=table)
+def page(table: str, magnitudes: str) -> str:
+    """Render docs/DIAGNOSIS.md around a matrix, and the table of sizes."""
+    return PAGE.format(rules=rules_table(), matrix=table, magnitudes=magnitudes)

@@ -60,6 +60,16 @@ def test_the_verdict_names_the_layer_that_adds_most_and_the_next(changed: dict[s
     assert f"{verdict.next_rung} would be next" in verdict.sentence
 
 
+def test_a_machine_that_slows_down_between_rounds_unstacks_nothing() -> None:
+    slowed = {name: [value * factor for value, factor in zip(values, (1, 3, 2), strict=True)] for name, values in HEALTHY.items()}
+    slowed["loop"] = [value * 1.5 for value in slowed["step"]]
+    ladder = build_ladder(slowed)
+    assert all(rung.clear for rung in ladder.rungs)
+    assert ladder.verdict.rung == "matmul"
+    assert ladder.verdict.gain is not None
+    assert [round(rung.adds_s / ladder.time_s, 1) for rung in ladder.rungs] == [0.4, 0.1, 0.1, 0.1, 0.3, 0.0]
+
+
 def test_a_step_that_hides_its_collectives_adds_less_than_nothing() -> None:
     ladder = build_ladder({**HEALTHY, "collectives": [0.050] * 3})
     added = {rung.name: rung.adds_s for rung in ladder.rungs}

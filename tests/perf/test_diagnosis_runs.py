@@ -16,6 +16,7 @@ from perf.diagnosis.finding import THRESHOLDS
 from perf.diagnosis.rules import CATALOGUE, RULES, rules_table
 from perf.events import event_file, read_events
 from tests.perf.injections import BROKEN, CASES, COMPUTING, PAIRS, WAITING, Bench, Case
+from tests.perf.magnitudes import FAULTS, Fault
 from tests.perf.remedies import check_remedies
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,9 @@ LOOKED_AT = {
     "test_a_run_ends_with_a_line_of_its_diagnosis": ("healthy", "padded", "pair", "killed"),
     "test_the_terms_of_the_plan_stand_beside_the_measured_ones": ("slow-link", "pair"),
     "test_recompilations_are_compile_time_of_the_ledger_with_what_changed": ("drifting",),
+    "test_idle_time_of_a_real_capture_falls_to_compiling_and_to_a_save": ("drifting",),
+    "test_a_fault_laid_over_a_healthy_run_is_named_from_some_size_on": ("healthy", "pair"),
+    "test_a_throttled_rank_is_told_by_its_quota_where_there_is_one": ("slow-rank",),
 }
 """Runs of the tests that are not about a case."""
 
@@ -39,7 +43,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for item in request.session.items:
         if isinstance(item, pytest.Function) and item.module is request.module:
             case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-            names |= set(case.needs if isinstance(case, Case) else LOOKED_AT.get(item.name, ()))
+            names |= set(case.needs if isinstance(case, Case) else LOOKED_AT.get(item.originalname, ()))
     made.run(names)
     return made
 
@@ -99,6 +103,33 @@ def test_recompilations_are_compile_time_of_the_ledger_with_what_changed(bench: 
     assert sum(event.kind == "phase_total" and event.fields["phase"] == "compile" for event in events) >= 18
 
 
+def test_idle_time_of_a_real_capture_falls_to_compiling_and_to_a_save(bench: Bench) -> None:
+    (file,) = (bench.directory / "runs" / "drifting").glob("tensorboard/plugins/profile/*/analysis.json")
+    (device,) = json.loads(file.read_bytes())["devices"]
+    causes = device["idle_by_cause"]
+    assert causes["compile"] > 0.1
+    assert causes["checkpoint"] > 0.01
+    assert sum(causes.values()) == pytest.approx(device["idle_s"])
+    saved = [e for e in read_events(event_file(file.parents[4], 0)) if e.kind == "phase_end" and e.fields["phase"] == "save"]
+    assert causes["checkpoint"] <= 1.1 * saved[0].fields["duration_s"]  # the only save of the capture
+
+
+def test_a_throttled_rank_is_told_by_its_quota_where_there_is_one(bench: Bench) -> None:
+    (case,) = (case for case in CASES if case.rule == "clocks throttled")
+    (finding, *_) = bench.diagnose(case)
+    told = " ".join(finding["evidence"])
+    assert ("CPU quota of its control group" in told) == bench.quota, told
+    assert finding["confidence"] == ("high" if bench.quota else "medium")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.rule)
+def test_a_fault_laid_over_a_healthy_run_is_named_from_some_size_on(bench: Bench, fault: Fault) -> None:
+    named = [fault.rule in rules for rules in bench.sizes()[fault.what]]
+    assert not named[0], "half of the smallest threshold, and less"
+    assert named[-1]
+    assert named == sorted(named), "what is named at one size is named at every larger one"
+
+
 def test_thresholds_of_the_catalogue_are_those_rules_use() -> None:
     assert {name for row in CATALOGUE for name in row.thresholds} == set(THRESHOLDS)
 
@@ -106,6 +137,11 @@ def test_thresholds_of_the_catalogue_are_those_rules_use() -> None:
 def test_the_page_on_the_diagnosis_holds_the_rules_and_every_case() -> None:
     text = (ROOT / "docs" / "DIAGNOSIS.md").read_text()
     assert rules_table() in text
-    rows = [row.split(" | ") for row in text.split("## Injections")[1].splitlines() if row.startswith("| ") and " | " in row][1:]
+    rows = [
+        row.split(" | ")
+        for row in text.split("## Injections")[1].split("## How large")[0].splitlines()
+        if row.startswith("| ") and " | " in row
+    ][1:]
     assert [(row[0].removeprefix("| "), row[1]) for row in rows] == [(case.planted, case.rule or "nothing") for case in CASES]
     assert all(row[3] == "right |" for row in rows)
+    assert all(f"| {fault.what} | {fault.rule} |" in text for fault in FAULTS)
