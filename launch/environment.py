@@ -18,7 +18,7 @@ from configs.schema import Config
 from launch import xla_flags
 from launch.cache_dir import check_cache_dir
 from launch.cluster import Cluster, slurm
-from planner.parameters import count_parameters
+from launch.overlap_flags import overlap_flags
 
 Generation = Literal["volta", "ampere", "ada", "hopper", "blackwell", "unknown"]
 GENERATIONS: tuple[tuple[Generation, str], ...] = (
@@ -29,7 +29,6 @@ GENERATIONS: tuple[tuple[Generation, str], ...] = (
     ("volta", r"\bV100\b"),
 )
 """By the model name the driver gives; the first that matches."""
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MEMORY_FRACTION = "0.95"
 """Share of a device's memory in XLA's pool: what plans may use (`utilisation_cap`) must fit into it."""
 
@@ -116,14 +115,7 @@ def _gpu(generation: Generation, config: Config) -> list[Setting]:
                 "without it a program with cuDNN attention is never found in the cache",
             )
         )
-    if config.mesh.fsdp != 1:
-        size = str(layer_bytes(config))
-        reason = "FSDP: combine the collectives of one layer, not of several, so that each overlaps with the layer before"
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            settings.append(Setting(f"--xla_gpu_{kind}_combine_threshold_bytes", size, reason))
-    if config.mesh.fsdp != 1 or config.mesh.tensor != 1:
-        reason = "two collectives may be on their way at once: with one, the gather of the next layer waits for the reduction of the last"
-        settings.append(Setting("--xla_gpu_experimental_parallel_collective_overlap_limit", "2", reason))
+    settings += [Setting(*flag) for flag in overlap_flags(config)]
     if config.precision.matmul == "fp8":
         reason = "8-bit products are cuBLASLt's: Triton's kernels would take them, widen their inputs and multiply in 16 bits"
         settings.append(Setting("--xla_gpu_enable_triton_gemm", "false", reason))
@@ -132,11 +124,6 @@ def _gpu(generation: Generation, config: Config) -> list[Setting]:
     reason = "compute.remat decides what is recomputed: XLA's own pass adds to it unasked, and what was planned is not what runs"
     settings.append(Setting("--xla_disable_hlo_passes", "rematerialization", reason))
     return settings
-
-
-def layer_bytes(config: Config) -> int:
-    """Return the bytes of one layer's parameters in the compute dtype: what FSDP gathers at once."""
-    return count_parameters(config.model).non_embedding // config.model.num_layers * BYTES[config.precision.compute]
 
 
 def apply(settings: Sequence[Setting], env: MutableMapping[str, str]) -> None:

@@ -14,7 +14,8 @@ from configs.cluster import cluster_names, load_cluster
 from configs.errors import UserError
 from configs.schema import Config
 from launch.cache_dir import check_cache_dir
-from launch.environment import GENERATIONS, Host, Setting, apply, choose, generation_of, gpu_generation, layer_bytes, lines
+from launch.environment import GENERATIONS, Host, Setting, apply, choose, generation_of, gpu_generation, lines
+from launch.overlap_flags import overlap_flags
 from launch.xla_flags import split_flags, unknown_flags
 
 CONFIG = Config()
@@ -52,17 +53,11 @@ def test_what_a_plan_may_fill_fits_into_the_pool_that_a_run_reserves() -> None:
     assert max(load_cluster(name).config.utilisation_cap for name in cluster_names()) <= pool < 1
 
 
-def test_fsdp_combines_the_collectives_of_one_layer() -> None:
-    name = "--xla_gpu_all_gather_combine_threshold_bytes"
-    assert int(chosen("hopper")[name].value) == layer_bytes(CONFIG)
-    assert name not in chosen("hopper", config=Config.model_validate({"mesh": {"fsdp": 1, "data": -1}}))
-
-
-def test_sharded_models_may_have_two_collectives_on_their_way() -> None:
-    name = "--xla_gpu_experimental_parallel_collective_overlap_limit"
-    assert chosen("hopper")[name].value == "2"
-    assert chosen("hopper", config=Config.model_validate({"mesh": {"fsdp": 1, "tensor": 8}}))[name].value == "2"
-    assert name not in chosen("hopper", config=Config.model_validate({"mesh": {"fsdp": 1, "data": -1}}))
+def test_a_sharded_run_starts_with_the_flags_of_its_overlap() -> None:
+    flags = {name: (value, reason) for name, value, reason in overlap_flags(CONFIG)}
+    assert len(flags) == 4 and unknown_flags([f"{name}={value}" for name, (value, _) in flags.items()]) == []
+    found = chosen("hopper")
+    assert {name: (found[name].value, found[name].reason) for name in flags} == flags
 
 
 def test_8_bit_products_are_kept_from_what_would_widen_them() -> None:
