@@ -28,6 +28,7 @@ def _giga(value: float) -> str:
 @click.argument("source", metavar="RUN_OR_PROFILE", type=click.Path(path_type=Path))
 @click.option("--capture", help="Which capture of a run, by the name of its directory. Default: the newest.")
 @click.option("--device", "device_name", help="Device of the planner's catalogue, for the ceilings. Default: the one the profile names.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="File of `ridge calibrate` from there. Default: published rates.")
 @click.option("--cluster", help="Cluster file or name: its links give the planned bandwidth of collectives. Default: the run's own.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many operations to list.")
 @click.option(
@@ -35,7 +36,14 @@ def _giga(value: float) -> str:
 )
 @json_option
 def analyze_command(
-    source: Path, capture: str | None, device_name: str | None, cluster: str | None, top: int, save: bool, as_json: bool
+    source: Path,
+    capture: str | None,
+    device_name: str | None,
+    cluster: str | None,
+    calibration: Path | None,
+    top: int,
+    save: bool,
+    as_json: bool,
 ) -> None:
     """Account for the time of the steps in a captured profile.
 
@@ -49,7 +57,7 @@ def analyze_command(
     analysis = analyze(
         found,
         hardware=None if device_name is None else hardware(device_name),
-        planned_bandwidth=planned_bandwidth(found, cluster),
+        planned_bandwidth=planned_bandwidth(found, cluster, calibration),
     )
     if save:
         from perf.trace.publish import publish
