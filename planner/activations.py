@@ -27,8 +27,9 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     packed = q if config.data.document_masking and backend == "cudnn" else 0
     gates = 2 if local.model.gated_mlp else 1
     if policy in ("none", "attention-only"):
-        per_layer = 2 * cut + 2 * stream + 2 * q + 2 * k + (gates + 1) * hidden + normed_heads
-        words = "block input, both normed inputs, queries, keys, values, attention result, MLP hidden values"
+        gathered = 2 * stream if local.tensor > 1 else 0
+        per_layer = 2 * cut + gathered + 2 * q + 2 * k + gates * hidden + normed_heads
+        words = "inputs of both halves, queries, keys, values, attention result, MLP gate and up projections"
         if policy == "none":
             per_layer += packed + local.softmax_bytes + _scores_saved(local, backend)
             words += ", softmax statistics"
@@ -103,7 +104,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
 
 def mask_bytes(local: LocalSizes, backend: str) -> int:
     """Return the mask of packed documents: a bias [R, T, T] in the compute dtype for cuDNN, booleans for the score backends."""
-    if not local.config.data.document_masking or backend == "chunked":
+    if not local.config.data.document_masking or backend in ("chunked", "pallas"):
         return 0
     return local.tokens * local.config.data.seq_len * (local.compute_itemsize if backend == "cudnn" else 1)
 
@@ -114,6 +115,8 @@ def attention_workspace(local: LocalSizes, backend: str) -> Component:
     if backend == "cudnn":
         words = "cuDNN flash attention keeps no scores" + (f"; the mask of packed documents costs {mask / 1e6:.0f} MB" if mask else "")
         return Component(2 * mask, words)
+    if backend == "pallas":
+        return Component(local.softmax_bytes, "Pallas flash attention keeps no scores; a sum per row")
     if backend == "chunked":
         accumulators = 2 * local.query_bytes * 4 // local.compute_itemsize
         return Component(accumulators, "chunked: float32 accumulators of the query gradient")
