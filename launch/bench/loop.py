@@ -70,7 +70,7 @@ class LoopTimes:
     wait_s: float
     """The part of them spent waiting for the next batch."""
     log_lines: int
-    """Log records written."""
+    """Log records written in them."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def loop_round(session: Session, directory: Path) -> LoopTimes:
     return LoopTimes(
         step_s=statistics.fmean(timer.steps_s[ahead:-1]),
         wait_s=statistics.fmean(timer.waits_s[ahead:-1]),
-        log_lines=config.trainer.steps // config.trainer.log_every,
+        log_lines=sum(step % config.trainer.log_every == 0 for step in range(ahead + 2, config.trainer.steps)),
     )
 
 
@@ -226,7 +226,6 @@ def _loop_config(config: Config, steps: int) -> Config:
     trainer = config.trainer.model_copy(
         update={
             "steps": steps,
-            "log_every": min(config.trainer.log_every, steps - 1),
             "stop_after_s": None,
             "max_bad_steps": steps,  # a state that has seen random tokens may be anything: its values are nobody's concern here
         }

@@ -101,8 +101,9 @@ def _run(
     else:
         report.show(outcome, resolved)
         if (taken := made_with["neighbours"]) is not None and taken > BUSY:
-            print(f"other programs took {taken:.0%} of the cores meanwhile: figures of a busy machine,")
-            print("where layers that are measured one after the other may not stack")
+            print(
+                f"other programs took {taken:.0%} of the cores meanwhile: rounds slow their layers alike, but figures are of a busy machine"
+            )
         if path is not None:
             print(f"\nstored in {path}")
         if judgement is not None:

@@ -67,6 +67,8 @@ class Facts:
     """Parameters of the model -> runs of that model at several scales."""
     simpler: Rival | None = None
     """A run of the same work with fewer performance settings."""
+    axis: str | None = None
+    """The mesh axis that grows from run to run."""
     price_usd: float | None = None
     """Of one device and hour."""
 

@@ -100,11 +100,11 @@ def shorter_rows(facts: Facts, padding: float) -> str | None:
 
 
 def rescaled(facts: Facts, devices: int) -> tuple[str, ...]:
-    """Return the mesh of this many devices: the largest of data and fsdp takes the change; () where they cannot."""
+    """Return the mesh of this many devices: the axis that grew takes the change, else data or fsdp; () where it cannot."""
     if facts.config is None:
         return ()
     sizes = facts.config.mesh.sizes
-    axis = "data" if sizes["data"] > 1 else "fsdp"
+    axis = facts.axis or ("data" if sizes["data"] > 1 else "fsdp")
     others = math.prod(size for name, size in sizes.items() if name != axis and size > 0)
     return (f"mesh.{axis}={devices // others}",) if devices % others == 0 else ()
 

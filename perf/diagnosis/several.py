@@ -80,7 +80,9 @@ def facts_of(measured: Sequence[MeasuredRun], *, price_usd: float | None = None,
     mesh = any(key in SCALE for key in keys) or len({run.devices for run in measured}) > 1
     scales = len({run.devices for run in measured}) > 1
     rest = {key for key in keys if key not in SCALE}
-    more: dict[str, Any] = {"price_usd": price_usd}
+    grown = max(measured, key=lambda run: run.devices).config.mesh.sizes
+    axis = max((name for name in grown if f"mesh.{name}" in keys), key=lambda name: grown[name], default=None)
+    more: dict[str, Any] = {"price_usd": price_usd, "axis": axis}
     price = price_usd or 1.0  # without one, or where devices are free, device-hours
     subject = measured[0]
     if rest and all(key.startswith("model.") for key in rest) and scales:

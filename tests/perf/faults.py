@@ -108,11 +108,11 @@ def reading_host(seconds: float) -> Any:
     return patch.object(Loop, "run", run)
 
 
-def late(seconds: float) -> Any:
-    """The host comes this much later to each step: it has other things to do."""
+def late(seconds: float, start: int) -> Any:
+    """The host comes this much later to each step from one on: it has other things to do."""
     from trainer.loop import Loop
 
-    return _before(Loop, "_capture", lambda self, step: time.sleep(seconds))
+    return _before(Loop, "_capture", lambda self, step: time.sleep(seconds if step >= start else 0.0))
 
 
 def slow_link(bytes_per_s: float) -> Any:

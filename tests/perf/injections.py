@@ -186,10 +186,13 @@ WAITING = (
     paced("study-2", 0.8, devices=2),
 )
 """Runs that mostly wait. A paced one stands for a step of W/p seconds of work, and what communication adds to it."""
-PAIR = "mesh.data=2 mesh.fsdp=1 model.embed_dim=64 model.mlp_dim=256 data.batch_size=64 trainer.steps=16 profiler.start_step=7"
+PAIR = (
+    "mesh.data=2 mesh.fsdp=1 model.embed_dim=64 model.mlp_dim=256 data.batch_size=64 trainer.steps=13 profiler.start_step=6 "
+    "profiler.num_steps=6"
+)
 PAIRS = (
     Run("pair", PAIR),
-    Run("late-rank", PAIR, "late", {"seconds": 0.8}),
+    Run("late-rank", PAIR, "late", {"seconds": 1.5, "start": 5}),
     Run("slow-rank", PAIR, "throttled"),
     Run("slow-link", PAIR, "slow_link", {"bytes_per_s": 1.5e6}),
 )
@@ -210,7 +213,7 @@ CASES = (
     Case("a shape that drifts", "recompilation in steady state", ("drifting",)),
     Case("one sequence of 16 tokens per step", "host-bound steps", ("small-batch",)),
     Case("the loss of each step is read at once", "host synchronisation in the step", ("reading",)),
-    Case("a rank that comes 0.8 s late", "straggler", ("late-rank",), MEASURED),
+    Case("a rank that comes 1.5 s late", "straggler", ("late-rank",), MEASURED),
     Case("4 tokens per device under FSDP", "exposed communication", ("talkative",)),
     Case("mesh.rules that replicate the hidden layer", "accidental resharding", ("resharded",)),
     Case("documents of half a row, one per row", "padding waste", ("padded",)),
@@ -219,7 +222,7 @@ CASES = (
     Case("SIGKILL long after the last save", "steps lost to failures", ("killed",)),
     Case("a read that never comes back", "hang", ("stuck",)),
     Case("a batch that hardly fits the node", "memory near the limit", ("crowded",), "small-nodes"),
-    Case("a rank stopped 80 % of the time", "clocks throttled", ("slow-rank",)),
+    Case("a rank that gets a fifth of a core", "clocks throttled", ("slow-rank",)),
     Case("a link that the kernel paces to 1.5 MB/s", "link slower than planned", ("slow-link",), MEASURED),
     Case("a source of 67 rows/s at three batch sizes", "throughput flat as the batch grows", ("rows-4", "rows-8", "rows-16")),
     Case("one sequence per step, and 16", "batch too small", ("small-batch", "larger-batch")),
@@ -396,8 +399,8 @@ def measured_links(run: Path) -> dict[str, Any]:
     return {"name": MEASURED, "links": [curve]}
 
 
-QUOTA_PERIOD_S, QUOTA = 0.1, 0.2
-"""A throttled rank may run for this share of each period, on every core."""
+PERIOD_S, RUNNING, QUOTA_CORES = 0.1, 0.2, 0.2
+"""A throttled rank may run for this share of each period, or use so many cores."""
 
 
 def _throttle(process: subprocess.Popen[bytes], plan: Path, group: Path | None) -> None:
@@ -408,14 +411,14 @@ def _throttle(process: subprocess.Popen[bytes], plan: Path, group: Path | None) 
     while not plan.exists() and process.poll() is None:
         time.sleep(0.1)
     if group is not None:
-        _set_quota(group, QUOTA * len(os.sched_getaffinity(0)))
+        _set_quota(group, QUOTA_CORES)
         process.wait()
         return
     while process.poll() is None:
         process.send_signal(signal.SIGSTOP)
-        time.sleep((1 - QUOTA) * QUOTA_PERIOD_S)
+        time.sleep((1 - RUNNING) * PERIOD_S)
         process.send_signal(signal.SIGCONT)
-        time.sleep(QUOTA * QUOTA_PERIOD_S)
+        time.sleep(RUNNING * PERIOD_S)
 
 
 @contextlib.contextmanager
@@ -442,7 +445,7 @@ def control_group(process: subprocess.Popen[bytes]) -> Iterator[Path | None]:
 
 def _set_quota(group: Path, cores: float) -> None:
     """Limit the CPU time of a control group of version 1 or 2."""
-    quota, period = (round(1e6 * seconds) for seconds in (cores * QUOTA_PERIOD_S, QUOTA_PERIOD_S))
+    quota, period = (round(1e6 * seconds) for seconds in (cores * PERIOD_S, PERIOD_S))
     if (group / "cpu.cfs_quota_us").exists():
         (group / "cpu.cfs_quota_us").write_text(str(quota))
     else:
