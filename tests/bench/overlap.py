@@ -2,11 +2,12 @@
 
 `python tests/bench/overlap.py [--models 8b 70b 405b] [--devices 64 512 4096] [--json FILE]`
 
-For every model and number of H100 the planner's fastest layout is compiled on this machine (`ridge compile`). Columns: the share of
-collective bytes that has compute between start and done; the time compute waits for them when the compiled schedule is played with the
-planner's rates, and its share of the step; collectives issued per layer against the least a layer needs; seconds to compile.
-The least: fsdp gathers a layer's parameters once forward and once backward and reduces their gradients once; tensor gathers and reduces
-the stream around attention and MLP, in the forward and the backward pass, and again what is recomputed.
+For every model and number of H100 the planner's fastest layout is compiled on this machine (`ridge compile`); where the state does not fit,
+that of a narrow state (NARROW), marked with a star. Columns: the share of collective bytes that has compute between start and done, and the
+GB per step and device that have none; the time compute waits when the compiled schedule is played with the planner's rates, and its share
+of the step; collectives issued per layer and microbatch, as the loops run them, against the least; seconds to compile.
+The least, from the plan: the parameters of a layer are gathered once forward and once backward and their gradients reduced once, over fsdp
+and again over data; tensor gathers and scatters the stream around attention and MLP, forward, backward and where it is recomputed.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from typing import Any
 from configs.cluster import load_cluster
 from configs.load import load
 from planner.calibration import load_calibration
+from planner.collectives import planned_collectives
 from planner.search import Candidate, search_scale
 
 MODELS = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b", "405b": "llama-3.1-405b"}
 SEQ_LEN, ROWS_PER_DEVICE, LEAST_ROWS = 8192, 1, 256
 CLUSTER = "dgx-h100"
-LAYER_COLLECTIVES = 0.25
-"""A collective that runs at least this often per layer belongs to the layers."""
+NARROW = ("precision.params=bfloat16", "precision.stochastic_rounding=true", "precision.moments=int8", "precision.gradients=bfloat16")
+LAYER_COLLECTIVES = 0.1
+"""A collective that runs at least this often per layer belongs to the layers; unrolled loops have each of them several times."""
+GB = 1e9
 
 
-def layout(model: str, devices: int) -> tuple[Candidate, list[str]]:
-    """Return the planner's fastest layout and the overrides that choose it."""
+def layout(model: str, devices: int, more: tuple[str, ...] = ()) -> tuple[Candidate, list[str]]:
+    """Return the planner's fastest layout and the overrides that choose it. Raises LookupError where nothing fits."""
     cluster = load_cluster(CLUSTER).config
     rows = max(LEAST_ROWS, ROWS_PER_DEVICE * devices)
-    base = [f"data.seq_len={SEQ_LEN}", f"data.batch_size={rows}", "data.document_masking=false", "precision.compute=bfloat16"]
+    base = [f"data.seq_len={SEQ_LEN}", f"data.batch_size={rows}", "data.document_masking=false", "precision.compute=bfloat16", *more]
     config = load(f"models/{MODELS[model]}", base).config
     best = search_scale(config, cluster, load_calibration(None), devices // cluster.devices_per_node, 1e12).best
     if best is None:
@@ -48,22 +52,25 @@ def layout(model: str, devices: int) -> tuple[Candidate, list[str]]:
     return best, [*base, *mesh, f"trainer.accumulation={chosen.accumulation}", *remat]
 
 
-def least_per_layer(best: Candidate) -> float:
-    """Collectives that a layer of a microbatch needs."""
-    mesh, policy = best.layout.sizes, best.layout.remat.policy
-    fsdp = 3 if mesh.get("fsdp", 1) > 1 else 0
-    recompute = 0 if policy == "none" else 2
-    return fsdp + (8 + recompute if mesh.get("tensor", 1) > 1 else 0)
+def least_per_layer(best: Candidate) -> int:
+    """Collectives that a layer of a microbatch needs: one per pass, kind and axes for all its parameters, each of those of the stream."""
+    planned = planned_collectives(best.parts.config, best.layout.sizes)
+    layer = [item for item in planned if item.where == "layer" and not item.replicated]
+    streams = [item for item in layer if item.axes == ("tensor",)]
+    return len({(item.phase, item.kind, item.axes) for item in layer if item not in streams}) + len(streams)
 
 
 def measure(model: str, devices: int) -> dict[str, Any]:
     """Compile one step; return the row of the table."""
-    best, overrides = layout(model, devices)
+    try:
+        star, (best, overrides) = "", layout(model, devices)
+    except LookupError:
+        star, (best, overrides) = "*", layout(model, devices, NARROW)
     nodes = devices // load_cluster(CLUSTER).config.devices_per_node
     ridge = Path(sys.executable).with_name("ridge")
     command = [str(ridge), "compile", f"models/{MODELS[model]}", "--cluster", CLUSTER, "--nodes", str(nodes), "--json", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    row: dict[str, Any] = {"model": model, "devices": devices, "layout": best.layout.text(), "remat": best.layout.remat.policy,
+    row: dict[str, Any] = {"model": model + star, "devices": devices, "layout": best.layout.text(), "remat": best.layout.remat.policy,
                            "accumulation": best.layout.accumulation, "planned_step_s": best.step.step_s}  # fmt: skip
     if done.returncode:
         return row | {"error": done.stderr.strip().splitlines()[-1:]}
@@ -73,6 +80,7 @@ def measure(model: str, devices: int) -> dict[str, Any]:
     roofline = found["roofline"]
     return row | {
         "overlapped_share": found["overlapped_share"],
+        "exposed_bytes": sum(c["bytes"] * c["count"] for c in found["collectives"] if not c["overlapped"]),
         "exposed_s": roofline["exposed_communication_s"],
         "communication_s": roofline["communication_s"],
         "played_step_s": roofline["step_s"],
@@ -93,8 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--devices", nargs="*", type=int, default=[64, 512, 4096])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
-    figures = f"{'bytes hidden':>13}{'waits ms':>10}{'of step':>9}{'per layer':>10}{'least':>6}{'GB':>6}{'compile s':>10}"
-    print(f"{'model':6}{'GPUs':>6}  {'layout':34}{'remat':>16}{figures}")
+    times = f"{'waits ms':>10}{'of step':>9}{'step s':>8}"
+    figures = f"{'bytes hidden':>13}{'exposed GB':>11}{times}{'per layer':>10}{'least':>6}{'GB':>6}{'compile s':>10}"
+    print(f"{'model':6}{'GPUs':>6}  {'layout':34}{'remat':>10}{'micro':>6}{figures}")
     rows = []
     for model in args.models:
         for devices in args.devices:
@@ -106,11 +115,13 @@ def main(arguments: list[str] | None = None) -> int:
             if "error" in row:
                 print(f"{model:6}{devices:>6}  {row['error']}", flush=True)
                 continue
-            waits = f"{row['exposed_s'] * 1e3:>10.0f}{row['exposed_s'] / row['played_step_s']:>9.1%}"
+            hidden = f"{row['overlapped_share']:>13.1%}{row['exposed_bytes'] / GB:>11.1f}"
+            waits = f"{row['exposed_s'] * 1e3:>10.0f}{row['exposed_s'] / row['played_step_s']:>9.1%}{row['played_step_s']:>8.2f}"
             counts = (
                 f"{row['per_layer']:>10.1f}{row['least_per_layer']:>6.0f}{row['peak_gb']:>6.0f}{row['compile_s'] + row['lower_s']:>10.1f}"
             )
-            print(f"{model:6}{devices:>6}  {row['layout']:34}{row['remat']:>16}{row['overlapped_share']:>13.1%}{waits}{counts}", flush=True)
+            chosen = f"{row['layout']:34}{row['remat']:>10}{row['accumulation']:>6}"
+            print(f"{row['model']:6}{devices:>6}  {chosen}{hidden}{waits}{counts}", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return int(any(row.get("overlapped_share", 1.0) < 0.95 for row in rows))

@@ -1,0 +1,55 @@
+"""What of a large step's communication hides behind compute, compiled for GPUs that are not here with the flags of a run."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from configs.cluster import load_cluster
+from configs.load import load
+from launch.commands.compile import flags_of_a_run
+from trainer.aot import Compiled, Request, compile_many
+from trainer.aot_report import Report, build_report
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("overlap")]  # both steps are compiled once, in one process
+PLACE = load_cluster("dgx-h100").config
+COMMON = (
+    "model.num_layers=16",
+    "data.seq_len=8192",
+    "data.batch_size=64",
+    "data.document_masking=false",
+    "precision.compute=bfloat16",
+    "compute.remat.policy=full",
+)
+HALF = ("model.num_heads=32", "model.num_kv_heads=4", "model.head_dim=128", "model.mlp_dim=14336")
+"""A layer of half the 70B model's: its gathers are as large as those of the whole one over tensor=2, and so are the flags."""
+LAYOUTS = {"fsdp": ("mesh.fsdp=64", *HALF), "tensor": ("mesh.fsdp=32", "mesh.tensor=2")}
+
+
+@cache
+def reports() -> dict[str, Report]:
+    configs = {name: load("models/llama-3.1-70b", (*COMMON, *overrides)).config for name, overrides in LAYOUTS.items()}
+    flags, level = flags_of_a_run(configs["tensor"], PLACE.device)
+    requests = [replace(Request.on(config, PLACE, 8), xla_flags=flags, optimization_level=level) for config in configs.values()]
+    results = dict(zip(configs, zip(requests, compile_many(requests), strict=True), strict=True))
+    assert all(isinstance(compiled, Compiled) for _, compiled in results.values()), results
+    return {name: build_report(request, PLACE, compiled) for name, (request, compiled) in results.items()}
+
+
+@pytest.mark.parametrize(("layout", "least"), [("fsdp", 0.99), ("tensor", 0.95)])
+def test_nearly_all_collective_bytes_of_a_large_step_have_compute_beside_them(layout: str, least: float) -> None:
+    assert reports()[layout].overlapped_share >= least
+
+
+def test_a_recomputed_layer_gathers_its_parameters_twice_and_reduces_their_gradients_once() -> None:
+    report = reports()["fsdp"]
+    in_loops = [c for c in report.collectives if c.count > 1 and c.axes == ("fsdp",) and c.bytes > 1e6]
+    layers = sum(c.count for c in in_loops if c.kind == "reduce-scatter")
+    assert layers >= 12 and sum(c.count for c in in_loops if c.kind == "all-gather") == 2 * layers
+    assert all(row.agrees for row in report.traffic), report.traffic
+
+
+def test_compute_waits_little_where_parameters_are_cut_over_fsdp_alone() -> None:
+    played = reports()["fsdp"].schedule
+    assert played.exposed_s < 0.15 * played.step_s
+    assert played.communication_s > 2 * played.exposed_s
