@@ -77,6 +77,8 @@ def _judge(key: str, old: dict[str, Any], new: dict[str, Any]) -> tuple[bool, st
         return True, "rotary positions have no table: parameters stay as they are"
     if key in _DERIVED and _DERIVED[key](old["model"]) == _DERIVED[key](new["model"]):
         return True, "the same value, left out or spelt out"
+    if key in ("precision.matmul", "precision.amax_history") and "fp8_delayed" in (c["precision"]["matmul"] for c in (old, new)):
+        return False, "fp8_delayed goes on from magnitudes in the checkpoint, which the other setting does not keep there"
     if _under(key, ["model"]):
         return False, "the checkpoint's parameters belong to the other model"
     if key in _REFUSED:

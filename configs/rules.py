@@ -93,10 +93,10 @@ def _precision(config: Config) -> Iterator[Problem]:
             ("precision.stochastic_rounding", "precision.params"),
             f"only bfloat16 parameters are rounded: set precision.params=bfloat16 (it is {config.precision.params})",
         )
-    if config.precision.matmul == "fp8" and config.precision.compute != "bfloat16":
+    if config.precision.eight_bit and config.precision.compute != "bfloat16":
         yield Problem(
             ("precision.matmul", "precision.compute"),
-            f"fp8 products give bfloat16 results: set precision.compute=bfloat16 (it is {config.precision.compute})",
+            f"{config.precision.matmul} products give bfloat16 results: set precision.compute=bfloat16 (it is {config.precision.compute})",
         )
 
 

@@ -168,15 +168,28 @@ class PrecisionConfig(Section):
     """Master parameters."""
     compute: DType = "bfloat16"
     """Activations and matmul inputs; parameters are cast before they are gathered."""
-    matmul: Literal["compute", "fp8"] = "compute"
-    """Inputs of the layers' products with parameters, forward and backward: the compute dtype, or float8 with per-tensor current scaling
-    (e4m3, gradients e5m2). Embedding, attention scores and unembedding stay in the compute dtype."""
+    matmul: Literal["compute", "fp8", "fp8_delayed"] = "compute"
+    """Inputs of the layers' products with parameters, forward and backward: the compute dtype, or float8 with a scale per tensor (e4m3,
+    gradients e5m2), taken from the tensor itself (fp8) or from the steps before (fp8_delayed). Embedding, attention scores and unembedding
+    stay in the compute dtype."""
+    amax_history: PositiveInt = 16
+    """fp8_delayed: steps whose largest magnitudes are remembered for the scales."""
     gradients: DType = "float32"
     """Gradient accumulation and reduction across devices."""
     moments: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
     """First moments of the optimiser; second moments stay float32. int8 (adamw): both in 8 bits with a scale per 128, for matrices."""
     stochastic_rounding: bool = False
     """Round updated bfloat16 parameters up or down at random instead of to nearest, which loses small updates."""
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether the layers' products read float8."""
+        return self.matmul != "compute"
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the scales of products come from earlier steps."""
+        return self.matmul == "fp8_delayed"
 
 
 class MeshConfig(Section):

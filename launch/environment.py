@@ -116,7 +116,7 @@ def _gpu(generation: Generation, config: Config) -> list[Setting]:
             )
         )
     settings += [Setting(*flag) for flag in overlap_flags(config)]
-    if config.precision.matmul == "fp8":
+    if config.precision.eight_bit:
         reason = "8-bit products are cuBLASLt's: Triton's kernels would take them, widen their inputs and multiply in 16 bits"
         settings.append(Setting("--xla_gpu_enable_triton_gemm", "false", reason))
         reason = "products that read the same input stay apart: merged ones read several scales, and become 16-bit products"

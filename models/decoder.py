@@ -36,11 +36,13 @@ class Decoder(nnx.Module):
         precision: PrecisionConfig,
         partitioner: Partitioner,
         rngs: nnx.Rngs,
+        *,
+        delayed: bool = False,
     ) -> None:
-        make = ParamFactory(rngs, jnp.dtype(precision.params))
-        eight_bit = precision.matmul == "fp8"
+        make = ParamFactory(rngs, jnp.dtype(precision.params), delayed=delayed)
+        eight_bit = precision.eight_bit
         if eight_bit:
-            fp8.check_mesh(partitioner.mesh)
+            fp8.check_mesh(partitioner.mesh, precision.matmul)
         platform = platform_of(partitioner)
         in_loop = compute.scan_layers and compute.scan_unroll < model.num_layers
         self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop)

@@ -1,7 +1,8 @@
-"""8-bit products with per-tensor current scaling: what a matmul reads, and the format it reads it in.
+"""8-bit products with a scale per tensor: what a matmul reads, and the format it reads it in.
 
 A tensor is stored as float8 times one power of two per tensor, chosen from the largest magnitude of the whole tensor (over all devices, so
-that every mesh quantises alike). Values and parameters are e4m3 (3 bits of mantissa), gradients e5m2 (2 bits, more range): Micikevicius et
+that every mesh quantises alike), in this step or (delayed scaling) in the steps before: then nothing waits for
+the magnitude. Values and parameters are e4m3 (3 bits of mantissa), gradients e5m2 (2 bits, more range): Micikevicius et
 al., FP8 formats for deep learning, arXiv 2209.05433, section 3. A power of two costs up to one bit of range and no precision; it is exact
 in bfloat16, which XLA needs: on GPUs it recognises `dot(float8 -> bfloat16 * scale, ...)` and runs cuBLASLt's 8-bit kernel with the
 scales as arguments. On CPUs the same program computes the same values in bfloat16.
@@ -27,20 +28,32 @@ GRADIENTS = jnp.dtype(jnp.float8_e5m2)
 """Of gradients of activations."""
 
 
-def quantise(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def largest(x: jax.Array) -> jax.Array:
+    """Return the largest magnitude of a tensor, over all devices: a float32 scalar, NaN or infinite where an element is."""
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+
+
+def quantise(x: jax.Array, dtype: jnp.dtype, recent: jax.Array | None = None, start: float = 1.0) -> tuple[jax.Array, jax.Array]:
     """Return x in an 8-bit dtype and the scale it has to be multiplied by, a float32 scalar and power of two.
 
-    The largest magnitude lands in the upper half of the format's range. All zeros have scale 1; with a value that is not finite the scale
-    is not finite either, so that the product is NaN and the step is skipped.
+    Current scaling: the largest magnitude lands in the upper half of the format's range; all zeros have scale 1. Delayed scaling: `recent`,
+    the largest magnitude of earlier steps (float32 scalar), lands there, and what is larger saturates; where it is 0 the scale is `start`.
+    What is not finite becomes NaN, so that the product is NaN and the step is skipped.
     """
-    amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    largest = float(jnp.finfo(dtype).max)
-    # Smallest power of two >= amax / largest, from the exponent's bits: log2 would round at the edges.
-    mantissa, exponent = jnp.frexp(jnp.maximum(amax / largest, 2.0**-100))
+    if recent is None:
+        amax = largest(x)
+        scale = jnp.where(jnp.isfinite(amax), _scale(amax, dtype, 1.0), jnp.float32(jnp.nan))
+        return (x.astype(jnp.float32) / scale).astype(dtype), scale
+    scale, top = _scale(recent, dtype, start), float(jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32) / scale
+    return jnp.where(jnp.isfinite(wide), jnp.clip(wide, -top, top), jnp.nan).astype(dtype), scale
+
+
+def _scale(amax: jax.Array, dtype: jnp.dtype, otherwise: float) -> jax.Array:
+    """Return the smallest power of two >= amax / largest of the format, from the exponent's bits: log2 would round at the edges."""
+    mantissa, exponent = jnp.frexp(jnp.maximum(amax / float(jnp.finfo(dtype).max), 2.0**-100))
     power = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    scale = jnp.where(amax > 0, jnp.ldexp(jnp.float32(1), power), jnp.float32(1))
-    scale = jnp.where(jnp.isfinite(amax), scale, jnp.float32(jnp.nan))
-    return (x.astype(jnp.float32) / scale).astype(dtype), scale
+    return jnp.where(amax > 0, jnp.ldexp(jnp.float32(1), power), jnp.float32(otherwise))
 
 
 def dequantise(q: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -48,11 +61,11 @@ def dequantise(q: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return q.astype(dtype) * scale.astype(dtype)
 
 
-def check_mesh(mesh: Mesh | AbstractMesh) -> None:
+def check_mesh(mesh: Mesh | AbstractMesh, matmul: str = "fp8") -> None:
     """Raise UserError when the mesh's GPUs have no 8-bit tensor cores; XLA would compute in 16 bits without a word."""
     if isinstance(mesh, AbstractMesh):
         return
     kind = mesh.devices.flat[0].device_kind
     device = find_hardware(kind)
     if device is not None and "float8" not in device.peak_flops:
-        raise UserError(f"precision.matmul=fp8: {device.name} ({kind}) has no 8-bit tensor cores; use precision.matmul=compute")
+        raise UserError(f"precision.matmul={matmul}: {device.name} ({kind}) has no 8-bit tensor cores; use precision.matmul=compute")

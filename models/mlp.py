@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from configs.schema import ModelConfig
 from models.norms import Prepare, unprepared
-from models.params import ParamFactory
+from models.params import ParamFactory, Recent
 from models.projection import Projector
 from models.remat import Remat
 
@@ -37,6 +37,7 @@ class MLP(nnx.Module):
         self.gate_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias and model.gated_mlp else None
         self.up_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias else None
         self.down_bias = make.constant((width,), ("norm",), 0.0) if model.mlp_bias else None
+        self.gate_recent, self.up_recent, self.down_recent = make.recent(), make.recent(), make.recent()
         self.activation = model.activation
         self.project = projector
         self.remat = remat
@@ -47,7 +48,7 @@ class MLP(nnx.Module):
 
         def widen(x_BTD: jax.Array) -> list[jax.Array]:
             normed_BTD = prepare(x_BTD)
-            return [self._hidden(normed_BTD, kernel, bias) for kernel, bias in sides]
+            return [self._hidden(normed_BTD, *side) for side in sides]
 
         # Only the inputs of the elementwise part are kept for the backward pass; recomputing it costs less than moving its intermediates.
         @partial(jax.checkpoint, prevent_cse=False)
@@ -55,13 +56,14 @@ class MLP(nnx.Module):
             return act(gate_BTF[0]) * up_BTF if gate_BTF else act(up_BTF)
 
         def narrow(*wide_BTF: jax.Array) -> jax.Array:
-            return self.project("btf,fd->btd", activate(*wide_BTF), self.down)
+            return self.project("btf,fd->btd", activate(*wide_BTF), self.down, self.down_recent)
 
-        sides = [(self.up, self.up_bias)] if self.gate is None else [(self.up, self.up_bias), (self.gate, self.gate_bias)]
+        sides = [(self.up, self.up_bias, self.up_recent)]
+        sides += [] if self.gate is None else [(self.gate, self.gate_bias, self.gate_recent)]
         names = ("mlp_up", "mlp_gate")
         wide_BTF = [checkpoint_name(side_BTF, name) for side_BTF, name in zip(wrap(widen)(x_BTD), names, strict=False)]
         return self.project.add_bias(wrap(narrow)(*wide_BTF), self.down_bias)
 
-    def _hidden(self, x_BTD: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-        h_BTF = self.project.add_bias(self.project("btd,df->btf", x_BTD, kernel), bias)
+    def _hidden(self, x_BTD: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, recent: Recent | None) -> jax.Array:
+        h_BTF = self.project.add_bias(self.project("btd,df->btf", x_BTD, kernel, recent), bias)
         return self.project.partitioner.constrain(h_BTF, "batch", "seq", "act_mlp")

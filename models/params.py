@@ -17,6 +17,14 @@ from flax import nnx
 if TYPE_CHECKING:
     from sharding.partition import Partitioner
 
+
+class Recent(nnx.Variable):
+    """Largest magnitudes lately of the three operands of a product (input, parameter, gradient), float32 [3]; 0: not known.
+
+    No parameter: what a backward pass gives back in the place of its gradient are the largest magnitudes of that pass.
+    """
+
+
 LAYERS = "layers"
 """Logical axis of the leading dim of stacked parameters."""
 
@@ -32,6 +40,8 @@ class ParamFactory:
     rngs: nnx.Rngs
     dtype: jnp.dtype
     layers: int | None = None
+    delayed: bool = False
+    """Whether products scale their operands by earlier steps."""
 
     def stacked(self, layers: int) -> ParamFactory:
         """Return a factory whose parameters carry a leading dim of `layers`."""
@@ -44,6 +54,11 @@ class ParamFactory:
     def constant(self, shape: tuple[int, ...], axes: tuple[str, ...], value: float) -> nnx.Param:
         """Create a parameter filled with `value`."""
         return self._create(lambda key: jnp.full(shape, value, jnp.float32), axes)
+
+    def recent(self) -> Recent | None:
+        """Create what a product remembers of its operands; None where it remembers nothing."""
+        shape = (3,) if self.layers is None else (self.layers, 3)
+        return Recent(jnp.zeros(shape, jnp.float32)) if self.delayed else None
 
     def _create(self, draw: Callable[[jax.Array], jax.Array], axes: tuple[str, ...]) -> nnx.Param:
         key = self.rngs.params()

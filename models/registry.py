@@ -21,6 +21,17 @@ def family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def build(model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner, rngs: nnx.Rngs) -> Decoder:
-    """Create the model of a config. Jittable, so that parameters can be created directly in their shards."""
-    return Decoder(family(model.family), model, compute, precision, partitioner, rngs)
+def build(
+    model: ModelConfig,
+    compute: ComputeConfig,
+    precision: PrecisionConfig,
+    partitioner: Partitioner,
+    rngs: nnx.Rngs,
+    *,
+    delayed: bool = False,
+) -> Decoder:
+    """Create the model of a config. Jittable, so that parameters can be created directly in their shards.
+
+    `delayed`: give every product of a layer a `Recent` for its scales; without, they come from the tensors themselves.
+    """
+    return Decoder(family(model.family), model, compute, precision, partitioner, rngs, delayed=delayed)

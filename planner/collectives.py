@@ -146,7 +146,7 @@ class _Plan:
         self.micro = config.trainer.accumulation
         self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
         self.act = ITEMSIZE[config.precision.compute]
-        self.gathered = 1 if config.precision.matmul == "fp8" else self.act
+        self.gathered = 1 if config.precision.eight_bit else self.act
         """Bytes of an element of a layer's parameters on its way to the other devices."""
         self.grad = ITEMSIZE[config.precision.gradients]
         self.stream = self.rows * config.data.seq_len * self.model.embed_dim * self.act
@@ -257,10 +257,11 @@ class _Plan:
     def _half(self, half: str, inputs: int) -> list[PlannedCollective]:
         """The residual stream around one half of a block, over tensor."""
         tensor = self.over("tensor")
+        narrow = self.stream // self.act * self.gathered  # a gradient becomes 8-bit before it moves
         return [
             self._item(f"{half} input", "forward", "all-gather", tensor, self.stream),
             self._item(f"{half} update", "forward", "reduce-scatter", tensor, self.stream),
-            self._item(f"{half} update", "backward", "all-gather", tensor, self.stream),
+            self._item(f"{half} update", "backward", "all-gather", tensor, narrow),
             replace(self._item(f"{half} input", "backward", "reduce-scatter", tensor, self.stream), parts=inputs),
         ]
 

@@ -78,7 +78,7 @@ class Kernels:
     @property
     def layer_dtype(self) -> str:
         """Arithmetic of the layers' products with parameters; embedding, attention and unembedding stay in `dtype`."""
-        return "float8" if self.local.config.precision.matmul == "fp8" else self.dtype
+        return "float8" if self.local.config.precision.eight_bit else self.dtype
 
     def product_s(self, m: int, n: int, k: int, dtype: str | None = None) -> float:
         """Time of an [M, K] x [K, N] product."""

@@ -17,6 +17,7 @@ from flax import nnx
 
 import models
 from configs.schema import Config
+from models.params import Recent
 from sharding.partition import Partitioner, optimizer_state_shardings, state_shardings
 
 Tree = Any
@@ -33,6 +34,9 @@ class TrainState:
     """Nested dict of arrays in precision.params."""
     opt_state: Tree
     """The optax state."""
+    amax: Tree
+    """Largest magnitudes of the operands of every product of a layer in the last steps, newest first: nested dict of float32
+    [layers, 3, precision.amax_history] (models.params.Recent); empty where scales are not delayed."""
     skipped: jax.Array
     """int32 []: non-finite steps so far."""
     bad_in_a_row: jax.Array
@@ -46,6 +50,10 @@ class ModelSpec:
     """The static side of a model: structure, shapes and logical axes, with no array anywhere."""
 
     graphdef: Any
+    delayed_graphdef: Any
+    """With a place for the magnitudes that delayed scaling goes by; equal to `graphdef` where there is none."""
+    abstract_amax: Tree
+    """Of TrainState.amax, as abstract_params."""
     abstract_params: Tree
     """Nested dict of ShapeDtypeStruct."""
     param_axes: Tree
@@ -55,24 +63,30 @@ class ModelSpec:
     build: Callable[[jax.Array], Tree]
     """Key -> initial parameters (pure, jittable)."""
 
-    def merge(self, params: Tree) -> Any:
-        """Put parameters into the module (inside jit)."""
-        return nnx.merge(self.graphdef, params)
+    def merge(self, params: Tree, recent: Tree | None = None) -> Any:
+        """Put parameters into the module (inside jit). `recent`: magnitudes for delayed scaling; without, scales are current."""
+        return nnx.merge(self.graphdef, params) if recent is None else nnx.merge(self.delayed_graphdef, params, recent)
 
 
 def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
     """Describe the model of a config without allocating it; a parameter dim that does not divide over the mesh raises UserError."""
 
-    def create(key: jax.Array) -> Any:
-        return models.build(config.model, config.compute, config.precision, partitioner, nnx.Rngs(params=key))
+    def create(key: jax.Array, delayed: bool = False) -> Any:
+        return models.build(config.model, config.compute, config.precision, partitioner, nnx.Rngs(params=key), delayed=delayed)
 
     def initial_params(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.split(create(key), nnx.Param)[1])
 
     graphdef, variables = nnx.split(nnx.eval_shape(lambda: create(jax.random.key(0))), nnx.Param)
+    delayed_graphdef, recent, steps = graphdef, {}, config.precision.amax_history
+    if config.precision.delayed:
+        delayed_graphdef, *states = nnx.split(nnx.eval_shape(lambda: create(jax.random.key(0), delayed=True)), nnx.Param, Recent)
+        recent = nnx.to_pure_dict(states[1])
     axes = jax.tree.map(lambda v: v.get_metadata()["axes"], variables, is_leaf=lambda v: isinstance(v, nnx.Variable))
     return ModelSpec(
         graphdef=graphdef,
+        delayed_graphdef=delayed_graphdef,
+        abstract_amax=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*leaf.shape, steps), leaf.dtype), recent),
         abstract_params=nnx.to_pure_dict(variables),
         param_axes=nnx.to_pure_dict(axes),
         param_shardings=nnx.to_pure_dict(state_shardings(partitioner, variables)),
@@ -88,6 +102,7 @@ def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTra
         step=replicated,
         params=spec.param_shardings,
         opt_state=optimizer_state_shardings(partitioner, shapes.opt_state, spec.abstract_params, spec.param_axes),
+        amax=jax.tree.map(lambda _: replicated, shapes.amax),
         skipped=replicated,
         bad_in_a_row=replicated,
         rng=replicated,
@@ -108,5 +123,11 @@ def initial_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTran
     params = spec.build(init_key)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
-        step=zero, params=params, opt_state=optimizer.init(params), skipped=zero, bad_in_a_row=zero, rng=jax.random.key_data(run_key)
+        step=zero,
+        params=params,
+        opt_state=optimizer.init(params),
+        amax=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.abstract_amax),
+        skipped=zero,
+        bad_in_a_row=zero,
+        rng=jax.random.key_data(run_key),
     )

@@ -28,9 +28,11 @@ Metrics = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
 
 
-def loss_sums(spec: ModelSpec, config: Config, partitioner: Partitioner, params: Tree, batch: Batch) -> LossSums:
-    """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars)."""
-    model = spec.merge(params)
+def loss_sums(
+    spec: ModelSpec, config: Config, partitioner: Partitioner, params: Tree, batch: Batch, recent: Tree | None = None
+) -> LossSums:
+    """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars). `recent` as in `ModelSpec.merge`."""
+    model = spec.merge(params, recent)
     # Without segments attention takes its plain causal kernel; what padding there is lies at the end of a row.
     segment_ids = batch["segment_ids"] if config.data.document_masking else None
     x_BTD = model(batch["tokens"], batch["positions"], segment_ids)
@@ -53,36 +55,41 @@ def make_train_step(
     accumulation = config.trainer.accumulation
     grad_dtype = jnp.dtype(config.precision.gradients)
 
-    def microbatch_gradient(params: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, Metrics]:
-        def objective(params: Tree) -> tuple[jax.Array, Metrics]:
-            sums = loss_sums(spec, config, partitioner, params, batch)
+    def microbatch_gradient(params: Tree, recent: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, Tree, Metrics]:
+        def objective(params: Tree, recent: Tree) -> tuple[jax.Array, Metrics]:
+            sums = loss_sums(spec, config, partitioner, params, batch, recent)
             means = {"loss": sums.nats / total_weight, "z_loss": sums.z / total_weight, "accuracy": sums.correct / total_weight}
             return (sums.nats + sums.z) / total_weight, means
 
-        (_, means), grads = jax.value_and_grad(objective, has_aux=True)(params)
-        return jax.tree.map(lambda g: g.astype(grad_dtype), grads), means
+        (_, means), (grads, now) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(params, recent)
+        return jax.tree.map(lambda g: g.astype(grad_dtype), grads), now, means
 
-    def gradient(params: Tree, batch: Batch) -> tuple[Tree, Metrics, jax.Array]:
+    def gradient(params: Tree, recent: Tree, batch: Batch) -> tuple[Tree, Tree, Metrics, jax.Array]:
         weight = jnp.sum(batch["weights"], dtype=jnp.float32)
         divisor = jnp.maximum(weight, 1.0)
         if accumulation == 1:
-            grads, means = microbatch_gradient(params, batch, divisor)
-            return grads, means, weight
+            return *microbatch_gradient(params, recent, batch, divisor), weight
         micro = {name: split_rows(x, accumulation, partitioner) for name, x in batch.items()}
 
-        def body(carry: tuple[Tree, Metrics], one: Batch) -> tuple[tuple[Tree, Metrics], None]:
+        def body(carry: tuple[Tree, Tree, Metrics], one: Batch) -> tuple[tuple[Tree, Tree, Metrics], None]:
             # XLA on GPUs unrolls this loop: without the barrier a microbatch's activations come before the last one's have gone. One
             # gradient of the blocks stands for all: behind the barrier, a sum over devices could not be moved out of the loop.
             one, _ = jax.lax.optimization_barrier((one, jax.tree.leaves(carry[0]["blocks"])[0]))
-            return jax.tree.map(jnp.add, carry, microbatch_gradient(params, one, divisor)), None
+            grads, now, means = microbatch_gradient(params, recent, one, divisor)
+            return (
+                jax.tree.map(jnp.add, carry[0], grads),
+                jax.tree.map(jnp.maximum, carry[1], now),
+                jax.tree.map(jnp.add, carry[2], means),
+            ), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), params)
         nothing = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss", "accuracy")}
-        (grads, means), _ = jax.lax.scan(body, (constrain_params(zeros, spec, partitioner), nothing), micro)
-        return grads, means, weight
+        least = jax.tree.map(jnp.zeros_like, recent)
+        (grads, now, means), _ = jax.lax.scan(body, (constrain_params(zeros, spec, partitioner), least, nothing), micro)
+        return grads, now, means, weight
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, means, weight = gradient(state.params, batch)
+        grads, now, means, weight = gradient(state.params, jax.tree.map(lambda steps: jnp.max(steps, -1), state.amax), batch)
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
@@ -95,14 +102,16 @@ def make_train_step(
             apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
             params = apply(state.params, updates)
             # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
-            params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            amax = jax.tree.map(lambda steps, newest: jnp.concatenate([newest[..., None], steps[..., :-1]], -1), state.amax, now)
+            params, opt_state, amax = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (params, opt_state, amax), (state.params, state.opt_state, state.amax)
             )
         bad = jnp.where(finite, 0, 1).astype(jnp.int32)
         new_state = TrainState(
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
+            amax=amax,
             skipped=state.skipped + bad,
             bad_in_a_row=(state.bad_in_a_row + 1) * bad,
             rng=state.rng,

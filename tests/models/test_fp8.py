@@ -49,6 +49,43 @@ def test_zeros_stay_and_what_is_not_finite_is_not_hidden():
         assert not bool(jnp.all(jnp.isfinite(back)))
 
 
+@pytest.mark.parametrize("dtype", [fp8.VALUES, fp8.GRADIENTS])
+def test_a_scale_from_earlier_steps_saturates_what_has_grown_and_never_hides_what_is_not_finite(dtype):
+    top = float(jnp.finfo(dtype).max)
+    x = jnp.array([0.5, -1.0, 300.0, -jnp.inf, jnp.nan, 0.0])
+    q, scale = fp8.quantise(x, dtype, jnp.float32(1.0))
+    assert top / 2 < 1.0 / float(scale) <= top, "the largest magnitude of before lands in the upper half"
+    back = np.asarray(fp8.dequantise(q, scale, jnp.float32))
+    np.testing.assert_array_equal(back[[0, 1, 2, 5]], [0.5, -1.0, top * float(scale), 0.0])
+    assert not np.isfinite(back[[3, 4]]).any()
+
+
+def test_before_the_first_step_the_scale_is_the_one_given():
+    q, scale = fp8.quantise(jnp.array([1e-6, -3e-6]), fp8.GRADIENTS, jnp.float32(0.0), 2.0**-24)
+    assert float(scale) == 2.0**-24
+    np.testing.assert_allclose(np.asarray(fp8.dequantise(q, scale, jnp.float32)), [1e-6, -3e-6], rtol=2.0**-3)
+
+
+def test_a_product_gives_the_magnitudes_of_its_operands_for_the_gradient_of_those_it_was_given():
+    key = jax.random.split(jax.random.key(2), 3)
+    x = jax.random.normal(key[0], (2, 16, 64), jnp.bfloat16)
+    w = 0.05 * jax.random.normal(key[1], (64, 96))
+    dy = 1e-4 * jax.random.normal(key[2], (2, 16, 96), jnp.bfloat16)
+    of, sizes = projector(), jnp.stack([fp8.largest(operand) for operand in (x, w, dy)])
+
+    def both(recent):
+        y, back = jax.vjp(lambda x, w, recent: _project(of, "btd,df->btf", ("embed", "mlp"), x, w, recent), x, w, recent)
+        return [y, *back(dy)]
+
+    *delayed, now = both(sizes)
+    np.testing.assert_array_equal(now, sizes)
+    for one, other in zip(delayed, both(None), strict=False):
+        np.testing.assert_array_equal(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), "told the true magnitudes it is current scaling"
+        )
+    assert float(jnp.max(jnp.abs(both(sizes / 16)[0].astype(jnp.float32)))) < 0.5 * float(jnp.max(jnp.abs(delayed[0].astype(jnp.float32))))
+
+
 def test_dequantising_is_exact_in_bfloat16():
     q, scale = fp8.quantise(jax.random.normal(jax.random.key(1), (32, 32)) * 1e-3, fp8.VALUES)
     narrow = fp8.dequantise(q, scale, jnp.bfloat16).astype(jnp.float32)

@@ -34,7 +34,7 @@ def new_run(**sections):
     spec = model_spec(config, Partitioner(build_mesh(config.mesh), Rules.from_config(config.mesh)))
     zero = jnp.zeros((), jnp.int32)
     return spec, TrainState(
-        step=zero, params=None, opt_state=(), skipped=zero, bad_in_a_row=zero, rng=jax.random.key_data(jax.random.key(0))
+        step=zero, params=None, opt_state=(), amax={}, skipped=zero, bad_in_a_row=zero, rng=jax.random.key_data(jax.random.key(0))
     )
 
 
