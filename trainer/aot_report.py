@@ -11,7 +11,7 @@ from typing import Any
 from configs.cluster import ClusterConfig
 from configs.schema import Config
 from perf.collectives import Collective, collectives
-from perf.hlo import Source, parse
+from perf.hlo import parse
 from perf.hlo_buffers import Buffer, grouped, live_at_peak
 from perf.hlo_roofline import Kernel, kernels, total_flops
 from perf.hlo_schedule import Schedule, play
@@ -22,6 +22,7 @@ from planner.links import Fabric
 from planner.memory import MemoryEstimate, memory_per_device
 from planner.step_time import host_bytes_per_s
 from trainer.aot import Compiled, Request
+from trainer.compile_record import collective_json, overlapped, source_text
 from trainer.reconcile import memory_rows, traffic_rows
 from trainer.traffic import SMALL_BYTES, Traffic, compare_traffic, unplanned
 
@@ -137,11 +138,6 @@ def arithmetic(kernel: Kernel, dtype: str) -> str:
     return {"f8": "float8", "f4": "float4"}.get(kernel.dtype[:2], dtype)
 
 
-def overlapped(collective: Collective) -> bool:
-    """Whether compute is scheduled between the start and the done of a collective."""
-    return collective.asynchronous and collective.compute_between > 0
-
-
 def _wide_gathers(config: Config, found: Sequence[Collective]) -> list[Collective]:
     if config.precision.compute == "float32":
         return []
@@ -230,27 +226,7 @@ def roofline_json(report: Report) -> dict[str, Any]:
     }
 
 
-def collective_json(c: Collective) -> dict[str, Any]:
-    """Return one collective as plain values."""
-    return {
-        "kind": c.kind,
-        "axes": list(c.axes) if c.axes is not None else None,
-        "dtype": c.dtype,
-        "bytes": c.bytes,
-        "count": c.count,
-        "overlapped": overlapped(c),
-        "name": c.name,
-        "op_name": c.op_name,
-        "source": source_text(c.source),
-    }
-
-
 def buffer_json(b: Buffer) -> dict[str, Any]:
     """Return one (grouped) buffer as plain values."""
     shape = f"{b.dtype}[{','.join(map(str, b.dims))}]"
     return {"what": b.what, "bytes": b.bytes, "copies": b.copies, "shape": shape, "op_name": b.op_name, "source": source_text(b.source)}
-
-
-def source_text(source: Source | None) -> str | None:
-    """Return file:line of a source line."""
-    return None if source is None else f"{source.file}:{source.line}"

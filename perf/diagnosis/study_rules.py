@@ -79,7 +79,7 @@ def time_barely_down(facts: Facts) -> Finding | None:
         pattern=PATTERNS["metrics differ"],
         evidence=(f"{last.devices} devices: {rate:+.0%} throughput, but {change}{fixed}",),
         measure_next="ridge goodput of both runs: start-up, compilation, evaluation",
-        action=f"use {stop} devices: {why}",
+        action=f"use {stop} device(s): {why}",
         next_bottleneck="the steps themselves, once the fixed part is amortised",
         **_at(facts, stop),
     )
@@ -102,15 +102,17 @@ def efficiency_falls(facts: Facts) -> Finding | None:
     first = bad[0]
     stop, _ = stopping_point(facts.study, "efficiency", least_efficiency=THRESHOLDS["efficiency"][0])
     chosen = next(row for row in rows if row.devices == stop)
+    least = THRESHOLDS["efficiency"][0]
+    beyond_noise = any(row.efficiency is not None and row.efficiency * (1 + row.spread + rows[0].spread) < least for row in bad)
     return Finding(
         rule="parallel efficiency falls",
-        confidence="high",
+        confidence="high" if beyond_noise else "low",
         gain=max(0.0, (chosen.efficiency or 1.0) / (rows[-1].efficiency or 1.0) - 1),
         lens="amortisation",
         pattern=PATTERNS["amortisation"],
         evidence=tuple(f"{row.devices} devices: efficiency {row.efficiency:.0%}" for row in bad[:3]),
         measure_next="ridge analyze at that scale: communication and waiting for the slowest",
-        action=f"use {stop} devices, give each more work, or another layout (ridge plan --nodes)",
+        action=f"use {stop} device(s), give each more work, or another layout (ridge plan --nodes)",
         next_bottleneck=f"communication, from {first.devices} devices on",
         **_at(facts, stop),
     )

@@ -10,7 +10,8 @@ from perf.hlo import parse
 from planner.collectives import as_compiled_for_gpu, bytes_per_step, planned_collectives
 from tests.trainer.gpu_models import SHAPES, cluster, small
 from trainer.aot import Compiled, Request, compile_many
-from trainer.aot_report import build_report, collective_json
+from trainer.aot_report import build_report
+from trainer.compile_record import collective_json
 from trainer.traffic import payload_bytes
 
 LAYOUTS = {

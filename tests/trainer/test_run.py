@@ -148,6 +148,11 @@ def test_a_run_directory_tells_what_was_run(whole: tuple[Config, dict[int, float
     assert (directory / "config.yaml").is_file()
     plan = json.loads((directory / "plan.json").read_text())
     assert plan["memory_bytes"] > 0 and plan["communication"] and all(row["explanation"] for row in plan["memory"])
+    compiled = json.loads((directory / "compile.json").read_text())
+    assert compiled["flops"] > 0 and compiled["compile_s"] > 0 and compiled["collectives"]
+    assert compiled["traffic"] == plan["communication"]
+    told = [event.fields for event in read_events(event_file(directory, 0)) if event.kind == "device_states"]
+    assert all((fields["source"] is None) != (fields["missing"] is None) for fields in told) and told
 
 
 def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, float]]) -> None:
