@@ -20,6 +20,7 @@ from perf.gantt import gantt_svg
 from perf.progress import format_count, format_duration, format_seconds
 from perf.report.charts import Series, line_chart, stacked_bars
 from perf.report.comparison import against, speed_verdict
+from perf.report.devices import devices_section
 from perf.report.html import table, text
 from perf.report.plan import plan_section
 from perf.report.step import step_section
@@ -130,7 +131,13 @@ def _one(run: RunReport, *, heading: bool) -> list[str]:
     parts += ["<h2>Curves</h2>", f'<div class="charts">{_curves([run])}</div>']
     parts += ["<h2>Where the time went</h2>", '<div class="wide">', stacked_bars("Run ledger", {"run": run.facts.ledger.seconds}), "</div>"]
     parts += [_ledger_table(run), "<h2>Timeline</h2>", '<div class="wide">', gantt_svg(run.events), "</div>"]
-    parts += step_section(run.facts.analysis) + plan_section(run.facts) + _diagnosis(run) + _configuration(run)
+    parts += (
+        step_section(run.facts.analysis)
+        + devices_section(run.facts.devices)
+        + plan_section(run.facts)
+        + _diagnosis(run)
+        + _configuration(run)
+    )
     return parts
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def test_many_runs_are_a_sentence_each_with_the_rest_folded(healthy_run, killed_
     assert all(f"<h3>run {number}</h3>" in opened for number in range(4))
     assert opened.count("<table") < page.count("<table") / 4
     assert "<summary>everything about" not in render(runs[:2])
+
+
+def test_what_devices_said_of_themselves_is_shown(healthy_run):
+    run = read_run(healthy_run)
+    assert "What the devices say" not in render([run])
+    samples = [
+        {"device": "gpu:0", "clock_mhz": mhz, "rated_mhz": 1980.0, "reasons": ["hardware thermal slowdown"]} for mhz in (900, 990, 1000)
+    ]
+    page = render([replace(run, facts=replace(run.facts, devices={"node-p00000/gpu:0": samples}))])
+    assert "node-p00000/gpu:0 runs at 50% of its highest clock (hardware thermal slowdown)" in page
+    assert '<td class="n">990</td>' in page
+    assert "power W" not in page  # not offered
 
 
 def test_the_verdict_says_how_it_went_and_what_to_do_first(healthy_run, killed_run):
