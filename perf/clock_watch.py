@@ -5,12 +5,14 @@ A sample becomes an event (`device_state`, one row per device, in the log of its
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from typing import Any
 
-from perf.clocks import DeviceState, Source
+from perf.clocks import DeviceState, Source, find_source
 from perf.events import EventLog
 
 END_S = 5.0
@@ -88,3 +90,9 @@ def device_metrics(states: Sequence[DeviceState]) -> dict[str, float]:
 def _worst(choose: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return choose(known) if known else None
+
+
+def watch_clocks(devices: Sequence[Any], events: EventLog) -> ClockWatch:
+    """Begin to record what the local devices (of JAX) of this process say of their clocks."""
+    ids = [index if device.local_hardware_id is None else device.local_hardware_id for index, device in enumerate(devices)]
+    return ClockWatch(*find_source(devices[0].platform, devices[0].device_kind, ids, os.environ), events)

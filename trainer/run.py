@@ -24,8 +24,7 @@ from configs.rules import check_devices
 from configs.schema import Config
 from loaders.loader import build_loader, read_manifests
 from loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
-from perf.clock_watch import ClockWatch
-from perf.clocks import find_source
+from perf.clock_watch import watch_clocks
 from perf.diagnosis.last_word import last_word
 from perf.events import EventLog, event_file, read_events
 from perf.goodput_live import LiveGoodput, watch
@@ -233,7 +232,7 @@ class _Session:
             analyze=True,
         )
         profiler.install_signal()
-        clocks = _watch_clocks(events)
+        clocks = watch_clocks(jax.local_devices(), events)
         grace = Grace(self.grace_s, progress.note, self.checkpointer.last_write_s)
         grace.begin(last_write_s(events.path))  # process 0 tells of saves, and prints
         loop = Loop(
@@ -281,13 +280,6 @@ class _Session:
         except UserError as error:
             self.progress.note(f"no goodput in TensorBoard: {error}")
             return None
-
-
-def _watch_clocks(events: EventLog) -> ClockWatch:
-    """Begin to record what the devices of this process say of their clocks."""
-    devices = jax.local_devices()
-    ids = [index if device.local_hardware_id is None else device.local_hardware_id for index, device in enumerate(devices)]
-    return ClockWatch(*find_source(devices[0].platform, devices[0].device_kind, ids, os.environ), events)
 
 
 def _restore(

@@ -6,15 +6,12 @@ goes beside each other; what computes goes alone, so that it is not disturbed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ from perf.diagnosis.facts import read_facts
 from perf.diagnosis.rules import rules_table
 from tests.perf.magnitudes import FAULTS as FAULT_SIZES
 from tests.perf.magnitudes import found
+from tests.perf.throttle import control_group, throttle
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).with_name("faults.py")
@@ -371,7 +369,7 @@ class Bench:
         with control_group(ranks[1]) as group:
             self.quota = group is not None
             plan = self.directory / "runs" / run.name / "plan.json"
-            threading.Thread(target=_throttle, args=(ranks[1], plan, group), daemon=True).start()
+            threading.Thread(target=throttle, args=(ranks[1], plan, group), daemon=True).start()
             self._finish(ranks)
 
     def _python(self, plan: Path, arguments: Sequence[str], devices: int, log: Path) -> subprocess.Popen[bytes]:
@@ -397,59 +395,6 @@ def measured_links(run: Path) -> dict[str, Any]:
     measured = [[row["bytes"] / row["count"], row["bytes"] / row["wire_s"] / 1e9] for row in rows]
     curve = {"kind": "memory", "device": "cpu", "measured": sorted(measured), "source": "the all-reduces of a healthy run"}
     return {"name": MEASURED, "links": [curve]}
-
-
-PERIOD_S, RUNNING, QUOTA_CORES = 0.1, 0.2, 0.2
-"""A throttled rank may run for this share of each period, or use so many cores."""
-
-
-def _throttle(process: subprocess.Popen[bytes], plan: Path, group: Path | None) -> None:
-    """Take most of its time from a process, from the moment it has compiled: what hot silicon does to its clock.
-
-    By a CPU quota of its control group where there is one to be had (root), else by stopping and continuing it.
-    """
-    while not plan.exists() and process.poll() is None:
-        time.sleep(0.1)
-    if group is not None:
-        _set_quota(group, QUOTA_CORES)
-        process.wait()
-        return
-    while process.poll() is None:
-        process.send_signal(signal.SIGSTOP)
-        time.sleep((1 - RUNNING) * PERIOD_S)
-        process.send_signal(signal.SIGCONT)
-        time.sleep(RUNNING * PERIOD_S)
-
-
-@contextlib.contextmanager
-def control_group(process: subprocess.Popen[bytes]) -> Iterator[Path | None]:
-    """Put a process into a control group of its own, with CPU time that can be limited; None where this user may not make one."""
-    top = next((top for top in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")) if (top / "cgroup.procs").exists()), None)
-    group = None if top is None else top / f"ridge-test-{process.pid}"
-    try:
-        if group is not None:
-            group.mkdir()
-            _set_quota(group, 1000)
-            (group / "cgroup.procs").write_text(str(process.pid))
-    except OSError:
-        if group is not None and group.is_dir():
-            group.rmdir()
-        group = None
-    try:
-        yield group
-    finally:
-        if group is not None:
-            process.wait(LIMIT_S)
-            group.rmdir()
-
-
-def _set_quota(group: Path, cores: float) -> None:
-    """Limit the CPU time of a control group of version 1 or 2."""
-    quota, period = (round(1e6 * seconds) for seconds in (cores * PERIOD_S, PERIOD_S))
-    if (group / "cpu.cfs_quota_us").exists():
-        (group / "cpu.cfs_quota_us").write_text(str(quota))
-    else:
-        (group / "cpu.max").write_text(f"{quota} {period}")
 
 
 def _warm_ups(runs: Sequence[Run]) -> list[Run]:
