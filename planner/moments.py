@@ -101,9 +101,24 @@ class Moments:
 
     def kept(self) -> Component:
         """Saved activations, of two microbatches where both are there."""
-        if not self.both_microbatches:
+        if self.both_microbatches:
+            return Component(2 * self.saved.bytes, f"{self.saved.assumption}; of two microbatches, whose loop is unrolled")
+        early = self.zeroed_early()
+        if not early:
             return self.saved
-        return Component(2 * self.saved.bytes, f"{self.saved.assumption}; of two microbatches, whose loop is unrolled")
+        return Component(self.saved.bytes + early, f"{self.saved.assumption}; streams and queries of the next microbatch zeroed early")
+
+    def zeroed_early(self) -> int:
+        """With overlap: what the second of two unrolled microbatches will keep, zeroed before the first has run.
+
+        Its streams, queries and attention results, where nothing is recomputed and gradients are as narrow as activations: XLA fills all
+        arrays of zeros of a dtype and shape in one kernel.
+        """
+        local = self.local
+        alike = local.gradient_itemsize == local.compute_itemsize and local.config.compute.remat.policy == "none"
+        if not (alike and self.overlap and self.in_loop and local.tensor == 1 and local.fsdp > 1):
+            return 0
+        return local.model.num_layers * 2 * (local.cut_stream_bytes + local.query_bytes)
 
     def unembedding_gradient(self) -> int:
         """The whole float32 gradient of the unembedding, of two microbatches where both are there."""

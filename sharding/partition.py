@@ -150,8 +150,9 @@ def param_shardings(partitioner: Partitioner, abstract_params: Any, axes: Any) -
 def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any, abstract_params: Any, axes: Any) -> Any:
     """Return the optimiser state's tree with a NamedSharding for each array.
 
-    A moment lies as its parameter does; Adafactor's row and column statistics as the parameter without the dim they sum over; counters and
-    placeholders are replicated. Parameters are found by path: a state array belongs to the parameter whose path ends its own.
+    A moment lies as its parameter does, the scales of one in 8 bits too where blocks are whole; Adafactor's row and column statistics as
+    the parameter without the dim they sum over; counters and placeholders are replicated. Parameters are found by path: a state array
+    belongs to the parameter whose path ends its own.
     """
     owners: dict[tuple[Any, ...], tuple[Sequence[int], LogicalAxes]] = {}
     jax.tree_util.tree_map_with_path(lambda path, leaf, of: owners.update({tuple(path): (leaf.shape, of)}), abstract_params, axes)
@@ -162,12 +163,10 @@ def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any,
             assert len(leaf.shape) <= 1, f"optimiser state {path_name(path)} of shape {leaf.shape} belongs to no parameter"
             return partitioner.replicated()
         prefix, (shape, of) = found
-        fewer = [dim for dim, (size, whole) in enumerate(zip(leaf.shape, shape, strict=False)) if size < whole]
-        if len(leaf.shape) == len(shape) and len(fewer) == 1 and math.prod(leaf.shape) > max(leaf.shape[0], 1):
-            # scales of blocks along one dim: cut as it is where whole blocks lie on a device
-            uneven = leaf.shape[fewer[0]] % partitioner.axis_size(of[fewer[0]])
-            axes_of_scales = [None if dim in fewer and uneven else axis for dim, axis in enumerate(of)]
-            return partitioner.sharding(axes_of_scales, leaf.shape, path_name(path))
+        if path_name(prefix).endswith(".scale"):
+            # of blocks along one dim (trainer/eight_bit.py): cut as that dim where whole blocks lie on a device
+            even = [size % partitioner.axis_size(axis) == 0 for size, axis in zip(leaf.shape, of, strict=True)]
+            return partitioner.sharding([axis if e else None for axis, e in zip(of, even, strict=True)], leaf.shape, path_name(path))
         return partitioner.sharding(statistic_axes(path_name(prefix), leaf.shape, shape, of), leaf.shape, path_name(path))
 
     return jax.tree_util.tree_map_with_path(one, abstract_opt_state)

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from configs.load import load
+from launch.commands.compile import flags_of_a_run
+from perf.collectives import collectives
+from perf.hlo import parse
 from planner.memory import memory_per_device
 from tests.trainer.gpu_models import cluster
-from trainer.aot import Compiled, Request, compile_many
+from trainer.aot import Compiled, Request, compile_ahead, compile_many
 
 TABLE = json.loads((Path(__file__).parent / "compiled_steps_overlap.json").read_text())["cases"]
 AGAIN = {"models/llama-3.2-1b": 8, "models/llama-3.1-70b": 1024}
@@ -38,3 +41,26 @@ def test_rows_compiled_again_are_what_the_table_says_and_within_five_percent_of_
         assert result.temp_bytes == pytest.approx(case["temp_bytes"], rel=0.02)
         planned = memory_per_device(config, result.mesh, overlap=True).compiled_bytes
         assert planned == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.05)
+
+
+NARROW = ("precision.params=bfloat16", "precision.stochastic_rounding=true", "precision.moments=int8", "precision.gradients=bfloat16")
+
+
+@pytest.mark.slow
+def test_a_narrow_state_stays_narrow_in_the_compiled_update_and_takes_what_is_planned():
+    """8B on eight H100 with four microbatches and nothing recomputed, as a run compiles it."""
+    overrides = ("data.seq_len=4096", "data.batch_size=64", "data.document_masking=false", "precision.compute=bfloat16", "mesh.fsdp=8")
+    config = load("models/llama-3.1-8b", (*overrides, *NARROW, "compute.remat.policy=none", "trainer.accumulation=4")).config
+    flags, level = flags_of_a_run(config, "h100-sxm")
+    result = compile_ahead(Request.on(config, cluster(), 1, xla_flags=flags, optimization_level=level))
+    planned = memory_per_device(config, result.mesh, overlap=True)
+    assert planned.argument_bytes == pytest.approx(result.argument_bytes, rel=1e-3)
+    assert planned.compiled_bytes == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.08)
+    module = parse(result.hlo_text)
+    update = [each for each in module.computations[module.entry].instructions if "optimizer/" in each.op_name]
+    matrices = {math.prod(leaf["local_shape"]) for leaf in result.leaves if "mu.code" in leaf["name"]}
+    narrow = {"s8", "u8", "bf16"}
+    written = [shape for each in update for shape in each.shapes if math.prod(shape.dims) in matrices]
+    assert {shape.dtype for shape in written} == narrow, "no matrix is kept in float32 on the way from gradient to update"
+    moved = collectives(module, result.mesh)
+    assert not [c for c in moved if c.dtype in ("s8", "u8") or ("optimizer/" in c.op_name and c.bytes > 64)], "scales are each device's own"
