@@ -1,0 +1,143 @@
+"""Rank rematerialisation policies by predicted and by measured time: `python tests/bench/remat.py [--rounds 7] [--calibration FILE]`.
+
+The rates are measured in the same run (`ridge calibrate`'s measurements) unless a file is given; the policies' steps are timed in turn, so
+that whatever else the machine does meets them alike, and each counts with its best round, in wall time or (--clock cpu, on a busy machine)
+in seconds of the processor. Printed: predicted and measured milliseconds of
+each policy, both relative to `none`, and how many pairs of policies both sides put in the same order. Pairs that are measured nearer than
+--tie to each other are no disagreement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+
+from configs.cluster import LinkLevel, load_cluster
+from configs.schema import MESH_AXES, Config
+from launch import calibration as measuring
+from planner.calibration import Calibration, load_calibration
+from planner.hardware import hardware
+from planner.step_time import step_time
+from sharding.partition import Partitioner
+from trainer.optimizers import build_optimizer
+from trainer.schedules import build_schedule
+from trainer.state import abstract_state, init_state, model_spec
+from trainer.step import make_train_step
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {"policy": "none"},
+    "attention-only": {"policy": "attention-only"},
+    "dots": {"policy": "dots"},
+    "names": {"policy": "names", "names": ["query", "key", "value", "attention_context", "attention_lse", "attention_out"]},
+    "full": {"policy": "full"},
+}
+
+
+def config_of(remat: dict[str, Any], rows: int, length: int) -> Config:
+    """Return the config of a policy: a Llama whose layers take most of the step."""
+    return Config.model_validate(
+        {
+            "model": {"vocab_size": 512, "num_layers": 6, "embed_dim": 384, "num_heads": 6, "num_kv_heads": 3, "mlp_dim": 1536,
+                      "max_seq_len": length},
+            "precision": {"compute": "float32"},
+            "compute": {"remat": remat},
+            "data": {"batch_size": rows, "seq_len": length, "document_masking": False},
+        }
+    )  # fmt: skip
+
+
+def compiled_step(config: Config) -> Any:
+    """Return a function that takes a step and waits for it."""
+    partitioner = Partitioner.single()
+    spec = model_spec(config, partitioner)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
+    state = init_state(config, spec, optimizer, abstract_state(config, spec, optimizer, partitioner))
+    schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
+    step = jax.jit(make_train_step(spec, config, optimizer, schedule, partitioner), donate_argnums=0)
+    rows, length = config.data.batch_size, config.data.seq_len
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (rows, length), np.int32)
+    batch = {
+        "tokens": tokens,
+        "targets": tokens,
+        "weights": np.ones((rows, length), np.float32),
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)),
+        "segment_ids": np.ones((rows, length), np.int32),
+    }
+    held = [state]
+
+    def run() -> None:
+        held[0], metrics = step(held[0], batch)
+        jax.block_until_ready((held[0], metrics))
+
+    run()
+    return run
+
+
+def calibrated(path: Path | None) -> Calibration:
+    """Return the rates of this machine."""
+    if path is not None:
+        return load_calibration(path)
+    device = hardware("cpu")
+    level = LinkLevel(name="memory", kind="memory", bandwidth_gb_per_s=device.host_bandwidth_bytes_per_s / 1e9, latency_us=0.0)
+    measured = measuring.calibrate("cpu", measuring.CPU, level, report=lambda line: print(f"measuring {line}", file=sys.stderr))
+    return Calibration(measured.name, measured)
+
+
+def compare(predicted: dict[str, float], measured: dict[str, float], tie: float) -> list[tuple[str, str]]:
+    """Return the pairs that measurement puts in the other order, by more than `tie`."""
+    wrong = []
+    for a, b in itertools.combinations(predicted, 2):
+        clear = abs(measured[a] / measured[b] - 1) > tie
+        if clear and (predicted[a] - predicted[b]) * (measured[a] - measured[b]) < 0:
+            wrong.append((a, b))
+    return wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; 1 when a pair of policies is in the wrong order."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--tie", type=float, default=0.02, help="relative difference below which two policies count as equal")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    configs = {name: config_of(remat, args.rows, args.length) for name, remat in POLICIES.items()}
+    rates, cluster = calibrated(args.calibration), load_cluster("local").config
+    one = dict.fromkeys(MESH_AXES, 1)
+    predicted = {name: step_time(config, one, cluster, rates).step_s for name, config in configs.items()}
+    steps = {name: compiled_step(config) for name, config in configs.items()}
+    measured = dict.fromkeys(configs, float("inf"))
+    clock = time.perf_counter if args.clock == "wall" else time.process_time
+    for _ in range(args.rounds):
+        for name, step in steps.items():
+            begun = clock()
+            step()
+            measured[name] = min(measured[name], clock() - begun)
+    print(f"{'policy':16}{'predicted ms':>14}{'to none':>9}{'measured ms':>13}{'to none':>9}")
+    for name in sorted(configs, key=lambda name: predicted[name]):
+        ratios = [side[name] / side["none"] for side in (predicted, measured)]
+        print(f"{name:16}{predicted[name] * 1e3:14.1f}{ratios[0]:9.2f}{measured[name] * 1e3:13.1f}{ratios[1]:9.2f}")
+    wrong = compare(predicted, measured, args.tie)
+    pairs = len(configs) * (len(configs) - 1) // 2
+    print(f"{pairs - len(wrong)} of {pairs} pairs in the measured order" + "".join(f"; not {a} and {b}" for a, b in wrong))
+    if args.json:
+        args.json.write_text(json.dumps({"predicted_s": predicted, "measured_s": measured, "wrong": wrong}, indent=1) + "\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
