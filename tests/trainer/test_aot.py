@@ -68,6 +68,39 @@ def test_attention_is_cudnns_forward_and_backward(name):
     assert len(calls) == 2 and sum(call.endswith("Backward") for call in calls) == 1
 
 
+TOKENS = 1024
+"""Of a row below; nothing else in the model is as long."""
+ROW = ("model.num_layers=1", "model.max_seq_len=1024", f"data.seq_len={TOKENS}", "data.batch_size=2")
+ATTENTION = {
+    "cudnn, packed": ("compute.attention.backend=cudnn", "data.document_masking=true"),
+    "cudnn, window": ("compute.attention.backend=cudnn", "data.document_masking=false", "model.sliding_window=256", "model.head_dim=128"),
+    "pallas, packed": ("compute.attention.backend=pallas", "data.document_masking=true"),
+    "pallas, tensor": ("compute.attention.backend=pallas", "data.document_masking=true", "mesh.fsdp=2", "mesh.tensor=4"),
+}
+
+
+@cache
+def attention():
+    """One layer for an H100 (the last for eight) with each backend that keeps no scores."""
+    configs = {name: small("llama", *ROW, *settings) for name, settings in ATTENTION.items()}
+    requests = [Request.on(config, cluster("h100-sxm", config.mesh.fsdp * config.mesh.tensor), 1) for config in configs.values()]
+    return dict(zip(configs, compile_many(requests), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_is_one_kernel_forward_and_stores_no_scores(name):
+    result = attention()[name]
+    assert isinstance(result, Compiled), result
+    targets = re.findall(r'custom_call_target="([^"]*)"', result.hlo_text)
+    fused = [target for target in targets if target.startswith(("__cudnn$fmha", "__gpu$xla.gpu.triton"))]
+    assert len(fused) == (2 if name.startswith("cudnn") else 3)  # Pallas: gradients of queries and of keys apart
+    squares = {math.prod(map(int, dims.split(","))) for dims in re.findall(rf"\[((?:\d+,)*{TOKENS},{TOKENS})\]", result.hlo_text)}
+    rows = 2 if name == "cudnn, packed" else 0  # the mask, of each row but not of each head
+    assert all(elements <= rows * TOKENS**2 for elements in squares)
+    assert bool(squares) == (rows > 0)
+
+
 @pytest.mark.slow
 def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16():
     """Seven matrices, forward and both gradients, by the run's own flags; on a small model XLA would merge what reads the same input."""
