@@ -16,7 +16,7 @@ from configs.schema import OptimizerConfig, RematConfig
 from planner.advice import alternatives, binding
 from planner.layouts import Layout, accumulations, meshes, remat_choices
 from planner.memory import memory_per_device
-from planner.search import Limits, capacity_bytes, ranked, search, search_scale, within
+from planner.search import Limits, capacity_bytes, evaluate, ranked, search, search_scale, within
 from planner.step_time import Machine, step_time
 from tests.planner.clusters import CALIBRATION, cluster, config, links
 
@@ -123,9 +123,9 @@ def test_pruning_finds_what_an_exhaustive_search_finds():
         for remat in remat_choices(model):
             for count in accumulations(model, mesh.layout):
                 layout = replace(mesh.layout, accumulation=count, remat=remat)
-                chosen = layout.apply(model)
-                if memory_per_device(chosen, layout.sizes).total_bytes <= capacity_bytes(machine):
-                    quickest = min(quickest, step_time(chosen, layout.sizes, made, CALIBRATION, machine=machine).step_s)
+                memory = memory_per_device(layout.apply(model), layout.sizes)
+                if memory.total_bytes <= capacity_bytes(machine):
+                    quickest = min(quickest, evaluate(model, layout, memory, machine, TOKENS, 2).step.step_s)
     assert best(made, model, nodes=2).step.step_s == pytest.approx(quickest)
 
 
@@ -155,7 +155,7 @@ def test_muons_gathers_count_in_memory_and_time():
 
 
 def test_time_cost_and_efficiency_rank_differently():
-    scales = search(config(rows=512), cluster(), CALIBRATION, [1, 4, 16], TOKENS)
+    scales = search(config(rows=128), cluster(), CALIBRATION, [1, 4, 16], TOKENS)
     fastest, cheapest, leanest = (ranked(scales, objective, Limits())[0] for objective in ("time", "cost", "efficiency"))
     assert fastest.run.wall_days == min(c.run.wall_days for s in scales for c in s.candidates)
     assert cheapest.run.wall_cost_usd == min(c.run.wall_cost_usd for s in scales for c in s.candidates)
