@@ -10,7 +10,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh
 
 from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
 from models import fp8
@@ -19,6 +18,7 @@ from models.embedding import embed
 from models.family import Family
 from models.norms import NORMS
 from models.params import ParamFactory
+from models.product import platform_of
 from models.projection import Projector
 from models.remat import Remat
 from models.rope import rotary_table
@@ -115,14 +115,3 @@ class Decoder(nnx.Module):
         for index in range(self.model.num_layers):
             x_BTD = block(x_BTD, jax.tree.map(lambda stack, at=index: stack[at], stacked))
         return x_BTD
-
-
-def platform_of(partitioner: Partitioner) -> str:
-    """Return the platform of the mesh's devices (cpu, gpu, rocm, tpu), which need not be present when compiling ahead of time."""
-    mesh = partitioner.mesh
-    if isinstance(mesh, AbstractMesh):
-        return jax.default_backend()
-    device = mesh.devices.flat[0]
-    # JAX calls NVIDIA and AMD devices "gpu"; only the runtime's version text tells them apart.
-    rocm = device.platform == "gpu" and "rocm" in str(getattr(getattr(device, "client", None), "platform_version", "")).lower()
-    return "rocm" if rocm else str(device.platform)

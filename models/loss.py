@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from models.product import product
 from sharding.manual import sum_row_shards
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _forward(
         probability = jnp.exp(logits - lse[..., None]) * (weights * (1 + 2 * settings.z_loss * lse))[..., None]
         is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
         dlogits = (probability - jnp.where(is_target, weights[..., None], 0)).astype(x.dtype)
-        dx = jnp.einsum("rbcv,dv->rbcd", dlogits, used_DV)
+        dx = product(settings.partitioner, "rbcv,dv->rbcd", dlogits, used_DV)
         dw_RDV += jnp.einsum("rbcd,rbcv->rdv", x, dlogits, preferred_element_type=jnp.float32)
         dw_RDV = constrain(dw_RDV, "batch", None, "act_vocab")
         dx_RBTD = jax.lax.dynamic_update_slice_in_dim(dx_RBTD, dx, index * settings.tokens_per_chunk, 2)

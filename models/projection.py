@@ -18,6 +18,7 @@ from flax import nnx
 
 from models import fp8
 from models.params import LAYERS, Recent
+from models.product import product
 
 if TYPE_CHECKING:
     from sharding.partition import Partitioner
@@ -89,7 +90,7 @@ def _operand(projector: Projector, x: jax.Array, recent: Magnitudes, which: int)
 
 
 def _product(projector: Projector, equation: str, x: jax.Array, gathered: Gathered, recent: Magnitudes) -> jax.Array:
-    return jnp.einsum(equation, _operand(projector, x, recent, INPUT), _weight(projector, gathered))
+    return product(projector.partitioner, equation, _operand(projector, x, recent, INPUT), _weight(projector, gathered))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -118,7 +119,8 @@ def _project_backward(
     x_dims, w_dims = inputs.split(",")
     now = None if recent is None else jnp.stack([fp8.largest(operand) for operand in (x, w, dy)])
     dy = _operand(projector, dy, recent, GRADIENT)
-    dx = jnp.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, _weight(projector, gathered or _gather(projector, axes, w, recent)))
+    used = _weight(projector, gathered or _gather(projector, axes, w, recent))
+    dx = product(projector.partitioner, f"{y_dims},{w_dims}->{x_dims}", dy, used)
     x = _operand(projector, x, recent, INPUT)
     dw = jnp.einsum(f"{x_dims},{y_dims}->{w_dims}", x, dy, preferred_element_type=projector.gradient_dtype)
     return dx, projector.partitioner.constrain(dw, *axes).astype(w.dtype), now

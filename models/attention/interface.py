@@ -19,7 +19,7 @@ class AttentionRequest:
     """The static facts a backend decides on."""
 
     platform: str
-    """Of the devices that will run it: cpu, gpu (NVIDIA), rocm or tpu (see models.decoder.platform_of)."""
+    """Of the devices that will run it: cpu, gpu (NVIDIA), rocm or tpu (see models.product.platform_of)."""
     dtype: jnp.dtype
     head_dim: int
     num_heads: int
