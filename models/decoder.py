@@ -45,7 +45,9 @@ class Decoder(nnx.Module):
             fp8.check_mesh(partitioner.mesh, precision.matmul)
         platform = platform_of(partitioner)
         in_loop = compute.scan_layers and compute.scan_unroll < model.num_layers
-        self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop)
+        # XLA's CPU loops compute them again where a product reads its operand transposed: slower than reading float32 (docs/LOG.md).
+        keeps = platform == "cpu" and precision.compute == "float32"
+        self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop, keeps_product_inputs=keeps)
         self.project = Projector(
             partitioner, jnp.dtype(precision.compute), jnp.dtype(precision.gradients), eight_bit, self.remat.recomputes_blocks
         )

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from configs.errors import UserError
-from configs.schema import AttentionConfig, ComputeConfig, ModelConfig, RematConfig
+from configs.schema import AttentionConfig, ComputeConfig, ModelConfig, PrecisionConfig, RematConfig
 from models.decoder import Decoder
 from models.remat import NAMES, POLICIES, Remat
 from tests.models.tiny import BASE, build, tokens, value_and_grad
@@ -40,14 +40,14 @@ def decoder_with(policy: str, backend: str = "chunked") -> Decoder:
     return build(ModelConfig(**BASE), ComputeConfig(remat=CONFIGS[policy], attention=AttentionConfig(backend=backend, chunk=8)))
 
 
-def kept_bytes(decoder: Decoder) -> int:
+def kept_bytes(decoder: Decoder, dtype: Any = jnp.float32) -> int:
     """Bytes that the forward pass of the blocks leaves for the backward pass, parameters and inputs aside."""
     blocks, state = nnx.split(decoder)
 
     def forward(state: nnx.State, x_BTD: jax.Array) -> jax.Array:
         return nnx.merge(blocks, state)._run_blocks(x_BTD, None, None)
 
-    x_BTD = jax.ShapeDtypeStruct((ROWS, LENGTH, BASE["embed_dim"]), jnp.float32)
+    x_BTD = jax.ShapeDtypeStruct((ROWS, LENGTH, BASE["embed_dim"]), dtype)
     pullback = jax.eval_shape(lambda state, x: jax.vjp(forward, state, x)[1], state, x_BTD)
     inputs = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(state.blocks))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback)) - inputs
@@ -81,6 +81,16 @@ def test_policies_keep_what_they_claim() -> None:
     assert kept["names"] == kept["one name"] + CONTEXT_BYTES + LSE_BYTES
     assert kept["full"] < kept["names"] < kept["dots"] < kept["none"]
     assert kept["none"] - kept["attention-only"] >= LSE_BYTES
+
+
+def test_inputs_of_products_are_kept_only_in_float32_on_a_cpu() -> None:
+    """In elements, the log-sum-exp aside, which is float32 in both: the two normed streams and the gated product."""
+    wide = decoder_with("none")
+    narrow = build(ModelConfig(**BASE), ComputeConfig(remat=CONFIGS["none"], attention=AttentionConfig(chunk=8)), PrecisionConfig())
+    assert wide.remat.keeps_product_inputs
+    assert not narrow.remat.keeps_product_inputs
+    more = (kept_bytes(wide) - LSE_BYTES) / 4 - (kept_bytes(narrow, jnp.bfloat16) - LSE_BYTES) / 2
+    assert more == (2 * STREAM_BYTES + HIDDEN_BYTES) / 4
 
 
 def test_attention_only_keeps_no_scores() -> None:
