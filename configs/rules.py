@@ -261,7 +261,10 @@ def _compute(config: Config) -> Iterator[Problem]:
 def _steps(config: Config) -> Iterator[Problem]:
     steps, schedule = config.trainer.steps, config.schedule
     if schedule.warmup_steps > steps:
-        yield Problem(("schedule.warmup_steps", "trainer.steps"), f"must be at most trainer.steps={steps}, got {schedule.warmup_steps}")
+        yield Problem(
+            ("schedule.warmup_steps", "trainer.steps"),
+            f"schedule.warmup_steps={schedule.warmup_steps} is more than trainer.steps={steps}: warm up for fewer steps, or train for more",
+        )
     elif schedule.kind == "wsd" and schedule.warmup_steps + schedule.decay_fraction * steps > steps:
         yield Problem(
             ("schedule.decay_fraction", "schedule.warmup_steps", "trainer.steps"),

@@ -110,7 +110,8 @@ CASES = [
         "compute.remat.names: compute.remat.names is read by the policies names and offload only, not by none ([] empties it)",
     ),
     # steps
-    (["schedule.warmup_steps=2000"], "schedule.warmup_steps: must be at most trainer.steps=1000, got 2000"),
+    (["schedule.warmup_steps=2000"], "schedule.warmup_steps: schedule.warmup_steps=2000 is more than trainer.steps=1000"),
+    (["trainer.steps=8", "schedule.warmup_steps=20"], "schedule.warmup_steps=20 is more than trainer.steps=8"),
     (
         ["schedule.kind=wsd", "schedule.warmup_steps=600", "schedule.decay_fraction=0.5"],
         "schedule.decay_fraction: warm-up (600 steps) and decay (0.5 of 1000) overlap; schedule.decay_fraction=0.4 is the most",
