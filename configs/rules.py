@@ -79,6 +79,10 @@ def _multiples(value: int, of: int) -> str:
     return f"{below} or {below + of}" if below else str(of)
 
 
+BLOCK = 32
+"""Elements of a block of block-scaled products; nvfp4 has 16 forward, but its gradients read mxfp8."""
+
+
 def _precision(config: Config) -> Iterator[Problem]:
     for key in ("params", "compute", "gradients", "moments"):
         if getattr(config.precision, key) == "float16":
@@ -93,11 +97,26 @@ def _precision(config: Config) -> Iterator[Problem]:
             ("precision.stochastic_rounding", "precision.params"),
             f"only bfloat16 parameters are rounded: set precision.params=bfloat16 (it is {config.precision.params})",
         )
-    if config.precision.eight_bit and config.precision.compute != "bfloat16":
+    if config.precision.matmul != "compute" and config.precision.compute != "bfloat16":
         yield Problem(
             ("precision.matmul", "precision.compute"),
             f"{config.precision.matmul} products give bfloat16 results: set precision.compute=bfloat16 (it is {config.precision.compute})",
         )
+    if config.precision.block_scaled is not None:
+        model = config.model
+        widths = {
+            "model.embed_dim": model.embed_dim,
+            "model.mlp_dim": model.mlp_dim,
+            "model.num_heads": model.num_heads * model.head_width,
+            "model.num_kv_heads": model.kv_heads * model.head_width,
+            "data.seq_len": config.data.seq_len,
+        }
+        for key, width in widths.items():
+            if width % BLOCK:
+                yield Problem(
+                    ("precision.matmul", key),
+                    f"{config.precision.matmul} sums in blocks of {BLOCK}, which {width} ({key}) is no multiple of; fp8 has no blocks",
+                )
 
 
 def _names(config: Config) -> Iterator[Problem]:
@@ -188,6 +207,9 @@ def _axes_of(config: Config, logical: str, sizes: dict[str, int]) -> tuple[tuple
 
 def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
     model = config.model
+    if config.precision.block_scaled is not None and sizes["tensor"] > 1:
+        wanted = "set mesh.tensor=1, or precision.matmul=fp8"
+        yield Problem(("mesh.tensor",), f"{config.precision.matmul} products of parameters cut over tensor are not offered: {wanted}")
     dims = {
         "heads": ("model.num_heads", model.num_heads),
         "kv_heads": ("model.num_kv_heads", model.kv_heads),

@@ -168,10 +168,11 @@ class PrecisionConfig(Section):
     """Master parameters."""
     compute: DType = "bfloat16"
     """Activations and matmul inputs; parameters are cast before they are gathered."""
-    matmul: Literal["compute", "fp8", "fp8_delayed"] = "compute"
-    """Inputs of the layers' products with parameters, forward and backward: the compute dtype, or float8 with a scale per tensor (e4m3,
-    gradients e5m2), taken from the tensor itself (fp8) or from the steps before (fp8_delayed). Embedding, attention scores and unembedding
-    stay in the compute dtype."""
+    matmul: Literal["compute", "fp8", "fp8_delayed", "mxfp8", "nvfp4"] = "compute"
+    """Inputs of the layers' products with parameters, forward and backward: the compute dtype; float8 with a scale per tensor (e4m3,
+    gradients e5m2), taken from the tensor itself (fp8) or from the steps before (fp8_delayed); or, on NVIDIA's Blackwell and newer, blocks
+    of 32 e4m3 (mxfp8), in the forward pass of 16 e2m1 (nvfp4), with a scale each. Embedding, attention scores and unembedding stay in the
+    compute dtype."""
     amax_history: PositiveInt = 16
     """fp8_delayed: steps whose largest magnitudes are remembered for the scales."""
     gradients: DType = "float32"
@@ -183,8 +184,13 @@ class PrecisionConfig(Section):
 
     @property
     def eight_bit(self) -> bool:
-        """Whether the layers' products read float8."""
-        return self.matmul != "compute"
+        """Whether the layers' products read float8 with a scale per tensor."""
+        return self.matmul in ("fp8", "fp8_delayed")
+
+    @property
+    def block_scaled(self) -> Literal["mxfp8", "nvfp4"] | None:
+        """The format of block-scaled products."""
+        return self.matmul if self.matmul in ("mxfp8", "nvfp4") else None
 
     @property
     def delayed(self) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from models import fp8
+from models import block_scaled, fp8
 from models.attention.layer import RotaryTable
 from models.embedding import embed
 from models.family import Family
@@ -43,13 +43,20 @@ class Decoder(nnx.Module):
         eight_bit = precision.eight_bit
         if eight_bit:
             fp8.check_mesh(partitioner.mesh, precision.matmul)
+        if precision.block_scaled is not None:
+            block_scaled.check_mesh(partitioner, precision.block_scaled)
         platform = platform_of(partitioner)
         in_loop = compute.scan_layers and compute.scan_unroll < model.num_layers
         # XLA's CPU loops compute them again where a product reads its operand transposed: slower than reading float32 (docs/LOG.md).
         keeps = platform == "cpu" and precision.compute == "float32"
         self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop, keeps_product_inputs=keeps)
         self.project = Projector(
-            partitioner, jnp.dtype(precision.compute), jnp.dtype(precision.gradients), eight_bit, self.remat.recomputes_blocks
+            partitioner,
+            jnp.dtype(precision.compute),
+            jnp.dtype(precision.gradients),
+            eight_bit,
+            precision.block_scaled,
+            gather_once=self.remat.recomputes_blocks,
         )
         vocab, width = model.padded_vocab_size, model.embed_dim
         self.embedding = make.normal((vocab, width), ("vocab", "embed"), model.init_std)

@@ -50,10 +50,13 @@ def quantise(x: jax.Array, dtype: jnp.dtype, recent: jax.Array | None = None, st
 
 
 def _scale(amax: jax.Array, dtype: jnp.dtype, otherwise: float) -> jax.Array:
-    """Return the smallest power of two >= amax / largest of the format, from the exponent's bits: log2 would round at the edges."""
-    mantissa, exponent = jnp.frexp(jnp.maximum(amax / float(jnp.finfo(dtype).max), 2.0**-100))
-    power = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    return jnp.where(amax > 0, jnp.ldexp(jnp.float32(1), power), jnp.float32(otherwise))
+    return jnp.where(amax > 0, power_of_two(amax / float(jnp.finfo(dtype).max)), jnp.float32(otherwise))
+
+
+def power_of_two(x: jax.Array) -> jax.Array:
+    """Return the smallest power of two >= x and 2^-100, from the exponent's bits: log2 would round at the edges. float32."""
+    mantissa, exponent = jnp.frexp(jnp.maximum(x, 2.0**-100))
+    return jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
 
 
 def dequantise(q: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -3,7 +3,7 @@
 Written with its own backward pass for two reasons. The gathered weight is not kept from forward to backward (ZeRO-3 gathers it again;
 otherwise every device would hold the whole model as residuals), and the weight's gradient leaves the product in `precision.gradients`,
 so that the sum over devices happens in that dtype whatever the compute dtype is. With `precision.matmul: fp8` all three products read
-8-bit inputs (models/fp8.py), and parameters are gathered as such: half the bytes.
+8-bit inputs (models/fp8.py), and parameters are gathered as such: half the bytes; with `mxfp8` and `nvfp4` they read block-scaled ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import fp8
+from models import block_scaled, fp8
 from models.params import LAYERS, Recent
 from models.product import product
 
@@ -32,7 +32,9 @@ class Projector:
     compute_dtype: jnp.dtype
     gradient_dtype: jnp.dtype
     eight_bit: bool = False
-    """Whether products read float8."""
+    """Whether products read float8 with a scale per tensor."""
+    blocks: str | None = None
+    """The block-scaled format that products read (models/block_scaled.py)."""
     gather_once: bool = False
     """Whether the backward pass finds the gathered parameter among its residuals. For blocks that are recomputed: what recomputes the
     product gathers its parameter, and the gradients use the same copy. Elsewhere the copies of all layers would be kept."""
@@ -90,6 +92,9 @@ def _operand(projector: Projector, x: jax.Array, recent: Magnitudes, which: int)
 
 
 def _product(projector: Projector, equation: str, x: jax.Array, gathered: Gathered, recent: Magnitudes) -> jax.Array:
+    if projector.blocks is not None:
+        format = block_scaled.FORMATS[projector.blocks]
+        return block_scaled.product(projector.partitioner, format, equation, x, _weight(projector, gathered))
     return product(projector.partitioner, equation, _operand(projector, x, recent, INPUT), _weight(projector, gathered))
 
 
@@ -117,6 +122,12 @@ def _project_backward(
     x, w, recent, gathered = residuals
     inputs, y_dims = equation.split("->")
     x_dims, w_dims = inputs.split(",")
+    if projector.blocks is not None:
+        format, used = block_scaled.GRADIENTS, _weight(projector, gathered or _gather(projector, axes, w, recent))
+        dx = block_scaled.product(projector.partitioner, format, f"{y_dims},{w_dims}->{x_dims}", dy, used)
+        swapped = f"{x_dims},{y_dims}->{w_dims}"
+        dw = block_scaled.weight_gradient(projector.partitioner, format, swapped, axes, x, dy, projector.gradient_dtype)
+        return dx, dw.astype(w.dtype), None
     now = None if recent is None else jnp.stack([fp8.largest(operand) for operand in (x, w, dy)])
     dy = _operand(projector, dy, recent, GRADIENT)
     used = _weight(projector, gathered or _gather(projector, axes, w, recent))

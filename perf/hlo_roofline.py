@@ -130,6 +130,8 @@ def product_flops(computation: Computation, instruction: Instruction) -> float:
         contracted = re.search(r'lhs_contracting_dimensions": ?\["?([\d", ]*)\]', instruction.attributes)
         dims = [int(d) for d in re.findall(r"\d+", contracted.group(1))] if contracted else []
         return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[d] for d in dims)
+    if "blockScaledDot" in target.group(1):  # [1, M, K] x [1, N, K]
+        return 2.0 * math.prod(instruction.shapes[0].dims) * computation.operand_shapes(instruction)[0].dims[-1]
     if "fmha" in target.group(1):
         return _attention_flops(computation, instruction, target.group(1))
     return 0.0

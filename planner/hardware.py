@@ -10,7 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from configs.errors import unknown_name
+from configs.errors import UserError, unknown_name
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 
@@ -109,6 +109,14 @@ def find_hardware(device_kind: str) -> Hardware | None:
     matches = [h for h in catalogue() if any(re.fullmatch(kind, device_kind) for kind in h.kinds)]
     assert len(matches) <= 1, f"{device_kind!r} matches {[m.name for m in matches]} in {CATALOGUE.name}"
     return matches[0] if matches else None
+
+
+def check_block_scaled(device: Hardware, matmul: str, kind: str | None = None) -> None:
+    """Refuse block-scaled products (mxfp8, nvfp4) on a device without them: they came with 4-bit ones. Raises UserError."""
+    if "float4" not in device.peak_flops:
+        able = ", ".join(h.name for h in catalogue() if "float4" in h.peak_flops)
+        name = device.name if kind is None else f"{device.name} ({kind})"
+        raise UserError(f"precision.matmul={matmul}: {name} has no block-scaled tensor cores ({able} have); use precision.matmul=fp8")
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:

@@ -78,7 +78,12 @@ class Kernels:
     @property
     def layer_dtype(self) -> str:
         """Arithmetic of the layers' products with parameters; embedding, attention and unembedding stay in `dtype`."""
-        return "float8" if self.local.config.precision.eight_bit else self.dtype
+        return "float8" if self.local.config.precision.matmul != "compute" else self.dtype
+
+    @property
+    def forward_dtype(self) -> str:
+        """The same in the forward pass: only that reads 4 bits."""
+        return "float4" if self.local.config.precision.matmul == "nvfp4" else self.layer_dtype
 
     def product_s(self, m: int, n: int, k: int, dtype: str | None = None) -> float:
         """Time of an [M, K] x [K, N] product."""
@@ -99,7 +104,7 @@ class Kernels:
 
     def layer_forward(self) -> Work:
         """One layer."""
-        compute = sum(self.product_s(*shape, self.layer_dtype) for shape in self.products().values())
+        compute = sum(self.product_s(*shape, self.forward_dtype) for shape in self.products().values())
         attention = self.attention()
         return (
             Work(compute)
@@ -113,7 +118,7 @@ class Kernels:
         compute = 0.0
         for name, (m, n, k) in self.products().items():
             compute += self.product_s(m, k, n, self.layer_dtype) + self.product_s(k, n, m, self.layer_dtype)
-            compute += self.product_s(m, n, k, self.layer_dtype) if name in again.weights else 0.0
+            compute += self.product_s(m, n, k, self.forward_dtype) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if again.attention else 0.0))
         return Work(compute) + attention + Work(0.0, self.memory_s(self.elementwise_passes * self._elementwise_backward(again)))
 

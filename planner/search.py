@@ -16,6 +16,7 @@ from configs.schema import Config
 from planner.activations import offloaded_bytes
 from planner.calibration import Calibration
 from planner.economics import RunEstimate, estimate_run
+from planner.hardware import check_block_scaled, hardware
 from planner.layouts import Layout, Mesh, accumulations, check_plannable, meshes, remat_choices
 from planner.local import LocalSizes
 from planner.memory import MemoryEstimate, memory_per_device
@@ -88,6 +89,8 @@ def capacity_bytes(machine: Machine) -> int:
 def search(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: Sequence[int], tokens: float) -> list[Scale]:
     """Search every number of nodes. Raises UserError for configs, node counts or devices that cannot be planned."""
     check_plannable(config)
+    if config.precision.block_scaled is not None:
+        check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
     for count in nodes:
         if cluster.nodes is not None and count > cluster.nodes:
             raise UserError(f"--nodes {count}: cluster '{cluster.name}' has {cluster.nodes:,} nodes ({count - cluster.nodes:,} too many)")

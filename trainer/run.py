@@ -332,7 +332,7 @@ def step_timer(config: Config, parts: Prepared) -> StepTimer:
         num_devices=parts.mesh.size,
         flops_per_token=train_flops_per_token(config.model, config.data.seq_len).total,
         peak_flops=peak_flops(kind, dtype),
-        float8_peak_flops=peak_flops(kind, "float8") if config.precision.eight_bit else None,
+        float8_peak_flops=peak_flops(kind, "float8") if config.precision.matmul != "compute" else None,
     )
 
 

@@ -110,6 +110,8 @@ CASES = [
         "compute.remat.names: compute.remat.names is read by the policies names and offload only, not by none ([] empties it)",
     ),
     # steps
+    (["precision.matmul=mxfp8", "model.mlp_dim=1000"], "mxfp8 sums in blocks of 32, which 1000 (model.mlp_dim) is no multiple of"),
+    (["precision.matmul=nvfp4", "precision.compute=float32"], "nvfp4 products give bfloat16 results: set precision.compute=bfloat16"),
     (["schedule.warmup_steps=2000"], "schedule.warmup_steps: schedule.warmup_steps=2000 is more than trainer.steps=1000"),
     (["trainer.steps=8", "schedule.warmup_steps=20"], "schedule.warmup_steps=20 is more than trainer.steps=8"),
     (
@@ -239,6 +241,14 @@ def test_rules_that_need_the_devices_wait_for_them() -> None:
     assert check_config(config) == []
     with pytest.raises(UserError, match=r"do not divide by mesh\.data=32"):
         check_devices(config, 32)
+
+
+def test_block_scaled_products_wait_for_parameters_that_tensor_does_not_cut() -> None:
+    config = make(fsdp=2, tensor=2)
+    narrow = config.model_copy(update={"precision": config.precision.model_copy(update={"matmul": "mxfp8"})})
+    check_devices(config, 4)
+    with pytest.raises(UserError, match=r"^mesh\.tensor: mxfp8 products .*set mesh\.tensor=1, or precision\.matmul=fp8"):
+        check_devices(narrow, 4)
 
 
 def test_the_divisibility_table_agrees_with_the_sharding_rules() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs.errors import UserError
-from planner.hardware import catalogue, find_hardware, hardware, matmul_dtype, peak_flops
+from planner.hardware import catalogue, check_block_scaled, find_hardware, hardware, matmul_dtype, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,11 @@ def test_float32_matmuls_run_in_tf32_unless_told_otherwise():
     assert matmul_dtype("float32", "high") == "tfloat32"
     assert matmul_dtype("float32", "highest") == "float32"
     assert matmul_dtype("bfloat16", "highest") == "bfloat16"
+
+
+def test_block_scaled_products_are_planned_only_where_there_are_kernels():
+    check_block_scaled(hardware("b200"), "mxfp8")
+    with pytest.raises(
+        UserError, match=r"precision.matmul=nvfp4: h100-sxm has no block-scaled tensor cores \(b200, .* have\); use precision.matmul=fp8"
+    ):
+        check_block_scaled(hardware("h100-sxm"), "nvfp4")

@@ -11,6 +11,7 @@ import pytest
 
 from configs.errors import UserError
 from launch.commands.compile import flags_of_a_run
+from planner.collectives import product_weights
 from planner.hardware import catalogue, hardware
 from tests.trainer.gpu_models import cluster, small
 from trainer import aot
@@ -115,6 +116,33 @@ def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(
     assert all(report.rates(k)[0] == hardware("h200-sxm").peak_flops["float8"] for k in products)
     assert all(row.agrees for row in report.traffic), "parameters are gathered in 8 bits"
     assert "f8e" not in compiled()["h200-sxm"].hlo_text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matmul", ["mxfp8", "nvfp4"])
+def test_every_product_of_a_layer_is_a_block_scaled_kernel_where_the_gpu_has_them(matmul):
+    """Rows and parameters cut; the gradients of nvfp4 read mxfp8."""
+    place = cluster("b200", 4)
+    config = small("llama", f"precision.matmul={matmul}", "mesh.data=2", "mesh.fsdp=2", "compute.attention.backend=auto")
+    flags, level = flags_of_a_run(config, "b200")
+    request = replace(Request.on(config, place, 1), xla_flags=flags, optimization_level=level)
+    report = build_report(request, place, compile_ahead(request))
+    products = [k for k in report.kernels if k.dtype and k.component != "loss" and "dot_product_attention" not in k.name]
+    count = {kind: math.fsum(k.count for k in products if k.dtype.startswith(kind)) for kind in ("f8", "f4")}
+    forward = 7 * config.model.num_layers
+    assert count == ({"f8": 2 * forward, "f4": forward} if matmul == "nvfp4" else {"f8": 3 * forward, "f4": 0})
+    assert sum(count.values()) == math.fsum(k.count for k in products)
+    tokens = config.data.batch_size * config.data.seq_len // 4
+    weights = sum(product_weights(config.model).values()) * config.model.num_layers
+    assert math.fsum(k.flops * k.count for k in products) == 6.0 * tokens * weights
+    assert all(row.agrees for row in report.traffic if row.where == "all"), "gathered in 16 bits, reduced in float32"
+
+
+def test_block_scaled_products_are_refused_where_there_are_none():
+    with pytest.raises(
+        UserError, match=r"precision.matmul=mxfp8: h200-sxm .*has no block-scaled tensor cores \(.*b200.*use precision.matmul=fp8"
+    ):
+        compile_ahead(Request.on(small("llama", "precision.matmul=mxfp8", "mesh.fsdp=4"), cluster("h200-sxm", 4), 1))
 
 
 def test_targets_carry_the_figures_of_their_gpu():

@@ -21,7 +21,8 @@ from trainer.checkpoint import Checkpointer
 from trainer.run import Prepared, prepare
 
 pytestmark = pytest.mark.xdist_group("fp8-training")  # the steps are compiled once
-MODEL = {"vocab_size": 256, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64, "max_seq_len": 32}
+MODEL = {"vocab_size": 256, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+MODEL |= {"mlp_dim": 64, "max_seq_len": 32}
 ROWS, LENGTH, STEPS, TAIL, SEEDS = 8, 32, 100, 30, (0, 1, 2)
 TEXT = np.frombuffer(b"".join(Path(str(module.__file__)).read_bytes() for module in (argparse, ast)), np.uint8).astype(np.int32)
 
@@ -100,9 +101,9 @@ def excess(run: tuple[Prepared, Any]) -> float:
     return float(np.mean(found - reference()) / np.std(reference(), ddof=1)) if np.isfinite(found).all() else np.inf
 
 
-@pytest.mark.parametrize("matmul", ["fp8", "fp8_delayed"])
-def test_8_bit_products_learn_as_well_as_16_bit_ones(matmul: str) -> None:
-    assert abs(excess(run_of(matmul))) < 0.5
+@pytest.mark.parametrize("matmul", ["fp8", "fp8_delayed", "mxfp8", "nvfp4"])
+def test_narrow_products_learn_as_well_as_16_bit_ones(matmul: str) -> None:
+    assert abs(excess(run_of(matmul))) < (1.0 if matmul == "nvfp4" else 0.5)
 
 
 def test_the_comparison_finds_gradients_that_are_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +121,14 @@ def test_every_mesh_and_microbatch_gives_the_losses_and_magnitudes_of_one_device
     np.testing.assert_allclose(found, losses, rtol=3e-3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.25), state.amax, one.amax)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.amax))
+
+
+@pytest.mark.parametrize("matmul", ["mxfp8", "nvfp4"])
+def test_block_scaled_products_give_the_losses_of_one_device_where_rows_and_parameters_are_cut(matmul: str) -> None:
+    steps, mesh = range(8), (("data", 2), ("fsdp", 2))
+    _, losses = train(run_of(matmul), steps)
+    _, found = train(run_of(matmul, mesh, accumulation=2), steps)
+    np.testing.assert_allclose(found, losses, rtol=3e-3)
 
 
 def test_magnitudes_are_the_newest_first_and_resume_bitwise(tmp_path: Path) -> None:
