@@ -6,10 +6,8 @@ What takes long is left to `ridge compile`: buffers at the peak, the roofline wa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
-
-import jax
-import jaxlib
 
 from perf.collectives import Collective
 from perf.hlo import Module, Source
@@ -32,7 +30,7 @@ def compile_record(mesh: Mapping[str, int], module: Module, sizes: Any, found: S
         "temp_bytes": sizes.temp_size_in_bytes,
         "flops": total_flops(kernels(module)),
         "mesh": dict(mesh),
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "versions": {"jax": version("jax"), "jaxlib": version("jaxlib")},
         "collectives": [collective_json(collective) for collective in found],
     }
 

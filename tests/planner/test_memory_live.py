@@ -29,7 +29,7 @@ def resolved(case):
 
 
 @pytest.mark.slow
-def test_rows_compiled_again_are_what_the_table_says_and_within_five_percent_of_the_model():
+def test_rows_compiled_again_are_what_the_table_says_and_within_six_percent_of_the_model():
     rows = [row(model) for model in AGAIN]
     configs = [resolved(case) for case in rows]
     requests = [
@@ -40,7 +40,7 @@ def test_rows_compiled_again_are_what_the_table_says_and_within_five_percent_of_
         assert result.argument_bytes == pytest.approx(case["argument_bytes"], rel=1e-3)
         assert result.temp_bytes == pytest.approx(case["temp_bytes"], rel=0.02)
         planned = memory_per_device(config, result.mesh, overlap=True).compiled_bytes
-        assert planned == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.05)
+        assert planned == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.06)
 
 
 NARROW = ("precision.params=bfloat16", "precision.stochastic_rounding=true", "precision.moments=int8", "precision.gradients=bfloat16")
