@@ -73,10 +73,12 @@ def open_run_dir(
         try:
             run = _read_run(path, config.name)
             restart = len(run["starts"])
+            if not restart:  # first of all: a directory that a killed start leaves half made must be known again as this run's
+                _write_run(path, run)
             previous = _read_config(path) if restart else None
             _write_config(path, config, previous, restart, log)
             run["starts"].append(_start(path, restart, command, start_time))
-            write_atomically(path / "run.json", (json.dumps(run, indent=1) + "\n").encode())
+            _write_run(path, run)
         except OSError as error:
             raise UserError(f"cannot write the run directory {path}: {error.strerror or error}") from error
         return [run["id"], restart]
@@ -98,12 +100,16 @@ def _read_run(path: Path, name: str) -> dict[str, Any]:
         return {"format": _FORMAT, "name": name, "id": uuid.uuid4().hex[:12], "starts": []}
     try:
         run: dict[str, Any] = json.loads(file.read_bytes())
-        owner, _, _ = run["name"], run["id"], run["starts"][0]
-    except (ValueError, KeyError, IndexError, TypeError):
+        owner, _, _ = run["name"], run["id"], len(run["starts"])
+    except (ValueError, KeyError, TypeError):
         raise UserError(f"{file} is damaged: choose another run_dir, or restore the file") from None
     if owner != name:
         raise UserError(f"{path} belongs to the run '{owner}', not '{name}': choose another run_dir or name")
     return run
+
+
+def _write_run(path: Path, run: dict[str, Any]) -> None:
+    write_atomically(path / "run.json", (json.dumps(run, indent=1) + "\n").encode())
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

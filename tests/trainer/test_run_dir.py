@@ -101,6 +101,35 @@ def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path: Path)
     assert os.listdir(tmp_path / "thesis") == ["chapter1.tex"]
 
 
+@pytest.mark.parametrize("restart", [0, 1])
+def test_a_start_killed_at_any_write_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: int) -> None:
+    conf, write = config(tmp_path / "run"), run_dir.write_atomically
+    for _ in range(restart):
+        start(conf)
+    changed = config(tmp_path / "run", model={"embed_dim": 128})
+    written: list[str] = []
+
+    def killed_before(count: int) -> Callable[[Path, bytes], None]:
+        def until(path: Path, data: bytes) -> None:
+            written.append(path.name)
+            if len(written) == count:
+                raise KeyboardInterrupt
+            write(path, data)
+
+        return until
+
+    for count in range(1, 10):
+        written.clear()
+        monkeypatch.setattr(run_dir, "write_atomically", killed_before(count))
+        try:
+            assert start(changed).restart == restart
+            break
+        except KeyboardInterrupt:
+            pass
+    assert count > 2 and "run.json" in written
+    assert from_resolved(tmp_path / "run" / "config.yaml") == changed
+
+
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
     assert start(config(tmp_path)).restart == 0
 
