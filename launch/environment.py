@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from configs.errors import UserError
+from configs.mesh import resolve_sizes
 from configs.schema import Config
 from launch import xla_flags
 from launch.cache_dir import check_cache_dir
 from launch.cluster import Cluster, slurm
+from launch.cluster.devices import gpus_present
 from launch.overlap_flags import overlap_flags
+from launch.preflight.host import memory_bytes
+from planner.host_memory import pool_limit_gib
+from planner.overlap import POOL_SHARE
 
 Generation = Literal["volta", "ampere", "ada", "hopper", "blackwell", "unknown"]
 GENERATIONS: tuple[tuple[Generation, str], ...] = (
@@ -29,7 +35,8 @@ GENERATIONS: tuple[tuple[Generation, str], ...] = (
     ("volta", r"\bV100\b"),
 )
 """By the model name the driver gives; the first that matches."""
-MEMORY_FRACTION = "0.95"
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+MEMORY_FRACTION = f"{POOL_SHARE:g}"
 """Share of a device's memory in XLA's pool: what plans may use (`utilisation_cap`) must fit into it."""
 
 
@@ -58,6 +65,8 @@ class Host:
     jaxlib: str
     cores: int | None
     """Cores of this process where several share the node; None: all are its own."""
+    pinned_gib: int | None = None
+    """Limit that this process's pool of pinned host memory needs; None: XLA's own is enough."""
 
 
 def choose(host: Host, config: Config, env: Mapping[str, str], unknown: Callable[[Sequence[str]], Sequence[str]]) -> list[Setting]:
@@ -65,7 +74,7 @@ def choose(host: Host, config: Config, env: Mapping[str, str], unknown: Callable
 
     unknown: tells which of some flags jaxlib does not know; it is asked only when there are flags.
     """
-    wanted = [*_threads(host), *(_gpu(host.generation, config) if host.generation is not None else [])]
+    wanted = [*_threads(host), *_pinned(host, env), *(_gpu(host.generation, config) if host.generation is not None else [])]
     own_flags = {xla_flags.name_of(flag): flag for flag in xla_flags.split_flags(env.get("XLA_FLAGS", ""))}
     settings: list[Setting] = []
     for setting in wanted:
@@ -91,6 +100,18 @@ def _threads(host: Host) -> list[Setting]:
     cores, why = str(host.cores), "processes share this node: threads of the cores this one was given"
     settings = [Setting("OMP_NUM_THREADS", cores, why), Setting("RAYON_NUM_THREADS", cores, f"{why} (tokenizers)")]
     return [Setting("NPROC", cores, f"{why} (XLA on CPU)"), *settings] if host.generation is None else settings
+
+
+def _pinned(host: Host, env: Mapping[str, str]) -> list[Setting]:
+    """The limit of XLA's pool of pinned memory. Raises UserError where the user's own is less than what the step keeps there."""
+    if host.pinned_gib is None:
+        return []
+    own = env.get(PINNED_LIMIT)
+    if own is not None and not (own.isdecimal() and int(own) >= host.pinned_gib):
+        raise UserError(
+            f"{PINNED_LIMIT}={own}: the activations that compute.remat offloads need {host.pinned_gib}; unset it, or set it to that or more"
+        )
+    return [Setting(PINNED_LIMIT, str(host.pinned_gib), "activations that compute.remat offloads, with a margin; XLA takes 64 by default")]
 
 
 def _gpu(generation: Generation, config: Config) -> list[Setting]:
@@ -141,7 +162,8 @@ def prepare(config: Config, cluster: Cluster, env: MutableMapping[str, str] = os
         check_cache_dir(config.runtime.compilation_cache)
     platform = config.runtime.platform if config.runtime.platform != "auto" else env.get("JAX_PLATFORMS", "auto")
     generation = gpu_generation() if platform.split(",")[0] in ("auto", "", "cuda", "gpu") else None
-    host = Host(generation, importlib.metadata.version("jaxlib"), _own_cores(cluster, env))
+    pinned = _pinned_gib(config, cluster) if generation is not None and config.compute.remat.policy == "offload" else None
+    host = Host(generation, importlib.metadata.version("jaxlib"), _own_cores(cluster, env), pinned)
     settings = choose(host, config, env, xla_flags.unknown_flags)
     apply(settings, env)
     return settings
@@ -160,6 +182,18 @@ def _flag(setting: Setting) -> str:
     if not setting.value:
         return setting.name
     return f"{setting.name}='{setting.value}'" if " " in setting.value else f"{setting.name}={setting.value}"
+
+
+def _pinned_gib(config: Config, cluster: Cluster) -> int | None:
+    """Return the limit of this process's pool of pinned memory, from the mesh and the memory of this node."""
+    local = len(cluster.devices.ids) if cluster.devices.ids is not None else gpus_present() or 1
+    return pool_limit_gib(
+        config,
+        resolve_sizes(config.mesh, local * cluster.processes),
+        local_devices=local,
+        local_processes=cluster.local_processes or 1,
+        node_bytes=memory_bytes(),
+    )
 
 
 def _own_cores(cluster: Cluster, env: Mapping[str, str]) -> int | None:

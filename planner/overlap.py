@@ -17,10 +17,13 @@ ETA = 0.9
 """Share of the shorter of compute and communication that runs under the longer, with XLA's latency-hiding scheduler. The rest is what
 communication kernels take from compute: NCCL occupies 8 to 20 of 132 multiprocessors while it runs."""
 HIDEABLE = ("data", "fsdp")
-OVERLAP_MEMORY = 0.8 * 0.95
-"""Share of a device's memory up to which XLA's scheduler overlaps: beyond its limit (80 % of the device, and a slop factor of 95 %) it puts
-every collective's end next to its start, since overlapping takes memory. Seen in compiled steps: a 70B step of 512 GPUs that takes 75 of
-85 GB hides 3 % of its bytes, others of 58 GB 100 % (docs/LOG.md)."""
+POOL_SHARE = 0.95
+"""Share of a device's memory that a run gives XLA's pool; the rest is for the CUDA context, NCCL and cuDNN."""
+OVERLAP_SLOP = 0.95
+"""Share of the pool, less what the step takes in, up to which XLA's scheduler overlaps (its `xla_gpu_memory_limit_slop_factor`): where even
+its tightest schedule takes more, it puts every collective's end next to its start, since overlapping takes memory. In a run the pool is
+what JAX tells the compiler (`PyClient::CompileAndLoad` passes the allocator's limit); 80 % of the device, XLA's own assumption, holds only
+where nobody says. A 405B step of 64 GPUs that takes 71 of 85 GB hides 3 % of its bytes under that assumption (docs/LOG.md)."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,14 @@ class Communication:
         return shares
 
 
-def overlap_share(compiled_bytes: int, device_bytes: int) -> float:
+def overlap_limit_bytes(argument_bytes: int, device_bytes: int) -> int:
+    """Return the bytes of a step, arguments and temporaries, up to which XLA's scheduler overlaps."""
+    return argument_bytes + int(OVERLAP_SLOP * (POOL_SHARE * device_bytes - argument_bytes))
+
+
+def overlap_share(compiled_bytes: int, argument_bytes: int, device_bytes: int) -> float:
     """Return the eta of a step that takes this much memory: ETA, or 0 where XLA's scheduler gives up overlapping."""
-    return ETA if compiled_bytes <= OVERLAP_MEMORY * device_bytes else 0.0
+    return ETA if compiled_bytes <= overlap_limit_bytes(argument_bytes, device_bytes) else 0.0
 
 
 def exposed_s(

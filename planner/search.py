@@ -13,10 +13,10 @@ from typing import Literal
 from configs.cluster import ClusterConfig
 from configs.errors import UserError
 from configs.schema import Config
-from planner.activations import offloaded_bytes
 from planner.calibration import Calibration
 from planner.economics import RunEstimate, estimate_run
 from planner.hardware import check_block_scaled, hardware
+from planner.host_memory import refusal
 from planner.layouts import Layout, Mesh, accumulations, check_plannable, meshes, remat_choices
 from planner.local import LocalSizes
 from planner.memory import MemoryEstimate, memory_per_device
@@ -26,8 +26,6 @@ from planner.step_time import Machine, StepEstimate, StepParts, step_parts
 Objective = Literal["time", "cost", "efficiency"]
 TIMED_PER_MESH = 2
 """Numbers of microbatches timed per mesh and rematerialisation."""
-HOST_MEMORY_SHARE = 0.5
-"""Share of a node's memory that activations may take; loaders, caches and checkpoints on their way need the rest."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,8 @@ def evaluate(config: Config, layout: Layout, memory: MemoryEstimate, machine: Ma
     """Time a layout and extend it to the run."""
     chosen = layout.apply(config)
     local = LocalSizes.of(chosen, layout.sizes)
-    parts = replace(step_parts(chosen, layout.sizes, machine), eta=overlap_share(memory.compiled_bytes, machine.device.memory_bytes))
+    eta = overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes)
+    parts = replace(step_parts(chosen, layout.sizes, machine), eta=eta)
     step = parts.assemble()
     run = estimate_run(chosen, local, step.step_s, machine.cluster, machine.device, tokens, nodes)
     return Candidate(nodes, layout, local.rows, memory, parts, step, run)
@@ -136,7 +135,8 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
         timed, least, reason = 0, None, ""
         for accumulation in counts:
             layout = replace(mesh.layout, accumulation=accumulation, remat=remat)
-            if reason := _host_refusal(layout.apply(config), layout, machine):
+            on_node = min(machine.cluster.devices_per_node, layout.devices)
+            if reason := refusal(layout.apply(config), layout.sizes, on_node, machine.cluster.memory_per_node_gib * 2**30):
                 continue
             memory = memory_per_device(layout.apply(config), layout.sizes, gpu=machine.device.tensor_cores)
             if least is None or memory.total_bytes < least:
@@ -154,14 +154,6 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
                 f" a device may plan with"
             )
             yield Rejection(nodes, mesh.layout.mesh, remat.policy, reason, least - capacity)
-
-
-def _host_refusal(config: Config, layout: Layout, machine: Machine) -> str:
-    """Say by how much activations are too large for host memory; empty: they are not."""
-    on_node = min(machine.cluster.devices_per_node, layout.devices)
-    needed = offloaded_bytes(LocalSizes.of(config, layout.sizes)) * on_node
-    allowed = HOST_MEMORY_SHARE * machine.cluster.memory_per_node_gib * 2**30
-    return f"offloads {needed / 1e9:.0f} GB per node, more than the {allowed / 1e9:.0f} GB it may" if needed > allowed else ""
 
 
 def within(candidate: Candidate, limits: Limits) -> str | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from configs.errors import UserError
 from planner.hardware import Hardware
+from planner.overlap import POOL_SHARE
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ CUDNN_VERSION = (9, 11, 0)
 CUDA_VERSION = "12.9.0"
 """CUDA toolkit that the target is said to have: without one XLA takes it for older than 12.0, which has no 8-bit products."""
 
+ASSUMED_SHARE = 0.8
+"""Share of the device's memory that XLA takes for its pool where the client does not tell (GetSchedulerMemoryLimit, jaxlib 0.10.2)."""
+
 
 def compute_capability(hardware: Hardware) -> tuple[int, int]:
     """Return the CUDA compute capability. Raises UserError for what is no NVIDIA GPU of a known generation."""
@@ -69,7 +73,8 @@ def target_config(hardware: Hardware) -> str:
         "memory_bandwidth": int(hardware.memory_bandwidth_bytes_per_s),
         "l2_cache_size": hardware.l2_bytes,
         "clock_rate_ghz": round(hardware.clock_hz / 1e9, 4),
-        "device_memory_size": hardware.memory_bytes,
+        # A run's client tells the compiler its pool; a compile without a GPU has none, so that XLA is made to arrive at the same bytes.
+        "device_memory_size": int(hardware.memory_bytes * POOL_SHARE / ASSUMED_SHARE),
         "shared_memory_per_block_optin": g.shared_memory_per_block_optin,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,

@@ -96,6 +96,13 @@ def read_host(node: str, process: int, *, shm: Path = Path("/dev/shm")) -> HostF
     )
 
 
+def memory_bytes() -> int:
+    """Return the memory of this machine, or of its control group where that is less."""
+    total = _meminfo(Path("/proc/meminfo").read_text())["MemTotal"]
+    limit, _ = control_group(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return total if limit is None else min(limit, total)
+
+
 def versions() -> dict[str, str]:
     """Return what must be the same on every node: Python, this project's code, the packages that take part in a step, the NVIDIA driver."""
     found = {"python": platform.python_version(), "ridgeline code": code_hash(SOURCE)[:12]}

@@ -15,6 +15,7 @@ from launch.slurm import filesystems
 from launch.slurm.filesystems import Mount
 from launch.slurm.shape import CPU, JobShape
 from launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
+from planner.host_memory import refusal
 from planner.parameters import count_parameters
 
 PLAIN_PATH = re.compile(r"[\w/.+@=-]+")
@@ -107,6 +108,17 @@ def _memory(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator
             f"an asynchronous save copies {state / GIB:.0f} GiB of parameters and optimiser state to each host, which has "
             f"{(asked or node) / GIB:.0f} GiB: use more nodes or checkpoint.asynchronous=false",
         )
+    sizes = _sizes(config, shape) if config.compute.remat.policy == "offload" and cluster.device != CPU else None
+    if sizes is not None and (reason := refusal(config, sizes, shape.devices_per_node, asked or node)):
+        yield Finding(True, f"compute.remat.policy=offload {reason}: use more microbatches (trainer.accumulation) or another policy")
+
+
+def _sizes(config: Config, shape: JobShape) -> dict[str, int] | None:
+    """The mesh on the devices of the job; None where it does not fit them, which `_devices` says."""
+    try:
+        return check_devices(config, shape.devices)
+    except UserError:
+        return None
 
 
 def _required(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:

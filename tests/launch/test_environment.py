@@ -12,11 +12,15 @@ import pytest
 
 from configs.cluster import cluster_names, load_cluster
 from configs.errors import UserError
+from configs.load import load
 from configs.schema import Config
 from launch.cache_dir import check_cache_dir
-from launch.environment import GENERATIONS, Host, Setting, apply, choose, generation_of, gpu_generation, lines
+from launch.cluster import Cluster
+from launch.cluster.devices import LocalDevices
+from launch.environment import GENERATIONS, Host, Setting, apply, choose, generation_of, gpu_generation, lines, prepare
 from launch.overlap_flags import overlap_flags
 from launch.xla_flags import split_flags, unknown_flags
+from planner.host_memory import pool_limit_gib
 
 CONFIG = Config()
 WITH_CACHE = Config.model_validate({"runtime": {"compilation_cache": Path("cache")}, "compute": {"remat": {"policy": "full"}}})
@@ -190,3 +194,52 @@ def test_a_run_with_flags_of_another_jaxlib_starts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3\n")
     assert "NOT PASSED" in done.stdout
+
+
+def offloading(*overrides: str) -> Config:
+    """405B with its block inputs in host memory: 126 layers x 8,192 tokens x 16,384 x 2 bytes = 33.8 GB for every row of a microbatch."""
+    names = "compute.remat.names=[block_input]"
+    shared = ("data.seq_len=8192", "data.batch_size=256", "compute.remat.policy=offload", names, "trainer.accumulation=1")
+    return load("models/llama-3.1-405b", [*shared, *overrides]).config
+
+
+def test_pinned_memory_for_offloaded_activations_is_set_from_the_plan_and_shown() -> None:
+    rows = 33.8e9  # of four rows per device, one process per device
+    limit = pool_limit_gib(offloading(), {"fsdp": 64}, local_devices=1, local_processes=8, node_bytes=2 * 10**12)
+    assert limit is not None and 4 * rows < limit * 2**30 < 1.3 * 4 * rows
+    (setting,) = (s for s in choose(Host("hopper", "9.9", None, limit), CONFIG, {}, knows_all) if "HOST_MEMORY" in s.name)
+    assert setting.value == str(limit) and any(f"{setting.name}={limit}" in line for line in lines([setting]))
+
+
+def test_what_fits_into_xlas_own_pool_and_what_is_not_offloaded_sets_nothing() -> None:
+    few = offloading("trainer.accumulation=4")
+    assert pool_limit_gib(few, {"fsdp": 64}, local_devices=1, local_processes=8, node_bytes=2 * 10**12) is None
+    assert pool_limit_gib(few, {"fsdp": 64}, local_devices=8, local_processes=1, node_bytes=2 * 10**12) is not None  # all of a node's
+    kept = offloading("compute.remat.policy=full", "compute.remat.names=[]")
+    assert pool_limit_gib(kept, {"fsdp": 64}, local_devices=8, local_processes=1, node_bytes=10**9) is None
+
+
+def test_processes_of_a_node_never_ask_for_more_than_it_has_and_too_little_is_refused_in_one_line() -> None:
+    limit = pool_limit_gib(offloading(), {"fsdp": 64}, local_devices=1, local_processes=8, node_bytes=1100 * 2**30)
+    assert limit == 138  # an eighth of the node, less than the margin asks for
+    with pytest.raises(UserError, match=r"keeps 1082 GB of activations.*which has 1000 GB.*trainer\.accumulation") as caught:
+        pool_limit_gib(offloading(), {"fsdp": 64}, local_devices=1, local_processes=8, node_bytes=10**12)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("own", ["64", "lots"])
+def test_a_limit_of_the_users_that_is_too_small_is_refused_and_a_larger_one_stays(own: str) -> None:
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    with pytest.raises(UserError, match=f"{name}={own}: .* need 158"):
+        choose(Host("hopper", "9.9", None, 158), CONFIG, {name: own}, knows_all)
+    kept = {s.name: s for s in choose(Host("hopper", "9.9", None, 158), CONFIG, {name: "400"}, knows_all)}
+    assert kept[name].value == "400" and kept[name].chosen == "user"
+
+
+def test_a_run_asks_its_mesh_and_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.environment.gpu_generation", lambda: "hopper")
+    monkeypatch.setattr("launch.environment.memory_bytes", lambda: 2 * 10**12)
+    here = Cluster("test", 64, 0, "id", local_processes=8, devices=LocalDevices((0,), "given"))
+    env: dict[str, str] = {"JAX_PLATFORMS": "cuda"}
+    prepare(offloading("mesh.fsdp=64"), here, env)
+    assert env["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "158"

@@ -214,3 +214,10 @@ def test_mounts_are_read_with_their_escapes_and_the_innermost_wins() -> None:
     found_last = filesystems.mount_of(Path("/data/x"), over)
     assert found_last is not None
     assert found_last.kind == "beegfs", "a later mount hides an earlier one"
+
+
+def test_activations_that_the_hosts_cannot_hold_are_refused_before_the_queue() -> None:
+    offload = ("model.num_layers=16", "data.seq_len=131072", "compute.remat.policy=offload", "compute.remat.names=[block_input,mlp_up]")
+    large = errors(findings(overrides=offload, cluster_set=("memory_per_node_gib=128",)))
+    assert len(large) == 1 and re.match(r"compute\.remat\.policy=offload offloads \d+ GB per node, more than the 69 GB it may: ", large[0])
+    assert not errors(findings(overrides=(*offload, "trainer.accumulation=8"), cluster_set=("memory_per_node_gib=512",)))
