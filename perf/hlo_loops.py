@@ -1,6 +1,8 @@
 """How often a loop runs that XLA no longer says it of: passes that peel an iteration or unroll drop the trip count they knew.
 
-A counted loop starts its counter at a constant, adds a constant, and goes on while it is below a constant. Anything else is not counted.
+A counted loop starts its counter at a constant, adds a constant, and goes on while it is below a bound: a constant, or a part of the
+loop's state that starts as a constant and is handed on as it is (a count that was behind a barrier while XLA optimised: trainer/step.py).
+Anything else is not counted.
 """
 
 from __future__ import annotations
@@ -28,12 +30,23 @@ def derived_trip_count(computations: Mapping[str, Computation], outside: Computa
     update = body.instructions[-1]
     if test is None or initial is None or initial.opcode != "tuple" or update.opcode != "tuple":
         return None
-    counter, bound = test
-    start = _affine(computations, outside, initial.operands[counter])
-    after = _affine(computations, body, update.operands[counter])
-    if start is None or start[0] is not None or after is None or after[0] != counter or after[1] <= 0:
+    counter, limit = test
+
+    def at_start(part: int) -> int | None:
+        value = _affine(computations, outside, initial.operands[part])
+        return value[1] if value is not None and value[0] is None else None
+
+    def after_a_run(part: int) -> Affine | None:
+        return _affine(computations, body, update.operands[part])
+
+    bound: int | None = limit[1]
+    if limit[0] is not None:
+        given = at_start(limit[0]) if after_a_run(limit[0]) == (limit[0], 0) else None
+        bound = None if given is None else given + limit[1]
+    start, after = at_start(counter), after_a_run(counter)
+    if start is None or bound is None or after is None or after[0] != counter or after[1] <= 0:
         return None
-    return max(0, -((start[1] - bound) // after[1]))
+    return max(0, -((start - bound) // after[1]))
 
 
 def _argument(
@@ -52,8 +65,8 @@ def _argument(
     return place, place.by_name.get(call.operands[parameter.parameter_number or 0])
 
 
-def _comparison(computations: Mapping[str, Computation], condition: Computation) -> tuple[int, int] | None:
-    """Return the part of the loop's state and the bound it stays below."""
+def _comparison(computations: Mapping[str, Computation], condition: Computation) -> tuple[int, Affine] | None:
+    """Return the part of the loop's state that counts, and the bound it stays below."""
     root, place = condition.instructions[-1], condition
     arguments: dict[int, Affine | None] = {}
     fused = _called(computations, root, "calls") if root.opcode == "fusion" else None
@@ -67,9 +80,9 @@ def _comparison(computations: Mapping[str, Computation], condition: Computation)
         first, second = second, first
     elif root.attribute("direction") != "LT":
         return None
-    if first is None or second is None or first[0] is None or second[0] is not None:
+    if first is None or second is None or first[0] is None:
         return None
-    return first[0], second[1] - first[1]
+    return first[0], (second[0], second[1] - first[1])
 
 
 def _affine(

@@ -50,6 +50,8 @@ class Report:
     """Arithmetic of the products, where they read nothing narrower."""
     schedule: Schedule
     """The compiled schedule, played with calibrated rates of kernels and links."""
+    uncounted_loops: tuple[str, ...] = ()
+    """Loops that nothing tells the count of: what they hold is in every figure once."""
 
     @property
     def fits(self) -> bool:
@@ -101,6 +103,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         kernels=launched,
         dtype=dtype,
         schedule=_played(request, cluster, compiled, rates, launched, found, dtype),
+        uncounted_loops=tuple(module.unknown_loops),
     )
 
 
@@ -170,6 +173,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "device": report.device.name,
         "versions": c.versions,
         "warnings": list(c.warnings),
+        "uncounted_loops": list(report.uncounted_loops),
         "collectives": [collective_json(x) for x in report.collectives],
         "overlapped_share": report.overlapped_share,
         "unplanned": [collective_json(x) for x in report.unplanned],

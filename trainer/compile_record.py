@@ -32,6 +32,7 @@ def compile_record(mesh: Mapping[str, int], module: Module, sizes: Any, found: S
         "mesh": dict(mesh),
         "versions": {"jax": version("jax"), "jaxlib": version("jaxlib")},
         "collectives": [collective_json(collective) for collective in found],
+        "uncounted_loops": module.unknown_loops,
     }
 
 

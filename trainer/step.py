@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from configs.schema import Config
+from models import fp8
 from models.loss import LossSums, cross_entropy
 from sharding.partition import Partitioner
 from trainer.rounding import apply_updates
@@ -71,25 +72,26 @@ def make_train_step(
             return *microbatch_gradient(params, recent, batch, divisor), weight
         micro = {name: split_rows(x, accumulation, partitioner) for name, x in batch.items()}
 
-        def body(carry: tuple[Tree, Tree, Metrics], one: Batch) -> tuple[tuple[Tree, Tree, Metrics], None]:
-            # XLA on GPUs unrolls this loop: without the barrier a microbatch's activations come before the last one's have gone. One
-            # gradient of the blocks stands for all: behind the barrier, a sum over devices could not be moved out of the loop.
-            one, _ = jax.lax.optimization_barrier((one, jax.tree.leaves(carry[0]["blocks"])[0]))
+        def body(index: jax.Array, carry: tuple[Tree, Tree, Metrics]) -> tuple[Tree, Tree, Metrics]:
+            one = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in micro.items()}
             grads, now, means = microbatch_gradient(params, recent, one, divisor)
             return (
                 jax.tree.map(jnp.add, carry[0], grads),
                 jax.tree.map(jnp.maximum, carry[1], now),
                 jax.tree.map(jnp.add, carry[2], means),
-            ), None
+            )
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), params)
         nothing = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss", "accuracy")}
         least = jax.tree.map(jnp.zeros_like, recent)
-        (grads, now, means), _ = jax.lax.scan(body, (constrain_params(zeros, spec, partitioner), least, nothing), micro)
+        # XLA on GPUs unrolls a loop whose count it knows, and the activations of two microbatches live at once: it must not know.
+        count = jax.lax.optimization_barrier(jnp.int32(accumulation))
+        grads, now, means = jax.lax.fori_loop(0, count, body, (constrain_params(zeros, spec, partitioner), least, nothing))
         return grads, now, means, weight
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, now, means, weight = gradient(state.params, jax.tree.map(lambda steps: jnp.max(steps, -1), state.amax), batch)
+        grads, now, means, weight = gradient(state.params, jax.tree.map(partial(recent_magnitudes, partitioner), state.amax), batch)
+        now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards: once a step
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
@@ -127,6 +129,13 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def recent_magnitudes(partitioner: Partitioner, steps: jax.Array) -> jax.Array:
+    """[..., steps] -> the largest of them, for each row shard a copy on its devices (models.params.Recent)."""
+    shards = fp8.row_shards(partitioner)
+    copies = jnp.broadcast_to(jnp.max(steps, -1)[..., None, None], (*steps.shape[:-1], *shards))
+    return partitioner.constrain(copies, *[None] * (steps.ndim - 1), "batch", "seq")
 
 
 def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[[Tree, Batch], Metrics]:

@@ -111,6 +111,8 @@ def print_report(report: Report, change: list[str] | None, name: str, cluster: s
     _print_memory(report)
     for warning in c.warnings:
         print(f"XLA: {warning}")
+    if report.uncounted_loops:
+        print(f"nothing tells how often these loops run, all figures count them once: {', '.join(report.uncounted_loops)}")
     if not report.fits:
         print(f"\nsmallest change that should fit: {' '.join(change) if change else 'none found; use more devices or a smaller model'}")
     print()

@@ -91,10 +91,28 @@ def test_a_loop_whose_length_xla_does_not_say_is_counted_by_its_counter(start, b
     assert untold.unknown_loops == []
 
 
-def test_a_loop_of_unknown_length_is_named():
-    text = compile_text(lambda x: jax.lax.while_loop(lambda v: v.sum() < 100, lambda v: v * 1.5, x), (4,))
+@pytest.mark.parametrize("hidden", [1, 4])
+def test_a_count_hidden_from_xla_is_read_from_what_the_loop_starts_with(mesh, hidden):
+    def looped(x):
+        bound = jax.lax.optimization_barrier(jnp.int32(hidden))
+        inner = lambda carry: jax.lax.scan(lambda c, _: (jnp.sin(jax.lax.psum(c, "a")), None), carry, length=3)[0]  # noqa: E731
+        return jax.lax.fori_loop(0, bound, lambda _, carry: inner(carry), x)
+
+    text = compile_text(by_hand(mesh, looped, P(), P()), (4, 4))
+    outer = next(line for line in text.splitlines() if " while(" in line and "body/" not in line)
+    assert "known_trip_count" not in outer, "XLA knows the count after all"
     module = parse(text)
-    assert len(module.unknown_loops) == 1
+    assert module.unknown_loops == [] and [c.count for c in collectives(module, MESH_SHAPE)] == [3 * hidden]
+
+
+def test_a_loop_of_unknown_length_is_named():
+    def moved(x):
+        """The bound starts as a constant, but moves."""
+        start = jax.lax.optimization_barrier((jnp.int32(0), jnp.int32(9)))
+        return jax.lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 2, c[1] + 1, c[2] * c[1]), (*start, x))[2]
+
+    for endless in (lambda x: jax.lax.while_loop(lambda v: v.sum() < 100, lambda v: v * 1.5, x), moved):
+        assert len(parse(compile_text(endless, (4,))).unknown_loops) == 1
 
 
 def test_partitioner_collectives_carry_scope_and_direction(mesh):
