@@ -19,8 +19,9 @@ from models.family import Family
 from models.norms import NORMS
 from models.params import ParamFactory
 from models.product import platform_of
-from models.projection import Projector
+from models.projection import Path, Projector, largest_of_layers, tell_largest
 from models.remat import Remat
+from models.ring import RingProjector
 from models.rope import rotary_table
 from sharding.partition import Partitioner
 
@@ -39,7 +40,7 @@ class Decoder(nnx.Module):
         *,
         delayed: bool = False,
     ) -> None:
-        make = ParamFactory(rngs, jnp.dtype(precision.params), delayed=delayed)
+        make = ParamFactory(rngs, jnp.dtype(precision.params), row_shards=fp8.row_shards(partitioner) if delayed else None)
         eight_bit = precision.eight_bit
         if eight_bit:
             fp8.check_mesh(partitioner.mesh, precision.matmul)
@@ -50,7 +51,8 @@ class Decoder(nnx.Module):
         # XLA's CPU loops compute them again where a product reads its operand transposed: slower than reading float32 (docs/LOG.md).
         keeps = platform == "cpu" and precision.compute == "float32"
         self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop, keeps_product_inputs=keeps)
-        self.project = Projector(
+        in_rings = compute.tensor_overlap == "ring" and partitioner.mesh.shape["tensor"] > 1
+        self.project = (RingProjector if in_rings else Projector)(
             partitioner,
             jnp.dtype(precision.compute),
             jnp.dtype(precision.gradients),
@@ -114,13 +116,18 @@ class Decoder(nnx.Module):
     def _run_blocks(self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None) -> jax.Array:
         structure, stacked = nnx.split(self.blocks)
 
-        def block(x_BTD: jax.Array, layer: nnx.State) -> jax.Array:
-            out_BTD: jax.Array = nnx.merge(structure, layer)(x_BTD, rotary, segment_ids_BT)
+        largest = largest_of_layers(stacked) if self.project.eight_bit else {}
+
+        def block(x_BTD: jax.Array, layer: tuple[nnx.State, dict[Path, jax.Array]]) -> jax.Array:
+            block = nnx.merge(structure, layer[0])
+            tell_largest(block, layer[1])
+            out_BTD: jax.Array = block(x_BTD, rotary, segment_ids_BT)
             return out_BTD
 
         block = self.remat.wrap_block(block)
         if self.scan_layers:
-            return jax.lax.scan(lambda x_BTD, layer: (block(x_BTD, layer), None), x_BTD, stacked, unroll=self.scan_unroll)[0]
+            layers = (stacked, largest)
+            return jax.lax.scan(lambda x_BTD, layer: (block(x_BTD, layer), None), x_BTD, layers, unroll=self.scan_unroll)[0]
         for index in range(self.model.num_layers):
-            x_BTD = block(x_BTD, jax.tree.map(lambda stack, at=index: stack[at], stacked))
+            x_BTD = block(x_BTD, jax.tree.map(lambda stack, at=index: stack[at], (stacked, largest)))
         return x_BTD

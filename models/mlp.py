@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from configs.schema import ModelConfig
 from models.norms import Prepare, unprepared
-from models.params import ParamFactory, Recent
+from models.params import ParamFactory
 from models.projection import Projector
 from models.remat import Remat
 
@@ -37,7 +37,7 @@ class MLP(nnx.Module):
         self.gate_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias and model.gated_mlp else None
         self.up_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias else None
         self.down_bias = make.constant((width,), ("norm",), 0.0) if model.mlp_bias else None
-        self.gate_recent, self.up_recent, self.down_recent = make.recent(), make.recent(), make.recent()
+        self.input_recent, self.down_recent = make.recent(2 if model.gated_mlp else 1), make.recent()
         self.activation = model.activation
         self.project = projector
         self.remat = remat
@@ -47,8 +47,9 @@ class MLP(nnx.Module):
         act, wrap = ACTIVATIONS[self.activation], self.remat.wrap_products
 
         def widen(x_BTD: jax.Array) -> list[jax.Array]:
-            normed_BTD = prepare(x_BTD)
-            return [self._hidden(normed_BTD, *side) for side in sides]
+            kernels = [kernel for kernel, _ in sides]
+            wide_BTF = self.project.several(["btd,df->btf"] * len(sides), prepare(x_BTD), kernels, self.input_recent)
+            return [self._hidden(each_BTF, bias) for each_BTF, (_, bias) in zip(wide_BTF, sides, strict=True)]
 
         # Only the inputs of the elementwise part are kept for the backward pass; recomputing it costs less than moving its intermediates.
         @partial(jax.checkpoint, prevent_cse=False)
@@ -58,12 +59,11 @@ class MLP(nnx.Module):
         def narrow(*wide_BTF: jax.Array) -> jax.Array:
             return self.project("btf,fd->btd", activate(*wide_BTF), self.down, self.down_recent)
 
-        sides = [(self.up, self.up_bias, self.up_recent)]
-        sides += [] if self.gate is None else [(self.gate, self.gate_bias, self.gate_recent)]
+        sides = [(self.up, self.up_bias)]
+        sides += [] if self.gate is None else [(self.gate, self.gate_bias)]
         names = ("mlp_up", "mlp_gate")
         wide_BTF = [checkpoint_name(side_BTF, name) for side_BTF, name in zip(wrap(widen)(x_BTD), names, strict=False)]
         return self.project.add_bias(wrap(narrow)(*wide_BTF), self.down_bias)
 
-    def _hidden(self, x_BTD: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, recent: Recent | None) -> jax.Array:
-        h_BTF = self.project.add_bias(self.project("btd,df->btf", x_BTD, kernel, recent), bias)
-        return self.project.partitioner.constrain(h_BTF, "batch", "seq", "act_mlp")
+    def _hidden(self, h_BTF: jax.Array, bias: nnx.Param | None) -> jax.Array:
+        return self.project.partitioner.constrain(self.project.add_bias(h_BTF, bias), "batch", "seq", "act_mlp")

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class Recent(nnx.Variable):
-    """Largest magnitudes lately of the three operands of a product (input, parameter, gradient), float32 [3]; 0: not known.
+    """Largest magnitudes lately of the input of products that share it and of the gradient of each; 0: not known.
 
-    No parameter: what a backward pass gives back in the place of its gradient are the largest magnitudes of that pass.
+    float32 [1 + products, row shards, row shards of the sequence]. No parameter: what a backward pass gives back in the place of its
+    gradient are the largest magnitudes of that pass, of every row shard its own.
     """
 
 
@@ -40,8 +41,8 @@ class ParamFactory:
     rngs: nnx.Rngs
     dtype: jnp.dtype
     layers: int | None = None
-    delayed: bool = False
-    """Whether products scale their operands by earlier steps."""
+    row_shards: tuple[int, int] | None = None
+    """Of rows and of the sequence, where products scale their operands by earlier steps."""
 
     def stacked(self, layers: int) -> ParamFactory:
         """Return a factory whose parameters carry a leading dim of `layers`."""
@@ -55,10 +56,12 @@ class ParamFactory:
         """Create a parameter filled with `value`."""
         return self._create(lambda key: jnp.full(shape, value, jnp.float32), axes)
 
-    def recent(self) -> Recent | None:
-        """Create what a product remembers of its operands; None where it remembers nothing."""
-        shape = (3,) if self.layers is None else (self.layers, 3)
-        return Recent(jnp.zeros(shape, jnp.float32)) if self.delayed else None
+    def recent(self, products: int = 1) -> Recent | None:
+        """Create what products with one input remember of their operands; None where they remember nothing."""
+        if self.row_shards is None:
+            return None
+        stack = () if self.layers is None else (self.layers,)
+        return Recent(jnp.zeros((*stack, 1 + products, *self.row_shards), jnp.float32))
 
     def _create(self, draw: Callable[[jax.Array], jax.Array], axes: tuple[str, ...]) -> nnx.Param:
         key = self.rngs.params()

@@ -4,13 +4,16 @@ Written with its own backward pass for two reasons. The gathered weight is not k
 otherwise every device would hold the whole model as residuals), and the weight's gradient leaves the product in `precision.gradients`,
 so that the sum over devices happens in that dtype whatever the compute dtype is. With `precision.matmul: fp8` all three products read
 8-bit inputs (models/fp8.py), and parameters are gathered as such: half the bytes; with `mxfp8` and `nvfp4` they read block-scaled ones.
+Products that share their input are computed together: it is rounded once for all of them, forward and backward.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,9 @@ from models.product import product
 
 if TYPE_CHECKING:
     from sharding.partition import Partitioner
+
+
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,21 @@ class Projector:
     product gathers its parameter, and the gradients use the same copy. Elsewhere the copies of all layers would be kept."""
 
     def __call__(self, equation: str, x: jax.Array, param: nnx.Param, recent: Recent | None = None) -> jax.Array:
-        """Return einsum(equation, x, param) in the compute dtype; every index of the result and of both inputs appears exactly twice.
+        """Return einsum(equation, x, param) in the compute dtype; see `several`."""
+        return self.several((equation,), x, (param,), recent)[0]
 
-        x is in the compute dtype; the parameter may be in any; its gradient is accumulated in the gradient dtype. `recent`: what 8-bit
-        operands are scaled by (None: by themselves); its "gradient" is the largest magnitudes of this pass.
+    def several(
+        self, equations: Sequence[str], x: jax.Array, params: Sequence[nnx.Param], recent: Recent | None = None
+    ) -> tuple[jax.Array, ...]:
+        """Return einsum(equation, x, param) of each pair, in the compute dtype; x is rounded once where products read narrow numbers.
+
+        Every index of a result and of its inputs appears exactly twice. x [B, T, ...] is in the compute dtype; parameters may be in any;
+        their gradients are accumulated in the gradient dtype. `recent`: what inputs and gradients in 8 bits are scaled by (None: by
+        themselves); its "gradient" is the largest magnitudes of this pass.
         """
-        axes = tuple(axis for axis in param.axes if axis != LAYERS)
-        return _project(self, equation, axes, x, param[...], None if recent is None else recent[...])
+        axes = tuple(tuple(axis for axis in param.axes if axis != LAYERS) for param in params)
+        ws = tuple(Weight(param[...], param.get_metadata().get(LARGEST)) for param in params)
+        return _project(self, tuple(equations), axes, x, ws, None if recent is None else recent[...])
 
     def add_bias(self, x: jax.Array, param: nnx.Param | None) -> jax.Array:
         """Return x plus a bias over its last dims, or x when there is none."""
@@ -56,24 +70,52 @@ class Projector:
         return x + self.partitioner.gather_param(param[...].astype(self.compute_dtype), *axes)
 
 
+class Weight(NamedTuple):
+    """A parameter as it lies, and its largest magnitude where that is known."""
+
+    w: jax.Array
+    largest: jax.Array | None
+
+
+LARGEST = "largest"
+"""Metadata of a parameter whose largest magnitude was found beforehand."""
+
+
+def largest_of_layers(stacked: nnx.State) -> dict[Path, jax.Array]:
+    """Return the largest magnitude of every stacked parameter of a product, by layer: float32 [layers].
+
+    All layers at once, so that the step has one small sum over devices for all parameters, and no product waits for it.
+    """
+    found = {path: leaf for path, leaf in nnx.to_flat_state(stacked) if "embed" in (leaf.get_metadata().get("axes") or ())}
+    largest = {path: jnp.max(jnp.abs(leaf[...]), range(1, leaf[...].ndim)).astype(jnp.float32) for path, leaf in found.items()}
+    return jax.lax.stop_gradient(largest)
+
+
+def tell_largest(module: nnx.Module, largest: Mapping[Path, jax.Array]) -> None:
+    """Write into the parameters of a block, by path, what `largest_of_layers` found for its layer."""
+    for path, magnitude in largest.items():
+        param: Any = functools.reduce(getattr, path, module)
+        param.set_metadata(LARGEST, magnitude)
+
+
+LogicalAxes = tuple[str, ...]
 Gathered = tuple[jax.Array, jax.Array | None]
 """A parameter on every device of fsdp, in the dtype that moved, and its scale where that is 8-bit."""
 
 
 Magnitudes = jax.Array | None
-"""Of input, parameter and gradient lately: float32 [3]; None: they are scaled by their own."""
-INPUT, PARAMETER, GRADIENT = range(3)
-STARTS = (1.0, 2.0**-6, 2.0**-24)
-"""Scales of delayed scaling before it has seen anything. e4m3 then holds inputs from 0.02 to 448 and parameters from 2e-4 to 7 at full
-precision; e5m2 holds 4e-12 to 3e-3, where the gradients of a loss that is a mean over 1e3 to 1e7 tokens lie."""
+"""As in models.params.Recent: of the input, then of the gradient of each product; None: operands are scaled by their own."""
+INPUT_START, GRADIENT_START = 1.0, 2.0**-24
+"""Scales of delayed scaling before it has seen anything. e4m3 then holds inputs from 0.02 to 448 at full precision; e5m2 holds 4e-12 to
+3e-3, where the gradients of a loss that is a mean over 1e3 to 1e7 tokens lie."""
 
 
-def _gather(projector: Projector, axes: tuple[str, ...], w: jax.Array, recent: Magnitudes) -> Gathered:
+def _gather(projector: Projector, axes: LogicalAxes, weight: Weight) -> Gathered:
     """Cast for use, then gathered: what moves is the narrow dtype."""
     gather = projector.partitioner.gather_param
     if not projector.eight_bit:
-        return gather(w.astype(projector.compute_dtype), *axes), None
-    q, scale = fp8.quantise(w, fp8.VALUES, None if recent is None else recent[PARAMETER], STARTS[PARAMETER])
+        return gather(weight.w.astype(projector.compute_dtype), *axes), None
+    q, scale = fp8.quantise(weight.w, fp8.VALUES, weight.largest)
     return gather(q, *axes), scale
 
 
@@ -83,58 +125,88 @@ def _weight(projector: Projector, gathered: Gathered) -> jax.Array:
     return w if scale is None else fp8.dequantise(w, scale, projector.compute_dtype)
 
 
-def _operand(projector: Projector, x: jax.Array, recent: Magnitudes, which: int) -> jax.Array:
-    """As a product reads it: as it is, or rounded to the 8-bit dtype of an input or a gradient."""
+def _input(projector: Projector, x: jax.Array, recent: Magnitudes) -> jax.Array:
+    """As a product reads it: as it is, or rounded to 8 bits."""
     if not projector.eight_bit:
         return x
-    dtype = fp8.GRADIENTS if which == GRADIENT else fp8.VALUES
-    return fp8.dequantise(*fp8.quantise(x, dtype, None if recent is None else recent[which], STARTS[which]), x.dtype)
+    return fp8.rounded(projector.partitioner, x, fp8.VALUES, None if recent is None else recent[0], INPUT_START)
 
 
-def _product(projector: Projector, equation: str, x: jax.Array, gathered: Gathered, recent: Magnitudes) -> jax.Array:
-    if projector.blocks is not None:
-        format = block_scaled.FORMATS[projector.blocks]
-        return block_scaled.product(projector.partitioner, format, equation, x, _weight(projector, gathered))
-    return product(projector.partitioner, equation, _operand(projector, x, recent, INPUT), _weight(projector, gathered))
+def _gradient(projector: Projector, dy: jax.Array, recent: Magnitudes, product: int) -> jax.Array:
+    """The same of the gradient of a product, by its number."""
+    if not projector.eight_bit:
+        return dy
+    return fp8.rounded(projector.partitioner, dy, fp8.GRADIENTS, None if recent is None else recent[1 + product], GRADIENT_START)
+
+
+Equations = tuple[str, ...]
+AxesOfEach = tuple[LogicalAxes, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _project(
-    projector: Projector, equation: str, axes: tuple[str, ...], x: jax.Array, w: jax.Array, recent: Magnitudes = None
-) -> jax.Array:
-    return _product(projector, equation, x, _gather(projector, axes, w, recent), recent)
+    projector: Projector, equations: Equations, axes: AxesOfEach, x: jax.Array, ws: tuple[Weight, ...], recent: Magnitudes = None
+) -> tuple[jax.Array, ...]:
+    return _products(projector, equations, x, [_gather(projector, *each) for each in zip(axes, ws, strict=True)], recent)
 
 
-Residuals = tuple[jax.Array, jax.Array, Magnitudes, Gathered | None]
+def _products(
+    projector: Projector, equations: Equations, x: jax.Array, gathered: Sequence[Gathered], recent: Magnitudes
+) -> tuple[jax.Array, ...]:
+    pairs = list(zip(equations, (_weight(projector, each) for each in gathered), strict=True))
+    if projector.blocks is not None:
+        format = block_scaled.FORMATS[projector.blocks]
+        return tuple(block_scaled.product(projector.partitioner, format, equation, x, w) for equation, w in pairs)
+    x = _input(projector, x, recent)
+    return tuple(product(projector.partitioner, equation, x, w) for equation, w in pairs)
+
+
+Residuals = tuple[jax.Array, tuple[Weight, ...], Magnitudes, list[Gathered] | None]
 
 
 def _project_forward(
-    projector: Projector, equation: str, axes: tuple[str, ...], x: jax.Array, w: jax.Array, recent: Magnitudes = None
-) -> tuple[jax.Array, Residuals]:
+    projector: Projector, equations: Equations, axes: AxesOfEach, x: jax.Array, ws: tuple[Weight, ...], recent: Magnitudes = None
+) -> tuple[tuple[jax.Array, ...], Residuals]:
     # Not through _project: a rematerialisation policy looks for the product itself and cannot see into a nested custom_vjp.
-    gathered = _gather(projector, axes, w, recent)
-    return _product(projector, equation, x, gathered, recent), (x, w, recent, gathered if projector.gather_once else None)
+    gathered = [_gather(projector, *each) for each in zip(axes, ws, strict=True)]
+    return _products(projector, equations, x, gathered, recent), (x, ws, recent, gathered if projector.gather_once else None)
 
 
 def _project_backward(
-    projector: Projector, equation: str, axes: tuple[str, ...], residuals: Residuals, dy: jax.Array
-) -> tuple[jax.Array, jax.Array, Magnitudes]:
-    x, w, recent, gathered = residuals
+    projector: Projector, equations: Equations, axes: AxesOfEach, residuals: Residuals, dys: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[Weight, ...], Magnitudes]:
+    x, ws, recent, kept = residuals
+    gathered = kept or [_gather(projector, *each) for each in zip(axes, ws, strict=True)]
+    now = None
+    if recent is not None:
+        now = jnp.stack([fp8.largest_of_rows(projector.partitioner, operand) for operand in (x, *dys)])
+    x = _input(projector, x, recent)
+    dxs, dws = [], []
+    for index, (equation, of, w, dy) in enumerate(zip(equations, axes, gathered, dys, strict=True)):
+        dy = _gradient(projector, dy, recent, index)
+        dxs.append(_input_gradient(projector, equation, dy, _weight(projector, w)))
+        dws.append(Weight(_weight_gradient(projector, equation, of, x, dy).astype(ws[index].w.dtype), None))
+    return functools.reduce(jnp.add, dxs), tuple(dws), now
+
+
+def _input_gradient(projector: Projector, equation: str, dy: jax.Array, w: jax.Array) -> jax.Array:
     inputs, y_dims = equation.split("->")
     x_dims, w_dims = inputs.split(",")
+    equation = f"{y_dims},{w_dims}->{x_dims}"
     if projector.blocks is not None:
-        format, used = block_scaled.GRADIENTS, _weight(projector, gathered or _gather(projector, axes, w, recent))
-        dx = block_scaled.product(projector.partitioner, format, f"{y_dims},{w_dims}->{x_dims}", dy, used)
-        swapped = f"{x_dims},{y_dims}->{w_dims}"
-        dw = block_scaled.weight_gradient(projector.partitioner, format, swapped, axes, x, dy, projector.gradient_dtype)
-        return dx, dw.astype(w.dtype), None
-    now = None if recent is None else jnp.stack([fp8.largest(operand) for operand in (x, w, dy)])
-    dy = _operand(projector, dy, recent, GRADIENT)
-    used = _weight(projector, gathered or _gather(projector, axes, w, recent))
-    dx = product(projector.partitioner, f"{y_dims},{w_dims}->{x_dims}", dy, used)
-    x = _operand(projector, x, recent, INPUT)
-    dw = jnp.einsum(f"{x_dims},{y_dims}->{w_dims}", x, dy, preferred_element_type=projector.gradient_dtype)
-    return dx, projector.partitioner.constrain(dw, *axes).astype(w.dtype), now
+        return block_scaled.product(projector.partitioner, block_scaled.GRADIENTS, equation, dy, w)
+    return product(projector.partitioner, equation, dy, w)
+
+
+def _weight_gradient(projector: Projector, equation: str, axes: LogicalAxes, x: jax.Array, dy: jax.Array) -> jax.Array:
+    inputs, y_dims = equation.split("->")
+    x_dims, w_dims = inputs.split(",")
+    equation = f"{x_dims},{y_dims}->{w_dims}"
+    if projector.blocks is not None:
+        format = block_scaled.GRADIENTS
+        return block_scaled.weight_gradient(projector.partitioner, format, equation, axes, x, dy, projector.gradient_dtype)
+    dw = jnp.einsum(equation, x, dy, preferred_element_type=projector.gradient_dtype)
+    return projector.partitioner.constrain(dw, *axes)
 
 
 _project.defvjp(_project_forward, _project_backward)

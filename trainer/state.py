@@ -35,8 +35,8 @@ class TrainState:
     opt_state: Tree
     """The optax state."""
     amax: Tree
-    """Largest magnitudes of the operands of every product of a layer in the last steps, newest first: nested dict of float32
-    [layers, 3, precision.amax_history] (models.params.Recent); empty where scales are not delayed."""
+    """Largest magnitudes of inputs and gradients of the layers' products in the last steps, newest first: nested dict of float32
+    [layers, 1 + products, precision.amax_history] (models.params.Recent); empty where scales are not delayed."""
     skipped: jax.Array
     """int32 []: non-finite steps so far."""
     bad_in_a_row: jax.Array
@@ -86,7 +86,7 @@ def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
     return ModelSpec(
         graphdef=graphdef,
         delayed_graphdef=delayed_graphdef,
-        abstract_amax=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*leaf.shape, steps), leaf.dtype), recent),
+        abstract_amax=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*leaf.shape[:-2], steps), leaf.dtype), recent),
         abstract_params=nnx.to_pure_dict(variables),
         param_axes=nnx.to_pure_dict(axes),
         param_shardings=nnx.to_pure_dict(state_shardings(partitioner, variables)),

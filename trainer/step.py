@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from configs.schema import Config
+from models import fp8
 from models.loss import LossSums, cross_entropy
 from sharding.partition import Partitioner
 from trainer.rounding import apply_updates
@@ -89,7 +90,8 @@ def make_train_step(
         return grads, now, means, weight
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, now, means, weight = gradient(state.params, jax.tree.map(lambda steps: jnp.max(steps, -1), state.amax), batch)
+        grads, now, means, weight = gradient(state.params, jax.tree.map(partial(recent_magnitudes, partitioner), state.amax), batch)
+        now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards: once a step
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
@@ -127,6 +129,13 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def recent_magnitudes(partitioner: Partitioner, steps: jax.Array) -> jax.Array:
+    """[..., steps] -> the largest of them, for each row shard a copy on its devices (models.params.Recent)."""
+    shards = fp8.row_shards(partitioner)
+    copies = jnp.broadcast_to(jnp.max(steps, -1)[..., None, None], (*steps.shape[:-1], *shards))
+    return partitioner.constrain(copies, *[None] * (steps.ndim - 1), "batch", "seq")
 
 
 def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[[Tree, Batch], Metrics]:

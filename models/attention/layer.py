@@ -17,7 +17,7 @@ from configs.schema import AttentionConfig, ModelConfig
 from models.attention.dispatch import attend, resolve_backend
 from models.attention.interface import AttentionRequest
 from models.norms import Prepare, RMSNorm, unprepared
-from models.params import ParamFactory, Recent
+from models.params import ParamFactory
 from models.projection import Projector
 from models.remat import Remat
 from models.rope import apply_rotary
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         self.out_bias = make.constant((width,), ("norm",), 0.0) if model.output_bias else None
         self.query_norm = RMSNorm(head, model.norm_eps, make, projector.partitioner, "head_dim") if model.qk_norm else None
         self.key_norm = RMSNorm(head, model.norm_eps, make, projector.partitioner, "head_dim") if model.qk_norm else None
-        self.query_recent, self.key_recent, self.value_recent, self.out_recent = (make.recent() for _ in range(4))
+        self.input_recent, self.out_recent = make.recent(3), make.recent()
         self.project = projector
         self.remat = remat
         self.attend_options = (config.backend, config.chunk, model.sliding_window, platform)
@@ -81,11 +81,12 @@ class Attention(nnx.Module):
         backend, chunk, window, platform = self.attend_options
 
         def project(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            normed_BTD = prepare(x_BTD)
+            kernels = (self.query, self.key, self.value)
+            q_BTNH, k_BTKH, v_BTKH = self.project.several(["btd,dnh->btnh"] * 3, prepare(x_BTD), kernels, self.input_recent)
             return (
-                self._project(normed_BTD, self.query, self.query_bias, self.query_recent, "act_heads"),
-                self._project(normed_BTD, self.key, self.key_bias, self.key_recent, "act_kv_heads"),
-                self._project(normed_BTD, self.value, self.value_bias, self.value_recent, "act_kv_heads"),
+                self._heads(q_BTNH, self.query_bias, "act_heads"),
+                self._heads(k_BTKH, self.key_bias, "act_kv_heads"),
+                self._heads(v_BTKH, self.value_bias, "act_kv_heads"),
             )
 
         q_BTNH, k_BTKH, v_BTKH = self.remat.wrap_products(project)(x_BTD)
@@ -118,9 +119,8 @@ class Attention(nnx.Module):
 
         return run
 
-    def _project(self, x_BTD: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, recent: Recent | None, axis: str) -> jax.Array:
-        x_BTNH = self.project.add_bias(self.project("btd,dnh->btnh", x_BTD, kernel, recent), bias)
-        return self.project.partitioner.constrain(x_BTNH, "batch", "seq", axis, None)
+    def _heads(self, x_BTNH: jax.Array, bias: nnx.Param | None, axis: str) -> jax.Array:
+        return self.project.partitioner.constrain(self.project.add_bias(x_BTNH, bias), "batch", "seq", axis, None)
 
     def _turned(self, x_BTNH: jax.Array, norm: RMSNorm | None, rotary: RotaryTable | None) -> jax.Array:
         if norm is not None:

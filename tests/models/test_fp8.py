@@ -12,7 +12,7 @@ import pytest
 from configs.errors import UserError
 from configs.schema import MeshConfig
 from models import fp8
-from models.projection import Projector, _project
+from models.projection import Projector, Weight, _project
 from sharding.mesh import build_mesh
 from sharding.partition import Partitioner
 from sharding.rules import Rules
@@ -26,6 +26,11 @@ def projector(mesh=None, eight_bit=True):
     size = int(np.prod([abs(v) for v in mesh.sizes.values()]))
     partitioner = Partitioner(build_mesh(mesh, jax.devices()[:size]), Rules.from_config(mesh))
     return Projector(partitioner, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), eight_bit)
+
+
+def several(of, x, ws, recent=None):
+    """Products of x [B, T, D] with matrices of a hidden layer [D, F]."""
+    return _project(of, ("btd,df->btf",) * len(ws), (("embed", "mlp"),) * len(ws), x, tuple(Weight(w, None) for w in ws), recent)
 
 
 @pytest.mark.parametrize("dtype", [fp8.VALUES, fp8.GRADIENTS])
@@ -66,20 +71,21 @@ def test_before_the_first_step_the_scale_is_the_one_given():
     np.testing.assert_allclose(np.asarray(fp8.dequantise(q, scale, jnp.float32)), [1e-6, -3e-6], rtol=2.0**-3)
 
 
-def test_a_product_gives_the_magnitudes_of_its_operands_for_the_gradient_of_those_it_was_given():
-    key = jax.random.split(jax.random.key(2), 3)
+def test_products_of_one_input_give_the_magnitudes_of_their_operands_for_the_gradient_of_those_they_were_given():
+    key = jax.random.split(jax.random.key(2), 5)
     x = jax.random.normal(key[0], (2, 16, 64), jnp.bfloat16)
-    w = 0.05 * jax.random.normal(key[1], (64, 96))
-    dy = 1e-4 * jax.random.normal(key[2], (2, 16, 96), jnp.bfloat16)
-    of, sizes = projector(), jnp.stack([fp8.largest(operand) for operand in (x, w, dy)])
+    ws = [0.05 * jax.random.normal(key[1], (64, 96)), jax.random.normal(key[2], (64, 32))]
+    dys = tuple(size * jax.random.normal(k, (2, 16, n), jnp.bfloat16) for size, k, n in ((1e-4, key[3], 96), (3e-2, key[4], 32)))
+    of, sizes = projector(), jnp.stack([fp8.largest(operand) for operand in (x, *dys)])[:, None, None]
 
     def both(recent):
-        y, back = jax.vjp(lambda x, w, recent: _project(of, "btd,df->btf", ("embed", "mlp"), x, w, recent), x, w, recent)
-        return [y, *back(dy)]
+        y, back = jax.vjp(lambda x, ws, recent: several(of, x, ws, recent), x, ws, recent)
+        return [*y, *back(dys)]
 
     *delayed, now = both(sizes)
     np.testing.assert_array_equal(now, sizes)
-    for one, other in zip(delayed, both(None), strict=False):
+    *current, _ = both(None)
+    for one, other in zip(jax.tree.leaves(delayed), jax.tree.leaves(current), strict=True):
         np.testing.assert_array_equal(
             np.asarray(one, np.float32), np.asarray(other, np.float32), "told the true magnitudes it is current scaling"
         )
@@ -99,7 +105,7 @@ def test_products_and_both_gradients_are_within_what_rounding_allows():
     dy = 1e-4 * jax.random.normal(key[2], (2, 48, 96), jnp.bfloat16)
 
     def both(eight_bit):
-        y, back = jax.vjp(lambda x, w: _project(projector(eight_bit=eight_bit), "btd,df->btf", ("embed", "mlp"), x, w), x, w)
+        y, back = jax.vjp(lambda x, w: several(projector(eight_bit=eight_bit), x, [w])[0], x, w)
         return [np.asarray(a, np.float32) for a in (y, *back(dy))]
 
     for name, narrow, wide, eps in zip(("y", "dx", "dw"), both(True), both(False), (2.0**-4, 2.0**-3, 2.0**-3), strict=True):
@@ -108,8 +114,8 @@ def test_products_and_both_gradients_are_within_what_rounding_allows():
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"tensor": 4, "fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_every_mesh_quantises_alike(mesh):
-    """One element is far larger than the rest and lies on one device: all devices must take its scale."""
+def test_every_mesh_gives_the_products_of_one_device(mesh):
+    """One element of each operand is far larger than the rest and lies on one device."""
     x = jax.random.normal(jax.random.key(3), (8, 16, 64), jnp.bfloat16).at[5, 3, 7].set(300.0)
     w = jax.random.normal(jax.random.key(4), (64, 64)).at[1, 60].set(80.0)
 
@@ -117,7 +123,7 @@ def test_every_mesh_quantises_alike(mesh):
         def f(x, w):
             x = of.partitioner.constrain(x, "batch", "seq", "act_embed")
             w = of.partitioner.constrain(w, "embed", "mlp")
-            y = _project(of, "btd,df->btf", ("embed", "mlp"), x, w)
+            [y] = several(of, x, [w])
             return jnp.sum(jnp.square(y.astype(jnp.float32)) / 1e4), y
 
         (_, y), grads = jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(x, w)

@@ -144,7 +144,7 @@ def test_magnitudes_are_the_newest_first_and_resume_bitwise(tmp_path: Path) -> N
     jax.tree.map(np.testing.assert_array_equal, resumed, straight)
     for old, new in zip(jax.tree.leaves(early.amax), jax.tree.leaves(straight.amax), strict=True):
         np.testing.assert_array_equal(np.asarray(new)[..., 3], np.asarray(old)[..., 0])
-        assert new.shape == (2, 3, 4) and (np.asarray(new) > 0).all()
+        assert new.shape[::2] == (2, 4) and (np.asarray(new) > 0).all()
 
 
 def test_a_step_that_is_skipped_leaves_the_magnitudes_as_they_were() -> None:
@@ -159,4 +159,5 @@ def test_magnitudes_are_no_parameters() -> None:
     parts = run_of("fp8_delayed")[0]
     assert jax.tree.structure(parts.abstract.params) == jax.tree.structure(run_of("fp8")[0].abstract.params)
     assert jax.tree.leaves(run_of("fp8")[0].abstract.amax) == []
-    assert len(jax.tree.leaves(parts.abstract.amax)) == 7, "one for each product of a layer"
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(parts.abstract.amax))
+    assert shapes == [(2, 2, 4), (2, 2, 4), (2, 3, 4), (2, 4, 4)], "of each input, and of the gradients of the products that share it"
