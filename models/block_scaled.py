@@ -147,14 +147,14 @@ def _local(
 
     left, right = quantise(rows(a, a_dims, free[0]), format, over[0]), quantise(rows(b, b_dims, free[1]), format, over[1])
     wide = dtype if format is MXFP8 else jnp.dtype(jnp.float32)
-    y = _multiply(platform, left, right, wide)
+    y = multiply(platform, left, right, wide)
     if format is not MXFP8:
         y = y * (left.overall * right.overall)
     return y.astype(dtype).reshape([sizes[dim] for dim in out])
 
 
-def _multiply(platform: str, a: Quantised, b: Quantised, dtype: jnp.dtype) -> jax.Array:
-    """[M, K] x [N, K] -> [M, N], the overall factors left out."""
+def multiply(platform: str, a: Quantised, b: Quantised, dtype: jnp.dtype) -> jax.Array:
+    """Return [M, K] x [N, K] -> [M, N] in `dtype`, the overall factors left out, with the kernel of the platform."""
     left, right, left_scales, right_scales = (x[None] for x in (a.values, b.values, a.scales, b.scales))
     if platform == "gpu":
         return jax.nn.scaled_matmul(left, right, left_scales, right_scales, dtype)[0]

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from configs.schema import Config
 from launch.bench.timing import Timed
 from launch.calibration import arithmetic
+from models import block_scaled, fp8
 from perf.bench.work import Passes, Product
 from planner.collectives import PlannedCollective
 from planner.communication import bus_factor
@@ -79,11 +80,31 @@ def products(found: Sequence[Product], mesh: Mesh) -> list[Piece]:
 
 
 def _product(product: Product, mesh: Mesh) -> Callable[[], Callable[[], jax.Array]]:
-    (m, n, k), (stored, precision) = product.shape, arithmetic(product.dtype)
-    lead = () if product.batch == 1 else (product.batch,)
-    multiply = _on_each_device(functools.partial(jnp.matmul, precision=precision), mesh, 2)
-    makers = [_maker(mesh, P(), (*lead, *shape), stored, seed) for seed, shape in enumerate(((m, k), (k, n)))]
+    (m, n, k), lead = product.shape, () if product.batch == 1 else (product.batch,)
+    if product.dtype in NARROW:  # both lie as their kernels read them, what is summed over last
+        platform = mesh.devices.flat[0].platform
+        multiply = _on_each_device(functools.partial(NARROW[product.dtype], platform), mesh, 2)
+        makers = [maker(mesh, P(), (*lead, *shape), product.dtype, seed) for seed, shape in enumerate(((m, k), (n, k)))]
+    else:
+        stored, precision = arithmetic(product.dtype)
+        multiply = _on_each_device(functools.partial(jnp.matmul, precision=precision), mesh, 2)
+        makers = [maker(mesh, P(), (*lead, *shape), stored, seed) for seed, shape in enumerate(((m, k), (k, n)))]
     return lambda: functools.partial(multiply, *(make() for make in makers))
+
+
+def _eight_bit(platform: str, left: Scaled, right: Scaled) -> jax.Array:
+    """[M, K] x [N, K] -> [M, N] of float8 with a scale per tensor: on GPUs XLA makes one kernel of it."""
+    a, b = (fp8.dequantise(*each, jnp.dtype("bfloat16")) for each in (left, right))
+    return jnp.einsum("mk,nk->mn", a, b)
+
+
+def _blocks(platform: str, left: block_scaled.Quantised, right: block_scaled.Quantised) -> jax.Array:
+    """The same of block-scaled formats."""
+    return block_scaled.multiply(platform, left, right, jnp.dtype("bfloat16"))
+
+
+Scaled = tuple[jax.Array, jax.Array]
+NARROW: Mapping[str, Callable[[str, Any, Any], jax.Array]] = {"float8": _eight_bit, **dict.fromkeys(block_scaled.FORMATS, _blocks)}
 
 
 def passes(config: Config, found: Passes, mesh: Mesh) -> list[Piece]:
@@ -107,7 +128,7 @@ def passes(config: Config, found: Passes, mesh: Mesh) -> list[Piece]:
 
 def _pass(array_bytes: int, mesh: Mesh) -> Callable[[], Callable[[], jax.Array]]:
     add = _on_each_device(lambda x, y: 2.0 * x + y, mesh, 2)
-    makers = [_maker(mesh, P(), (array_bytes // 4,), jnp.dtype("float32"), seed) for seed in range(2)]
+    makers = [maker(mesh, P(), (array_bytes // 4,), jnp.dtype("float32"), seed) for seed in range(2)]
     return lambda: functools.partial(add, *(make() for make in makers))
 
 
@@ -139,7 +160,7 @@ def collective(kind: str, axes: tuple[str, ...], full_bytes: int, mesh: Mesh) ->
     group = math.prod(mesh.shape[axis] for axis in axes)
     elements = -(-full_bytes // (4 * group)) * group
     move, before = _moving(kind, axes, mesh)
-    return functools.partial(move, _maker(mesh, before, (elements,), jnp.dtype("float32"), 0)())
+    return functools.partial(move, maker(mesh, before, (elements,), jnp.dtype("float32"), 0)())
 
 
 @functools.cache
@@ -160,6 +181,13 @@ def _on_each_device(function: Callable[..., jax.Array], mesh: Mesh, arguments: i
 
 
 @functools.cache
-def _maker(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any, seed: int) -> Callable[[], jax.Array]:
-    """Return a compiled maker of random arrays."""
-    return jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, dtype), out_shardings=NamedSharding(mesh, spec))
+def maker(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any, seed: int) -> Callable[[], Any]:
+    """Return a compiled maker of random arrays; with the scales they are stored with where `dtype` is the name of a narrow format."""
+
+    def make() -> Any:
+        if dtype not in NARROW:
+            return jax.random.normal(jax.random.key(seed), shape, dtype)
+        wide = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        return fp8.quantise(wide, fp8.VALUES) if dtype == "float8" else block_scaled.quantise(wide, block_scaled.FORMATS[dtype])
+
+    return jax.jit(make, out_shardings=NamedSharding(mesh, spec))

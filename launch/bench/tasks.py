@@ -24,6 +24,9 @@ from trainer.traffic import expected
 
 TASKS = ("matmul", "memory", "collectives", "loader", "step", "loop", "checkpoint", "all")
 
+PEAK_OF = {"mxfp8": "float8", "nvfp4": "float4"}
+"""Block-scaled format -> the catalogue's name of its arithmetic."""
+
 Report = Callable[[str], None]
 
 
@@ -129,14 +132,23 @@ def _matmul(out: Outcome, found: Sequence[Piece]) -> None:
     _pieces(out, "matmul", found, "FLOP/s")
     total_s = statistics.median(out.series["matmul"])
     rate = sum(m.amount * m.count for m in found) / total_s
-    dtype = str(found[0].detail["dtype"])
-    peak = peak_flops(jax.devices()[0].device_kind, dtype)
-    out.facts |= {"matmul_flops_per_s": rate, "matmul_dtype": dtype, "datasheet_share": rate / peak if peak else None}
+    dtypes = {str(m.detail["dtype"]): None for m in found}  # in the order of the step
+    share = _datasheet_share(found, total_s)
+    out.facts |= {"matmul_flops_per_s": rate, "matmul_dtype": ", ".join(dtypes), "datasheet_share": share}
     parts = out.groups["matmul"]
     slowest = max(parts, key=lambda part: parts[part])
-    share = f"{rate / peak:.0%} of the datasheet" if peak else "no datasheet to compare with"
+    compared = f"{share:.0%} of the datasheet" if share is not None else "no datasheet to compare with"
     most = f"{slowest} ({parts[slowest] / sum(parts.values()):.0%})"
-    out.why["matmul"] = f"they run at {rate / 1e12:.3g} TFLOP/s per device ({share}), most of the time in {most}"
+    out.why["matmul"] = f"they run at {rate / 1e12:.3g} TFLOP/s per device ({compared}), most of the time in {most}"
+
+
+def _datasheet_share(found: Sequence[Piece], total_s: float) -> float | None:
+    """Return the time all products would take at the datasheet's peak, each in its arithmetic, over what they took."""
+    kind = jax.devices()[0].device_kind
+    peaks = [peak_flops(kind, PEAK_OF.get(m.detail["dtype"], m.detail["dtype"])) for m in found]
+    if any(peak is None for peak in peaks):
+        return None
+    return sum(m.amount * m.count / peak for m, peak in zip(found, peaks, strict=True) if peak) / total_s
 
 
 def _collectives(out: Outcome, found: Sequence[Piece]) -> None:

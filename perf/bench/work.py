@@ -34,7 +34,7 @@ class Product:
     name: str
     """Of what, e.g. `gate forward`."""
     dtype: str
-    """Arithmetic: float32, tfloat32, bfloat16 or float16."""
+    """Arithmetic: float32, tfloat32, bfloat16, float16, float8 (a scale per tensor), mxfp8 or nvfp4 (a scale per block)."""
     shape: Shape
     """(M, N, K)."""
     batch: int
@@ -68,7 +68,10 @@ class Passes:
 
 
 def step_products(config: Config, sizes: Mapping[str, int], *, gpu: bool) -> list[Product]:
-    """List the products of one optimiser step on one device of a mesh of these axis sizes (all axes; everything divides)."""
+    """List the products of one optimiser step on one device of a mesh of these axis sizes (all axes; everything divides).
+
+    Narrow operands are in the format the kernel reads; rounding them belongs to the passes.
+    """
     local = LocalSizes.of(config, sizes)
     dtype = matmul_dtype(config.precision.compute, config.compute.matmul_precision)
     dtype = dtype if gpu or dtype != "tfloat32" else "float32"
@@ -96,13 +99,22 @@ def _projections(local: LocalSizes, dtype: str) -> Iterator[Product]:
     kernels = Kernels(local, hardware("cpu"), load_calibration())
     again = recomputed(local.model, local.config.compute.remat).weights
     count = float(local.model.num_layers * local.config.trainer.accumulation)
+    forward, backward = _layer_dtypes(local.config, dtype)
     for name, (m, n, k) in kernels.products().items():
         part = "mlp" if name in ("gate", "up", "down") else "attention projections"
-        yield Product(part, f"{name} forward", dtype, (m, n, k), 1, count)
-        yield Product(part, f"{name} input gradient", dtype, (m, k, n), 1, count)
-        yield Product(part, f"{name} weight gradient", dtype, (k, n, m), 1, count)
+        yield Product(part, f"{name} forward", forward, (m, n, k), 1, count)
+        yield Product(part, f"{name} input gradient", backward, (m, k, n), 1, count)
+        yield Product(part, f"{name} weight gradient", backward, (k, n, m), 1, count)
         if name in again:
-            yield Product(part, f"{name} recomputed", dtype, (m, n, k), 1, count, model=False)
+            yield Product(part, f"{name} recomputed", forward, (m, n, k), 1, count, model=False)
+
+
+def _layer_dtypes(config: Config, dtype: str) -> tuple[str, str]:
+    """Of the layers' products with parameters, forward and backward (models/projection.py)."""
+    precision = config.precision
+    if precision.block_scaled is not None:
+        return precision.block_scaled, "mxfp8"
+    return ("float8", "float8") if precision.eight_bit else (dtype, dtype)
 
 
 def _attention(local: LocalSizes, dtype: str, gpu: bool) -> Iterator[Product]:

@@ -13,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from configs.load import load
+from configs.schema import MeshConfig
 from launch import cli
+from launch.bench import kernels, tasks
 from launch.bench import session as sessions
-from launch.bench import tasks
-from launch.bench.kernels import collective
+from launch.bench.kernels import collective, products, time_round
 from launch.bench.timing import calls_for, rounds_s
 from loaders import loader as loaders
 from loaders.prepare import PrepareSettings, prepare
 from perf.bench.stored import read
+from perf.bench.work import Product
 from perf.collectives import collectives
 from perf.hlo import parse
 from sharding.mesh import build_mesh
@@ -247,3 +251,22 @@ def test_comparing_and_writing_need_no_jax(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "* **Hypothesis.** " in done.stdout
     assert done.stderr == "ridge: error: a not found: give a stored result of ridge bench, or a directory of them\n"
+
+
+@pytest.mark.parametrize("dtype", ["float8", "mxfp8", "nvfp4"])
+def test_a_narrow_product_is_timed_in_its_own_arithmetic(dtype: str) -> None:
+    mesh = build_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    found = Product("mlp", "up forward", dtype, (64, 96, 128), 1, 2.0)
+    [piece] = products([found], mesh)
+    time_round([piece])
+    assert piece.per_step_s()[0] > 0 and piece.detail["dtype"] == dtype
+
+    left, right = (kernels.maker(mesh, PartitionSpec(), shape, dtype, seed)() for seed, shape in enumerate(((64, 128), (96, 128))))
+    assert all(leaf.dtype.itemsize <= 1 for leaf in (left[0], right[0])), "what it reads is narrow"
+    wide = [
+        jax.random.normal(jax.random.key(seed), shape, "bfloat16").astype("float32") for seed, shape in enumerate(((64, 128), (96, 128)))
+    ]
+    exact = wide[0] @ wide[1].T
+    y = kernels.NARROW[dtype]("cpu", left, right).astype("float32")
+    error = float(np.linalg.norm(y * (left[2] * right[2] if dtype == "nvfp4" else 1.0) - exact) / np.linalg.norm(exact))
+    assert 0.01 < error < (0.2 if dtype == "nvfp4" else 0.05)

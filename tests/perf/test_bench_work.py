@@ -84,6 +84,18 @@ def test_the_arithmetic_is_that_of_the_devices() -> None:
     assert {p.dtype for p in step_products(highest, sizes(), gpu=True)} == {"float32"}
 
 
+@pytest.mark.parametrize(
+    ("matmul", "forward", "backward"), [("fp8", "float8", "float8"), ("fp8_delayed", "float8", "float8"), ("nvfp4", "nvfp4", "mxfp8")]
+)
+def test_narrow_products_are_those_of_the_layers_with_their_parameters(matmul: str, forward: str, backward: str) -> None:
+    made = config(precision={"matmul": matmul}, compute={"remat": {"policy": "full"}})
+    found = step_products(made, sizes(), gpu=True)
+    layers = [p for p in found if p.part in ("mlp", "attention projections")]
+    assert {p.dtype for p in layers if "gradient" in p.name} == {backward}
+    assert {p.dtype for p in layers if "gradient" not in p.name} == {forward}
+    assert {p.dtype for p in found if p not in layers} == {"bfloat16"}
+
+
 def test_passes_count_the_optimisers_bytes_and_shrink_with_the_shards() -> None:
     made = config()
     whole, cut = step_passes(made, sizes()), step_passes(made, sizes(fsdp=4))
