@@ -41,6 +41,8 @@ class Kernel:
     """forward, backward, recompute or update."""
     op_name: str
     source: Source | None
+    unknown_flops: bool = False
+    """A kernel of somebody's own that does not say what it multiplies: its FLOPs are counted as none."""
     host_copy: bool = False
     """A copy between device and host memory, beside the compute stream; `bytes` are those read and those written."""
 
@@ -68,6 +70,16 @@ def total_flops(found: list[Kernel]) -> float:
     return math.fsum(kernel.flops * kernel.count for kernel in found)
 
 
+def without_flops(found: list[Kernel]) -> dict[str, float]:
+    """Kernels that may multiply and do not say so, by their path (or name), and how often a step runs them."""
+    counts: dict[str, float] = {}
+    for kernel in found:
+        if kernel.unknown_flops:
+            name = kernel.op_name or kernel.name
+            counts[name] = counts.get(name, 0.0) + kernel.count
+    return counts
+
+
 def _executed(module: Module) -> Iterator[Computation]:
     """Computations whose instructions are launched by themselves: the entry, bodies of loops, branches, calls, asynchronous ones."""
     inner: set[str] = set()
@@ -82,7 +94,7 @@ def _executed(module: Module) -> Iterator[Computation]:
 def _kernel(module: Module, computation: Computation, instruction: Instruction, count: float) -> Kernel:
     fused = next((module.computations[name] for name in instruction.called if name in module.computations), None)
     if instruction.opcode in ("fusion", "fusion-start") and fused is not None:  # jaxlib 0.12 splits slices and updates of scans
-        products = [(fused, i) for i in fused.instructions if i.opcode in ("dot", "custom-call")]
+        products = list(_inside(module, fused))
         size = _fusion_bytes(computation, instruction, fused)
     else:
         products = [(computation, instruction)]
@@ -91,9 +103,11 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
             size = 2.0 * instruction.bytes
         elif instruction.opcode == "dynamic-update-slice":
             size = 2.0 * computation.operand_shapes(instruction)[1].bytes
-    flops, dtype = 0.0, ""
+    flops, dtype, unknown = 0.0, "", False
     for where, product in products:
-        more = product_flops(where, product)
+        counted = product_flops(where, product)
+        unknown = unknown or counted is None
+        more = counted or 0.0
         flops += more
         if more and not dtype:
             dtype = where.operand_shapes(product)[0].dtype
@@ -109,39 +123,64 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
         part_of(name),
         name,
         module.source(instruction),
+        unknown,
         instruction.in_host_memory and instruction.opcode.endswith("-start"),
     )
 
 
-def product_flops(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of a dot, a library matrix product or a fused attention call; 0 for anything else."""
-    if instruction.opcode == "dot":
-        lhs = computation.operand_shapes(instruction)[0]
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        dims = [int(d) for d in contracted.group(1).split(",") if d] if contracted else []
-        return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[d] for d in dims)
+def _inside(module: Module, fused: Computation) -> Iterator[tuple[Computation, Instruction]]:
+    """Products of a fusion; Triton's are fusions of fusions."""
+    for instruction in fused.instructions:
+        if instruction.opcode in ("dot", "scaled-dot", "custom-call"):
+            yield fused, instruction
+        elif instruction.opcode == "fusion":
+            for name in instruction.called:
+                yield from _inside(module, module.computations[name])
+
+
+def product_flops(computation: Computation, instruction: Instruction) -> float | None:
+    """FLOPs of a dot, a library's matrix product or fused attention, or a kernel that says them; 0 where none are multiplied.
+
+    None for a kernel of somebody's own (Triton, Mosaic, a foreign function) that does not say them.
+    """
+    if instruction.opcode in ("dot", "scaled-dot"):
+        return _product(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
     if instruction.opcode != "custom-call":
         return 0.0
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     if target is None:
         return 0.0
-    if "gemm" in target.group(1) or "matmul" in target.group(1):
-        lhs = computation.operand_shapes(instruction)[0]
-        contracted = re.search(r'lhs_contracting_dimensions": ?\["?([\d", ]*)\]', instruction.attributes)
-        dims = [int(d) for d in re.findall(r"\d+", contracted.group(1))] if contracted else []
-        return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[d] for d in dims)
-    if "blockScaledDot" in target.group(1):  # [1, M, K] x [1, N, K]
+    name = target.group(1)
+    if "blockScaledDot" in name:  # [1, M, K] x [1, N, K]
         return 2.0 * math.prod(instruction.shapes[0].dims) * computation.operand_shapes(instruction)[0].dims[-1]
-    if "fmha" in target.group(1):
-        return _attention_flops(computation, instruction, target.group(1))
+    if "fmha" in name:
+        return _attention_flops(computation, instruction, name)
+    if name.startswith("__cublas") or "onednn$matmul" in name:
+        return _product(computation, instruction, r'lhs_contracting_dimensions": ?\["?([\d", ]*)\]')
+    if _OWN_KERNEL.search(name):
+        said = _SAID_FLOPS.search(instruction.attributes.replace(r"\22", '"'))
+        return float(said.group(1)) if said else None
     return 0.0
 
 
-def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float:
+_OWN_KERNEL = re.compile(r"triton|mosaic|pallas|cutlass|flash|gemm|matmul|conv|^te_", re.I)
+"""Custom calls that may multiply. Others sort, copy, place and annotate."""
+_SAID_FLOPS = re.compile(r'serialized_metadata = "\{[^}]*"flops": ?"(\d+)"')
+"""In the metadata of a pallas_call: JSON inside MLIR's quotes, in which a quotation mark is written \\22."""
+
+
+def _product(computation: Computation, instruction: Instruction, contracting: str) -> float:
+    lhs = computation.operand_shapes(instruction)[0]
+    contracted = re.search(contracting, instruction.attributes)
+    dims = [int(d) for d in re.findall(r"\d+", contracted.group(1))] if contracted else []
+    return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[d] for d in dims)
+
+
+def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float | None:
     """Two products forward (QK, PV), five backward; half under a causal mask, which the kernel skips."""
     scores = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.attributes)
     if not scores:
-        return 0.0
+        return None
     elements = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1)))
     width = computation.operand_shapes(instruction)[0].dims[-1]
     products = 5 if "Backward" in target else 2

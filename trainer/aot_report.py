@@ -13,7 +13,7 @@ from configs.schema import Config
 from perf.collectives import Collective, collectives
 from perf.hlo import parse
 from perf.hlo_buffers import Buffer, grouped, live_at_peak
-from perf.hlo_roofline import Kernel, kernels, total_flops
+from perf.hlo_roofline import Kernel, kernels, total_flops, without_flops
 from perf.hlo_schedule import Schedule, play
 from planner.calibration import Calibration, load_calibration
 from planner.communication import time_s
@@ -207,6 +207,7 @@ def roofline_json(report: Report) -> dict[str, Any]:
         "exposed_communication_s": played.exposed_s,
         "exposed": [{"kind": kind, "axes": list(axes or ()), "seconds": s} for (kind, axes), s in played.exposed.items() if s > 0],
         "flops": total_flops(report.kernels),
+        "unknown_flops": without_flops(report.kernels),
         "components": [
             {"component": name, "part": part, "seconds": s, "flops": f, "bytes": b}
             for (name, part), (s, f, b) in sorted(parts.items(), key=lambda item: -item[1][0])

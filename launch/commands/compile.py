@@ -187,6 +187,8 @@ def _print_roofline(report: Report) -> None:
     columns: list[Column | str] = ["component", "part", Column("ms", format="{:.2f}".format), Column("share", format="{:.0%}".format)]
     columns += [Column("tf", "TFLOP", "{:.2f}".format), Column("gb", "GB", "{:.1f}".format)]
     print_table(columns, rows, title="roofline of the kernels: the least time by FLOPs and bytes at the datasheet's rates")
+    for kernel, count in roofline["unknown_flops"].items():
+        print(f"not in these times: what {kernel} multiplies, {count:g} times; its kernel does not say")
     print(f"all kernels: at least {roofline['kernels_s'] * 1e3:.1f} ms per step, communication left out")
     step, compute, talk, waited = (roofline[k] * 1e3 for k in ("step_s", "compute_s", "communication_s", "exposed_communication_s"))
     print(f"the schedule at calibrated rates: {step:.1f} ms per step, {compute:.1f} ms of them kernels")

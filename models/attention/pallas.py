@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from models.attention.interface import AttentionRequest
+from planner.flops import mean_keys_per_query
 
 WIDTHS = (32, 64, 128)
 """Head widths: powers of two, as Triton's tiles are; 256 leaves a block too little shared memory."""
@@ -36,6 +37,8 @@ class Plan(NamedTuple):
 
     block: int
     interpret: bool
+    keys: float
+    """Mean keys that a query sees, in documents as long as the row."""
 
 
 class Ranges(NamedTuple):
@@ -85,7 +88,7 @@ class Pallas:
     ) -> jax.Array:
         """See `Backend`; `chunk` is not used."""
         length = q_BTNH.shape[1]
-        plan = Plan(BLOCK, self.interpret)
+        plan = Plan(BLOCK, self.interpret, mean_keys_per_query(length, sliding_window) if causal else float(length))
         padding = -length % BLOCK
         first_BT, end_BT = key_ranges(q_BTNH.shape[:2], segment_ids_BT, causal, sliding_window)
         first_BT, end_BT = (jnp.pad(x, [(0, 0), (0, padding)]) for x in (first_BT, end_BT))  # [0, 0): padding sees nothing
@@ -165,6 +168,11 @@ def _parameters(width: int) -> triton.CompilerParams:
     return triton.CompilerParams(num_warps=4 if width <= 64 else 8, num_stages=2)
 
 
+def _flops(plan: Plan, q_BTNH: jax.Array, products: int) -> dict[str, str]:
+    """Tell readers of the compiled module (perf/hlo_roofline.py) what a kernel multiplies at most, which they cannot see."""
+    return {"flops": str(round(2.0 * products * plan.keys * q_BTNH.size))}
+
+
 def _hidden(first_Q: jax.Array, end_Q: jax.Array, start: jax.Array, size: int) -> jax.Array:
     """Return [Q, S]: True where the query does not see the key of the block that starts there."""
     key_S = start + jnp.arange(size)
@@ -214,6 +222,7 @@ def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
         compiler_params=_parameters(width),
         interpret=plan.interpret,
         name="attention_forward",
+        metadata=_flops(plan, q_BTNH, 2),
     )(q_BTNH, k_BTKH, v_BTKH, ranges.first_BT, ranges.end_BT, ranges.key_blocks_BX2)
     return out, lse
 
@@ -265,6 +274,7 @@ def _query_gradient(
         compiler_params=_parameters(width),
         interpret=plan.interpret,
         name="attention_query_gradient",
+        metadata=_flops(plan, q_BTNH, 3),
     )(q_BTNH, k_BTKH, v_BTKH, dout_BTNH, lse_BNT, delta_BNT, ranges.first_BT, ranges.end_BT, ranges.key_blocks_BX2)
 
 
@@ -319,5 +329,6 @@ def _key_gradients(
         compiler_params=_parameters(width),
         interpret=plan.interpret,
         name="attention_key_gradients",
+        metadata=_flops(plan, q_BTNH, 4),
     )(q_BTNH, k_BTKH, v_BTKH, dout_BTNH, lse_BNT, delta_BNT, ranges.first_BT, ranges.end_BT, ranges.query_blocks_BX2)  # fmt: skip
     return dk, dv

@@ -6,7 +6,7 @@ import pytest
 from perf.collectives import collectives
 from perf.hlo import parse, part_of
 from perf.hlo_buffers import describe, grouped, live_at_peak
-from perf.hlo_roofline import kernels, total_flops
+from perf.hlo_roofline import kernels, total_flops, without_flops
 from perf.hlo_schedule import play
 
 MODULE = """\
@@ -235,3 +235,43 @@ def test_a_fusion_split_into_start_and_done_is_the_same_kernel_once():
     whole = by_name(parse(MODULE))
     assert found.keys() == whole.keys() - {"kept.1"} | {"kept.0"}
     assert (found["kept.0"].bytes, found["kept.0"].count) == (whole["kept.1"].bytes, whole["kept.1"].count)
+
+
+KERNELS = """\
+HloModule jit_step, is_scheduled=true
+
+%inner (q0: bf16[64,32]) -> bf16[64,32] {
+  ROOT %q0 = bf16[64,32]{1,0} parameter(0)
+}
+
+%triton_gemm (p0: bf16[64,32], p1: bf16[32,128]) -> bf16[64,128] {
+  %p0 = bf16[64,32]{1,0} parameter(0)
+  %p1 = bf16[32,128]{1,0} parameter(1)
+  %tile = bf16[64,32]{1,0} fusion(%p0), kind=kCustom, calls=%inner
+  ROOT %dot.2 = bf16[64,128]{1,0} dot(%tile, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%outer (r0: bf16[64,32], r1: bf16[32,128]) -> bf16[64,128] {
+  %r0 = bf16[64,32]{1,0} parameter(0)
+  %r1 = bf16[32,128]{1,0} parameter(1)
+  ROOT %nested = bf16[64,128]{1,0} fusion(%r0, %r1), kind=kCustom, calls=%triton_gemm
+}
+
+ENTRY %main (a: bf16[64,32], b: bf16[32,128]) -> bf16[64,128] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[32,128]{1,0} parameter(1)
+  %gemm = bf16[64,128]{1,0} fusion(%a, %b), kind=kCustom, calls=%outer, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %said = bf16[64,32]{1,0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 1 : i32, ir = "ML\\EFR", name = "attention_forward", serialized_metadata = "{\\22flops\\22: \\22103079215104\\22}"}
+  %silent = bf16[64,32]{1,0} custom-call(%said), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/mlp/mine"}, backend_config={grid_x = 1 : i32, ir = "ML\\EFR", name = "mine"}
+  %sorted = bf16[64,32]{1,0} custom-call(%silent), custom_call_target="__cub$DeviceRadixSort"
+  ROOT %end = bf16[64,128]{1,0} copy(%gemm)
+}
+"""
+
+
+def test_kernels_of_triton_count_what_they_multiply_or_are_named_as_unknown():
+    found = {kernel.name: kernel for kernel in kernels(parse(KERNELS))}
+    assert found["gemm"].flops == 2 * 64 * 32 * 128 and found["gemm"].dtype == "bf16"
+    assert found["said"].flops == 103079215104
+    assert found["sorted"].flops == 0
+    assert without_flops(list(found.values())) == {"jit(step)/mlp/mine": 1.0}
