@@ -258,6 +258,13 @@ def _batch(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
 
 def _compute(config: Config) -> Iterator[Problem]:
     compute = config.compute
+    if compute.tensor_overlap == "ring" and config.precision.matmul != "compute":
+        yield Problem(
+            ("compute.tensor_overlap", "precision.matmul"),
+            f"rings multiply in precision.compute: set precision.matmul=compute (it is {config.precision.matmul}), or gather",
+        )
+    if compute.tensor_overlap == "ring" and config.mesh.rules:
+        yield Problem(("compute.tensor_overlap", "mesh.rules"), "rings know the default sharding rules only: drop mesh.rules, or gather")
     if compute.scan_layers and config.model.num_layers % compute.scan_unroll:
         fits = _nearest_text(compute.scan_unroll, divisors(config.model.num_layers))
         yield Problem(

@@ -157,6 +157,9 @@ class ComputeConfig(Section):
     """Layers per scan iteration (must divide num_layers)."""
     loss_chunk: PositiveInt = 1024
     """Tokens per chunk of the cross-entropy; [chunk, V] is the largest logits array that exists on a device."""
+    tensor_overlap: Literal["gather", "ring"] = "gather"
+    """Around products that `tensor` cuts: gather the stream and scatter the sums, or pass parts of it round a ring while others are
+    multiplied (models/ring.py), which hides what moves where `tensor` is wide (4 and more) and costs more, smaller messages."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
     """jax_default_matmul_precision: matters for float32 on GPUs (TF32)."""
 

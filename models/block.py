@@ -16,6 +16,7 @@ from models.norms import NORMS, Prepare, unprepared
 from models.params import ParamFactory
 from models.projection import Projector
 from models.remat import Remat
+from models.ring import RingProjector
 
 
 class Block(nnx.Module):
@@ -37,6 +38,7 @@ class Block(nnx.Module):
         self.mlp_norm = norm(model.embed_dim, model.norm_eps, make, projector.partitioner)
         self.mlp = MLP(model, remat, residual_std, make, projector)
         self.partitioner = projector.partitioner
+        self.ring = isinstance(projector, RingProjector)
 
     def __call__(
         self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None, attend_with: AttendWith | None = None
@@ -56,16 +58,18 @@ class Block(nnx.Module):
     def _input(self, x_BTD: jax.Array, norm: Prepare) -> tuple[jax.Array, Prepare]:
         """Return the input of a half block and what is to be done to it there.
 
-        A sequence that the norm's result has to be gathered from is gathered once: such a result is made here, and kept.
+        A sequence that the norm's result has to be gathered from is gathered once: such a result is made here, and kept. Rings take the
+        stream as it is cut.
         """
 
         def prepare(x_BTD: jax.Array) -> jax.Array:
-            return self._whole_sequence(norm(x_BTD))
+            return self._gathered(norm(x_BTD))
 
-        gathered = self.partitioner.axis_size("residual_seq") > 1
+        gathered = self.partitioner.axis_size("residual_seq") > 1 and not self.ring
         return (prepare(x_BTD), unprepared) if gathered else (x_BTD, prepare)
 
-    def _whole_sequence(self, x_BTD: jax.Array) -> jax.Array:
+    def _gathered(self, x_BTD: jax.Array) -> jax.Array:
         # Pinned on both sides: otherwise XLA gathers before the norm's last cast, in float32.
         constrain = self.partitioner.constrain
-        return constrain(constrain(x_BTD, "batch", "residual_seq", "act_embed"), "batch", "seq", "act_embed")
+        x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
+        return x_BTD if self.ring else constrain(x_BTD, "batch", "seq", "act_embed")

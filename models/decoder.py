@@ -21,6 +21,7 @@ from models.params import ParamFactory
 from models.product import platform_of
 from models.projection import Path, Projector, largest_of_layers, tell_largest
 from models.remat import Remat
+from models.ring import RingProjector
 from models.rope import rotary_table
 from sharding.partition import Partitioner
 
@@ -50,7 +51,8 @@ class Decoder(nnx.Module):
         # XLA's CPU loops compute them again where a product reads its operand transposed: slower than reading float32 (docs/LOG.md).
         keeps = platform == "cpu" and precision.compute == "float32"
         self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop, keeps_product_inputs=keeps)
-        self.project = Projector(
+        in_rings = compute.tensor_overlap == "ring" and partitioner.mesh.shape["tensor"] > 1
+        self.project = (RingProjector if in_rings else Projector)(
             partitioner,
             jnp.dtype(precision.compute),
             jnp.dtype(precision.gradients),

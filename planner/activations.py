@@ -27,7 +27,7 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     packed = q if config.data.document_masking and backend == "cudnn" else 0
     gates = 2 if local.model.gated_mlp else 1
     if policy in ("none", "attention-only"):
-        gathered = 2 * stream if local.tensor > 1 else 0
+        gathered = 2 * stream if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
         per_layer = 2 * cut + gathered + 2 * q + 2 * k + gates * hidden + normed_heads
         words = "inputs of both halves, queries, keys, values, attention result, MLP gate and up projections"
         if policy == "none":

@@ -4,7 +4,8 @@ This is the plan that sharding and models are written to (and that the compiled 
 * parameters are sharded over fsdp and gathered for use in the compute dtype, forward and again backward; their gradients are
   reduce-scattered over fsdp and then all-reduced over data, in the gradient dtype, once per microbatch;
 * over tensor, the residual stream is cut along the sequence; it is gathered before each block half and reduce-scattered after it
-  (arXiv 2205.05198);
+  (arXiv 2205.05198); with compute.tensor_overlap=ring each of these is t - 1 permutes of a t-th of it, and inputs that are not kept whole
+  go round again in the backward pass;
 * what the backward pass recomputes under compute.remat it also communicates again: the gathers of the inputs over tensor, and the
   reduce-scatter of attention's update (the MLP's update is nobody's input and is never recomputed). Parameters are gathered once for
   recomputation and gradients;
@@ -21,7 +22,7 @@ from typing import Literal
 
 from configs.schema import MESH_AXES, Config, ModelConfig, RematConfig
 
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's orthogonalisation (optax's default)."""
@@ -40,7 +41,7 @@ class PlannedCollective:
     axes: tuple[str, ...]
     """Mesh axes, all larger than 1."""
     bytes: int
-    """Bytes of the unsharded side on one device: what a reduction takes in, what a gather gives out."""
+    """Bytes of the unsharded side on one device: what a reduction takes in, what a gather gives out, what a permute sends."""
     count: int
     """Times per optimiser step."""
     parts: int = 1
@@ -151,6 +152,7 @@ class _Plan:
         self.grad = ITEMSIZE[config.precision.gradients]
         self.stream = self.rows * config.data.seq_len * self.model.embed_dim * self.act
         self.layers = self.model.num_layers * self.micro
+        self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
 
     def over(self, *axes: str) -> tuple[str, ...]:
         """The axes that have more than one device."""
@@ -180,11 +182,11 @@ class _Plan:
         """What the backward pass of a block gathers and reduces a second time."""
         again = recomputed(self.model, self.config.compute.remat)
         planned = []
-        if again.inputs:
+        if again.inputs or self.ring:
             inputs = ("attention input (recomputed)", "mlp input (recomputed)")
-            planned += [self._item(what, "backward", "all-gather", self.over("tensor"), self.stream) for what in inputs]
+            planned += [self._stream(what, "backward", "all-gather", self.stream) for what in inputs]
         if again.attention_update:
-            planned.append(self._item("attention update (recomputed)", "backward", "reduce-scatter", self.over("tensor"), self.stream))
+            planned.append(self._stream("attention update (recomputed)", "backward", "reduce-scatter", self.stream))
         return planned
 
     def optimizer(self) -> list[PlannedCollective]:
@@ -256,14 +258,20 @@ class _Plan:
 
     def _half(self, half: str, inputs: int) -> list[PlannedCollective]:
         """The residual stream around one half of a block, over tensor."""
-        tensor = self.over("tensor")
         narrow = self.stream // self.act * self.gathered  # a gradient becomes 8-bit before it moves
         return [
-            self._item(f"{half} input", "forward", "all-gather", tensor, self.stream),
-            self._item(f"{half} update", "forward", "reduce-scatter", tensor, self.stream),
-            self._item(f"{half} update", "backward", "all-gather", tensor, narrow),
-            replace(self._item(f"{half} input", "backward", "reduce-scatter", tensor, self.stream), parts=inputs),
+            self._stream(f"{half} input", "forward", "all-gather", self.stream),
+            self._stream(f"{half} update", "forward", "reduce-scatter", self.stream),
+            self._stream(f"{half} update", "backward", "all-gather", narrow),
+            self._stream(f"{half} input", "backward", "reduce-scatter", self.stream, inputs),
         ]
+
+    def _stream(self, what: str, phase: Literal["forward", "backward"], kind: Kind, size: int, parts: int = 1) -> PlannedCollective:
+        """A gather or scatter of the stream over tensor, or the ring in its place; `parts` as in PlannedCollective (rings add first)."""
+        item = self._item(what, phase, kind, self.over("tensor"), size)
+        if not self.ring:
+            return replace(item, parts=parts)
+        return replace(item, kind="collective-permute", bytes=size // self.tensor, count=item.count * (self.tensor - 1), by_hand=True)
 
     def _item(self, what: str, phase: Literal["forward", "backward"], kind: Kind, axes: tuple[str, ...], size: int) -> PlannedCollective:
         return PlannedCollective(what, "layer", phase, kind, axes, size, self.layers)

@@ -117,6 +117,16 @@ def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None =
     return min((_cost(op, bytes_full, group, name) for name in _library_choices(op, group)), key=lambda cost: cost.seconds)
 
 
+def hop_s(bytes_sent: float, group: CommGroup) -> CollectiveCost:
+    """Predict the time in which every device of a group passes its bytes on to the next: one of the p - 1 hops of a ring's all-gather."""
+    ring = time_s("all-gather", bytes_sent * group.size, group)
+    hops = max(1, group.size - 1)
+    terms = tuple(Term(term.link, term.latency_s / hops, term.transfer_s / hops) for term in ring.terms)
+    seconds = ring.seconds / hops
+    rate = bytes_sent / seconds if seconds else 0.0
+    return CollectiveCost(seconds, ring.algorithm, rate, rate, ring.bottleneck_link, terms)
+
+
 def bus_factor(op: str, size: int) -> float:
     """Return what algorithm bandwidth is multiplied with to give bus bandwidth."""
     if op == "point-to-point":

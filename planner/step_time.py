@@ -17,7 +17,7 @@ from configs.schema import Config
 from planner.activations import offloaded_bytes
 from planner.calibration import Calibration
 from planner.collectives import PlannedCollective, as_compiled_for_gpu, planned_collectives
-from planner.communication import CollectiveCost, time_s
+from planner.communication import CollectiveCost, hop_s, time_s
 from planner.flops import train_flops_per_token
 from planner.hardware import Hardware, hardware
 from planner.kernels import Kernels, Work
@@ -70,7 +70,9 @@ class Machine:
         key = (item.kind, item.bytes, tuple(sizes.items()), item.axes)
         found = self._costs.get(key)
         if found is None:
-            found = self._costs[key] = time_s(item.kind, item.bytes, self.fabric.axes_group(sizes, item.axes))
+            group = self.fabric.axes_group(sizes, item.axes)
+            permuted = item.kind == "collective-permute"
+            found = self._costs[key] = hop_s(item.bytes, group) if permuted else time_s(item.kind, item.bytes, group)
         return found
 
 

@@ -16,7 +16,7 @@ from perf.hlo_buffers import Buffer, grouped, live_at_peak
 from perf.hlo_roofline import Kernel, kernels, total_flops, without_flops
 from perf.hlo_schedule import Schedule, play
 from planner.calibration import Calibration, load_calibration
-from planner.communication import time_s
+from planner.communication import hop_s, time_s
 from planner.hardware import Hardware, matmul_dtype
 from planner.links import Fabric
 from planner.memory import MemoryEstimate, memory_per_device
@@ -130,8 +130,11 @@ def _played(
 
     def collective_s(collective: Collective) -> float:
         axes = collective.axes if collective.axes is not None else tuple(axis for axis, size in compiled.mesh.items() if size > 1)
+        group = fabric.axes_group(compiled.mesh, axes)
+        if collective.kind == "collective-permute":
+            return hop_s(collective.bytes, group).seconds
         op = collective.kind if collective.kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all") else "all-gather"
-        return time_s(op, collective.bytes, fabric.axes_group(compiled.mesh, axes)).seconds
+        return time_s(op, collective.bytes, group).seconds
 
     return play(parse(compiled.hlo_text), launched, found, kernel_s, collective_s)
 

@@ -110,6 +110,8 @@ CASES = [
         "compute.remat.names: compute.remat.names is read by the policies names and offload only, not by none ([] empties it)",
     ),
     # steps
+    (["precision.matmul=fp8", "compute.tensor_overlap=ring"], "rings multiply in precision.compute: set precision.matmul=compute"),
+    (["mesh.rules={kv_heads: []}", "compute.tensor_overlap=ring"], "rings know the default sharding rules only: drop mesh.rules"),
     (["precision.matmul=mxfp8", "model.mlp_dim=1000"], "mxfp8 sums in blocks of 32, which 1000 (model.mlp_dim) is no multiple of"),
     (["precision.matmul=nvfp4", "precision.compute=float32"], "nvfp4 products give bfloat16 results: set precision.compute=bfloat16"),
     (["schedule.warmup_steps=2000"], "schedule.warmup_steps: schedule.warmup_steps=2000 is more than trainer.steps=1000"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from configs.cluster import load_cluster
 from configs.errors import UserError
 from planner.calibration import load_calibration
-from planner.communication import OPS, bus_factor, time_s
+from planner.communication import OPS, bus_factor, hop_s, time_s
 from planner.links import CommGroup, Fabric, Link, Span
 
 NVLINK = Link("nvlink", "nvlink", 450e9, 2e-6)
@@ -213,3 +213,10 @@ def test_tensor_parallel_traffic_has_its_ring_factor_both_passes_and_one_directi
     printed = 80 * 2 * activations / 900e9
     real = 80 * 4 * time_s("all-reduce", activations, flat(8, Link("nvlink", "nvlink", 450e9, 0.0)), "ring").seconds
     assert real / printed == pytest.approx(2 * 2 * 14 / 8)  # backward, one direction, ring: 7 times
+
+
+def test_the_hops_of_a_ring_cost_what_its_gather_costs():
+    hop = hop_s(1e8, flat(8))
+    assert 7 * hop.seconds == pytest.approx(time_s("all-gather", 8e8, flat(8)).seconds)
+    assert hop.seconds == pytest.approx(2e-6 + 1e8 / 450e9)
+    assert sum(hop.by_link.values()) == pytest.approx(hop.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -95,6 +96,19 @@ def test_communication_hides_under_compute_and_what_does_not_is_paid():
     stream = step_parts(tensor.apply(config()), tensor.sizes, Machine(cluster(), CALIBRATION, 8)).communication
     assert not any(item.hideable for item in stream)
     assert sum(exposed_s(stream, {"forward": 1e9, "backward": 1e9}).values()) == pytest.approx(sum(item.seconds for item in stream))
+
+
+def test_rings_move_what_gathers_move_and_hide_a_part_of_it():
+    layout = Layout(1, 1, 8, 1, RematConfig(policy="full"))
+    machine, base = Machine(cluster(), CALIBRATION, 8), layout.apply(config())
+    ringed = base.model_copy(update={"compute": base.compute.model_copy(update={"tensor_overlap": "ring"})})
+    plain, ring = (step_parts(each, layout.sizes, machine) for each in (base, ringed))
+    moved = [sum(i.seconds for i in parts.communication if i.planned.where == "layer") for parts in (plain, ring)]
+    assert moved[1] == pytest.approx(moved[0], rel=0.02)
+    waits = [sum(parts.assemble().breakdown_s[link] for link in ("nvlink", "network")) for parts in (plain, ring)]
+    assert 0.4 * waits[0] < waits[1] < 0.7 * waits[0]
+    unhidden = replace(ring, eta=0.0).assemble().breakdown_s["nvlink"]
+    assert unhidden == pytest.approx(plain.assemble().breakdown_s["nvlink"], rel=0.02)
 
 
 def test_axes_use_the_links_they_span():

@@ -1,0 +1,57 @@
+"""Rings over tensor: the same losses and gradients as gathering and scattering the stream, in exactly the planned permutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from configs.schema import Config, RematConfig
+from perf.collectives import collectives
+from perf.hlo import parse
+from planner.collectives import as_compiled_for_cpu, planned_collectives
+from tests.sharding import test_collective_budget as budgets
+from tests.sharding.test_equality import compare, make_config, reference, run
+
+PERMUTE = "collective-permute"
+
+
+@pytest.fixture(autouse=True)
+def _quick_compile() -> Iterator[None]:
+    """Leave machine code unoptimised, as tests/sharding does."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def ringed(config: Config, policy: str = "none") -> Config:
+    return config.model_copy(
+        update={"compute": config.compute.model_copy(update={"tensor_overlap": "ring", "remat": RematConfig(policy=policy)})}
+    )
+
+
+@pytest.mark.parametrize(("mesh", "policy", "accumulation"), [((2, 2, 2), "none", 2), ((1, 2, 4), "full", 1)], ids=str)
+def test_losses_and_gradients_equal_one_device(mesh: tuple[int, int, int], policy: str, accumulation: int) -> None:
+    compare(run(ringed(make_config(*mesh, accumulation=accumulation), policy), jax.devices()), reference())
+
+
+def test_biases_and_head_norms_equal_one_device() -> None:
+    model = {"attention_bias": True, "mlp_bias": True, "output_bias": True, "qk_norm": True, "num_kv_heads": 4}
+    compare(run(ringed(make_config(2, 1, 4, **model)), jax.devices()), reference(**model))
+
+
+@pytest.mark.parametrize(("mesh", "policy"), [((1, 2, 4), "none"), ((2, 2, 2), "full")], ids=str)
+def test_the_compiled_gradient_holds_the_planned_permutes_and_no_other_collective_of_the_stream(
+    mesh: tuple[int, int, int], policy: str
+) -> None:
+    # float16: in float32 CPUs keep inputs of products that GPUs make again, and bfloat16 is widened before it moves
+    config = ringed(budgets.make_config(*mesh, compute="float16"), policy)
+    text, shape = budgets.compile_gradient(config)
+    found = [c for c in collectives(parse(text), shape) if budgets.array_bytes(c)]
+    planned = [as_compiled_for_cpu(item) for item in planned_collectives(config, shape)]
+    assert budgets.budget(((c.kind, c.axes), budgets.array_bytes(c) * c.count) for c in found) == budgets.budget(
+        ((item.kind, item.axes), item.bytes * item.count) for item in planned
+    )
+    in_layers = [c for c in found if c.kind == PERMUTE]
+    assert in_layers and all(c.axes == ("tensor",) and c.count == budgets.LAYERS for c in in_layers)
