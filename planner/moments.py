@@ -1,7 +1,7 @@
 """The moments of a training step in which a device may be fullest, each as components in bytes (see planner/memory.py).
 
 `overlap` is how the step is compiled for GPUs (JAX_OPTIMIZATION_LEVEL=O1): the latency-hiding scheduler gathers the next layer's weights
-and still reduces the last layer's gradients while a layer runs, and loops are unrolled by two, that over microbatches included. Without it
+and still reduces the last layer's gradients while a layer runs, for which loops over layers are unrolled by two. Without it
 (XLA's default flags) collectives wait their turn and memory is lower.
 
 Legend: R rows per device, T sequence, D width, F MLP width, N heads, L layers, C tokens of a loss chunk; f, t devices on fsdp and tensor.
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes
 from planner.local import LocalSizes
 
+COMBINED_BYTES = 30 * 2**20
+"""XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
 STREAMS_IN_FLIGHT = 8
 """Full-sequence streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
 
@@ -40,6 +42,8 @@ class Moments:
             "embedding gradient": self.embedding_gradient(),
             "optimizer": self.optimizer(),
         }
+        if self.overlap:
+            moments["end of the backward pass"] = self.end_of_backward()
         if self.local.config.optimizer.kind == "muon":
             moments["orthogonalisation"] = self.orthogonalisation()
         return moments
@@ -75,54 +79,16 @@ class Moments:
         words = f"sum over {self.local.config.trainer.accumulation} microbatches, {self.local.config.precision.gradients}"
         return Component(size, words)
 
-    def zeroed_table(self) -> int:
-        """The embedding's whole gradient, zeroed before the loss: inside a loop over microbatches, and when its dtype is not float32."""
-        local = self.local
-        alone = not local.model.tie_embeddings or (local.data > 1 and local.fsdp > 1)  # else it is added into that of the unembedding
-        early = self.in_loop and local.tensor == 1 and alone
-        other_dtype = local.gradient_itemsize != 4 and not self.overlap
-        return local.table * local.gradient_itemsize if early or other_dtype else 0
-
-    def unrolled(self) -> int:
-        """With overlap, the loop over microbatches is unrolled by two: the gradients of the second are zeroed before the first is done."""
-        sharded = self.overlap and self.in_loop and self.local.fsdp > 1
-        return self.local.layer_matrices * self.local.gradient_itemsize if sharded else 0
-
     @property
-    def both_microbatches(self) -> bool:
-        """With overlap: whether the buffers of the second of two unrolled microbatches are made while the first still runs.
+    def tables_apart(self) -> bool:
+        """Whether the embedding's gradient is an array of its own, not added into that of the unembedding."""
+        return not self.local.model.tie_embeddings or (self.local.data > 1 and self.local.fsdp > 1)
 
-        Seen where nothing but two microbatches run, or embedding and unembedding are one table, the sequence is whole and blocks keep
-        products.
-        """
-        few = self.local.config.trainer.accumulation == 2 or self.local.model.tie_embeddings
-        kept = self.local.config.compute.remat.policy == "dots"
-        return self.overlap and self.in_loop and self.local.tensor == 1 and self.local.fsdp > 1 and few and kept
-
-    def kept(self) -> Component:
-        """Saved activations, of two microbatches where both are there."""
-        if self.both_microbatches:
-            return Component(2 * self.saved.bytes, f"{self.saved.assumption}; of two microbatches, whose loop is unrolled")
-        early = self.zeroed_early()
-        if not early:
-            return self.saved
-        return Component(self.saved.bytes + early, f"{self.saved.assumption}; streams and queries of the next microbatch zeroed early")
-
-    def zeroed_early(self) -> int:
-        """With overlap: what the second of two unrolled microbatches will keep, zeroed before the first has run.
-
-        Its streams, queries and attention results, where nothing is recomputed and gradients are as narrow as activations: XLA fills all
-        arrays of zeros of a dtype and shape in one kernel.
-        """
+    def zeroed_table(self) -> int:
+        """Without overlap: the embedding's whole gradient, zeroed before the loss in a loop of microbatches, or when it is not float32."""
         local = self.local
-        alike = local.gradient_itemsize == local.compute_itemsize and local.config.compute.remat.policy == "none"
-        if not (alike and self.overlap and self.in_loop and local.tensor == 1 and local.fsdp > 1):
-            return 0
-        return local.model.num_layers * 2 * (local.cut_stream_bytes + local.query_bytes)
-
-    def unembedding_gradient(self) -> int:
-        """The whole float32 gradient of the unembedding, of two microbatches where both are there."""
-        return 4 * self.local.table * (2 if self.both_microbatches else 1)
+        early = (self.in_loop and local.tensor == 1 and self.tables_apart) or local.gradient_itemsize != 4
+        return local.table * local.gradient_itemsize if early and not self.overlap else 0
 
     def ahead(self) -> int:
         """With overlap: the weights of the layer that comes next, gathered for its recomputation and its gradient."""
@@ -140,14 +106,14 @@ class Moments:
         if self.overlap:
             zeroed = local.layer_matrices
         return {
-            "activations": self.kept(),
+            "activations": self.saved,
             "parameter_copies": Component(
                 self.layout_copies() + (self.ahead() if self.overlap else 0),
                 "transposed masters of MLP down and attention out"
                 + (", and the weights of the first layer to go back through" if self.overlap else ""),
             ),
             "gradients": Component(
-                zeroed * local.gradient_itemsize + self.zeroed_table() + self.unrolled(),
+                zeroed * local.gradient_itemsize + self.zeroed_table(),
                 "buffers that are zeroed before the loss, long before they are filled",
             ),
             "accumulated_gradients": self.accumulated(),
@@ -156,7 +122,7 @@ class Moments:
                 3 * local.stream_bytes + local.cut_stream_bytes, "final hidden states, their gradient and the last block's output"
             ),
             "loss": Component(
-                logits + local.compute_itemsize * table + self.unembedding_gradient(),
+                logits + local.compute_itemsize * table + 4 * self.local.table,
                 f"logits of {tokens:,} tokens in float32 and their gradient, the gathered unembedding and its whole float32 gradient",
             ),
         }
@@ -170,9 +136,9 @@ class Moments:
         ahead = self.ahead() if self.overlap else 0
         reducing = local.gathered_layer_weights * 4 if late and self.reduced else 0
         return {
-            "activations": self.kept(),
+            "activations": self.saved,
             "gradients": Component(
-                gradients + self.zeroed_table() + self.unrolled(),
+                gradients + self.zeroed_table(),
                 f"of the layers, {local.config.precision.gradients}, cut as the parameters",
             ),
             "accumulated_gradients": self.accumulated(),
@@ -185,7 +151,7 @@ class Moments:
                 f"one layer's backward pass, fullest at {where}" + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
             "attention_workspace": Component(workspace, attention_workspace(local, self.backend).assumption),
-            "loss": Component(self.unembedding_gradient(), "whole float32 gradient of the unembedding, reduced only after the layers"),
+            "loss": Component(4 * self.local.table, "whole float32 gradient of the unembedding, reduced only after the layers"),
             "collective_buffers": Component(
                 waits + reducing,
                 "whole float32 gradients on their way into a reduction" + (", those of the layer before too" if reducing else ""),
@@ -207,23 +173,39 @@ class Moments:
         )
         return max(points, key=lambda point: sum(point[1:]))
 
+    def end_of_backward(self) -> Parts:
+        """With overlap, in the last layers to go back through: the embedding's gradient is zeroed while all others wait for reductions.
+
+        Those of the two layers that the loop was unrolled by wait for each other where one reduction takes both.
+        """
+        local = self.local
+        layer = local.gathered_layer_weights * 4
+        together = 2 if 2 * layer <= COMBINED_BYTES * local.fsdp else 1
+        inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
+        return {
+            "activations": Component(inputs, "inputs of the blocks; what their MLPs kept is gone"),
+            "gradients": Component(
+                (local.layer_matrices + local.vectors) * local.gradient_itemsize, "of the layers, cut as the parameters"
+            ),
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(self.layout_copies(), "transposed masters of MLP down and attention out"),
+            "loss": Component(4 * local.table * (2 if self.tables_apart else 1), "whole float32 gradients of the tables"),
+            "collective_buffers": Component(
+                together * layer if self.reduced else 0, "whole float32 gradients on their way into a reduction"
+            ),
+        }
+
     def embedding_gradient(self) -> Parts:
-        """After the layers: whole gradients of the tables. Unrolled microbatches have the next one's tables gathered already."""
+        """After the layers: whole gradients of the tables."""
         local = self.local
         whole = 4 * local.table
         both = whole if local.model.tie_embeddings else whole // local.fsdp
-        gradients = (local.layer_matrices + local.vectors) * local.gradient_itemsize + self.unrolled()
-        parts = {
+        gradients = (local.layer_matrices + local.vectors) * local.gradient_itemsize
+        return {
             "gradients": Component(gradients + both, "of the layers, and of the unembedding"),
             "accumulated_gradients": self.accumulated(),
             "collective_buffers": Component(whole + whole // local.fsdp, "whole gradient of the embedding before and after its reduction"),
         }
-        if self.both_microbatches:
-            tables = (1 if local.model.tie_embeddings else 2) * local.table * local.compute_itemsize if local.fsdp > 1 else 0
-            parts["activations"] = self.kept()
-            parts["loss"] = Component(self.unembedding_gradient() - (whole if local.model.tie_embeddings else 0), "of the unembedding")
-            parts["parameter_copies"] = Component(self.layout_copies() + tables + self.ahead(), "transposed masters; gathered weights")
-        return parts
 
     def optimizer(self) -> Parts:
         """The update."""

@@ -23,8 +23,6 @@ from planner.collectives import as_compiled_for_cpu, as_compiled_for_gpu, bytes_
 D, F, N, K, H, V, L = 64, 160, 8, 4, 8, 512, 3
 HERE = Path(__file__).parent
 PLAIN, OVERLAP = (json.loads((HERE / f"compiled_steps{kind}.json").read_text())["cases"] for kind in ("", "_overlap"))
-# The unrolled loop over four microbatches runs as often as XLA finds out at run time: its collectives cannot be counted from the text.
-COUNTED = PLAIN + [case for case in OVERLAP if "trainer.accumulation=4" not in case["overrides"]]
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 4, "context": 1, "tensor": 2, "expert": 1}
 
 
@@ -84,7 +82,7 @@ def case_name(case):
     )
 
 
-@pytest.mark.parametrize("case", COUNTED, ids=case_name)
+@pytest.mark.parametrize("case", [*PLAIN, *OVERLAP], ids=case_name)
 def test_the_plan_is_what_the_gpu_backend_compiled(case):
     """Bytes of a step by kind and axes.
 
@@ -95,7 +93,7 @@ def test_the_plan_is_what_the_gpu_backend_compiled(case):
     planned = as_compiled_for_gpu(planned_collectives(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"]))
     totals = {f"{kind} {'+'.join(axes)}": size for (kind, axes), size in bytes_per_step(planned).items() if size >= 1e6}
     sums = 3e6 if resolved.optimizer.kind == "adafactor" else 1e4  # its row and column sums; scalars
-    if case in OVERLAP and resolved.compute.remat.policy == "full" and "tensor" in case["mesh"]:
+    if case in OVERLAP and resolved.compute.remat.policy in ("full", "offload") and "tensor" in case["mesh"]:
         rows = resolved.data.batch_size // case["mesh"].get("data", 1) // case["mesh"].get("fsdp", 1)
         stream = rows * resolved.data.seq_len * resolved.model.embed_dim * 2 // resolved.trainer.accumulation
         totals["reduce-scatter tensor"] += (resolved.model.num_layers - 1) * resolved.trainer.accumulation * stream

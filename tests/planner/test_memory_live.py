@@ -29,7 +29,7 @@ def resolved(case):
 
 
 @pytest.mark.slow
-def test_rows_compiled_again_are_what_the_table_says_and_within_six_percent_of_the_model():
+def test_rows_compiled_again_are_what_the_table_says_and_within_five_percent_of_the_model():
     rows = [row(model) for model in AGAIN]
     configs = [resolved(case) for case in rows]
     requests = [
@@ -40,7 +40,7 @@ def test_rows_compiled_again_are_what_the_table_says_and_within_six_percent_of_t
         assert result.argument_bytes == pytest.approx(case["argument_bytes"], rel=1e-3)
         assert result.temp_bytes == pytest.approx(case["temp_bytes"], rel=0.02)
         planned = memory_per_device(config, result.mesh, overlap=True).compiled_bytes
-        assert planned == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.06)
+        assert planned == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.05)
 
 
 NARROW = ("precision.params=bfloat16", "precision.stochastic_rounding=true", "precision.moments=int8", "precision.gradients=bfloat16")
@@ -55,7 +55,7 @@ def test_a_narrow_state_stays_narrow_in_the_compiled_update_and_takes_what_is_pl
     result = compile_ahead(Request.on(config, cluster(), 1, xla_flags=flags, optimization_level=level))
     planned = memory_per_device(config, result.mesh, overlap=True)
     assert planned.argument_bytes == pytest.approx(result.argument_bytes, rel=1e-3)
-    assert planned.compiled_bytes == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.08)
+    assert planned.compiled_bytes == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.03)
     module = parse(result.hlo_text)
     update = [each for each in module.computations[module.entry].instructions if "optimizer/" in each.op_name]
     matrices = {math.prod(leaf["local_shape"]) for leaf in result.leaves if "mu.code" in leaf["name"]}

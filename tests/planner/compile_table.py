@@ -1,0 +1,88 @@
+"""Compile rows of the tables of compiled steps again: `python tests/planner/compile_table.py compiled_steps_overlap.json [--having TEXT]`.
+
+Rows (config, overrides, mesh) whose text holds TEXT, all without it, are compiled for H100s on this machine and written back with what came
+out; add a row with these three keys to have it measured. A row takes 5 to 30 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from configs.cluster import load_cluster
+from configs.errors import UserError
+from configs.load import load
+from configs.schema import Config
+from perf.collectives import collectives
+from perf.hlo import parse
+from trainer.aot import Compiled, Request, compile_many
+
+CLUSTER, DEVICES_PER_NODE = "dgx-h100", 8
+SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")
+SMALL_BYTES = 1e6
+"""Collectives that move less in a step are left out."""
+AT_ONCE = 6
+"""Rows per process: what is done is written before the next are begun."""
+
+
+def resolved(case: dict[str, Any]) -> Config:
+    """Return the config of a row."""
+    mesh = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **case["mesh"]}.items()]
+    return load(case["config"], [*case["overrides"], *mesh, "precision.compute=bfloat16"]).config
+
+
+def request(case: dict[str, Any], level: str | None) -> Request:
+    """Return what to compile."""
+    devices = math.prod(case["mesh"].values())
+    cluster = load_cluster(CLUSTER).config.model_copy(update={"devices_per_node": min(devices, DEVICES_PER_NODE), "nodes": None})
+    return Request.on(resolved(case), cluster, -(-devices // DEVICES_PER_NODE), optimization_level=level)
+
+
+def measured(case: dict[str, Any], compiled: Compiled) -> dict[str, Any]:
+    """Return the row with the sizes and collectives of its compiled step."""
+    moved: dict[str, float] = defaultdict(float)
+    module = parse(compiled.hlo_text)
+    assert not module.unknown_loops, module.unknown_loops
+    for each in collectives(module, compiled.mesh):
+        moved[f"{each.kind} {'+'.join(each.axes or ('?',))}"] += each.total_bytes
+    rows = {name: int(size) for name, size in sorted(moved.items()) if size >= SMALL_BYTES}
+    return {
+        **{key: case[key] for key in ("config", "overrides", "mesh")},
+        **{name: getattr(compiled, name) for name in SIZES},
+        "collectives": rows,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile and write; 1 when a row did not compile."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--having", default="")
+    args = parser.parse_args(arguments)
+    table = json.loads(args.table.read_text())
+    level = "O1" if "OPTIMIZATION_LEVEL=O1" in table["how"] else None
+    cases = table["cases"]
+    chosen = [n for n, case in enumerate(cases) if args.having in json.dumps([case[k] for k in ("config", "overrides", "mesh")])]
+    failed = 0
+    for first in range(0, len(chosen), AT_ONCE):
+        some = chosen[first : first + AT_ONCE]
+        for number, result in zip(some, compile_many([request(cases[n], level) for n in some]), strict=True):
+            if isinstance(result, UserError):
+                failed = 1
+                print(number, result, flush=True)
+                continue
+            before, cases[number] = cases[number], measured(cases[number], result)
+            was = f"{before['temp_bytes'] / 1e9:.2f}" if "temp_bytes" in before else "new"
+            print(f"{number:3} {cases[number]['temp_bytes'] / 1e9:7.2f} GB ({was}) {before['config']} {before['overrides']}", flush=True)
+        rows = ",\n".join(json.dumps(case) for case in cases)
+        args.table.write_text(f'{{\n"how": {json.dumps(table["how"])},\n"cases": [\n{rows}\n]}}\n')
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
