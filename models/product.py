@@ -32,3 +32,18 @@ def product(partitioner: Partitioner, equation: str, a: jax.Array, b: jax.Array)
     """
     wide = platform_of(partitioner) == "cpu" and partitioner.mesh.shape["tensor"] == 1
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32 if wide else None).astype(a.dtype)
+
+
+def weight_gradient(partitioner: Partitioner, equation: str, x: jax.Array, dy: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return einsum(equation, x, dy) in `dtype`: the gradient of a parameter, summed over the rows and tokens both begin with.
+
+    XLA's CPU backend copies x to sum over two dims in float32, or where more than one dim of it is left; a plain product of two matrices
+    it takes as it is. In bfloat16 it is quick only with two dims to sum over. Where the tokens of a row are cut over devices, rows and
+    tokens do not make one dim.
+    """
+    x_dims, _, y_dims = equation.partition("->")[0].partition(",")
+    assert equation == f"{x_dims},{y_dims}->{x_dims[2:]}{y_dims[2:]}" and x_dims[:2] == y_dims[:2], equation
+    if platform_of(partitioner) == "cpu" and x.dtype == jnp.float32 and partitioner.axis_size("seq") == 1:
+        x_SI, dy_SO = (a.reshape(a.shape[0] * a.shape[1], -1) for a in (x, dy))
+        return jnp.einsum("si,so->io", x_SI, dy_SO, preferred_element_type=dtype).reshape(*x.shape[2:], *dy.shape[2:])
+    return jnp.einsum(equation, x, dy, preferred_element_type=dtype)

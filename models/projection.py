@@ -21,7 +21,7 @@ from flax import nnx
 
 from models import block_scaled, fp8
 from models.params import LAYERS, Recent
-from models.product import product
+from models.product import product, weight_gradient
 
 if TYPE_CHECKING:
     from sharding.partition import Partitioner
@@ -205,7 +205,7 @@ def _weight_gradient(projector: Projector, equation: str, axes: LogicalAxes, x: 
     if projector.blocks is not None:
         format = block_scaled.GRADIENTS
         return block_scaled.weight_gradient(projector.partitioner, format, equation, axes, x, dy, projector.gradient_dtype)
-    dw = jnp.einsum(equation, x, dy, preferred_element_type=projector.gradient_dtype)
+    dw = weight_gradient(projector.partitioner, equation, x, dy, projector.gradient_dtype)
     return projector.partitioner.constrain(dw, *axes)
 
 

@@ -1,11 +1,11 @@
-"""On CPUs products of bfloat16 ask for the float32 that the quick kernel gives, except where partial sums travel."""
+"""On CPUs products are asked for in the form XLA has a quick kernel for, and are what they would be in any other."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from configs.schema import MeshConfig
-from models.product import product
+from models.product import product, weight_gradient
 from sharding.mesh import build_mesh
 from sharding.partition import Partitioner
 
@@ -30,3 +30,20 @@ def test_a_product_is_that_of_the_compute_dtype():
         exact = jnp.einsum("td,df->tf", x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
         assert y.dtype == dtype
         assert float(jnp.max(jnp.abs(y.astype(jnp.float32) - exact))) <= float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(exact)))
+
+
+@pytest.mark.parametrize(("x_dims", "y_dims"), [("btd", "btf"), ("btd", "btnh"), ("btnh", "btd")])
+def test_a_weight_gradient_in_float32_is_one_product_of_matrices_without_a_copy(x_dims, y_dims):
+    sizes = {"b": 2, "t": 32, "d": 64, "f": 48, "n": 4, "h": 16}
+    x, dy = (jax.random.normal(jax.random.key(i), [sizes[dim] for dim in dims]) for i, dims in enumerate((x_dims, y_dims)))
+    equation = f"{x_dims},{y_dims}->{x_dims[2:]}{y_dims[2:]}"
+    gradient = jax.jit(lambda x, dy: weight_gradient(Partitioner.single(), equation, x, dy, jnp.dtype("float32"))).lower(x, dy).compile()
+    assert jnp.allclose(gradient(x, dy), jnp.einsum(equation, x, dy, precision="highest"), rtol=1e-5, atol=1e-4)
+    assert "transpose(" not in gradient.as_text()
+
+
+def test_a_weight_gradient_in_bfloat16_is_summed_in_the_gradient_dtype():
+    x, dy = (jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16) for i, shape in enumerate(((2, 32, 64), (2, 32, 48))))
+    gradient = weight_gradient(Partitioner.single(), "btd,btf->df", x, dy, jnp.dtype("float32"))
+    assert gradient.dtype == jnp.float32
+    assert jnp.allclose(gradient, jnp.einsum("btd,btf->df", x.astype(jnp.float32), dy.astype(jnp.float32), precision="highest"), atol=1e-4)
