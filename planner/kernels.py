@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from planner.activations import stacked_bytes
 from planner.calibration import Calibration
 from planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, product_weights, recomputed
 from planner.flops import mean_keys_per_query
 from planner.hardware import Hardware, matmul_dtype
 from planner.local import LocalSizes, attention_backend
+from planner.update import update_bytes
 
 IN_STEP_SHARE = 0.89
 """Rate of products and attention inside a training step over their rate alone: clocks fall under sustained load, kernels wait for each
@@ -31,8 +33,6 @@ SCORE_PASSES = 14
 """Times the float32 scores of an attention without fused kernels go through device memory, forward and backward (XLA's fusions)."""
 MASK_PASSES = 3
 """Times every head of cuDNN's attention reads the visible part of the mask of packed documents: once forward, twice backward."""
-OPTIMIZER_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "adafactor": 24, "muon": 24}
-"""Per float32 parameter: read gradient (twice: norm and update), parameter and moments; write parameter and moments."""
 LOGIT_PASSES_BYTES = 18
 """Per logit: written once and read three times in float32 (maximum, sum, probability), its gradient written in 16 bits."""
 
@@ -158,7 +158,7 @@ class Kernels:
     def optimizer(self) -> Work:
         """Gradient norm and update of the parameters a device keeps."""
         local, kind = self.local, self.local.config.optimizer.kind
-        work = Work(0.0, self.memory_s(local.parameters * OPTIMIZER_BYTES[kind]))
+        work = Work(0.0, self.memory_s(update_bytes(local)))
         if kind != "muon":
             return work
         seconds = 0.0
@@ -175,6 +175,11 @@ class Kernels:
         local = self.local
         many = local.config.trainer.accumulation > 1
         return Work(0.0, self.memory_s(3 * local.parameters * local.gradient_itemsize) if many else 0.0)
+
+    def stacks(self) -> Work:
+        """What the scan over layers copies and zeroes in a microbatch."""
+        backend = attention_backend(self.local.config, gpu=self.device.tensor_cores)
+        return Work(0.0, self.memory_s(stacked_bytes(self.local, backend)))
 
     def _elementwise_forward(self) -> float:
         """Bytes: two norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights."""
@@ -205,9 +210,12 @@ class Kernels:
         return shard * (local.parameter_itemsize + local.compute_itemsize)
 
     def _quantise(self) -> float:
-        """Inputs of 8-bit products: read for their largest magnitude, read again, written in 8 bits. Weights count as casts."""
+        """Inputs of 8-bit products: read for their largest magnitude, unless that is an earlier step's, read again, written in 8 bits.
+
+        Weights count as casts.
+        """
         local = self.local
         if self.layer_dtype != "float8":
             return 0.0
         inputs = 2 * local.stream_bytes + local.query_bytes + local.hidden_bytes
-        return inputs * (2 + 1 / local.compute_itemsize)
+        return inputs * ((1 if local.config.precision.delayed else 2) + 1 / local.compute_itemsize)

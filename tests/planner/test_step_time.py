@@ -155,3 +155,16 @@ def test_every_shipped_cluster_can_be_predicted():
             model = model.model_copy(update={"precision": model.precision.model_copy(update={"compute": "float32"})})
         step = step_time(layout.apply(model), layout.sizes, made, CALIBRATION)
         assert step.step_s > 0 and 0 < step.mfu < 1, name
+
+
+def test_scales_of_earlier_steps_save_a_pass_over_the_inputs_of_products():
+    def work(matmul):
+        made = config()
+        made = made.model_copy(update={"precision": made.precision.model_copy(update={"compute": "bfloat16", "matmul": matmul})})
+        return Kernels(LocalSizes.of(made, {}), hardware("h100-sxm"), CALIBRATION)
+
+    current, delayed = work("fp8"), work("fp8_delayed")
+    local = current.local
+    inputs = 2 * local.stream_bytes + local.query_bytes + local.hidden_bytes
+    assert current.layer_forward().memory_s - delayed.layer_forward().memory_s == pytest.approx(current.memory_s(inputs))
+    assert current.layer_forward().compute_s == delayed.layer_forward().compute_s < work("compute").layer_forward().compute_s
