@@ -29,6 +29,7 @@ from perf.jsonl import LineFile, dump_json, read_jsonl
 
 PHASES = (
     "launch",
+    "import",
     "rendezvous",
     "init",
     "restore",

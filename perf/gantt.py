@@ -19,6 +19,7 @@ from perf.timeline import Phase, phases
 
 COLOURS = {
     "launch": "#8c8c8c",
+    "import": "#c49c94",
     "rendezvous": "#b8860b",
     "init": "#9467bd",
     "restore": "#17becf",

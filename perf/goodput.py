@@ -25,9 +25,9 @@ from perf.timeline import Phase, phases
 
 CATEGORIES = {
     "queue": "From submission, or the end of the start before, to the start of the next one by the scheduler.",
-    "startup": "Launch, rendezvous, init, the first step (which pays for loading the program and for first touches).",
+    "startup": "Launch, imports, rendezvous, init, the first step (which pays for loading the program and for first touches).",
     "restore": "Reading the checkpoint.",
-    "compile": "Lowering and compiling.",
+    "compile": "Tracing, lowering and compiling, or loading what an earlier start compiled.",
     "productive": "Steps that count.",
     "data_wait": "The loop waiting for the loader.",
     "evaluation": "Evaluation sets.",
@@ -42,6 +42,7 @@ CATEGORIES = {
 
 OF_PHASE = {
     "launch": "startup",
+    "import": "startup",
     "rendezvous": "startup",
     "init": "startup",
     "first_step": "startup",

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from perf.goodput import CATEGORIES
+from perf.startup import PARTS as STARTUP_PARTS
 
 
 class Metric(NamedTuple):
@@ -77,6 +78,8 @@ METRICS: dict[str, Metric] = {
     "train_goodput/wall_s": Metric("s", "Wall time of the run so far; the categories sum to it."),
     **{f"train_goodput/{name}_s": Metric("s", f"So far: {meaning[0].lower()}{meaning[1:]}") for name, meaning in CATEGORIES.items()},
     "train_goodput/usd": Metric("USD", "Money so far: wall time of all devices at the price of the cluster the run was submitted to."),
+    **{f"train_startup/{name}_s": Metric("s", f"Of this start: {text}") for name, text in STARTUP_PARTS.items()},
+    "train_startup/total_s": Metric("s", "From the start of the process to the end of the first step; the parts sum to it. Written once."),
     "train_save/blocking_s": Metric("s", "Time a save held up the training loop."),
     "train_save/failures": Metric("saves", "Saves that failed so far."),
     "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set."),

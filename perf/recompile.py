@@ -4,8 +4,9 @@ Two sources. Programs that were compiled ahead of time (`Program`) compare their
 is exact, sharding included. Of everything else that JAX compiles in the process `jax.monitoring` tells, and of its arguments
 `jax_explain_cache_misses`, whose words are parsed where they say `at <argument>, now <type> and before <type>` (jax 0.10 to 0.12).
 
-Each compilation during training is a `compile` phase of the event log (so the run ledger has it), and each of a program that was compiled
-before also a `recompilation` event: `program`, `step`, `duration_s`, `arguments` (list of `argument`, `before`, `after`), `source`.
+Each compilation is a `compile` phase of the event log, so the run ledger has it; that of a `Program` says its parts (perf/compilation.py).
+Each one during training of a program that was compiled before is also a `recompilation` event: `program`, `step`, `duration_s`, `arguments`
+(list of `argument`, `before`, `after`), `source`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from perf.compilation import compile_in_parts
 from perf.events import Event, EventLog
 from perf.progress import format_seconds
 
@@ -30,6 +32,8 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 _WRAPPED = re.compile(r"^jit[_(]|\)$")
 _MISS = "TRACING CACHE MISS"
 _EXPLAINERS = ("jax._src.interpreters.partial_eval", "jax._src.pjit", "jax._src.compiler", "jax._src.compilation_cache")
+Compile = Callable[[Any, str, Sequence[Any], dict[str, Any]], Any]
+"""(jitted function, name of the program, arguments, record of the phase) -> what jax's `.compile()` returns."""
 _CALL_SITE = re.compile(r"CACHE MISS at (\S+?:\d+)")
 _FUNCTION = re.compile(r"^\s*(?:for|never seen function:\s)\s*(\S+)", re.MULTILINE)
 _ARGUMENT = re.compile(
@@ -103,10 +107,11 @@ class CompilerWatch:
     Args:
       events: where they are recorded.
       say: told of a recompilation in one line.
+      compile: how programs are compiled, or found among those of earlier starts.
     """
 
-    def __init__(self, events: EventLog, say: Callable[[str], None] = lambda _: None) -> None:
-        self.events, self._say = events, say
+    def __init__(self, events: EventLog, say: Callable[[str], None] = lambda _: None, compile: Compile = compile_in_parts) -> None:
+        self.events, self._say, self.compile = events, say, compile
         self.step: int | None = None
         """The step under way; set by the loop."""
         self._compiled, self._own = Counter[str](), set[str]()
@@ -201,19 +206,20 @@ class Program:
         self._known: dict[tuple[tuple[str, str], ...], Any] = {}
         self.compiled: Any = None
         """What jax's `.lower(...).compile()` returned last."""
+        self.parts: dict[str, Any] = {}
+        """Where it came from, and seconds by part (perf.compilation)."""
 
     def compile(self, args: Sequence[Any]) -> None:
         """Compile for these arguments (arrays or their shapes)."""
-        with self._watch.quiet():
-            self.compiled = self._function.lower(*args).compile()
+        with self._watch.quiet(), self._watch.events.phase("compile", program=self._name) as self.parts:
+            self.compiled = self._watch.compile(self._function, self._name, args, self.parts)
         self._described = describe(self._function, args)
         self._known[tuple(self._described)] = self.compiled
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         if self.compiled is None:
-            with self._watch.events.phase("compile", program=self._name):
-                self.compile(args)
+            self.compile(args)
         try:
             return self.compiled(*args)
         except (TypeError, ValueError):  # how a compiled program refuses arguments it was not compiled for, before it touches them
@@ -224,8 +230,7 @@ class Program:
             self._described, self.compiled = now, self._known[tuple(now)]
         else:
             start_s = time.monotonic()
-            with self._watch.events.phase("compile", program=self._name):
-                self.compile(args)
+            self.compile(args)
             self._watch.record(self._name, time.monotonic() - start_s, changes)
         return self.compiled(*args)
 

@@ -84,6 +84,8 @@ class Loop:
     grace: Grace
     goodput: LiveGoodput | None = None
     """Kept by process 0."""
+    startup: Callable[[], Mapping[str, float]] | None = None
+    """Metrics of this start: asked for once, at the first log line after the first step. Only process 0 has them."""
     compiler: CompilerWatch | None = None
     """Told which step is under way."""
     clocks: ClockWatch | None = None
@@ -92,6 +94,8 @@ class Loop:
     _pending: _Pending | None = field(default=None, init=False)
     _window_waits: int = field(default=0, init=False)
     _started_s: float = field(default=0.0, init=False)
+    began: bool = field(default=False, init=False)
+    """Whether the first step is done."""
 
     def run(self, state: TrainState, start_step: int) -> Outcome:
         """Train from `start_step` to config.trainer.steps, or until asked to stop; save where due; return how it ended.
@@ -157,6 +161,7 @@ class Loop:
     def _end_first_step(self) -> None:
         """The first step pays for loading the program and first touches: it is recorded apart and kept out of the step times."""
         self.events.total("first_step", self.clock() - self._started_s)
+        self.began = True
         self.timer.start()
 
     def _log_due(self, step: int) -> bool:
@@ -237,7 +242,11 @@ class Loop:
             **({} if self.clocks is None else self.clocks.tick(step)),
         }
         self.events.emit("step", step=step, **{name.split("/")[1]: value for name, value in metrics.items()})
-        self.writer.write(step, metrics if self.goodput is None else metrics | self.goodput.metrics())
+        so_far = {} if self.goodput is None else self.goodput.metrics()
+        if self.began and self.startup is not None:
+            so_far |= self.startup()
+            self.startup = None
+        self.writer.write(step, metrics | so_far)
         self.progress.update(step, metrics)
 
     def _evaluate(self, state: TrainState, step: int) -> tuple[dict[str, SetResult], signal.Signals | None]:

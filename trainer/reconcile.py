@@ -102,7 +102,7 @@ def record_plan(
     *,
     device_kind: str,
     gpu: bool,
-    compile_s: float | None = None,
+    parts: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Write <run_dir>/plan.json and compile.json for a step that was just compiled; return why there are none, or None.
 
@@ -113,7 +113,7 @@ def record_plan(
       compiled_step: what jax's `.lower(...).compile()` returned.
       device_kind: of the devices that run it, as JAX names them; it is looked up in the catalogue.
       gpu: whether they are GPUs.
-      compile_s: what lowering and compiling took.
+      parts: where the step came from and the seconds of each part (perf.compilation).
     """
     name = "plan.json"
     try:
@@ -123,7 +123,7 @@ def record_plan(
         write_atomically(run_dir / name, json.dumps(made, indent=1).encode())
         name = "compile.json"
         rows = {"traffic": made["communication"], "memory": made["memory"]}
-        report = compile_record(mesh, module, sizes, found) | rows | {"device": device_kind, "compile_s": compile_s}
+        report = compile_record(mesh, module, sizes, found) | rows | {"device": device_kind, **(parts or {})}
         write_atomically(run_dir / name, json.dumps(report, indent=1).encode())
     except Exception as error:
         return f"no {name}: {type(error).__name__}: {error}"

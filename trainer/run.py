@@ -25,6 +25,7 @@ from configs.schema import Config
 from loaders.loader import build_loader, read_manifests
 from loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
 from perf.clock_watch import watch_clocks
+from perf.compilation import compile_in_parts
 from perf.diagnosis.last_word import last_word
 from perf.events import EventLog, event_file, read_events
 from perf.goodput_live import LiveGoodput, watch
@@ -32,6 +33,7 @@ from perf.metrics import StepTimer
 from perf.profiler import Profiler
 from perf.progress import Progress, build_progress
 from perf.recompile import CompilerWatch, Program
+from perf.startup import startup_metrics
 from perf.summary import format_summary, summarize
 from perf.writers import build_writers
 from planner.flops import train_flops_per_token
@@ -48,22 +50,25 @@ from trainer.grace import Grace, last_write_s
 from trainer.loop import Loader, Loop, Outcome
 from trainer.optimizers import build_optimizer
 from trainer.pretrained import holds_only_params, start_from
+from trainer.program_cache import ProgramCache, program_facts
 from trainer.reconcile import record_plan
 from trainer.run_dir import RunDir, open_run_dir
 from trainer.schedules import build_schedule
-from trainer.state import ModelSpec, TrainState, abstract_state, init_state, model_spec
+from trainer.state import ModelSpec, TrainState, abstract_state, initial_state, model_spec
 from trainer.step import make_evaluation_step, make_train_step, param_norm
 from trainer.stop import Stop, StopAsked, in_thread
 from trainer.watchdog import HANG_EXIT_CODE, Watchdog
 
 T = TypeVar("T")
+INIT_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
+"""Options of the compile of `make_state` by platform. LLVM's higher levels take 4.1 s instead of 1.4 s for the same values and speed."""
 
 
 def train(
     config: Config,
     *,
     command: Sequence[str],
-    rendezvous: tuple[float, float] | None = None,
+    before: Sequence[tuple[str, float, float]] = (),
     facts: Mapping[str, Mapping[str, Any]] | None = None,
     stop: Stop | None = None,
     grace_s: float | None = None,
@@ -71,7 +76,7 @@ def train(
     """Train to the last step, or until asked to stop; return the signal it stopped for after saving, if any.
 
     Starts the run of `config.directory`, or continues it from its newest good checkpoint. `facts` (kind -> fields) of the start go into
-    the event log, and with `rendezvous` (begin and end by the monotonic clock, s) the time it took the processes to find each other.
+    the event log, and the phases `before` it was open: (name, begin, end) by the monotonic clock, s, one after another; the rest is launch.
     `stop`: the request to stop, already installed (None: Ctrl-C and SIGTERM from here on); `grace_s`: time a job has to end once asked.
 
     Raises UserError for bad input, NumericalFailure and CheckpointError for runs that cannot go on, and StopAsked when asked to stop before
@@ -88,15 +93,20 @@ def train(
             parts = prepare(config)
             run = open_run_dir(config, command=command, log=progress.note)
             events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart)
-            _record_start(events, rendezvous, facts or {})
+            _record_start(events, before, facts or {})
         try:
             stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
             watchdog = Watchdog(config.trainer.hang_timeout_s, run.path / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit)
             checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note)
-            compiler = CompilerWatch(events, progress.note)
+            programs = build_programs(config, parts, progress.note)
+            compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
             session = _Session(config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, compiler)
             try:
                 outcome = session.train()
+            except Exception:
+                if programs is not None and not session.began:
+                    programs.forget()
+                raise
             finally:
                 watchdog.close()
         except StopAsked as asked:
@@ -115,16 +125,16 @@ def train(
     return None if outcome is None else outcome.stopped_by
 
 
-def _record_start(events: EventLog, rendezvous: tuple[float, float] | None, facts: Mapping[str, Mapping[str, Any]]) -> None:
+def _record_start(events: EventLog, before: Sequence[tuple[str, float, float]], facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Put what was before the log was open into it."""
-    now_s, age_s = time.monotonic(), process_age_s()
-    if rendezvous is None:
-        events.total("launch", age_s)
-    else:
-        begin_s, end_s = rendezvous
-        events.total("launch", max(0.0, age_s - (now_s - begin_s)), ago_s=now_s - begin_s)
-        events.total("rendezvous", end_s - begin_s, ago_s=now_s - end_s)
-        events.total("launch", now_s - end_s)
+    now_s = time.monotonic()
+    covered_s = now_s - process_age_s()
+    for name, begin_s, end_s in before:
+        if begin_s > covered_s:
+            events.total("launch", begin_s - covered_s, ago_s=now_s - begin_s)
+        events.total(name, end_s - begin_s, ago_s=now_s - end_s)
+        covered_s = end_s
+    events.total("launch", max(0.0, now_s - covered_s))
     for kind, fields in facts.items():
         events.emit(kind, **fields)
 
@@ -146,6 +156,12 @@ class _Session:
     compiler: CompilerWatch
     recorder: threading.Thread | None = None
     """Writes down what was compiled."""
+    loop: Loop | None = None
+
+    @property
+    def began(self) -> bool:
+        """Whether a step was made."""
+        return self.loop is not None and self.loop.began
 
     def train(self) -> Outcome | None:
         """Make or restore the state, compile, and run the loop; None for a run that is complete already."""
@@ -158,10 +174,8 @@ class _Session:
             state, start_step = in_thread(self._first_state)
             if jax.process_index() == 0:
                 shutil.copytree(config.data.train[0].path / "tokenizer", self.run.path / "tokenizer", dirs_exist_ok=True)
-            began_s = time.monotonic()
-            with self.events.phase("compile", program="train_step"):
-                programs = in_thread(self._compile)
-            self._record_plan(programs[0].compiled, time.monotonic() - began_s)
+            programs = in_thread(self._compile)
+            self._record_plan(programs[0])
             _say_what_runs(config, self.parts, self.progress)
         with self.watchdog.phase("waiting for the other processes to compile"):
             self.stop.begin_together()
@@ -178,7 +192,7 @@ class _Session:
         state, start_step = _restore(parts, checkpointer, self.tokenizer, self.events, self.progress)
         if state is None:
             with self.events.phase("init"):
-                state = parts.make_state()
+                state = self.compiler.program(parts.make_state, "init")()
                 source = self.run.path if checkpointer.has_checkpoints() else config.init_from
                 if source is not None:
                     state = start_from(source, config.model, self.tokenizer.sha256, parts.spec, state)
@@ -186,28 +200,28 @@ class _Session:
                 jax.block_until_ready(state)
         return state, start_step
 
-    def _compile(self) -> tuple[Program, Any]:
+    def _compile(self) -> tuple[Program, Program]:
         """Compile the step, and the norm of the parameters."""
         parts = self.parts
         step = self.compiler.program(parts.train_step, "train_step", parts.abstract, abstract_batch(self.config, parts.partitioner))
-        return step, jax.jit(param_norm).lower(parts.abstract.params).compile()
+        return step, self.compiler.program(jax.jit(param_norm), "param_norm", parts.abstract.params)
 
-    def _record_plan(self, step: Any, compile_s: float) -> None:
+    def _record_plan(self, step: Program) -> None:
         """Leave plan.json and compile.json in the run directory, while the run goes on; a run does not end over them."""
         if jax.process_index() != 0:
             return
         device = self.parts.mesh.devices.flat[0]
-        record = functools.partial(record_plan, device_kind=device.device_kind, gpu=device.platform == "gpu", compile_s=compile_s)
+        record = functools.partial(record_plan, device_kind=device.device_kind, gpu=device.platform == "gpu", parts=step.parts)
 
         def work() -> None:
-            refusal = record(self.run.path, self.config, dict(self.parts.mesh.shape), step)
+            refusal = record(self.run.path, self.config, dict(self.parts.mesh.shape), step.compiled)
             if refusal is not None:
                 self.progress.note(refusal)
 
         self.recorder = threading.Thread(target=work, name="plan", daemon=True)
         self.recorder.start()
 
-    def _loop(self, train_step: Program, norm: Any, loader: Loader, state: TrainState, start_step: int) -> Outcome:
+    def _loop(self, train_step: Program, norm: Program, loader: Loader, state: TrainState, start_step: int) -> Outcome:
         config, parts, run, events, progress = self.config, self.parts, self.run, self.events, self.progress
         timer = step_timer(config, parts)
         writer = build_writers(
@@ -235,7 +249,7 @@ class _Session:
         clocks = watch_clocks(jax.local_devices(), events)
         grace = Grace(self.grace_s, progress.note, self.checkpointer.last_write_s)
         grace.begin(last_write_s(events.path))  # process 0 tells of saves, and prints
-        loop = Loop(
+        self.loop = loop = Loop(
             config=config,
             train_step=train_step,
             param_norm=norm,
@@ -253,6 +267,7 @@ class _Session:
             watchdog=self.watchdog,
             grace=grace,
             goodput=self._watch_goodput(start_step),
+            startup=self._startup_metrics if jax.process_index() == 0 else None,
             compiler=self.compiler,
             clocks=clocks,
         )
@@ -270,6 +285,14 @@ class _Session:
                 self.checkpointer.wait()
         self.checkpointer.close()
         return outcome
+
+    def _startup_metrics(self) -> dict[str, float]:
+        """Return where the time of this start went; a damaged record of earlier starts does not end a run."""
+        try:
+            return startup_metrics(read_events(self.events.path), self.run.restart)
+        except UserError as error:
+            self.progress.note(f"no account of the start in TensorBoard: {error}")
+            return {}
 
     def _watch_goodput(self, start_step: int) -> LiveGoodput | None:
         """Keep the run ledger up in process 0; a damaged record of earlier starts does not end a run."""
@@ -364,7 +387,15 @@ class Prepared:
     train_step: Any
     """jit of the step, state donated; not compiled yet."""
     evaluation_step: Any
-    make_state: Callable[[], TrainState]
+    make_state: Any
+    """jit of () -> the state of step 0, directly in its shards: no host or device ever holds the whole model."""
+
+
+def build_programs(config: Config, parts: Prepared, say: Callable[[str], None]) -> ProgramCache | None:
+    """Open the store of compiled programs; None for a config without a compilation cache."""
+    if config.runtime.compilation_cache is None:
+        return None
+    return ProgramCache(config.runtime.compilation_cache, program_facts(config, parts.mesh), list(parts.mesh.devices.flat), say)
 
 
 def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: NodeOf = node_of) -> Prepared:
@@ -383,14 +414,19 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
     schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
     abstract = abstract_state(config, spec, optimizer, partitioner)
     step = make_train_step(spec, config, optimizer, schedule, partitioner)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return Prepared(
         mesh=mesh,
         partitioner=partitioner,
         spec=spec,
         abstract=abstract,
-        train_step=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None)),
+        train_step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)),
         evaluation_step=jax.jit(make_evaluation_step(spec, config, partitioner)),
-        make_state=lambda: init_state(config, spec, optimizer, abstract),
+        make_state=jax.jit(
+            lambda: initial_state(config, spec, optimizer),
+            out_shardings=shardings,
+            compiler_options=INIT_OPTIONS.get(mesh.devices.flat[0].platform),
+        ),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import re
@@ -16,13 +15,9 @@ from typing import Any
 from configs.schema import Config, RuntimeConfig
 from launch.cluster.detect import Cluster
 from launch.cluster.devices import VISIBLE, gpus_present
-from launch.slurm.snapshot import ROOMS
+from perf.provenance import SOURCE_TREE as SOURCE
+from perf.provenance import code_hash, makers
 
-SOURCE = Path(__file__).resolve().parents[2]
-PACKAGES = re.compile(
-    r"(jax|jaxlib|jax_(cuda|rocm)\w*|nvidia_\w+|flax|optax|orbax_checkpoint|grain|array_record|numpy|ml_dtypes|tokenizers|ridgeline)", re.I
-)
-"""Packages that must agree: those that make the program, move data between processes, or decide the order of the data."""
 SETTINGS = ("JAX_", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Prefixes of variables that must agree: they change the compiled program, and different programs wait for each other for ever."""
 OWN_SETTINGS = frozenset(
@@ -85,10 +80,10 @@ def make_card(cluster: Cluster, config: Config, env: Mapping[str, str]) -> Card:
         processes=cluster.processes,
         host=host or socket.gethostname(),
         pid=os.getpid(),
-        versions={"python": platform.python_version(), **installed(sys.path)},
+        versions={"python": platform.python_version(), **makers(sys.path)},
         settings={name: value for name, value in env.items() if name.startswith(SETTINGS) and name not in OWN_SETTINGS},
         config=dict(_flat(config.model_dump(mode="json"))),
-        code=code_hash(SOURCE),
+        code=code_hash(),
         source=str(SOURCE),
         devices=expected_devices(cluster, config.runtime, env),
         trouble=cluster.devices.trouble,
@@ -115,34 +110,6 @@ def differences(reference: Card, other: Card) -> list[str]:
             f"{other.source} on {other.name} (hash {other.code[:8]})"
         )
     return found
-
-
-def installed(search: Iterable[str]) -> dict[str, str]:
-    """Return name -> version of the installed packages that must agree, from the names of their metadata directories."""
-    found: dict[str, str] = {}
-    for directory in search:
-        try:
-            entries = os.listdir(directory or ".")
-        except OSError:
-            continue
-        for entry in entries:
-            if not entry.endswith(".dist-info"):
-                continue
-            name, _, version = entry.removesuffix(".dist-info").partition("-")
-            if PACKAGES.fullmatch(name):
-                found.setdefault(name.lower(), version)
-    return found
-
-
-def code_hash(source: Path) -> str:
-    """Hash the project's sources, their names included: equal in a checkout, a snapshot and an installation of the same code."""
-    digest = hashlib.sha256()
-    for room in ROOMS:
-        files = [path for path in (source / room).rglob("*") if path.suffix in (".py", ".yaml") and path.is_file()]
-        for path in sorted(files):
-            digest.update(f"{path.relative_to(source)}\0".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def expected_devices(cluster: Cluster, runtime: RuntimeConfig, env: Mapping[str, str]) -> int | None:

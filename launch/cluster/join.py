@@ -42,8 +42,8 @@ class Preempted(RuntimeError):
 class Joined:
     """How the processes of a run came together."""
 
-    interval: tuple[float, float] | None = None
-    """Begin and end by the monotonic clock, s; None for a single process."""
+    stretches: tuple[tuple[str, float, float], ...] = ()
+    """(phase, begin, end) by the monotonic clock, s, one after another: `rendezvous`, and `import` where JAX was loaded."""
     roll_call_s: float = 0.0
     """From detection to the verdict: waiting for the slowest process is in it."""
     connect_s: float = 0.0
@@ -69,8 +69,7 @@ def join(
     if cluster.processes == 1:
         if cluster.devices.trouble is not None:
             raise ClusterError(cluster.devices.trouble[1], cluster.devices.trouble[0])
-        configure_runtime(config.runtime)
-        return Joined()
+        return Joined((configure_runtime(config.runtime, clock),))
     begin = clock()
     card = make_card(cluster, config, os.environ)
     held: list[socket.socket] = []
@@ -80,7 +79,7 @@ def join(
         called = clock()
         if stop():
             raise Stopped
-        configure_runtime(config.runtime)
+        loading = configure_runtime(config.runtime, clock)
         _connect(cluster, verdict)
     except Stopped:
         raise Preempted("asked to stop") from None
@@ -90,14 +89,21 @@ def join(
             listener.close()
     _check_found_devices(card, verdict)
     end = clock()
-    return Joined((begin, end), called - begin, end - called, network.with_port(verdict.address, verdict.port))
+    stretches = (("rendezvous", begin, loading[1]), loading, ("rendezvous", loading[2], end))
+    return Joined(stretches, called - begin, end - called, network.with_port(verdict.address, verdict.port))
 
 
-def configure_runtime(runtime: RuntimeConfig) -> None:
-    """Apply the runtime section. Must run before the first JAX computation of the process."""
+def configure_runtime(runtime: RuntimeConfig, clock: Callable[[], float] = time.monotonic) -> tuple[str, float, float]:
+    """Apply the runtime section; return when JAX was loaded, as one of `Joined.stretches`.
+
+    Must run before the first JAX computation of the process.
+    """
     if runtime.platform != "auto":
         os.environ["JAX_PLATFORMS"] = runtime.platform
+    begin = clock()
     import jax
+
+    loading = ("import", begin, clock())
 
     if runtime.platform != "auto":
         jax.config.update("jax_platforms", runtime.platform)
@@ -106,6 +112,7 @@ def configure_runtime(runtime: RuntimeConfig) -> None:
     if runtime.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(runtime.compilation_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start runs dozens of small programs: together they count
+    return loading
 
 
 def _raise_refusal(verdict: Verdict) -> None:

@@ -15,6 +15,7 @@ from perf.events import event_files, read_events
 from perf.goodput import Ledger, queue_waits, run_ledger
 from perf.money import cluster_price, run_price
 from perf.progress import format_count, format_duration
+from perf.startup import startup_parts
 
 
 @click.command()
@@ -33,6 +34,7 @@ def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bo
     devices = int(record["starts"][-1]["devices"]["count"])
     price_usd = price_of(cluster, run) if price_usd is None else price_usd
     report = describe(ledger, devices, price_usd)
+    report["startup"] = startup = startup_parts(events, max(event.restart for event in events if event.process == 0))
     if as_json:
         print_json(report)
         return
@@ -45,6 +47,9 @@ def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bo
     columns = [Column("category"), Column("time", "seconds", "{:,.1f}".format), Column("share", format="{:.1%}".format)]
     columns += [Column("usd", "USD", "{:,.2f}".format)] if per_s is not None else []
     print_table(columns, rows, title=_headline(record["name"], ledger, devices))
+    if startup is not None:
+        parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in startup.items() if seconds >= 0.05)
+        print(f"the last start took {sum(startup.values()):.1f} s to the end of its first step: {parts}")
     if ledger.lost_steps:
         print(
             f"{ledger.lost_steps} steps were done again: save more often than every {format_duration(ledger.seconds['lost'])} of training"

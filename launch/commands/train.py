@@ -53,16 +53,18 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
         click.echo(f"ridge: stopped: {error}; nothing to save yet", err=True)
         sys.exit(exit_codes.PREEMPTED)
 
+    loading_s = time.monotonic()
     from trainer.checkpoint import CheckpointError
     from trainer.loop import NumericalFailure
     from trainer.peers import lost_peer
     from trainer.run import train as run_training
 
+    loaded_s = time.monotonic()
     try:
         stopped_by = run_training(
             resolved.config,
             command=sys.argv,
-            rendezvous=joined.interval,
+            before=[*joined.stretches, ("import", loading_s, loaded_s)],
             facts={
                 "cluster": {"described": asdict(here), "joined": asdict(joined)},
                 "environment": {"settings": [asdict(setting) for setting in settings]},

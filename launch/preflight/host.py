@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from launch.cluster.card import SOURCE, code_hash
+from perf.provenance import code_hash
 
 _PACKAGES = re.compile(r"ridgeline|jax.*|flax|optax|orbax-checkpoint|grain|numpy|nvidia-.*|ml[-_]dtypes", re.IGNORECASE)
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -105,7 +105,7 @@ def memory_bytes() -> int:
 
 def versions() -> dict[str, str]:
     """Return what must be the same on every node: Python, this project's code, the packages that take part in a step, the NVIDIA driver."""
-    found = {"python": platform.python_version(), "ridgeline code": code_hash(SOURCE)[:12]}
+    found = {"python": platform.python_version(), "ridgeline code": code_hash()[:12]}
     for package in distributions():
         # The first on the path is the one that is imported; half-removed packages have no name.
         if package.name and _PACKAGES.fullmatch(package.name):

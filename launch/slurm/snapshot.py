@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("configs", "planner", "sharding", "models", "loaders", "perf", "trainer", "launch")
-"""The packages of the project."""
+from perf.provenance import ROOMS
+
 SOURCE = Path(__file__).resolve().parents[2]
 STATE_FILE = "snapshot.json"
 """Beside the packages: what was copied. trainer/run_dir.py records it, since the copy is no git checkout."""

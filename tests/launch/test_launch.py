@@ -19,6 +19,7 @@ from launch import exit_codes, local
 from launch.cluster.devices import VISIBLE
 from loaders.prepare import PrepareSettings, prepare
 from perf.events import event_file, read_events
+from perf.timeline import phases
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """\
@@ -90,7 +91,12 @@ def test_two_local_processes_train_as_one_and_record_how_they_met(config: Path, 
     assert met["joined"]["coordinator"].startswith("127.0.0.1:")
     (environment,) = [event.fields for event in events if event.kind == "environment"]
     assert {setting["name"] for setting in environment["settings"]} >= {"OMP_NUM_THREADS", "NPROC"}
-    assert [event.fields["phase"] for event in events if event.kind == "phase_total"][:3] == ["launch", "rendezvous", "launch"]
+    assert [event.fields["phase"] for event in events if event.kind == "phase_total"][:4] == [
+        "launch",
+        "rendezvous",
+        "import",
+        "rendezvous",
+    ]
 
 
 def test_a_missing_process_ends_the_others_with_its_name(config: Path) -> None:
@@ -188,16 +194,25 @@ def test_gpus_are_shared_evenly() -> None:
         local.environments(3, {}, 4)
 
 
-def test_a_second_start_finds_every_program_in_the_cache(config: Path, tmp_path: Path) -> None:
+def test_a_second_start_of_two_processes_compiles_nothing(config: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
 
-    def start(name: str) -> set[str]:
-        process = ridge("train", config, f"runtime.compilation_cache={cache}", f"run_dir={tmp_path / name}")
-        output = process.communicate(timeout=240)[0]
-        assert process.returncode == 0, output
-        return {file.name for file in cache.iterdir() if not file.name.endswith("-atime")}
+    def start(name: str) -> tuple[set[str], list[list[tuple[str, str]]], list[float]]:
+        group = ridge("launch", "--processes", "2", config, f"runtime.compilation_cache={cache}", f"run_dir={tmp_path / name}")
+        output = group.communicate(timeout=240)[0]
+        assert group.returncode == 0, output
+        logs = [read_events(event_file(tmp_path / name, process)) for process in (0, 1)]
+        compiled = [[(p.fields["program"], p.fields["source"]) for p in phases(log) if p.name == "compile"] for log in logs]
+        losses = [event.fields["loss"] for event in logs[0] if event.kind == "step"]
+        return {file.name for file in cache.rglob("*") if not file.name.endswith("-atime")}, compiled, losses
 
-    first = start("first")
-    assert {"jit_train_step", "jit_param_norm"} <= {name.partition("-")[0] for name in first}, "programs that compile in no time too"
-    assert start("second") == first
+    files, compiled, losses = start("first")
+    programs = ["init", "train_step", "param_norm"]
+    assert compiled == [[(program, "compiled") for program in programs]] * 2
+    small = {name.partition("-")[0] for name in files if name.endswith("-cache")}
+    assert {"jit_train_step", "jit_param_norm"} <= small, "programs that compile in no time too"
+    again, loaded, losses_again = start("second")
+    assert loaded == [[(program, "loaded") for program in programs]] * 2
+    assert again == files
+    assert losses_again == losses

@@ -21,10 +21,13 @@ from configs.errors import UserError
 from configs.schema import Config
 from launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE
 from loaders.prepare import PrepareSettings, prepare
+from perf.compilation import COMPILED, LOADED
 from perf.events import event_file, read_events
 from perf.goodput import run_ledger
 from perf.metrics import metric
 from perf.recompile import recompilations
+from perf.startup import startup_parts
+from perf.timeline import phases
 from perf.writers import read_metrics
 from trainer.loop import NumericalFailure
 from trainer.run import train
@@ -163,6 +166,69 @@ def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, f
     assert [event.fields["step"] for event in first if event.kind == "step"] == list(range(1, STEPS + 1))
     assert {event.fields["step"] for event in first if event.kind == "checkpoint_saved"} == {2, 4, 6}
     assert recompilations(first, 0) == []
+    parts = startup_parts(events, 0)
+    assert parts is not None
+    assert {"launch", "init", "trace", "lower", "compile", "first_step"} <= parts.keys()
+    records = [r for r in read_metrics(whole[0].directory / "metrics.jsonl") if "train_startup/total_s" in r]
+    assert len(records) == 1, "written once"
+    for name, seconds in parts.items():
+        assert records[0][f"train_startup/{name}_s"] == pytest.approx(seconds)
+    assert records[0]["train_startup/total_s"] == pytest.approx(sum(parts.values()))
+    assert {p.fields["program"] for p in phases(first) if p.name == "compile"} == {"init", "train_step", "param_norm", "evaluation_step"}
+
+
+def test_a_second_start_compiles_nothing_and_trains_bitwise_as_the_first(corpus: Path, tmp_path: Path) -> None:
+    def start(name: str) -> tuple[dict[int, float], list[Any], dict[str, Any], Config]:
+        config = make_config(
+            corpus,
+            tmp_path / name,
+            model={"vocab_size": 258, "num_layers": 2, "embed_dim": 16, "num_heads": 2, "mlp_dim": 40, "max_seq_len": LENGTH},
+            runtime={"compilation_cache": str(tmp_path / "cache")},
+        )
+        losses = run(config)
+        events = read_events(event_file(config.directory, 0))
+        return (
+            losses,
+            [p for p in phases(events) if p.name == "compile"],
+            json.loads((config.directory / "compile.json").read_text()),
+            config,
+        )
+
+    heard: list[str] = []
+
+    def hear(event: str, duration_secs: float, **details: Any) -> None:
+        heard.append(str(details.get("fun_name"))) if event.startswith("/jax/core/compile/") else None
+
+    losses, compiles, compiled, config = start("first")
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    try:
+        again, loads, loaded, other = start("second")
+    finally:
+        jax.monitoring.unregister_event_duration_listener(hear)
+    assert {p.fields["source"] for p in compiles} == {COMPILED}
+    assert [(p.fields["program"], p.fields["source"]) for p in loads] == [(p.fields["program"], LOADED) for p in compiles]
+    assert len(loads) == 4
+    assert not [name for name in heard if "train_step" in name or "evaluation_step" in name or "param_norm" in name]
+    assert again == losses
+    one, two = payload(config), payload(other)
+    assert all(np.array_equal(values, two[name]) for name, values in one.items()) and one.keys() == two.keys()
+    from_xla = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "flops", "memory", "mesh")
+    assert {name: compiled[name] for name in from_xla} == {name: loaded[name] for name in from_xla}
+    assert [(c["kind"], c["bytes"], c["count"]) for c in compiled["collectives"]] == [
+        (c["kind"], c["bytes"], c["count"]) for c in loaded["collectives"]
+    ]
+    assert (compiled["source"], loaded["source"]) == (COMPILED, LOADED)
+
+
+def test_a_restored_run_makes_no_first_state(corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]) -> None:
+    shutil.copytree(whole[0].directory, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}")
+    config = make_config(corpus, tmp_path / "run")
+    run(config)
+    events = [event for event in read_events(event_file(config.directory, 0)) if event.restart == 1]
+    assert "init" not in {p.name for p in phases(events)} | {p.fields.get("program") for p in phases(events)}
+    parts = startup_parts(events, 1)
+    assert parts is not None and parts["restore"] > 0
 
 
 def test_goodput_written_during_a_run_is_that_of_its_log(whole: tuple[Config, dict[int, float]]) -> None:
