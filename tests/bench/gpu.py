@@ -1,11 +1,12 @@
 """Speed on one real GPU: every row predicted by the planner, trained by us and by PyTorch in the same run, held against its target.
 
-`python tests/bench/gpu.py [ROW ...] [--output DIR] [--budget-s 580] [--no-peer] [--no-profile] [--tiny]`
+`python tests/bench/gpu.py [ROW ...] [--output DIR] [--limit-s 600] [--continue] [--no-peer] [--no-profile] [--tiny]`
 
-Needs one NVIDIA GPU and no network; ten minutes. Without row names all are run, in order, and what the budget leaves no time for is
-named. Each row runs in a process of its own (memory is not shared, a crash is a row of the table); the matmul ceiling is measured first,
-in the same run. `--tiny` trains toy shapes on the CPU: a check of the script itself. Writes gpu.json and, per row, the profile with its
-step ledger. The last thing printed is the table; the exit code is 1 when a row missed its target or failed.
+Needs one NVIDIA GPU and no network. Without row names the rows are done in the order of their importance (gpu_budget.py), and what is not
+expected to fit into the limit is left out and named; `--continue` measures that in a second call. Each row runs in a process of its own
+(memory is not shared, a crash is a row of the table); the matmul ceilings are measured first, in the same run. `--tiny` trains toy shapes
+on the CPU: a check of the script itself. After every part gpu.json is written anew; a row's profile with its step ledger lies beside it.
+The last thing printed is the table. Exit code: 1 when a row missed its target or failed, else 3 when something was left out, else 0.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gpu_rows import ROWS, Row, choose, flops_per_token, row_config
+import gpu_needs  # noqa: F401  # first: says what is missing
+from gpu_budget import OURS, TORCH_BF16, Budget, Part, expected_s, in_order
+from gpu_rows import EIGHT_BIT_KERNEL, ROWS, Row, choose, flops_per_token, least_s_per_token, row_config
 
 from configs.cluster import load_cluster
 from configs.schema import Config
@@ -42,6 +46,22 @@ rate = max(matmul_flops_per_s("bfloat16", (size,) * 3) for _ in range(3))
 bandwidth = memory_bytes_per_s(size * size * 16)
 print(json.dumps({"device": jax.local_devices()[0].device_kind, "matmul_flops_per_s": rate, "memory_bytes_per_s": bandwidth}))
 """
+CEILING_8_BIT = f"""
+import functools, json, sys
+import jax
+from launch.bench.kernels import NARROW
+from launch.calibration import time_s
+from models import fp8
+size = int(sys.argv[1])
+make = jax.jit(lambda seed: fp8.quantise(jax.random.normal(jax.random.key(seed), (size, size), "bfloat16"), fp8.VALUES))
+left, right = make(0), make(1)
+multiply = jax.jit(functools.partial(NARROW["float8"], jax.default_backend())).lower(left, right).compile()
+rate = max(2 * size**3 / time_s(lambda: multiply(left, right)) for _ in range(3))
+print(json.dumps({{"rate": rate, "kernel": "{EIGHT_BIT_KERNEL}" in multiply.as_text()}}))
+"""
+RECORD = "gpu.json"
+CEILING_TIMEOUT_S = 60.0
+"""Without a ceiling no row means anything: it gets this long whatever the limit."""
 ATTEMPTS = 3
 """Our own row is tried with fewer rows per step when it runs out of memory."""
 
@@ -50,64 +70,99 @@ class Bench:
     """One run of the script: its clock, its directory and what it found."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.begun = args, time.monotonic()
+        self.args, self.budget = args, Budget(args.limit_s, time.monotonic)
         self.output: Path = args.output
         self.output.mkdir(parents=True, exist_ok=True)
         self.ceiling: dict[str, Any] = {}
         self.results: list[dict[str, Any]] = []
-
-    @property
-    def left_s(self) -> float:
-        """Seconds of the budget that are left."""
-        return float(self.args.budget_s) - (time.monotonic() - self.begun)
+        self.configs: dict[str, tuple[Config, dict[str, float]]] = {}
+        """Of each row: what is trained, and what is predicted."""
 
     def say(self, words: str) -> None:
         """Print a line of progress."""
-        print(f"[{time.monotonic() - self.begun:4.0f} s] {words}", flush=True)
+        print(f"[{self.budget.spent_s:4.0f} s] {words}", flush=True)
 
-    def child(self, program: list[str], job: dict[str, Any] | None, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    def child(
+        self, program: list[str], job: dict[str, Any] | None, env: dict[str, str], least_s: float = 5.0
+    ) -> subprocess.CompletedProcess[str]:
         """Run a child with what is left of the budget."""
         text = None if job is None else json.dumps(job)
         path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             return subprocess.run(
                 [sys.executable, *program], input=text, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, **env},
-                timeout=max(5.0, self.left_s), check=False,
+                timeout=max(least_s, self.budget.left_s), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return subprocess.CompletedProcess(program, 124, "", "out of time")
 
-    def measure_ceiling(self) -> None:
-        """Measure what the device can do at best: an 8192-cubed bf16 matmul, and the memory."""
-        done = self.child(["-c", CEILING, "512" if self.args.tiny else "8192"], None, {})
+    def measure_ceiling(self, rows: Sequence[Row]) -> None:
+        """Measure what the device can do at best: an 8192-cubed matmul in bf16, in float8 where a row needs it, and the memory."""
+        size = "512" if self.args.tiny else "8192"
+        done = self.child(["-c", CEILING, size], None, {}, CEILING_TIMEOUT_S)
         if done.returncode:
             raise SystemExit(f"no device to measure: {last_line(done.stderr)}")
         self.ceiling = json.loads(done.stdout.strip().splitlines()[-1])
         rates = self.ceiling["matmul_flops_per_s"] / 1e12, self.ceiling["memory_bytes_per_s"] / 1e9
         self.say(f"{self.ceiling['device']}: matmul {rates[0]:.0f} TFLOP/s, memory {rates[1]:.0f} GB/s")
+        narrow = [row for row in rows if "precision.matmul=fp8" in row.overrides]
+        if narrow:
+            environment.prepare(row_config(narrow[0]), describe({}), env := dict(os.environ))
+            done = self.child(["-c", CEILING_8_BIT, size], None, env, CEILING_TIMEOUT_S)
+            found = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {"error": last_line(done.stderr)}
+            if found.get("kernel") or self.args.tiny:
+                self.ceiling["float8_flops_per_s"] = found["rate"]
+                self.say(f"matmul in float8 {found['rate'] / 1e12:.0f} TFLOP/s")
+            else:
+                self.say(f"no ceiling in float8: {found.get('error', 'XLA made no 8-bit kernel of the product')}")
 
-    def run_row(self, row: Row) -> dict[str, Any]:
-        """Predict, train ours, train the peer; return everything about the row."""
-        result: dict[str, Any] = {"row": row.name, "target": row.target}
-        self.results.append(result)
-        if self.left_s < 20:
-            return result | {"error": "not run: the budget is spent"}
-        config, predicted = self.planned(row)
-        result |= {
-            "rows": config.data.batch_size, "seq_len": config.data.seq_len, "layers": config.model.num_layers,
-            "remat": config.compute.remat.policy, "predicted": predicted,
-        }  # fmt: skip
-        expected = (
-            f", predicted {predicted['tokens_per_s']:,.0f} tokens/s and {predicted['memory_bytes'] / 1e9:.0f} GB" if predicted else ""
-        )
-        self.say(
-            f"{row.name}: {config.model.num_layers} layers, {config.data.batch_size} x {config.data.seq_len},"
-            f" remat {result['remat']}{expected}"
-        )
-        result |= self.train(row, config)
-        if row.peer and not self.args.no_peer and "error" not in result:
-            result["peer"] = self.train_peer(config)
-        return result
+    def run_part(self, part: Part) -> None:
+        """Measure one side of a row, or leave it out."""
+        row, result = part.row, self.result_of(part.row)
+        if part.side == OURS and "tokens_per_s" in result:
+            return  # of an earlier call
+        config, predicted = self.configs[row.name]
+        step_s = predicted.get("step_s", 1.0)
+        profile = row.leading and not self.args.no_profile
+        expected = expected_s(part, layers=config.model.num_layers, step_s=step_s, profile=profile, tiny=self.args.tiny)
+        why = self.unmeasurable(part) or self.budget.refusal(part.side, expected)
+        if why:
+            self.budget.leave_out(part.name, why)
+            self.say(f"{part.name}: left out, {why}")
+            return
+        begun = self.budget.spent_s
+        if part.side == OURS:
+            result |= self.train(row, config, profile)
+        else:
+            peer = self.train_peer(part, self.trained(row))
+            result.setdefault("peers", {})[part.side] = peer
+            result["peer"] = max(result["peers"].values(), key=lambda each: each.get("tokens_per_s", 0.0))
+        self.budget.finished(part.side, expected, self.budget.spent_s - begun)
+
+    def unmeasurable(self, part: Part) -> str | None:
+        """Say what keeps a part from meaning anything; None: nothing."""
+        if part.side != OURS and "tokens_per_s" not in self.result_of(part.row):
+            return "ours was not measured"
+        base = part.row.over
+        if part.side == OURS and base is not None and not any(r["row"] == base[0] and "tokens_per_s" in r for r in self.results):
+            return f"{base[0]}, which it is held against, was not measured"
+        return None
+
+    def result_of(self, row: Row) -> dict[str, Any]:
+        """Return the row's entry, made at the first call."""
+        found = next((r for r in self.results if r["row"] == row.name), None)
+        if found is None:
+            config, predicted = self.configs.setdefault(row.name, self.planned(row))
+            self.results.append(found := {
+                "row": row.name, "target": row.target, "rows": config.data.batch_size, "seq_len": config.data.seq_len,
+                "layers": config.model.num_layers, "remat": config.compute.remat.policy, "predicted": predicted,
+            })  # fmt: skip
+        return found
+
+    def trained(self, row: Row) -> Config:
+        """Return the config that ours was trained with: fewer rows than planned where memory ran out."""
+        config = self.configs[row.name][0]
+        return config.model_copy(update={"data": config.data.model_copy(update={"batch_size": self.result_of(row)["rows"]})})
 
     def planned(self, row: Row) -> tuple[Config, dict[str, float]]:
         """Choose layers, rows and rematerialisation, and predict."""
@@ -123,13 +178,17 @@ class Bench:
         }
         return config, predicted
 
-    def train(self, row: Row, config: Config) -> dict[str, Any]:
+    def train(self, row: Row, config: Config, profiled: bool) -> dict[str, Any]:
         """Train our model in a child; with fewer rows where memory runs out."""
+        predicted = self.configs[row.name][1]
+        expected = f", predicted {predicted['tokens_per_s']:,.0f} tokens/s" if predicted else ""
+        shape = f"{config.model.num_layers} layers, {config.data.batch_size} x {config.data.seq_len}"
+        self.say(f"{row.name}: {shape}, remat {config.compute.remat.policy}{expected}")
         settings = environment.prepare(config, describe({}), env := dict(os.environ))
         for attempt in range(ATTEMPTS):
             output = self.output / f"{row.name}.json"
             output.unlink(missing_ok=True)
-            profile = None if self.args.no_profile else str(self.output / row.name)
+            profile = str(self.output / row.name) if profiled else None
             job = {"config": config.model_dump(mode="json"), "output": str(output), "profile": profile, "steps": self.args.steps}
             done = self.child([str(HERE / "gpu_rows.py")], job, env)
             if done.returncode == 0:
@@ -148,41 +207,41 @@ class Bench:
         (self.output / f"{row.name}.err").write_text(done.stderr)
         return {"error": last_line(done.stderr)}
 
-    def train_peer(self, config: Config) -> dict[str, Any]:
-        """Train the same shapes with PyTorch, parameters as ours; the rows per step are PyTorch's own best guess: ours, or what fits."""
+    def train_peer(self, part: Part, config: Config) -> dict[str, Any]:
+        """Train the same shapes with PyTorch; the rows per step are ours, or what fits."""
         if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
             return {"error": "torch or transformers is not installed"}
         m = config.model
         model = {**m.model_dump(mode="json"), "num_kv_heads": m.kv_heads, "head_dim": m.head_width}
-        best: dict[str, Any] = {"error": "not run: the budget is spent"}
-        for mode in ("autocast",) if self.args.tiny else ("autocast", "bf16"):
-            if self.left_s < 30:
-                break
-            output = self.output / f"torch-{mode}.json"
-            output.unlink(missing_ok=True)
-            job = {
-                "model": model, "seq_len": config.data.seq_len, "rows": config.data.batch_size, "mode": mode, "output": str(output),
-                "compile": not self.args.tiny, "checkpointing": config.compute.remat.policy != "none", "steps": self.args.steps,
-                "measured_s": 5.0,
-            }  # fmt: skip
-            done = self.child([str(HERE / "gpu_torch.py")], job, {})
-            if done.returncode:
-                best = {"error": last_line(done.stderr), "mode": mode} if "tokens_per_s" not in best else best
-                continue
-            found = json.loads(output.read_text()) | {"mode": mode}
-            found["tokens_per_s"] = found["rows"] * config.data.seq_len / found["step_s"]
-            self.say(f"  PyTorch, {mode}: {found['rows']} rows, {found['tokens_per_s']:,.0f} tokens/s")
-            best = max(best, found, key=lambda each: each.get("tokens_per_s", 0.0))
-        return best
+        mode = "bf16" if part.side == TORCH_BF16 else "autocast"
+        output = self.output / f"{part.row.name}-torch-{mode}.json"
+        output.unlink(missing_ok=True)
+        job = {
+            "model": model, "seq_len": config.data.seq_len, "rows": config.data.batch_size, "mode": mode, "output": str(output),
+            "compile": not self.args.tiny, "checkpointing": config.compute.remat.policy != "none", "steps": self.args.steps,
+            "measured_s": 5.0,
+        }  # fmt: skip
+        done = self.child([str(HERE / "gpu_torch.py")], job, {})
+        if done.returncode:
+            self.say(f"{part.name}: {last_line(done.stderr)}")
+            return {"error": last_line(done.stderr), "mode": mode}
+        found: dict[str, Any] = json.loads(output.read_text()) | {"mode": mode}
+        found["tokens_per_s"] = found["rows"] * config.data.seq_len / found["step_s"]
+        self.say(f"{part.name}: {found['rows']} rows, {found['tokens_per_s']:,.0f} tokens/s")
+        return found
 
     def judge(self, row: Row, result: dict[str, Any]) -> None:
         """Add MFU, share of the ceiling, ratios, and what was missed."""
         if "tokens_per_s" not in result:
-            result["missed"] = [result.get("error", "no result")]
+            result["missed"] = [result["error"]] if "error" in result else []
             return
+        ceilings = {"bfloat16": self.ceiling["matmul_flops_per_s"], "float8": self.ceiling.get("float8_flops_per_s")}
+        known = {dtype: rate for dtype, rate in ceilings.items() if rate}
+        narrow = self.configs[row.name][0].precision.eight_bit
+        least_s = None if narrow and "float8" not in known else least_s_per_token(self.configs[row.name][0], known)
+        result["ceiling"] = least_s and least_s * result["tokens_per_s"]
         hardware = find_hardware(self.ceiling["device"])
         achieved = result["achieved_flops_per_s"]
-        result["ceiling"] = achieved / self.ceiling["matmul_flops_per_s"]
         result["mfu"] = None if hardware is None or "bfloat16" not in hardware.peak_flops else achieved / hardware.peak_flops["bfloat16"]
         peer = result.get("peer", {}).get("tokens_per_s")
         result["against_peer"] = result["tokens_per_s"] / peer if peer else None
@@ -195,6 +254,8 @@ class Bench:
             result["over"] = result["tokens_per_s"] / other if other else None
             if result["over"] is None or result["over"] < row.over[1]:
                 missed.append(f"{row.over[0]}: " + (f"ratio {result['over']:.2f} < {row.over[1]}" if other else "not measured in this run"))
+        if result.get("eight_bit_kernels") == 0 and not self.args.tiny:
+            missed.append("no 8-bit kernel in the compiled step: it multiplied in 16 bits")
         result["missed"] = missed
 
     def table(self) -> str:
@@ -212,7 +273,12 @@ class Bench:
                 number((r.get("peer") or {}).get("tokens_per_s"), 10, ",.0f"), number(r.get("against_peer"), 7, ".2f"),
             ]  # fmt: skip
             missed = r.get("missed", [])
-            lines.append("".join(cells) + ("  reached: " + r["target"] if not missed else "  MISSED: " + "; ".join(missed)))
+            reached = "  reached: " + r["target"] if "tokens_per_s" in r else "  left out"
+            lines.append("".join(cells) + (reached if not missed else "  MISSED: " + "; ".join(missed)))
+        lines += [f"left out: {part}: {why}" for part, why in self.budget.left_out]
+        lines += (
+            ["MaxText: not measured, it is not installed and too large to carry"] if importlib.util.find_spec("maxtext") is None else []
+        )
         return "\n".join(lines)
 
     def save(self) -> None:
@@ -226,9 +292,14 @@ class Bench:
         record = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": sys.argv, "python": platform.python_version(),
-            "versions": versions, "ceiling": self.ceiling, "rows": self.results,
+            "versions": versions, "ceiling": self.ceiling, "rows": self.results, "left_out": self.budget.left_out,
         }  # fmt: skip
-        (self.output / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
+        (self.output / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+    def take_up(self) -> None:
+        """Begin with the rows that an earlier call measured, as they were written. Their ceiling is that of their own call."""
+        record = json.loads((self.output / RECORD).read_text())
+        self.results += [r for r in record["rows"] if "tokens_per_s" in r]
 
 
 def number(value: float | None, width: int, form: str) -> str:
@@ -247,7 +318,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(row.name for row in ROWS)}; default: all")
     parser.add_argument("--output", type=Path, default=Path("runs/bench-gpu"))
-    parser.add_argument("--budget-s", type=float, default=580.0)
+    parser.add_argument("--limit-s", type=float, default=600.0, help="what is not expected to fit is left out")
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="measure what an earlier call with this --output left out")
     parser.add_argument("--cluster", default="dgx-h200", help="cluster file whose device is planned for")
     parser.add_argument("--calibration", help="calibration of this machine (ridge calibrate); default: published figures")
     parser.add_argument("--steps", type=int, help="measured steps per row; default: about eight seconds")
@@ -261,20 +333,29 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"no row '{name}'; there are {', '.join(known)}")
     if args.tiny:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    bench = Bench(args)
-    bench.measure_ceiling()
-    for row in [known[name] for name in args.rows] or ROWS:
+    if args.go_on and not (args.output / RECORD).is_file():
+        parser.error(f"--continue: there is no {args.output / RECORD}")
+    bench, rows = Bench(args), [known[name] for name in args.rows] or list(ROWS)
+    if args.go_on:
+        bench.take_up()
+    measured = {r["row"] for r in bench.results}
+    bench.measure_ceiling(rows)
+    for part in in_order(rows, peers=not args.no_peer, explicit=bool(args.rows)):
+        if part.row.name in measured and (part.side == OURS or part.side in bench.result_of(part.row).get("peers", {})):
+            continue
         try:
-            result = bench.run_row(row)
+            bench.configs.setdefault(part.row.name, bench.planned(part.row))
+            bench.run_part(part)
         except Exception as error:  # one row must not take the others with it
-            result = {"error": f"{type(error).__name__}: {error}"}
-        bench.results[-1].update(result)
-        bench.judge(row, bench.results[-1])
+            bench.result_of(part.row)["error"] = f"{type(error).__name__}: {error}"
+        if part.row.name not in measured or part.side != OURS:
+            bench.judge(part.row, bench.result_of(part.row))
         bench.save()
-        rate = bench.results[-1].get("tokens_per_s")
-        bench.say(f"{row.name}: " + (f"{rate:,.0f} tokens/s" if rate else bench.results[-1].get("error", "?")))
+        rate = bench.result_of(part.row).get("tokens_per_s")
+        if part.side == OURS and not any(part.name == name for name, _ in bench.budget.left_out):
+            bench.say(f"{part.row.name}: " + (f"{rate:,.0f} tokens/s" if rate else bench.result_of(part.row).get("error", "?")))
     print(bench.table())
-    return int(any(result["missed"] for result in bench.results))
+    return 1 if any(result.get("missed") for result in bench.results) else 3 if bench.budget.left_out else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,20 @@ from typing import Any
 WARMUP_STEPS = 4
 
 
+def rows_to_try(model: dict[str, Any], seq_len: int, rows: int, mode: str, memory_bytes: float, checkpointing: bool) -> int:
+    """Return the rows to begin with, at most `rows`: each attempt that runs out of memory costs a compilation.
+
+    Parameters: 16 bytes each with AdamW, 8 in bf16. Per token: logits in 16 bits, in float32 and their gradient, with a copy (14 V); in a
+    layer what its products read, and their results, in 16 bits (16 D + 8 F, with checkpointing 2 D). A tenth is left to fragments.
+    """
+    width, layers, vocab, hidden = model["embed_dim"], model["num_layers"], model["vocab_size"], model["mlp_dim"]
+    attention = 2 * width * model["head_dim"] * (model["num_heads"] + model["num_kv_heads"])
+    tables = vocab * width * (1 if model["tie_embeddings"] else 2)
+    state = (tables + layers * (attention + 3 * width * hidden)) * (8 if mode == "bf16" else 18)
+    token = 14 * vocab + layers * (2 * width if checkpointing else 16 * width + 8 * hidden)
+    return max(1, min(rows, int((0.9 * memory_bytes - state) / (token * seq_len))))
+
+
 def build(model: dict[str, Any], seq_len: int, mode: str) -> Any:
     """Return a randomly initialised Llama. mode: `autocast` keeps fp32 parameters and computes in bf16, as ours; `bf16` keeps bf16 ones."""
     import torch
@@ -30,10 +44,13 @@ def build(model: dict[str, Any], seq_len: int, mode: str) -> Any:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Train on random tokens; return step time, spread, memory and losses. The rows per step are halved until they fit."""
+    """Train on random tokens; return step time, spread, memory and losses. The rows per step are cut by a third until they fit."""
     import torch
 
     rows = job["rows"]
+    if torch.cuda.is_available():
+        memory_bytes = torch.cuda.get_device_properties(0).total_memory
+        rows = rows_to_try(job["model"], job["seq_len"], rows, job["mode"], memory_bytes, job["checkpointing"])
     while True:
         try:
             return measure_rows(job, rows)

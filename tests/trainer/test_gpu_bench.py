@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -39,7 +41,8 @@ def test_the_script_trains_both_and_reports_what_was_missed(tmp_path: Path) -> N
     command = [sys.executable, str(BENCH / "gpu.py"), "1b-1k", "--tiny", "--steps", "3", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stderr  # a toy on a CPU misses the target of an H200
-    assert "MISSED: tokens_per_s" in done.stdout.splitlines()[-1]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("1b-1k ")]
+    assert "MISSED: tokens_per_s" in line
     [row] = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert row["tokens_per_s"] > 0
     assert row["peer"]["tokens_per_s"] > 0
@@ -52,11 +55,85 @@ def test_a_row_of_narrow_products_is_held_against_the_row_of_wide_ones(tmp_path:
     command = [sys.executable, str(BENCH / "gpu.py"), "8b-4k", "8b-4k-fp8", "--tiny", "--steps", "3", "--no-peer", "--no-profile"]
     done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stderr
-    wide, narrow = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    wide, narrow = record["rows"]
+    work = {name: 1 / row["ceiling"] * row["tokens_per_s"] for name, row in (("wide", wide), ("narrow", narrow))}
+    rates = record["ceiling"]
+    between = sorted([1.0, rates["float8_flops_per_s"] / rates["matmul_flops_per_s"]])
+    assert between[0] <= work["narrow"] / work["wide"] <= between[1], "its products are held against the ceiling of their arithmetic"
+    assert narrow["eight_bit_kernels"] == 0 and wide.get("eight_bit_kernels") is None, "a CPU has none, and the row says so"
     assert narrow["over"] == pytest.approx(narrow["tokens_per_s"] / wide["tokens_per_s"])
     assert any(word.startswith("8b-4k: ratio") for word in narrow["missed"]) == (narrow["over"] < 1.3)
     assert narrow["losses"][-1] < narrow["losses"][0]
     assert narrow["losses"] != wide["losses"]
+
+
+@pytest.fixture
+def budget(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the script that plans its time."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("gpu_budget")
+
+
+def test_the_rows_with_a_target_come_before_those_held_against_them_and_leading_peers_before_other_rows(budget: ModuleType) -> None:
+    from gpu_rows import ROWS
+
+    names = [part.name for part in budget.in_order(ROWS, peers=True, explicit=False)]
+    assert names[:5] == ["1b-1k, ours", "8b-4k, ours", "8b-4k-fp8, ours", "1b-1k, PyTorch autocast", "8b-4k, PyTorch autocast"]
+    for row in ROWS:
+        assert row.over is None or names.index(f"{row.over[0]}, ours") < names.index(f"{row.name}, ours")
+    assert sorted(names) == sorted(part.name for part in budget.in_order(ROWS, peers=True, explicit=True))
+
+
+def test_what_does_not_fit_is_refused_by_what_finished_parts_took(budget: ModuleType) -> None:
+    now = [0.0]
+    time_left = budget.Budget(100.0, lambda: now[0])
+    assert time_left.refusal("ours", 60.0) is None
+    now[0] = 55.0
+    time_left.finished("ours", 30.0, 45.0)  # half as long again as expected
+    assert time_left.refusal("ours", 20.0) is None  # 30 s of 40
+    assert time_left.refusal("ours", 30.0) == "needs about 45 s, 40 s are left of 100"
+    assert time_left.refusal("PyTorch autocast", 30.0) is None, "nothing is known of the other side"
+
+
+def test_nine_rows_and_their_peers_are_more_than_ten_minutes_and_the_leading_ones_fit(budget: ModuleType) -> None:
+    from gpu_rows import ROWS
+
+    spent = {"leading": 0.0, "all": 0.0}
+    for part in budget.in_order(ROWS, peers=True, explicit=False):
+        seconds = budget.expected_s(part, layers=18, step_s=1.7, profile=part.row.leading)
+        spent["all"] += seconds
+        spent["leading"] += seconds if part.row.leading and part.side != budget.TORCH_BF16 else 0.0
+    assert spent["leading"] < 500 < 600 < spent["all"]
+
+
+def test_a_row_that_does_not_fit_is_named_and_one_of_an_earlier_call_is_taken_up(tmp_path: Path) -> None:
+    earlier = {"row": "8b-8k", "target": "much", "tokens_per_s": 5.0, "seq_len": 8192, "rows": 2, "missed": []}
+    (tmp_path / "gpu.json").write_text(json.dumps({"rows": [earlier, {"row": "3b-4k", "target": "more"}]}))
+    command = [sys.executable, str(BENCH / "gpu.py"), "8b-8k", "3b-4k", "--tiny", "--no-peer", "--limit-s", "1", "--output", str(tmp_path)]
+    done = subprocess.run([*command, "--continue"], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "left out: 3b-4k, ours: needs about 1 s, 0 s are left of 1" in done.stdout
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert record["rows"][0] == earlier and [part for part, _ in record["left_out"]] == ["3b-4k, ours"]
+
+
+def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
+    program = "import runpy, sys; sys.modules['pydantic'] = None; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[1] + '/gpu.py')"
+    done = subprocess.run([sys.executable, "-c", program, str(BENCH)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpu.py: not installed: pydantic (pip install pydantic;") and done.stderr.count("\n") == 1
+
+
+def test_pytorch_begins_with_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from gpu_torch import rows_to_try
+
+    model = {"embed_dim": 2048, "num_layers": 16, "vocab_size": 128256, "mlp_dim": 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
+    fitting = {mode: rows_to_try({**model, "tie_embeddings": True}, 1024, 128, mode, 141e9, False) for mode in ("autocast", "bf16")}
+    assert 16 <= fitting["autocast"] <= fitting["bf16"] < 128, "128 rows of logits alone are 134 GB in float32 and 16 bits"
+    assert rows_to_try({**model, "tie_embeddings": True}, 1024, 2, "bf16", 141e9, False) == 2
+    assert rows_to_try({**model, "tie_embeddings": True}, 1024, 128, "bf16", 1e9, False) == 1
 
 
 def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
