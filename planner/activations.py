@@ -20,31 +20,55 @@ class Component:
 
 def saved_activations(local: LocalSizes, backend: str) -> Component:
     """Return the activations of all layers that the backward pass finds, by rematerialisation policy and attention backend."""
+    config, layers = local.config, local.model.num_layers
+    policy, names = config.compute.remat.policy, config.compute.remat.names
+    words = {
+        "none": "inputs of both halves, queries, keys, values, attention result, MLP gate and up projections, softmax statistics",
+        "attention-only": "inputs of both halves, queries, keys, values, attention result, MLP gate and up projections",
+        "dots": "block input and the results of products with parameters",
+        "full": "each block's input",
+        "names": f"each block's input and {', '.join(names)}",
+        "offload": f"in host memory {', '.join(names)}",
+    }[policy]
+    per_layer = sum(count * size for count, size in saved_arrays(local, backend))
+    return Component(layers * per_layer, f"{policy}: {words}; {layers} layers, {config.precision.compute}")
+
+
+def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
+    """Return how many arrays of a shape and dtype a layer keeps for the backward pass on the device, and the bytes of one."""
     config = local.config
-    policy, layers = config.compute.remat.policy, local.model.num_layers
+    policy = config.compute.remat.policy
     stream, cut, q, k, hidden = local.stream_bytes, local.cut_stream_bytes, local.query_bytes, local.key_bytes, local.hidden_bytes
-    normed_heads = q + k if local.model.qk_norm else 0
-    packed = q if config.data.document_masking and backend == "cudnn" else 0
     gates = 2 if local.model.gated_mlp else 1
     if policy in ("none", "attention-only"):
-        gathered = 2 * stream if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
-        per_layer = 2 * cut + gathered + 2 * q + 2 * k + gates * hidden + normed_heads
-        words = "inputs of both halves, queries, keys, values, attention result, MLP gate and up projections"
-        if policy == "none":
-            per_layer += packed + local.softmax_bytes + _scores_saved(local, backend)
-            words += ", softmax statistics"
-    elif policy == "dots":
-        per_layer = 2 * cut + q + 2 * k + gates * hidden
-        words = "block input and the results of products with parameters"
-    elif policy == "full":
-        per_layer, words = cut, "each block's input"
-    else:
-        names = config.compute.remat.names
-        if policy == "names":
-            per_layer, words = cut + _listed_bytes(local, without="block_input"), f"each block's input and {', '.join(names)}"
-        else:
-            per_layer, words = 0 if "block_input" in names else cut, f"in host memory {', '.join(names)}"
-    return Component(layers * per_layer, f"{policy}: {words}; {layers} layers, {config.precision.compute}")
+        gathered = 2 if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
+        normed = 1 if local.model.qk_norm else 0
+        packed = 1 if policy == "none" and config.data.document_masking and backend == "cudnn" else 0
+        kept = [(2, cut), (gathered, stream), (2 + normed + packed, q), (2 + normed, k), (gates, hidden)]
+        return [*kept, (1, local.softmax_bytes), (1, _scores_saved(local, backend))] if policy == "none" else kept
+    if policy == "dots":
+        return [(2, cut), (1, q), (2, k), (gates, hidden)]
+    names = set(config.compute.remat.names) if policy == "names" else set()
+    names -= set() if local.model.gated_mlp else {"mlp_gate"}
+    named = _named_bytes(local)
+    alike = ({"attention_out", "mlp_out"}, {"query", "attention_context"}, {"key", "value"}, {"mlp_gate", "mlp_up"}, {"attention_lse"})
+    listed = [(len(group & names), max(named[name] for name in group)) for group in alike]
+    inputs = 0 if policy == "offload" and "block_input" in config.compute.remat.names else 1
+    return [(inputs + listed[0][0], cut), *listed[1:]]
+
+
+def stacked_bytes(local: LocalSizes, backend: str) -> int:
+    """Return the bytes that the scan over layers moves beside its work in a microbatch, forward and back; 0 without a scan.
+
+    XLA writes what a layer keeps and then copies it into the stack of all layers (read, write). The stacks are zeroed before, of each
+    shape one with zeros (write) and the others as its copies (read, write), and so are those of the gradients (write). Reading from the
+    stacks is part of what reads. Read off compiled steps (GPU backend, jax 0.10.2): tests/planner/test_step_time.py.
+    """
+    if not local.config.compute.scan_layers:
+        return 0
+    layers = local.model.num_layers
+    kept = sum(layers * (2 * count + 2 * count - 1) * size for count, size in saved_arrays(local, backend) if count)
+    return kept + local.layer_matrices * local.gradient_itemsize
 
 
 def offloaded_bytes(local: LocalSizes) -> int:

@@ -69,6 +69,8 @@ class Kernels:
     calibration: Calibration
     elementwise_passes: float = 1.0
     """Bytes of a layer's elementwise work over those of fused kernels."""
+    turned: bool = True
+    """Whether gradients that are cut along their last dim are transposed for it, as our step does with fsdp."""
 
     @property
     def dtype(self) -> str:
@@ -158,7 +160,7 @@ class Kernels:
     def optimizer(self) -> Work:
         """Gradient norm and update of the parameters a device keeps."""
         local, kind = self.local, self.local.config.optimizer.kind
-        work = Work(0.0, self.memory_s(update_bytes(local)))
+        work = Work(0.0, self.memory_s(update_bytes(local, turned=self.turned and local.fsdp > 1)))
         if kind != "muon":
             return work
         seconds = 0.0
@@ -194,12 +196,17 @@ class Kernels:
         )
 
     def _elementwise_backward(self, again: Recomputed) -> float:
-        """Bytes: gradients of the same, float32 weight gradients written, read and added to their stack, and what is recomputed."""
+        """Bytes: gradients of the same, float32 weight gradients written, read and added to their stack, and what is recomputed.
+
+        With fsdp the float32 gradients of MLP down and attention out are transposed on their way into a reduction.
+        """
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
         size: float = 12 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (2 * gates + 2) * local.hidden_bytes
         size += 8 * local.gathered_layer_weights + 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
         size += self._casts() + 2 * self._quantise()
+        if self.turned and local.fsdp > 1:
+            size += 8 * (local.mlp_matrix + local.query_matrix)
         if again.inputs:
             size += 10 * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
         return size

@@ -71,7 +71,7 @@ def run_config(run: dict[str, Any], models: dict[str, Any]) -> tuple[Config, dic
             "mesh": MeshConfig(**sizes),
             "trainer": TrainerConfig(accumulation=accumulation),
             "data": DataConfig(seq_len=run["seq_len"], batch_size=rows, document_masking=False),
-            "compute": base.compute.model_copy(update={"remat": remat}),
+            "compute": base.compute.model_copy(update={"remat": remat, "scan_layers": run.get("scan_layers", False)}),
         }
     ), sizes
 
@@ -79,7 +79,7 @@ def run_config(run: dict[str, Any], models: dict[str, Any]) -> tuple[Config, dic
 def _predict(run: dict[str, Any], models: dict[str, Any]) -> Prediction:
     config, sizes = run_config(run, models)
     machine = Machine(load_cluster(run["cluster"]).config, load_calibration(), run["devices"])
-    step = step_parts(config, sizes, machine, elementwise_passes=EAGER_PASSES if run.get("eager") else 1.0).assemble()
+    step = step_parts(config, sizes, machine, elementwise_passes=EAGER_PASSES if run.get("eager") else 1.0, turned=False).assemble()
     mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
     eager = ", eager" if run.get("eager") else ""
     return Prediction(

@@ -86,7 +86,7 @@ class StepParts:
     """All layers and microbatches."""
     backward: Work
     rest: Work
-    """Embedding, loss and accumulation."""
+    """Embedding, loss, the scan's stacks and accumulation."""
     optimizer: Work
     communication: tuple[Communication, ...]
     host_input_s: float
@@ -133,13 +133,16 @@ class StepParts:
         )
 
 
-def step_parts(config: Config, sizes: Mapping[str, int], machine: Machine, *, elementwise_passes: float = 1.0) -> StepParts:
+def step_parts(
+    config: Config, sizes: Mapping[str, int], machine: Machine, *, elementwise_passes: float = 1.0, turned: bool = True
+) -> StepParts:
     """Work out compute and communication of one step (arguments as in `step_time`).
 
     `elementwise_passes`: bytes of a layer's elementwise work over those of fused kernels; more than 1 for software that does not fuse.
+    `turned`: with our step's transposes of gradients (planner.kernels).
     """
     local = LocalSizes.of(config, sizes)
-    kernels = Kernels(local, machine.device, machine.calibration, elementwise_passes)
+    kernels = Kernels(local, machine.device, machine.calibration, elementwise_passes, turned)
     repeats = config.trainer.accumulation
     layers = config.model.num_layers * repeats
     planned = as_compiled_for_gpu(planned_collectives(config, sizes))
@@ -150,7 +153,7 @@ def step_parts(config: Config, sizes: Mapping[str, int], machine: Machine, *, el
         devices=local.devices,
         forward=kernels.layer_forward() * layers + passing,
         backward=kernels.layer_backward() * layers + passing,
-        rest=(kernels.embedding() + kernels.loss() + kernels.accumulate()) * repeats,
+        rest=(kernels.embedding() + kernels.loss() + kernels.stacks() + kernels.accumulate()) * repeats,
         optimizer=kernels.optimizer(),
         communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
         host_input_s=host_input_s(local, machine),

@@ -9,7 +9,6 @@ import pytest
 from configs.schema import MESH_AXES, Config
 from perf.bench.work import MAX_RESULT_ELEMENTS, step_passes, step_products
 from planner.flops import train_flops_per_token
-from planner.kernels import OPTIMIZER_BYTES
 from planner.parameters import count_parameters
 
 
@@ -99,8 +98,8 @@ def test_narrow_products_are_those_of_the_layers_with_their_parameters(matmul: s
 def test_passes_count_the_optimisers_bytes_and_shrink_with_the_shards() -> None:
     made = config()
     whole, cut = step_passes(made, sizes()), step_passes(made, sizes(fsdp=4))
-    assert whole.update_bytes == pytest.approx(OPTIMIZER_BYTES["adamw"] * count_parameters(made.model).total)
-    assert cut.update_bytes == pytest.approx(whole.update_bytes / 4, rel=0.02)  # vectors stay whole
+    assert whole.update_bytes == pytest.approx(32 * count_parameters(made.model).total)
+    assert whole.update_bytes / 4 < cut.update_bytes < 1.25 * whole.update_bytes / 4  # vectors stay whole, some gradients are transposed
     assert cut.layers_bytes < whole.layers_bytes / 3
     assert whole.total_bytes == whole.layers_bytes + whole.ends_bytes + whole.update_bytes
     full = step_passes(config(compute={"remat": {"policy": "full"}}), sizes())

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.cluster import load_cluster
-from configs.schema import RematConfig
+from configs.load import load
+from configs.schema import MESH_AXES, RematConfig
+from planner.activations import stacked_bytes
 from planner.flops import train_flops_per_token
 from planner.hardware import hardware
 from planner.kernels import Kernels
@@ -18,6 +20,7 @@ from planner.layouts import Layout
 from planner.local import LocalSizes
 from planner.overlap import ETA, Communication, exposed_s
 from planner.step_time import Machine, host_input_s, step_parts, step_time
+from planner.update import update_bytes
 from tests.planner.clusters import CALIBRATION, cluster, config, links
 
 NODES = st.sampled_from((1, 2, 4))
@@ -168,3 +171,29 @@ def test_scales_of_earlier_steps_save_a_pass_over_the_inputs_of_products():
     inputs = 2 * local.stream_bytes + local.query_bytes + local.hidden_bytes
     assert current.layer_forward().memory_s - delayed.layer_forward().memory_s == pytest.approx(current.memory_s(inputs))
     assert current.layer_forward().compute_s == delayed.layer_forward().compute_s < work("compute").layer_forward().compute_s
+
+
+NARROW = ("precision.params=bfloat16", "precision.stochastic_rounding=true", "precision.moments=int8", "precision.gradients=bfloat16")
+KERNELS = (
+    ("models/llama-3.1-8b", {"fsdp": 8}, (4096, 64, 4, "none"), (), 38.0, None),
+    ("models/llama-3.1-8b", {"fsdp": 8}, (4096, 64, 4, "none"), NARROW, 26.9, None),
+    ("models/llama-3.1-8b", {"fsdp": 64}, (8192, 256, 4, "none"), (), 4.8, 348.9),
+    ("models/llama-3.1-8b", {"fsdp": 16}, (4096, 64, 4, "full"), (), 19.0, 20.5),
+    ("models/llama-3.1-70b", {"fsdp": 64}, (8192, 256, 4, "full"), (), 41.6, 148.3),
+    ("models/llama-3.2-1b", {"fsdp": 8}, (4096, 128, 2, "full"), (), 6.1, 14.3),
+)
+"""Model, mesh, (tokens, rows, microbatches, remat), precision; GB that kernels of the compiled step move in the optimizer, and into, as
+zeros into and between the stacks of the layers' scan (GPU backend, jax 0.10.2, as perf.hlo_roofline counts them)."""
+
+
+@pytest.mark.parametrize(("model", "mesh", "shape", "precision", "update_gb", "stacks_gb"), KERNELS)
+def test_the_update_and_the_scans_stacks_move_what_compiled_steps_move(model, mesh, shape, precision, update_gb, stacks_gb):
+    length, rows, microbatches, remat = shape
+    batch = (f"data.seq_len={length}", f"data.batch_size={rows}", f"trainer.accumulation={microbatches}", "data.document_masking=false")
+    config = load(model, [*batch, *precision, f"compute.remat.policy={remat}", "precision.compute=bfloat16"]).config
+    local = LocalSizes.of(config, dict.fromkeys(MESH_AXES, 1) | mesh)
+    assert update_bytes(local, turned=True) / 1e9 == pytest.approx(update_gb, rel=0.02)
+    if stacks_gb is not None:
+        assert microbatches * stacked_bytes(local, "cudnn") / 1e9 == pytest.approx(stacks_gb, rel=0.04)
+    unrolled = config.model_copy(update={"compute": config.compute.model_copy(update={"scan_layers": False})})
+    assert stacked_bytes(LocalSizes.of(unrolled, dict.fromkeys(MESH_AXES, 1) | mesh), "cudnn") == 0
