@@ -40,6 +40,7 @@ class _Settings(NamedTuple):
     tokens_per_chunk: int
     z_loss: float
     partitioner: Partitioner
+    reduce_first: bool
 
 
 def cross_entropy(
@@ -52,11 +53,13 @@ def cross_entropy(
     chunk: int,
     z_loss: float,
     partitioner: Partitioner,
+    reduce_first: bool = False,
 ) -> LossSums:
     """Return the summed cross-entropy of targets under softmax(x w), in float32.
 
     x [B, T, D] in the compute dtype; w [D, V] as the parameter lies (it is cast to x's dtype and gathered here); targets int32 and weights
     float32 [B, T]. Columns of w from vocab_size on are padding and get no probability. `chunk` tokens per device have logits at a time.
+    `reduce_first`: w's gradient is reduced over devices before x's goes on, and not whole in memory while the layers are differentiated.
     z-loss: PaLM, arXiv 2204.02311, section 5. Differentiable in x and w through `nats + z`, the objective; the two must enter it with the
     same factor (anything else gives NaN gradients, never silently wrong ones).
     """
@@ -67,7 +70,7 @@ def cross_entropy(
         assert rows % shards == 0, f"{rows} rows over {shards} shards"
         chunks = -(-length // max(1, chunk // (rows // shards)))
         per_chunk = -(-length // chunks)
-        settings = _Settings(vocab_size, per_chunk, z_loss, partitioner)
+        settings = _Settings(vocab_size, per_chunk, z_loss, partitioner, reduce_first)
 
         def split_rows(a: jax.Array) -> jax.Array:
             padded = jnp.pad(a, [(0, 0), (0, chunks * per_chunk - length)] + [(0, 0)] * (a.ndim - 2))
@@ -160,6 +163,8 @@ def _forward(
     )
     (sums_R, dx_RBTD, dw_RDV), _ = jax.lax.scan(body, start, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
     dw_DV = sum_row_shards(settings.partitioner, dw_RDV, "embed", "vocab").astype(w_DV.dtype)
+    if settings.reduce_first:
+        dx_RBTD, dw_DV = jax.lax.optimization_barrier((dx_RBTD, dw_DV))
     return jax.tree.map(jnp.sum, sums_R), (dx_RBTD, dw_DV)
 
 

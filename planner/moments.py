@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from configs.schema import Config
 from planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes
 from planner.local import LocalSizes
 
@@ -20,6 +21,14 @@ STREAMS_IN_FLIGHT = 8
 """Full-sequence streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
 
 Parts = dict[str, Component]
+
+
+def short_of_memory(config: Config) -> bool:
+    """Whether a step is built to take little memory rather than time: blocks offload their inputs.
+
+    The unembedding's gradient is then reduced before the layers are differentiated (models/loss.py) and not under them.
+    """
+    return config.compute.remat.policy == "offload"
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,12 @@ class Moments:
         early = (self.in_loop and local.tensor == 1 and self.tables_apart) or local.gradient_itemsize != 4
         return local.table * local.gradient_itemsize if early and not self.overlap else 0
 
+    def unembedding_gradient(self) -> Component:
+        """What the unembedding's gradient takes while the layers are differentiated."""
+        if short_of_memory(self.local.config):
+            return Component(4 * self.local.table // self.local.fsdp, "float32 gradient of the unembedding, reduced before the layers")
+        return Component(4 * self.local.table, "whole float32 gradient of the unembedding, reduced only after the layers")
+
     def ahead(self) -> int:
         """With overlap: the weights of the layer that comes next, gathered for its recomputation and its gradient."""
         local = self.local
@@ -134,7 +149,7 @@ class Moments:
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = (local.layer_matrices + local.vectors) * local.gradient_itemsize
         ahead = self.ahead() if self.overlap else 0
-        reducing = local.gathered_layer_weights * 4 if late and self.reduced else 0
+        reducing = local.gathered_layer_weights * local.gradient_itemsize if late and self.reduced else 0
         return {
             "activations": self.saved,
             "gradients": Component(
@@ -151,10 +166,11 @@ class Moments:
                 f"one layer's backward pass, fullest at {where}" + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
             "attention_workspace": Component(workspace, attention_workspace(local, self.backend).assumption),
-            "loss": Component(4 * self.local.table, "whole float32 gradient of the unembedding, reduced only after the layers"),
+            "loss": self.unembedding_gradient(),
             "collective_buffers": Component(
                 waits + reducing,
-                "whole float32 gradients on their way into a reduction" + (", those of the layer before too" if reducing else ""),
+                f"whole {local.config.precision.gradients} gradients of a layer on their way into a reduction"
+                + (", those of the layer before too" if reducing else ""),
             ),
         }
 
@@ -162,7 +178,7 @@ class Moments:
         """Return where, hidden activations, streams, gathered weights, waiting gradients and attention's own bytes."""
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
-        waiting = local.gathered_layer_weights * 4 if self.reduced else 2 * local.mlp_matrix * 4
+        waiting = local.gathered_layer_weights * local.gradient_itemsize if self.reduced else 2 * local.mlp_matrix * 4
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         at_mlp = 4 if local.config.compute.remat.policy in ("full", "names", "offload") else 3
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
@@ -179,7 +195,7 @@ class Moments:
         Those of the two layers that the loop was unrolled by wait for each other where one reduction takes both.
         """
         local = self.local
-        layer = local.gathered_layer_weights * 4
+        layer = local.gathered_layer_weights * local.gradient_itemsize
         together = 2 if 2 * layer <= COMBINED_BYTES * local.fsdp else 1
         inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
         return {
@@ -189,9 +205,11 @@ class Moments:
             ),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(self.layout_copies(), "transposed masters of MLP down and attention out"),
-            "loss": Component(4 * local.table * (2 if self.tables_apart else 1), "whole float32 gradients of the tables"),
+            "loss": Component(
+                self.unembedding_gradient().bytes + (4 * local.table if self.tables_apart else 0), "float32 gradients of the tables"
+            ),
             "collective_buffers": Component(
-                together * layer if self.reduced else 0, "whole float32 gradients on their way into a reduction"
+                together * layer if self.reduced else 0, "whole gradients of the last layers on their way into a reduction"
             ),
         }
 

@@ -68,9 +68,14 @@ class Communication:
         return shares
 
 
+OVERLAP_ROOM = 0.9
+"""Share of that limit up to which nothing is given up. Steps that come closer are overlapped in part: 405B over fsdp=32 x tensor=2 hides
+84 % of its bytes at 72 GB and 96 % at 69 GB, of a limit of 78; 70B over data=4 x fsdp=64 x tensor=2, 74 of 78 GB, takes 8.4 s for 7.3."""
+
+
 def overlap_limit_bytes(argument_bytes: int, device_bytes: int) -> int:
-    """Return the bytes of a step, arguments and temporaries, up to which XLA's scheduler overlaps."""
-    return argument_bytes + int(OVERLAP_SLOP * (POOL_SHARE * device_bytes - argument_bytes))
+    """Return the bytes of a step, arguments and temporaries, up to which XLA's scheduler overlaps all it can."""
+    return int(OVERLAP_ROOM * (argument_bytes + OVERLAP_SLOP * (POOL_SHARE * device_bytes - argument_bytes)))
 
 
 def overlap_share(compiled_bytes: int, argument_bytes: int, device_bytes: int) -> float:

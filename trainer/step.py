@@ -20,6 +20,7 @@ import optax
 from configs.schema import Config
 from models import fp8
 from models.loss import LossSums, cross_entropy
+from planner.moments import short_of_memory
 from sharding.partition import Partitioner
 from trainer.rounding import apply_updates
 from trainer.state import ModelSpec, TrainState, Tree
@@ -46,6 +47,7 @@ def loss_sums(
         chunk=config.compute.loss_chunk,
         z_loss=config.loss.z_loss,
         partitioner=partitioner,
+        reduce_first=short_of_memory(config),
     )
 
 

@@ -6,6 +6,7 @@ B batch, T sequence, D width, V vocabulary rows.
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,13 @@ def test_value_and_gradients_equal_the_definition(chunk, z_loss) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)
     for got, want in zip(gradients, want_gradients, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
+
+
+def test_a_gradient_that_is_reduced_before_the_layers_is_the_same_gradient() -> None:
+    arrays = inputs()
+    settings = {"vocab_size": V, "chunk": 20, "z_loss": 1e-2, "partitioner": Partitioner.single()}
+    found = [with_gradients(partial(cross_entropy, reduce_first=first, **settings), arrays) for first in (False, True)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_evaluation_gives_the_same_sums_as_training() -> None:

@@ -34,7 +34,7 @@ def test_a_step_that_fills_the_memory_is_planned_without_overlap():
     made = load_cluster("dgx-h100").config
     scale = search_scale(load("models/llama-3.1-8b", ["data.batch_size=256", "data.seq_len=8192"]).config, made, CALIBRATION, 4, TOKENS)
     pool = 0.95 * 84942979072
-    full = [c for c in scale.candidates if c.memory.temp_bytes > 0.95 * (pool - c.memory.argument_bytes)]
+    full = [c for c in scale.candidates if c.memory.compiled_bytes > 0.9 * (0.05 * c.memory.argument_bytes + 0.95 * pool)]
     rest = [c for c in scale.candidates if c not in full]
     assert full and rest
     assert {c.parts.eta for c in full} == {0.0} and {c.parts.eta for c in rest} == {0.9}
