@@ -11,7 +11,7 @@ from launch.commands.compile import flags_of_a_run
 from trainer.aot import Compiled, Request, compile_many
 from trainer.aot_report import Report, build_report
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("overlap")]  # both steps are compiled once, in one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("overlap")]  # its steps are compiled once, in one process
 PLACE = load_cluster("dgx-h100").config
 COMMON = (
     "model.num_layers=16",
@@ -23,7 +23,11 @@ COMMON = (
 )
 HALF = ("model.num_heads=32", "model.num_kv_heads=4", "model.head_dim=128", "model.mlp_dim=14336")
 """A layer of half the 70B model's: its gathers are as large as those of the whole one over tensor=2, and so are the flags."""
-LAYOUTS = {"fsdp": ("mesh.fsdp=64", *HALF), "tensor": ("mesh.fsdp=32", "mesh.tensor=2")}
+LAYOUTS = {
+    "fsdp": ("mesh.fsdp=64", *HALF),
+    "tensor": ("mesh.fsdp=32", "mesh.tensor=2"),
+    "ring": ("mesh.fsdp=32", "mesh.tensor=2", "compute.tensor_overlap=ring"),
+}
 
 
 @cache
@@ -36,7 +40,7 @@ def reports() -> dict[str, Report]:
     return {name: build_report(request, PLACE, compiled) for name, (request, compiled) in results.items()}
 
 
-@pytest.mark.parametrize(("layout", "least"), [("fsdp", 0.99), ("tensor", 0.95)])
+@pytest.mark.parametrize(("layout", "least"), [("fsdp", 0.99), ("tensor", 0.95), ("ring", 0.99)])
 def test_nearly_all_collective_bytes_of_a_large_step_have_compute_beside_them(layout: str, least: float) -> None:
     assert reports()[layout].overlapped_share >= least
 
