@@ -65,7 +65,9 @@ class MemoryEstimate:
         return {name: component.bytes for name, component in self.components.items()}
 
 
-def memory_per_device(config: Config, sizes: Mapping[str, int], *, gpu: bool = True, overlap: bool = True) -> MemoryEstimate:
+def memory_per_device(
+    config: Config, sizes: Mapping[str, int], *, gpu: bool = True, overlap: bool = True, combined: bool = True
+) -> MemoryEstimate:
     """Estimate the memory of one device of a mesh with these axis sizes, by component, at the fullest moment of a step.
 
     Args:
@@ -73,11 +75,12 @@ def memory_per_device(config: Config, sizes: Mapping[str, int], *, gpu: bool = T
       sizes: mesh axis -> devices.
       gpu: which attention backend `auto` becomes, and what the runtime takes.
       overlap: compiled with the latency-hiding scheduler, as for GPUs (JAX_OPTIMIZATION_LEVEL=O1); false: XLA's default flags.
+      combined: collectives are combined and overlapped as in a run (launch/overlap_flags.py); false: by XLA's defaults.
     """
     local = LocalSizes.of(config, sizes)
     state = _state(local, sizes, gpu)
     backend = attention_backend(config, gpu=gpu)
-    moments = Moments(local, backend, overlap and gpu, saved_activations(local, backend)).all()
+    moments = Moments(local, backend, overlap and gpu, overlap and gpu and combined, saved_activations(local, backend)).all()
     totals = {name: sum(part.bytes for part in parts.values()) for name, parts in moments.items()}
     fullest = max(totals, key=lambda name: totals[name])
     temporary = moments[fullest]

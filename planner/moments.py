@@ -39,6 +39,8 @@ class Moments:
     backend: str
     """Attention backend, `auto` resolved."""
     overlap: bool
+    combined: bool
+    """Whether collectives are combined and run at once as in a run (launch/overlap_flags.py)."""
     saved: Component
     """Activations kept from the forward to the backward pass."""
 
@@ -94,10 +96,16 @@ class Moments:
         return not self.local.model.tie_embeddings or (self.local.data > 1 and self.local.fsdp > 1)
 
     def zeroed_table(self) -> int:
-        """Without overlap: the embedding's whole gradient, zeroed before the loss in a loop of microbatches, or when it is not float32."""
+        """The embedding's whole gradient, zeroed before the loss in a loop of microbatches, and without overlap when it is not float32.
+
+        The scheduler puts it off until the layers are done where it overlaps collectives one by one, and not where several run at once.
+        """
         local = self.local
-        early = (self.in_loop and local.tensor == 1 and self.tables_apart) or local.gradient_itemsize != 4
-        return local.table * local.gradient_itemsize if early and not self.overlap else 0
+        put_off = self.overlap and not (self.combined and local.fsdp > 1)
+        early = (self.in_loop and local.tensor == 1 and self.tables_apart and not put_off) or (
+            local.gradient_itemsize != 4 and not self.overlap
+        )
+        return local.table * local.gradient_itemsize if early else 0
 
     def unembedding_gradient(self) -> Component:
         """What the unembedding's gradient takes while the layers are differentiated."""

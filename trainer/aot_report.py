@@ -83,7 +83,12 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
     config, device = request.config, request.device
     module = parse(compiled.hlo_text)
     found = collectives(module, compiled.mesh)
-    estimate = memory_per_device(config, compiled.mesh, overlap=request.optimization_level not in (None, "O0"))
+    estimate = memory_per_device(
+        config,
+        compiled.mesh,
+        overlap=request.optimization_level not in (None, "O0"),
+        combined=any("combine_threshold" in flag for flag in request.xla_flags),
+    )
     traffic = compare_traffic(config, compiled.mesh, found)
     dtype = matmul_dtype(config.precision.compute, config.compute.matmul_precision)
     launched = kernels(module)

@@ -18,6 +18,7 @@ from configs.cluster import load_cluster
 from configs.errors import UserError
 from configs.load import load
 from configs.schema import Config
+from launch.commands.compile import flags_of_a_run
 from perf.collectives import collectives
 from perf.hlo import parse
 from trainer.aot import Compiled, Request, compile_many
@@ -36,11 +37,15 @@ def resolved(case: dict[str, Any]) -> Config:
     return load(case["config"], [*case["overrides"], *mesh, "precision.compute=bfloat16"]).config
 
 
-def request(case: dict[str, Any], level: str | None) -> Request:
-    """Return what to compile."""
+def request(case: dict[str, Any], how: str) -> Request:
+    """Return what to compile, with the flags that the table says."""
     devices = math.prod(case["mesh"].values())
     cluster = load_cluster(CLUSTER).config.model_copy(update={"devices_per_node": min(devices, DEVICES_PER_NODE), "nodes": None})
-    return Request.on(resolved(case), cluster, -(-devices // DEVICES_PER_NODE), optimization_level=level)
+    config, nodes = resolved(case), -(-devices // DEVICES_PER_NODE)
+    if "flags of a run" in how:
+        flags, level = flags_of_a_run(config, cluster.device)
+        return Request.on(config, cluster, nodes, xla_flags=flags, optimization_level=level)
+    return Request.on(config, cluster, nodes, optimization_level="O1" if "OPTIMIZATION_LEVEL=O1" in how else None)
 
 
 def measured(case: dict[str, Any], compiled: Compiled) -> dict[str, Any]:
@@ -65,13 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--having", default="")
     args = parser.parse_args(arguments)
     table = json.loads(args.table.read_text())
-    level = "O1" if "OPTIMIZATION_LEVEL=O1" in table["how"] else None
-    cases = table["cases"]
+    how, cases = table["how"], table["cases"]
+    at_once = 1 if "flags of a run" in how else AT_ONCE  # flags belong to the process
     chosen = [n for n, case in enumerate(cases) if args.having in json.dumps([case[k] for k in ("config", "overrides", "mesh")])]
     failed = 0
-    for first in range(0, len(chosen), AT_ONCE):
-        some = chosen[first : first + AT_ONCE]
-        for number, result in zip(some, compile_many([request(cases[n], level) for n in some]), strict=True):
+    for first in range(0, len(chosen), at_once):
+        some = chosen[first : first + at_once]
+        for number, result in zip(some, compile_many([request(cases[n], how) for n in some]), strict=True):
             if isinstance(result, UserError):
                 failed = 1
                 print(number, result, flush=True)
@@ -80,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
             was = f"{before['temp_bytes'] / 1e9:.2f}" if "temp_bytes" in before else "new"
             print(f"{number:3} {cases[number]['temp_bytes'] / 1e9:7.2f} GB ({was}) {before['config']} {before['overrides']}", flush=True)
         rows = ",\n".join(json.dumps(case) for case in cases)
-        args.table.write_text(f'{{\n"how": {json.dumps(table["how"])},\n"cases": [\n{rows}\n]}}\n')
+        args.table.write_text(f'{{\n"how": {json.dumps(how)},\n"cases": [\n{rows}\n]}}\n')
     return failed
 
 

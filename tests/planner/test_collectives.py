@@ -22,7 +22,7 @@ from planner.collectives import as_compiled_for_cpu, as_compiled_for_gpu, bytes_
 
 D, F, N, K, H, V, L = 64, 160, 8, 4, 8, 512, 3
 HERE = Path(__file__).parent
-PLAIN, OVERLAP = (json.loads((HERE / f"compiled_steps{kind}.json").read_text())["cases"] for kind in ("", "_overlap"))
+PLAIN, OVERLAP, RUNS = (json.loads((HERE / f"compiled_steps{kind}.json").read_text())["cases"] for kind in ("", "_overlap", "_run"))
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 4, "context": 1, "tensor": 2, "expert": 1}
 
 
@@ -77,12 +77,12 @@ def case_name(case):
             case["config"].removeprefix("models/"),
             *(f"{a}{n}" for a, n in case["mesh"].items()),
             *case["overrides"][2:],
-            *(["overlap"] if case in OVERLAP else []),
+            *(["overlap"] if case in OVERLAP else ["run"] if case in RUNS else []),
         ]
     )
 
 
-@pytest.mark.parametrize("case", [*PLAIN, *OVERLAP], ids=case_name)
+@pytest.mark.parametrize("case", [*PLAIN, *OVERLAP, *RUNS], ids=case_name)
 def test_the_plan_is_what_the_gpu_backend_compiled(case):
     """Bytes of a step by kind and axes.
 
@@ -93,7 +93,7 @@ def test_the_plan_is_what_the_gpu_backend_compiled(case):
     planned = as_compiled_for_gpu(planned_collectives(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"]))
     totals = {f"{kind} {'+'.join(axes)}": size for (kind, axes), size in bytes_per_step(planned).items() if size >= 1e6}
     sums = 3e6 if resolved.optimizer.kind == "adafactor" else 1e4  # its row and column sums; scalars
-    if case in OVERLAP and resolved.compute.remat.policy in ("full", "offload") and "tensor" in case["mesh"]:
+    if case not in PLAIN and resolved.compute.remat.policy in ("full", "offload") and "tensor" in case["mesh"]:
         rows = resolved.data.batch_size // case["mesh"].get("data", 1) // case["mesh"].get("fsdp", 1)
         stream = rows * resolved.data.seq_len * resolved.model.embed_dim * 2 // resolved.trainer.accumulation
         totals["reduce-scatter tensor"] += (resolved.model.num_layers - 1) * resolved.trainer.accumulation * stream

@@ -35,6 +35,8 @@ def compiled(overlap):
 
 
 COMPILED = compiled(True) + compiled(False)
+RUNS = json.loads((HERE / "compiled_steps_run.json").read_text())["cases"]
+"""Steps compiled with all flags of a run (launch/overlap_flags.py)."""
 SCORES = [case for case in COMPILED if any("backend=xla" in override for override in case["overrides"])]
 USUAL = [case for case in COMPILED if case not in SCORES]
 
@@ -69,7 +71,8 @@ def config(policy="full", accumulation=1, rows=64, length=512, **model):
 
 def estimated(case):
     resolved = load(case["config"], case["overrides"]).config
-    return memory_per_device(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"], overlap=case["overlap"])
+    sizes = dict.fromkeys(MESH_AXES, 1) | case["mesh"]
+    return memory_per_device(resolved, sizes, overlap=case["overlap"], combined=case.get("combined", False))
 
 
 def relative_error(case):
@@ -87,6 +90,13 @@ def test_nearly_all_compiled_steps_are_within_five_percent(overlap):
     errors = [abs(relative_error(case)) for case in USUAL if case["overlap"] == overlap]
     assert len(errors) > 40 and sum(error <= 0.05 for error in errors) >= len(errors) - 2
     assert sorted(errors)[len(errors) // 2] < 0.02
+
+
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: case_name(case | {"overlap": True}))
+def test_steps_with_the_flags_of_a_run_take_what_a_run_is_planned_with(case):
+    case = case | {"overlap": True, "combined": True}
+    assert estimated(case).argument_bytes == pytest.approx(case["argument_bytes"], rel=0.01)
+    assert abs(relative_error(case)) < (0.065 if "1b" in case["config"] else 0.04)
 
 
 def test_the_compiled_steps_span_what_the_model_is_used_for():
