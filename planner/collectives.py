@@ -185,7 +185,7 @@ class _Plan:
         if again.inputs or self.ring:
             inputs = ("attention input (recomputed)", "mlp input (recomputed)")
             planned += [self._stream(what, "backward", "all-gather", self.stream) for what in inputs]
-        if again.attention_update:
+        if again.attention_update or (self.ring and self.config.compute.remat.policy == "dots"):  # what is kept are the parts of a sum
             planned.append(self._stream("attention update (recomputed)", "backward", "reduce-scatter", self.stream))
         return planned
 

@@ -2,10 +2,11 @@
 
 `python tests/bench/overlap.py [--models 8b 70b 405b] [--devices 64 512 4096] [--json FILE]`
 
-For every model and number of H100 the planner's fastest layout is compiled on this machine (`ridge compile`); where the state does not fit,
-that of a narrow state (NARROW), marked with a star. Columns: the share of collective bytes that has compute between start and done, and the
-GB per step and device that have none; the time compute waits when the compiled schedule is played with the planner's rates, and its share
-of the step; collectives issued per layer and microbatch, as the loops run them, against the least; seconds to compile.
+For every model and number of H100 the planner's fastest layout is compiled on this machine (`ridge compile`), with rings where it has
+tensor; where the state does not fit, that of a narrow state (NARROW), marked with a star. Columns: the share of collective bytes that
+has compute between start and done, and the GB per step and device that have none; the time compute waits when the compiled schedule is
+played with the planner's rates, and its share of the step; collectives issued per layer and microbatch, as the loops run them, against
+the least; seconds to compile.
 The least, from the plan: the parameters of a layer are gathered once forward and once backward and their gradients reduced once, over fsdp
 and again over data; tensor gathers and scatters the stream around attention and MLP, forward, backward and where it is recomputed.
 """
@@ -23,7 +24,8 @@ from configs.cluster import load_cluster
 from configs.load import load
 from planner.calibration import load_calibration
 from planner.collectives import planned_collectives
-from planner.search import Candidate, search_scale
+from planner.search import Candidate, evaluate, search_scale
+from planner.step_time import Machine
 
 MODELS = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b", "405b": "llama-3.1-405b"}
 SEQ_LEN, ROWS_PER_DEVICE, LEAST_ROWS = 8192, 1, 256
@@ -40,10 +42,15 @@ def layout(model: str, devices: int, more: tuple[str, ...] = ()) -> tuple[Candid
     rows = max(LEAST_ROWS, ROWS_PER_DEVICE * devices)
     base = [f"data.seq_len={SEQ_LEN}", f"data.batch_size={rows}", "data.document_masking=false", "precision.compute=bfloat16", *more]
     config = load(f"models/{MODELS[model]}", base).config
-    best = search_scale(config, cluster, load_calibration(None), devices // cluster.devices_per_node, 1e12).best
+    nodes, rates = devices // cluster.devices_per_node, load_calibration(None)
+    best = search_scale(config, cluster, rates, nodes, 1e12).best
     if best is None:
         raise LookupError(f"no layout of {devices} {CLUSTER} GPUs holds it")
     chosen = best.layout
+    if chosen.tensor > 1:
+        base.append("compute.tensor_overlap=ring")
+        ringed = load(f"models/{MODELS[model]}", base).config
+        best = evaluate(ringed, chosen, best.memory, Machine(cluster, rates, devices), 1e12, nodes)
     mesh = [f"mesh.{axis}={size}" for axis, size in chosen.sizes.items()]
     remat = [
         f"compute.remat.policy={chosen.remat.policy}",
@@ -57,7 +64,8 @@ def least_per_layer(best: Candidate) -> int:
     planned = planned_collectives(best.parts.config, best.layout.sizes)
     layer = [item for item in planned if item.where == "layer" and not item.replicated]
     streams = [item for item in layer if item.axes == ("tensor",)]
-    return len({(item.phase, item.kind, item.axes) for item in layer if item not in streams}) + len(streams)
+    of_streams = sum(item.count for item in streams) // (best.parts.config.model.num_layers * best.layout.accumulation)
+    return len({(item.phase, item.kind, item.axes) for item in layer if item not in streams}) + of_streams
 
 
 def measure(model: str, devices: int) -> dict[str, Any]:
@@ -70,8 +78,10 @@ def measure(model: str, devices: int) -> dict[str, Any]:
     ridge = Path(sys.executable).with_name("ridge")
     command = [str(ridge), "compile", f"models/{MODELS[model]}", "--cluster", CLUSTER, "--nodes", str(nodes), "--json", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    row: dict[str, Any] = {"model": model + star, "devices": devices, "layout": best.layout.text(), "remat": best.layout.remat.policy,
-                           "accumulation": best.layout.accumulation, "planned_step_s": best.step.step_s}  # fmt: skip
+    ring = ", ring" if best.layout.tensor > 1 and best.parts.config.compute.tensor_overlap == "ring" else ""
+    chosen = best.layout
+    row: dict[str, Any] = {"model": model + star, "devices": devices, "layout": chosen.text() + ring, "remat": chosen.remat.policy,
+                           "accumulation": chosen.accumulation, "planned_step_s": best.step.step_s}  # fmt: skip
     if done.returncode:
         return row | {"error": done.stderr.strip().splitlines()[-1:]}
     found = json.loads(done.stdout)

@@ -31,6 +31,8 @@ def test_what_is_combined_is_one_layer_in_the_dtype_that_moves(mesh: tuple[str, 
         (("mesh.fsdp=32", "mesh.tensor=2"), "3"),
         (("mesh.fsdp=8", "mesh.tensor=8"), "2"),
         (("mesh.tensor=8",), "2"),
+        (("mesh.fsdp=32", "mesh.tensor=2", "compute.tensor_overlap=ring"), "2"),
+        (("mesh.fsdp=64", "compute.tensor_overlap=ring"), "3"),
     ],
 )
 def test_a_wide_tensor_axis_leaves_room_for_fewer_collectives_at_once(mesh: tuple[str, ...], limit: str) -> None:

@@ -39,7 +39,7 @@ def test_losses_and_gradients_equal_one_device(mesh: tuple[int, int, int], polic
     compare(run(ringed(make_config(*mesh, accumulation=accumulation, **MODEL), policy), jax.devices()), reference(**MODEL))
 
 
-@pytest.mark.parametrize(("mesh", "policy"), [((1, 2, 4), "none"), ((2, 2, 2), "full")], ids=str)
+@pytest.mark.parametrize(("mesh", "policy"), [((1, 2, 4), "none"), ((2, 2, 2), "full"), ((1, 2, 4), "dots")], ids=str)
 def test_the_compiled_gradient_holds_the_planned_permutes_and_no_other_collective_of_the_stream(
     mesh: tuple[int, int, int], policy: str
 ) -> None:
