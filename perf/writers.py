@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class TensorBoardWriter:
     """TensorBoard event files: all metrics of a step in one record, texts for the text page.
 
-    tensorboardX imports slowly (it pulls in cloud storage clients and, where installed, PyTorch), so the file is opened at the first
+    tensorboardX imports slowly (it pulls in cloud storage clients; PyTorch is kept from it), so the file is opened at the first
     metrics, not while a run starts. tensorboardX syncs the disk at each flush: that happens when `flush_s` have passed since the last,
     and on `flush()`. A kill loses at most that much of TensorBoard's view; metrics.jsonl has it all.
 
@@ -122,6 +123,7 @@ class TensorBoardWriter:
             raise UserError(f"cannot write TensorBoard files to {directory}: permission denied")
 
     def _open(self) -> None:
+        load_tensorboardx()
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
@@ -160,6 +162,7 @@ class TensorBoardWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step as one record."""
+        load_tensorboardx()
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -192,6 +195,17 @@ class TensorBoardWriter:
             with self._new_file_on_failure():
                 self._events.close()
         self._events = None
+
+
+def load_tensorboardx() -> None:
+    """Load tensorboardX without PyTorch, which it loads where it is installed (1.4 s) for tensors that we never write."""
+    if "tensorboardX" in sys.modules or "torch" in sys.modules:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it now raises ImportError, which tensorboardX expects
+    try:
+        import tensorboardX  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
 class WandbWriter:

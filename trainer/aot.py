@@ -74,6 +74,7 @@ class Compiled:
     """Everything that lives only within the step."""
     peak_bytes: int
     """The most at one time, arguments and outputs included."""
+    trace_s: float
     lower_s: float
     compile_s: float
     mesh: dict[str, int]

@@ -57,6 +57,7 @@ def _compile(request: dict[str, Any], directory: Path) -> dict[str, Any]:
     parts = prepare(config, topology.devices, lambda d: d.process_index)
     start_s = time.perf_counter()
     traced = parts.train_step.trace(parts.abstract, abstract_batch(config, parts.partitioner))
+    traced_s = time.perf_counter()
     lowered = traced.lower(lowering_platforms=("cuda",))
     lowered_s = time.perf_counter()
     compiled = lowered.compile()
@@ -70,7 +71,8 @@ def _compile(request: dict[str, Any], directory: Path) -> dict[str, Any]:
         "alias_bytes": sizes.alias_size_in_bytes,
         "temp_bytes": sizes.temp_size_in_bytes,
         "peak_bytes": min(sizes.peak_memory_in_bytes, on_device),  # XLA's is that of host memory where that is the fuller one
-        "lower_s": lowered_s - start_s,
+        "trace_s": traced_s - start_s,
+        "lower_s": lowered_s - traced_s,
         "compile_s": compiled_s - lowered_s,
         "mesh": dict(parts.mesh.shape),
         "leaves": _leaves(parts.abstract),

@@ -175,6 +175,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "reserve_bytes": report.reserve_bytes,
         "capacity_bytes": report.capacity_bytes,
         "fits": report.fits,
+        "trace_s": c.trace_s,
         "lower_s": c.lower_s,
         "compile_s": c.compile_s,
         "mesh": c.mesh,

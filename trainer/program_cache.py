@@ -148,10 +148,8 @@ class ProgramCache:
         return compiled
 
     def _keep(self, path: Path, compiled: Any) -> None:
-        from jax.experimental.serialize_executable import serialize
-
         try:
-            content = pickle.dumps(serialize(compiled))
+            content = serialise(compiled)
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             number, temporary = tempfile.mkstemp(dir=self._directory)  # mode 600; two runs may keep the same program at once
             with os.fdopen(number, "wb") as file:
@@ -174,6 +172,24 @@ class ProgramCache:
             if path != newest:
                 path.unlink(missing_ok=True)
                 total -= size
+
+
+def serialise(compiled: Any) -> bytes:
+    """Return the bytes of a program. Raises, whatever it be, for one that cannot be kept.
+
+    Partitioning rules in Python (cuDNN attention's) leave objects beside the program that only its compile needs and nothing can pickle:
+    they are left out. A program that calls Python when it runs needs such objects still, and is refused.
+    """
+    from jax.experimental.serialize_executable import serialize
+
+    unloaded = compiled._executable._unloaded_executable  # jax 0.10 to 0.12 has no public way to them
+    if unloaded.host_callbacks:
+        raise ValueError("it calls Python functions")
+    beside, unloaded.keepalive = unloaded.keepalive, []
+    try:
+        return pickle.dumps(serialize(compiled))
+    finally:
+        unloaded.keepalive = beside
 
 
 def _text(error: Exception) -> str:

@@ -26,7 +26,6 @@ from loaders.loader import build_loader, read_manifests
 from loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
 from perf.clock_watch import watch_clocks
 from perf.compilation import compile_in_parts
-from perf.diagnosis.last_word import last_word
 from perf.events import EventLog, event_file, read_events
 from perf.goodput_live import LiveGoodput, watch
 from perf.metrics import StepTimer
@@ -361,6 +360,8 @@ def step_timer(config: Config, parts: Prepared) -> StepTimer:
 
 def _report(run: RunDir, outcome: Outcome) -> None:
     """Print the end of a run: where the time went, what held it back most, and how to go on."""
+    from perf.diagnosis.last_word import last_word  # only here: every start would wait for the diagnosis to load
+
     print(format_summary(summarize(read_events(event_file(run.path, 0)))))
     print(last_word(run.path), flush=True)
     if not outcome.finished:

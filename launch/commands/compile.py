@@ -107,7 +107,8 @@ def print_report(report: Report, change: list[str] | None, name: str, cluster: s
     c = report.compiled
     mesh = " x ".join(f"{axis}={size}" for axis, size in c.mesh.items() if size > 1) or "one device"
     print(f"{name} on {nodes} node(s) of {cluster} ({math.prod(c.mesh.values())} x {report.device.name}, {mesh})")
-    print(f"compiled in {c.compile_s:.1f} s (lowered in {c.lower_s:.1f} s) with jaxlib {c.versions['jaxlib']}; GB is 1e9 bytes\n")
+    took = f"compiled in {c.compile_s:.1f} s (traced in {c.trace_s:.1f} s, lowered in {c.lower_s:.1f} s)"
+    print(f"{took} with jaxlib {c.versions['jaxlib']}; GB is 1e9 bytes\n")
     _print_memory(report)
     for warning in c.warnings:
         print(f"XLA: {warning}")

@@ -50,6 +50,37 @@ def test_the_table_names_goodput_and_every_category_that_took_time(run_dir, caps
     assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["compile", "productive"]
 
 
+def test_the_last_start_is_told_part_by_part(tmp_path, capsys):
+    clock = Clock()
+    for _ in range(2):
+        log = EventLog(event_file(tmp_path, 0), run="r", clock=clock, monotonic=clock)
+        clock.now_s += 2
+        log.total("launch", 1.0, ago_s=1.5)
+        log.total("import", 1.5)
+        with log.phase("init"):
+            with log.phase("compile", program="init") as parts:
+                clock.now_s += 4
+                parts.update(source="compiled", trace_s=0.5, lower_s=0.25, compile_s=3.25)
+            clock.now_s += 1
+        with log.phase("compile", program="train_step") as parts:
+            clock.now_s += 1
+            parts.update(source="loaded", load_s=1.0)
+        with log.phase("train", start_step=0):
+            clock.now_s += 3
+            log.total("first_step", 2.5)
+            with log.phase("compile", program="evaluation_step") as parts:  # after the start
+                clock.now_s += 7
+                parts.update(source="compiled", compile_s=7.0)
+        log.close()
+    (tmp_path / "run.json").write_text(json.dumps({"name": "r", "starts": [{"devices": {"count": 1}}]}))
+    assert ridge(["goodput", str(tmp_path), "--json"]) == 0
+    startup = json.loads(capsys.readouterr().out)["startup"]
+    parts = {"launch": 1.0, "import": 1.5, "init": 1.0, "trace": 0.5, "lower": 0.25, "compile": 3.25, "load": 1.0, "first_step": 2.5}
+    assert startup == pytest.approx({**parts, "other": 0.5})
+    assert ridge(["goodput", str(tmp_path)]) == 0
+    assert "the last start took 11.5 s to the end of its first step: launch 1.0, import 1.5, init 1.0" in capsys.readouterr().out
+
+
 def test_without_a_price_there_is_no_money(run_dir, capsys):
     assert ridge(["goodput", str(run_dir)]) == 0
     assert "USD" not in capsys.readouterr().out

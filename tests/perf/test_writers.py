@@ -4,7 +4,9 @@ import json
 import logging
 import math
 import resource
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -169,3 +171,22 @@ def test_every_writer_gets_everything(tmp_path):
     both = [JsonlWriter(tmp_path / f"{name}.jsonl") for name in "ab"]
     MultiWriter(both).write(3, {"train/loss": 1.0})
     assert [read_metrics(tmp_path / f"{name}.jsonl")[0]["step"] for name in "ab"] == [3, 3]
+
+
+def test_tensorboard_files_are_written_without_loading_pytorch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('loaded')")
+    script = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from perf.writers import TensorBoardWriter
+writer = TensorBoardWriter(Path(sys.argv[1]))
+writer.write(1, {"train/loss": 2.0})
+writer.close()
+assert "tensorboardX" in sys.modules and "torch" not in sys.modules
+import torch
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, cwd=root, check=False)
+    assert done.stderr.strip().endswith("loaded"), "by us, and only at the end"
+    assert list(tmp_path.glob("events*"))

@@ -212,6 +212,34 @@ def test_a_file_that_cannot_be_trusted_or_read_is_compiled_over_with_a_word(star
     assert starts.start(row)[0] == LOADED, "written anew"
 
 
+def test_a_program_partitioned_by_rules_in_python_is_kept(starts: Starts, row: jax.Array) -> None:
+    """As attention of cuDNN is."""
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    @custom_partitioning
+    def double(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
+        return mesh, lambda x: x * 2, result.sharding, tuple(argument.sharding for argument in arguments)
+
+    double.def_partition(partition=partition, sharding_rule="i -> i")
+    found = []
+    for _ in range(2):
+        record: dict[str, Any] = {}
+        program = starts.cache().compile(jax.jit(lambda x: double(x) + 1), "double", [row], record)
+        found.append(record["source"])
+        np.testing.assert_array_equal(program(row), np.arange(8) * 2 + 1)
+    assert found == [COMPILED, LOADED]
+    assert starts.said == []
+
+
+def test_a_program_that_calls_python_is_not_kept_and_says_why(starts: Starts, row: jax.Array) -> None:
+    program = starts.cache().compile(jax.jit(lambda x: jax.pure_callback(np.sin, x, x)), "calls", [row], {})
+    np.testing.assert_allclose(program(row), np.sin(np.arange(8)), rtol=1e-6)
+    assert starts.said == ["calls is not kept for the next start: ValueError: it calls Python functions"]
+
+
 def test_what_jax_had_compiled_is_not_kept(starts: Starts, row: jax.Array, jax_cache: Any, tmp_path: Path) -> None:
     """Serialised again, it would fail when it runs."""
     jax_cache(tmp_path / "jax")
