@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from planner.local import LocalSizes
 
+NAMES_STATISTICS = ("chunked", "pallas")
+"""Attention backends that tag their softmax statistics, so that with them kept attention need not run again (models/attention)."""
+
 
 @dataclass(frozen=True)
 class Component:
@@ -50,6 +53,7 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         return [(2, cut), (1, q), (2, k), (gates, hidden)]
     names = set(config.compute.remat.names) if policy == "names" else set()
     names -= set() if local.model.gated_mlp else {"mlp_gate"}
+    names -= set() if backend in NAMES_STATISTICS else {"attention_lse"}
     named = _named_bytes(local)
     alike = ({"attention_out", "mlp_out"}, {"query", "attention_context"}, {"key", "value"}, {"mlp_gate", "mlp_up"}, {"attention_lse"})
     listed = [(len(group & names), max(named[name] for name in group)) for group in alike]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner.activations import stacked_bytes
+from planner.activations import NAMES_STATISTICS, stacked_bytes
 from planner.calibration import Calibration
 from planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, product_weights, recomputed
 from planner.flops import mean_keys_per_query
@@ -121,8 +121,14 @@ class Kernels:
         for name, (m, n, k) in self.products().items():
             compute += self.product_s(m, k, n, self.layer_dtype) + self.product_s(k, n, m, self.layer_dtype)
             compute += self.product_s(m, n, k, self.forward_dtype) if name in again.weights else 0.0
-        attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if again.attention else 0.0))
+        attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
         return Work(compute) + attention + Work(0.0, self.memory_s(self.elementwise_passes * self._elementwise_backward(again)))
+
+    def _attention_again(self, again: Recomputed) -> bool:
+        """Whether attention runs again in the backward pass: with named values also where the backend does not name its statistics."""
+        named = self.local.config.compute.remat.policy in ("names", "offload")
+        backend = attention_backend(self.local.config, gpu=self.device.tensor_cores)
+        return again.attention or (named and backend not in NAMES_STATISTICS)
 
     def attention(self) -> Work:
         """Scores, softmax and values of one layer, forward and backward together."""

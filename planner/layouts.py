@@ -16,11 +16,12 @@ from configs.schema import MESH_AXES, Config, MeshConfig, RematConfig
 MEMORY_LADDER = (
     RematConfig(policy="none"),
     RematConfig(policy="dots"),
-    RematConfig(policy="names", names=["query", "key", "value", "attention_context", "attention_out"]),
+    RematConfig(policy="names", names=["query", "key", "value", "attention_out"]),
     RematConfig(policy="full"),
     RematConfig(policy="offload", names=["block_input"]),
 )
-"""Rematerialisation policies worth trying, most memory first."""
+"""Rematerialisation policies worth trying, most memory first. `names` keeps no attention result: cuDNN's backward pass also needs the
+softmax statistics, which have no name there, so attention runs again either way (70B on 512 H100: 52 GB for 63, 7.27 s for 7.29)."""
 
 
 @dataclass(frozen=True)

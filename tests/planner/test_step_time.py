@@ -197,3 +197,18 @@ def test_the_update_and_the_scans_stacks_move_what_compiled_steps_move(model, me
         assert microbatches * stacked_bytes(local, "cudnn") / 1e9 == pytest.approx(stacks_gb, rel=0.04)
     unrolled = config.model_copy(update={"compute": config.compute.model_copy(update={"scan_layers": False})})
     assert stacked_bytes(LocalSizes.of(unrolled, dict.fromkeys(MESH_AXES, 1) | mesh), "cudnn") == 0
+
+
+@pytest.mark.parametrize(("backend", "again"), [("cudnn", True), ("pallas", False)])
+def test_a_kept_attention_result_spares_its_computation_only_with_its_statistics(backend, again):
+    def backward(names):
+        remat = {"policy": "names", "names": ["query", "key", "value", *names]}
+        made = load(
+            "models/llama-3.1-8b", [f"compute.attention.backend={backend}", "precision.compute=bfloat16", "data.document_masking=false"]
+        )
+        compute = made.config.compute.model_copy(update={"remat": RematConfig(**remat)})
+        local = LocalSizes.of(made.config.model_copy(update={"compute": compute}), dict.fromkeys(MESH_AXES, 1))
+        return Kernels(local, hardware("h100-sxm"), CALIBRATION).layer_backward().compute_s
+
+    assert backward(["attention_context"]) == backward([])
+    assert (backward(["attention_context", "attention_lse"]) == backward([])) == again
