@@ -4,9 +4,11 @@ mxfp8 (OCP Microscaling Formats 1.0, section 5.2): e4m3 with a power of two per 
 saturates (NVIDIA, Recipes for pre-training LLMs with MXFP8, arXiv 2506.08027, section 3). nvfp4 (NVIDIA, Pretraining LLMs with NVFP4, arXiv
 2509.25149, section 2): e2m1 with an e4m3 scale per 16 elements, and one float32 per tensor over all devices.
 
-Blocks lie along the summed dims, so each of a parameter's three products rounds its operands anew, and parameters travel in the compute
-dtype. GPUs of the Blackwell generation have the kernels (cuDNN's block-scaled product); on older ones XLA would multiply in 16 bits without
-a word, so they are refused. On CPUs the same values are multiplied in wider numbers.
+Blocks lie along the summed dims, so each of a product's operands is rounded anew for its gradients. A parameter in mxfp8 is not: all its
+blocks have one power of two, so it travels in 8 bits (models/fp8.py) and is read along either dim. What that costs is underflow 15 binades
+below its largest element, and no precision. For nvfp4 parameters travel in the compute dtype. GPUs of the Blackwell generation have the
+kernels (cuDNN's block-scaled product); on older ones XLA would multiply in 16 bits without a word, so they are refused. On CPUs the same
+values are multiplied in wider numbers.
 """
 
 from __future__ import annotations
@@ -60,6 +62,13 @@ class Quantised(NamedTuple):
     overall: jax.Array
 
 
+class Scaled(NamedTuple):
+    """A parameter in 8 bits whose blocks all have one scale, a float32 power of two."""
+
+    values: jax.Array
+    scale: jax.Array
+
+
 def quantise(x: jax.Array, format: Format, over: Axes = ()) -> Quantised:
     """Return x [..., K] in blocks along K, a multiple of the block. `over`: mesh axes whose devices hold other parts of x.
 
@@ -86,8 +95,11 @@ def dequantise(q: Quantised) -> jax.Array:
     return blocks.reshape(q.values.shape)
 
 
-def product(partitioner: Partitioner, format: Format, equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return einsum(equation, x, w) in x's dtype, where x [B, ...] is cut like `batch` and w is whole on every device."""
+def product(partitioner: Partitioner, format: Format, equation: str, x: jax.Array, w: jax.Array | Scaled) -> jax.Array:
+    """Return einsum(equation, x, w) in x's dtype, where x [B, ...] is cut like `batch` and w is whole on every device.
+
+    A w that is rounded already is read as it is; `format` is mxfp8 then.
+    """
     batch = partitioner.rules.mesh_axes("batch")
     local = partial(_local, platform_of(partitioner), format, equation, (active(partitioner, batch), ()), x.dtype)
     if partitioner.mesh.size == 1:
@@ -132,25 +144,34 @@ def check_mesh(partitioner: Partitioner, name: str) -> None:
 
 
 def _local(
-    platform: str, format: Format, equation: str, over: tuple[Axes, Axes], dtype: jnp.dtype, a: jax.Array, b: jax.Array
+    platform: str, format: Format, equation: str, over: tuple[Axes, Axes], dtype: jnp.dtype, a: jax.Array, b: jax.Array | Scaled
 ) -> jax.Array:
     inputs, out = equation.split("->")
     a_dims, b_dims = inputs.split(",")
     summed = [dim for dim in a_dims if dim in b_dims]
     free = [[dim for dim in dims if dim not in summed] for dims in (a_dims, b_dims)]
     assert [*free[0], *free[1]] == list(out), equation
-    sizes = dict(zip(a_dims + b_dims, a.shape + b.shape, strict=True))
+    b_values = b.values if isinstance(b, Scaled) else b
+    sizes = dict(zip(a_dims + b_dims, a.shape + b_values.shape, strict=True))
 
     def rows(x: jax.Array, dims: str, kept: list[str]) -> jax.Array:
         ordered = jnp.transpose(x, [dims.index(dim) for dim in (*kept, *summed)])
         return ordered.reshape(math.prod(sizes[dim] for dim in kept), -1)
 
-    left, right = quantise(rows(a, a_dims, free[0]), format, over[0]), quantise(rows(b, b_dims, free[1]), format, over[1])
+    left, b_rows = quantise(rows(a, a_dims, free[0]), format, over[0]), rows(b_values, b_dims, free[1])
+    right = _in_blocks(Scaled(b_rows, b.scale), format) if isinstance(b, Scaled) else quantise(b_rows, format, over[1])
     wide = dtype if format is MXFP8 else jnp.dtype(jnp.float32)
     y = multiply(platform, left, right, wide)
     if format is not MXFP8:
         y = y * (left.overall * right.overall)
     return y.astype(dtype).reshape([sizes[dim] for dim in out])
+
+
+def _in_blocks(x: Scaled, format: Format) -> Quantised:
+    """[N, K] of one scale, as a kernel reads it."""
+    assert format is MXFP8
+    rows, width = x.values.shape
+    return Quantised(x.values, jnp.broadcast_to(x.scale.astype(format.scales), (rows, width // format.block)), jnp.float32(1))
 
 
 def multiply(platform: str, a: Quantised, b: Quantised, dtype: jnp.dtype) -> jax.Array:

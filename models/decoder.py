@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
     def _run_blocks(self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None) -> jax.Array:
         structure, stacked = nnx.split(self.blocks)
 
-        largest = largest_of_layers(stacked) if self.project.eight_bit else {}
+        largest = largest_of_layers(stacked) if self.project.eight_bit_weights else {}
 
         def block(x_BTD: jax.Array, layer: tuple[nnx.State, dict[Path, jax.Array]]) -> jax.Array:
             block = nnx.merge(structure, layer[0])

@@ -45,6 +45,11 @@ class Projector:
     """Whether the backward pass finds the gathered parameter among its residuals. For blocks that are recomputed: what recomputes the
     product gathers its parameter, and the gradients use the same copy. Elsewhere the copies of all layers would be kept."""
 
+    @property
+    def eight_bit_weights(self) -> bool:
+        """Whether parameters are rounded to float8, with a scale per tensor, before they travel."""
+        return self.eight_bit or self.blocks == block_scaled.MXFP8.name
+
     def __call__(self, equation: str, x: jax.Array, param: nnx.Param, recent: Recent | None = None) -> jax.Array:
         """Return einsum(equation, x, param) in the compute dtype; see `several`."""
         return self.several((equation,), x, (param,), recent)[0]
@@ -113,15 +118,17 @@ INPUT_START, GRADIENT_START = 1.0, 2.0**-24
 def _gather(projector: Projector, axes: LogicalAxes, weight: Weight) -> Gathered:
     """Cast for use, then gathered: what moves is the narrow dtype."""
     gather = projector.partitioner.gather_param
-    if not projector.eight_bit:
+    if not projector.eight_bit_weights:
         return gather(weight.w.astype(projector.compute_dtype), *axes), None
     q, scale = fp8.quantise(weight.w, fp8.VALUES, weight.largest)
     return gather(q, *axes), scale
 
 
-def _weight(projector: Projector, gathered: Gathered) -> jax.Array:
+def _weight(projector: Projector, gathered: Gathered) -> Any:
     """As a product reads it."""
     w, scale = gathered
+    if scale is not None and projector.blocks is not None:
+        return block_scaled.Scaled(w, scale)
     return w if scale is None else fp8.dequantise(w, scale, projector.compute_dtype)
 
 
@@ -189,7 +196,7 @@ def _project_backward(
     return functools.reduce(jnp.add, dxs), tuple(dws), now
 
 
-def _input_gradient(projector: Projector, equation: str, dy: jax.Array, w: jax.Array) -> jax.Array:
+def _input_gradient(projector: Projector, equation: str, dy: jax.Array, w: Any) -> jax.Array:
     inputs, y_dims = equation.split("->")
     x_dims, w_dims = inputs.split(",")
     equation = f"{y_dims},{w_dims}->{x_dims}"

@@ -147,7 +147,7 @@ class _Plan:
         self.micro = config.trainer.accumulation
         self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
         self.act = ITEMSIZE[config.precision.compute]
-        self.gathered = 1 if config.precision.eight_bit else self.act
+        self.gathered = 1 if config.precision.eight_bit or config.precision.matmul == "mxfp8" else self.act
         """Bytes of an element of a layer's parameters on its way to the other devices."""
         self.grad = ITEMSIZE[config.precision.gradients]
         self.stream = self.rows * config.data.seq_len * self.model.embed_dim * self.act

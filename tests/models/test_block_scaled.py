@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.block_scaled import FORMATS, MXFP8, NVFP4, dequantise, product, quantise
+from models import fp8
+from models.block_scaled import FORMATS, MXFP8, NVFP4, Scaled, dequantise, product, quantise
 from sharding.partition import Partitioner
 
 STEP = {"mxfp8": 2.0**-4, "nvfp4": 0.25}
@@ -49,3 +50,20 @@ def test_products_are_those_of_what_is_stored_and_near_the_exact_ones(format, er
     assert y.shape == exact.shape
     relative = float(jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact))
     assert error / 3 < relative < error
+
+
+@pytest.mark.parametrize("equation", ["btd,dnh->btnh", "btnh,dnh->btd"])
+def test_a_parameter_that_was_rounded_once_is_read_along_either_dim(equation):
+    sizes = {"b": 2, "t": 32, "d": 64, "n": 4, "h": 16}
+    inputs, _ = equation.split("->")
+    x, w = (jax.random.normal(jax.random.key(i), [sizes[d] for d in dims]) for i, dims in enumerate(inputs.split(",")))
+    rounded = Scaled(*fp8.quantise(0.02 * w, fp8.VALUES))
+    y = product(Partitioner.single(), MXFP8, equation, x, rounded)
+    same = jnp.einsum(equation, dequantised(x, inputs.split(",")[0]), fp8.dequantise(*rounded, jnp.float32), precision="highest")
+    np.testing.assert_allclose(np.asarray(y), np.asarray(same), rtol=1e-5, atol=1e-5)
+
+
+def dequantised(x, dims):
+    """x as mxfp8 stores it, its blocks along the dims that are summed."""
+    rows = x.reshape(x.shape[0] * x.shape[1], -1)
+    return dequantise(quantise(rows, MXFP8)).reshape(x.shape)

@@ -103,10 +103,11 @@ def test_attention_is_one_kernel_forward_and_stores_no_scores(name):
 
 
 @pytest.mark.slow
-def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16():
+@pytest.mark.parametrize("matmul", ["fp8", "fp8_delayed"])
+def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(matmul):
     """Seven matrices, forward and both gradients, by the run's own flags; on a small model XLA would merge what reads the same input."""
     place = cluster("h200-sxm", 4)
-    config = small("llama", "precision.matmul=fp8", "mesh.fsdp=2", "mesh.tensor=2", "compute.attention.backend=auto")
+    config = small("llama", f"precision.matmul={matmul}", "mesh.fsdp=2", "mesh.tensor=2", "compute.attention.backend=auto")
     flags, level = flags_of_a_run(config, "h200-sxm")
     request = replace(Request.on(config, place, 1), xla_flags=flags, optimization_level=level)
     report = build_report(request, place, compile_ahead(request))
@@ -115,6 +116,8 @@ def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(
     assert math.fsum(k.count for k in products) == 7 * 3 * config.model.num_layers
     assert all(report.rates(k)[0] == hardware("h200-sxm").peak_flops["float8"] for k in products)
     assert all(row.agrees for row in report.traffic), "parameters are gathered in 8 bits"
+    small_sums = [c for c in report.collectives if c.kind == "all-reduce" and "fsdp" in (c.axes or ()) and c.bytes < 128]
+    assert math.fsum(c.count for c in small_sums) <= 3, "of the step (loss, parameters, history): no layer waits for other rows' magnitudes"
     assert "f8e" not in compiled()["h200-sxm"].hlo_text
 
 
@@ -135,7 +138,9 @@ def test_every_product_of_a_layer_is_a_block_scaled_kernel_where_the_gpu_has_the
     tokens = config.data.batch_size * config.data.seq_len // 4
     weights = sum(product_weights(config.model).values()) * config.model.num_layers
     assert math.fsum(k.flops * k.count for k in products) == 6.0 * tokens * weights
-    assert all(row.agrees for row in report.traffic if row.where == "all"), "gathered in 16 bits, reduced in float32"
+    gathered = {c.dtype[:2] for c in report.collectives if c.kind == "all-gather"}
+    assert gathered == ({"f8", "bf"} if matmul == "mxfp8" else {"bf"}), "the tables of the vocabulary stay in 16 bits"
+    assert all(row.agrees for row in report.traffic if row.where == "all"), "gathered in 8 or 16 bits, reduced in float32"
 
 
 def test_block_scaled_products_are_refused_where_there_are_none():
