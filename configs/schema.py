@@ -376,7 +376,7 @@ class RuntimeConfig(Section):
     cpu_devices: PositiveInt = 1
     """Virtual devices per process on the cpu platform."""
     compilation_cache: LocalPath | None = env_allowed(default=None)
-    """Persistent compilation cache directory; null: off."""
+    """Directory of compiled programs, shared by all processes: a second start of the same config compiles nothing; null: off."""
     rendezvous_timeout_s: PositiveFloat = 120.0
     """Longest wait for the other processes of the run to report before training; who is missing is then named."""
 

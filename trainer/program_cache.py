@@ -101,7 +101,7 @@ class ProgramCache:
         return compiled
 
     def forget(self) -> None:
-        """Remove what this start loaded, after it failed before its first step was done: the next start compiles anew."""
+        """Remove what this start loaded, after XLA failed before the first step was done: the next start compiles anew."""
         for path in self._loaded:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -152,9 +152,12 @@ class ProgramCache:
             content = serialise(compiled)
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             number, temporary = tempfile.mkstemp(dir=self._directory)  # mode 600; two runs may keep the same program at once
-            with os.fdopen(number, "wb") as file:
-                file.write(hashlib.sha256(content).digest() + content)
-            os.replace(temporary, path)
+            try:
+                with os.fdopen(number, "wb") as file:
+                    file.write(hashlib.sha256(content).digest() + content)
+                os.replace(temporary, path)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
             self._make_room(path)
         except Exception as error:  # a full disk, or a program that cannot be serialised: the run goes on without
             self._say(f"{path.name.partition('-')[0]} is not kept for the next start: {_text(error)}")

@@ -102,7 +102,7 @@ def train(
             session = _Session(config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, compiler)
             try:
                 outcome = session.train()
-            except Exception:
+            except jax.errors.JaxRuntimeError:
                 if programs is not None and not session.began:
                     programs.forget()
                 raise

@@ -29,7 +29,7 @@ from perf.recompile import recompilations
 from perf.startup import startup_parts
 from perf.timeline import phases
 from perf.writers import read_metrics
-from trainer.loop import NumericalFailure
+from trainer.loop import Loop, NumericalFailure
 from trainer.run import train
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +177,9 @@ def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, f
     assert {p.fields["program"] for p in phases(first) if p.name == "compile"} == {"init", "train_step", "param_norm", "evaluation_step"}
 
 
-def test_a_second_start_compiles_nothing_and_trains_bitwise_as_the_first(corpus: Path, tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing_and_trains_bitwise_as_the_first(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(name: str) -> tuple[dict[int, float], list[Any], dict[str, Any], Config]:
         config = make_config(
             corpus,
@@ -218,6 +220,16 @@ def test_a_second_start_compiles_nothing_and_trains_bitwise_as_the_first(corpus:
         (c["kind"], c["bytes"], c["count"]) for c in loaded["collectives"]
     ]
     assert (compiled["source"], loaded["source"]) == (COMPILED, LOADED)
+
+    def failing(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("NOT_FOUND: Function broadcast_fusion not found")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "run", failing)
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            start("third")
+    left = {file.name.partition("-")[0] for file in (tmp_path / "cache" / "programs").iterdir()}
+    assert left == {"evaluation_step"}, "what was loaded is not trusted again; this one was not"
 
 
 def test_a_restored_run_makes_no_first_state(corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]) -> None:
