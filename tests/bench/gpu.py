@@ -118,10 +118,9 @@ class Bench:
 
     def run_part(self, part: Part) -> None:
         """Measure one side of a row, or leave it out."""
-        row, result = part.row, self.result_of(part.row)
-        if part.side == OURS and "tokens_per_s" in result:
-            return  # of an earlier call
-        config, predicted = self.configs[row.name]
+        row = part.row
+        config, predicted = self.configs.setdefault(row.name, self.planned(row))
+        result = self.result_of(row)
         step_s = predicted.get("step_s", 1.0)
         profile = row.leading and not self.args.no_profile
         expected = expected_s(part, layers=config.model.num_layers, step_s=step_s, profile=profile, tiny=self.args.tiny)
@@ -143,16 +142,22 @@ class Bench:
         """Say what keeps a part from meaning anything; None: nothing."""
         if part.side != OURS and "tokens_per_s" not in self.result_of(part.row):
             return "ours was not measured"
-        base = part.row.over
+        base = None if self.args.rows else part.row.over  # a row that was asked for is measured whatever it is held against
         if part.side == OURS and base is not None and not any(r["row"] == base[0] and "tokens_per_s" in r for r in self.results):
             return f"{base[0]}, which it is held against, was not measured"
         return None
 
+    def failed(self, row: Row, why: str) -> None:
+        """Note that a row could not even be begun, or ended in an error of this script."""
+        if not any(r["row"] == row.name for r in self.results):
+            self.results.append({"row": row.name, "target": row.target})
+        self.result_of(row)["error"] = why
+
     def result_of(self, row: Row) -> dict[str, Any]:
-        """Return the row's entry, made at the first call."""
+        """Return the row's entry, made at the first call; the row has been planned."""
         found = next((r for r in self.results if r["row"] == row.name), None)
         if found is None:
-            config, predicted = self.configs.setdefault(row.name, self.planned(row))
+            config, predicted = self.configs[row.name]
             self.results.append(found := {
                 "row": row.name, "target": row.target, "rows": config.data.batch_size, "seq_len": config.data.seq_len,
                 "layers": config.model.num_layers, "remat": config.compute.remat.policy, "predicted": predicted,
@@ -344,16 +349,15 @@ def main(arguments: list[str] | None = None) -> int:
         if part.row.name in measured and (part.side == OURS or part.side in bench.result_of(part.row).get("peers", {})):
             continue
         try:
-            bench.configs.setdefault(part.row.name, bench.planned(part.row))
             bench.run_part(part)
         except Exception as error:  # one row must not take the others with it
-            bench.result_of(part.row)["error"] = f"{type(error).__name__}: {error}"
-        if part.row.name not in measured or part.side != OURS:
-            bench.judge(part.row, bench.result_of(part.row))
+            bench.failed(part.row, f"{type(error).__name__}: {error}")
+        result = bench.result_of(part.row)
+        bench.judge(part.row, result)
         bench.save()
-        rate = bench.result_of(part.row).get("tokens_per_s")
         if part.side == OURS and not any(part.name == name for name, _ in bench.budget.left_out):
-            bench.say(f"{part.row.name}: " + (f"{rate:,.0f} tokens/s" if rate else bench.result_of(part.row).get("error", "?")))
+            rate = result.get("tokens_per_s")
+            bench.say(f"{part.row.name}: " + (f"{rate:,.0f} tokens/s" if rate else result.get("error", "?")))
     print(bench.table())
     return 1 if any(result.get("missed") for result in bench.results) else 3 if bench.budget.left_out else 0
 

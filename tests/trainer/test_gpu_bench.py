@@ -109,13 +109,14 @@ def test_nine_rows_and_their_peers_are_more_than_ten_minutes_and_the_leading_one
 
 def test_a_row_that_does_not_fit_is_named_and_one_of_an_earlier_call_is_taken_up(tmp_path: Path) -> None:
     earlier = {"row": "8b-8k", "target": "much", "tokens_per_s": 5.0, "seq_len": 8192, "rows": 2, "missed": []}
-    (tmp_path / "gpu.json").write_text(json.dumps({"rows": [earlier, {"row": "3b-4k", "target": "more"}]}))
-    command = [sys.executable, str(BENCH / "gpu.py"), "8b-8k", "3b-4k", "--tiny", "--no-peer", "--limit-s", "1", "--output", str(tmp_path)]
+    (tmp_path / "gpu.json").write_text(json.dumps({"rows": [earlier, {"row": "1b-8k-packed", "target": "more"}]}))
+    rows = ("8b-8k", "1b-8k-packed")
+    command = [sys.executable, str(BENCH / "gpu.py"), *rows, "--tiny", "--no-peer", "--limit-s", "1", "--output", str(tmp_path)]
     done = subprocess.run([*command, "--continue"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 3, done.stderr
-    assert "left out: 3b-4k, ours: needs about 1 s, 0 s are left of 1" in done.stdout
+    assert "left out: 1b-8k-packed, ours: needs about 1 s, 0 s are left of 1" in done.stdout, "for time alone: it was asked for"
     record = json.loads((tmp_path / "gpu.json").read_text())
-    assert record["rows"][0] == earlier and [part for part, _ in record["left_out"]] == ["3b-4k, ours"]
+    assert record["rows"][0] == earlier and [part for part, _ in record["left_out"]] == ["1b-8k-packed, ours"]
 
 
 def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
