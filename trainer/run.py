@@ -53,14 +53,12 @@ from trainer.program_cache import ProgramCache, program_facts
 from trainer.reconcile import record_plan
 from trainer.run_dir import RunDir, open_run_dir
 from trainer.schedules import build_schedule
-from trainer.state import ModelSpec, TrainState, abstract_state, initial_state, model_spec
+from trainer.state import ModelSpec, TrainState, abstract_state, init_program, model_spec
 from trainer.step import make_evaluation_step, make_train_step, param_norm
 from trainer.stop import Stop, StopAsked, in_thread
 from trainer.watchdog import HANG_EXIT_CODE, Watchdog
 
 T = TypeVar("T")
-INIT_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
-"""Options of the compile of `make_state` by platform. LLVM's higher levels take 4.1 s instead of 1.4 s for the same values and speed."""
 
 
 def train(
@@ -389,7 +387,7 @@ class Prepared:
     """jit of the step, state donated; not compiled yet."""
     evaluation_step: Any
     make_state: Any
-    """jit of () -> the state of step 0, directly in its shards: no host or device ever holds the whole model."""
+    """jit of () -> the state of step 0."""
 
 
 def build_programs(config: Config, parts: Prepared, say: Callable[[str], None]) -> ProgramCache | None:
@@ -415,19 +413,14 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
     schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
     abstract = abstract_state(config, spec, optimizer, partitioner)
     step = make_train_step(spec, config, optimizer, schedule, partitioner)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return Prepared(
         mesh=mesh,
         partitioner=partitioner,
         spec=spec,
         abstract=abstract,
-        train_step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)),
+        train_step=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None)),
         evaluation_step=jax.jit(make_evaluation_step(spec, config, partitioner)),
-        make_state=jax.jit(
-            lambda: initial_state(config, spec, optimizer),
-            out_shardings=shardings,
-            compiler_options=INIT_OPTIONS.get(mesh.devices.flat[0].platform),
-        ),
+        make_state=init_program(config, spec, optimizer, abstract),
     )
 
 

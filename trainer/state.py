@@ -21,6 +21,8 @@ from models.params import Recent
 from sharding.partition import Partitioner, optimizer_state_shardings, state_shardings
 
 Tree = Any
+INIT_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
+"""Platform -> how the first state's program is compiled. LLVM's higher levels take 4.1 s instead of 1.4 s for the same values and speed."""
 
 
 @jax.tree_util.register_dataclass
@@ -110,14 +112,21 @@ def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTra
     return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
 
 
-def init_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> TrainState:
-    """Create the state directly in its shards: no host or device ever holds the whole model."""
+def init_program(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> Any:
+    """Return the jitted () -> state of step 0, made directly in its shards: no host or device ever holds the whole model."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(lambda: initial_state(config, spec, optimizer), out_shardings=shardings)()
+    platform = next(iter(shardings.step.device_set)).platform
+    return jax.jit(lambda: initial_state(config, spec, optimizer), out_shardings=shardings, compiler_options=INIT_OPTIONS.get(platform))
+
+
+def init_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> TrainState:
+    """Make the state of step 0 at once."""
+    state: TrainState = init_program(config, spec, optimizer, abstract)()
+    return state
 
 
 def initial_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:
-    """Make the state of step 0 (pure, jittable; `init_state` runs it in shards)."""
+    """Make the state of step 0 (pure, jittable; `init_program` makes it in shards)."""
     key = jax.random.key(config.seed)
     init_key, run_key = jax.random.split(key)
     params = spec.build(init_key)
