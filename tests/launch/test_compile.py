@@ -45,6 +45,7 @@ def test_json_keeps_its_contract_and_memory_above_the_limit_fails(capsys: pytest
     assert made["peak_bytes"] <= made["argument_bytes"] + made["temp_bytes"] * 1.01 + made["output_bytes"] - made["alias_bytes"]
     assert made["collectives"] and all(c.keys() >= OF_COLLECTIVES for c in made["collectives"])
     assert {tuple(c["axes"]) for c in made["collectives"]} == {("fsdp",)}
+    assert made["uncounted_loops"] == [], "every figure is of a whole step"
     assert made["largest_buffers"] and all(b["bytes"] > 0 and b["what"] for b in made["largest_buffers"])
     assert all(row["explanation"] for row in made["memory"] + made["traffic"])
     assert made["optimization_level"] == "O1" and any("combine_threshold" in flag for flag in made["xla_flags"])

@@ -44,6 +44,7 @@ def test_plan_and_compile_lie_side_by_side(compiled, tmp_path):
     assert report["flops"] == pytest.approx(model_flops, rel=0.3)
     assert {c["kind"] for c in report["collectives"]} == {row["kind"] for row in report["traffic"] if row["compiled_bytes"]}
     assert all(c["source"] for c in report["collectives"] if c["bytes"] > 1e5)
+    assert report["uncounted_loops"] == []
 
 
 def test_a_known_gpu_gets_a_predicted_step_time(compiled, tmp_path):
