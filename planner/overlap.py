@@ -21,8 +21,8 @@ HIDEABLE = ("data", "fsdp")
 POOL_SHARE = 0.95
 """Share of a device's memory that a run gives XLA's pool; the rest is for the CUDA context, NCCL and cuDNN."""
 ETA_RING = 0.5
-"""The same of the hops of a ring over tensor and the products they stand beside: those of attention take less time than the hops, and
-what is on its way over fsdp stands before them in line (70B, tensor=8, played: 53 %)."""
+"""The same of the hops of a ring over tensor and the products they stand beside, of which those of attention take less time than the hops
+(70B, fsdp=8 x tensor=8, played: 53 %). Less where other communication takes its share of the time: it stands before the hops in line."""
 OVERLAP_SLOP = 0.95
 """Share of the pool, less what the step takes in, up to which XLA's scheduler overlaps (its `xla_gpu_memory_limit_slop_factor`): where even
 its tightest schedule takes more, it puts every collective's end next to its start, since overlapping takes memory. In a run the pool is
@@ -96,15 +96,18 @@ def exposed_s(
     """
     speed = faster or {}
     hideable: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
+    hops: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
     exposed: dict[str, float] = {}
     for item in communication:
-        into = hideable[item.planned.phase] if item.hideable else exposed
-        paid = 1.0 - ETA_RING if item.in_ring and eta else 1.0
+        into = hops[item.planned.phase] if item.in_ring else hideable[item.planned.phase] if item.hideable else exposed
         for kind, seconds in item.by_kind().items():
-            into[kind] = into.get(kind, 0.0) + seconds * paid / speed.get(kind, 1.0)
+            into[kind] = into.get(kind, 0.0) + seconds / speed.get(kind, 1.0)
     for phase, compute in compute_s.items():
         total = sum(hideable[phase].values())
         paid = 1.0 - eta * min(compute, total) / total if total else 0.0
         for kind, seconds in hideable[phase].items():
             exposed[kind] = exposed.get(kind, 0.0) + seconds * paid
+        waits = min(1.0, total / compute) if compute else 1.0  # behind those, in line
+        for kind, seconds in hops[phase].items():
+            exposed[kind] = exposed.get(kind, 0.0) + seconds * (1.0 - (ETA_RING * (1.0 - waits) if eta else 0.0))
     return exposed
