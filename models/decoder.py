@@ -48,9 +48,7 @@ class Decoder(nnx.Module):
             block_scaled.check_mesh(partitioner, precision.block_scaled)
         platform = platform_of(partitioner)
         in_loop = compute.scan_layers and compute.scan_unroll < model.num_layers
-        # XLA's CPU loops compute them again where a product reads its operand transposed: slower than reading float32 (docs/LOG.md).
-        keeps = platform == "cpu" and precision.compute == "float32"
-        self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop, keeps_product_inputs=keeps)
+        self.remat = replace(Remat.resolve(compute.remat, platform), in_loop=in_loop)
         in_rings = compute.tensor_overlap == "ring" and partitioner.mesh.shape["tensor"] > 1
         self.project = (RingProjector if in_rings else Projector)(
             partitioner,

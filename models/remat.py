@@ -44,8 +44,6 @@ class Remat:
     in_loop: bool = True
     """The blocks run inside a compiled loop, which by itself keeps XLA from merging the recomputation with the forward pass; where they do
     not, that merging (which would undo the policy without a word) has to be prevented."""
-    keeps_product_inputs: bool = False
-    """Whether `none` keeps inputs of products that could be computed again (see `wrap_products`)."""
 
     @classmethod
     def resolve(cls, config: RematConfig, platform: str) -> Remat:
@@ -92,7 +90,7 @@ class Remat:
         Reading what they are made of costs no more than reading them, and storing them is saved. A block that is recomputed as a whole
         has nothing stored to save.
         """
-        if self.recomputes_blocks or self.keeps_product_inputs:
+        if self.recomputes_blocks:
             return products
         return jax.checkpoint(products, prevent_cse=not self.in_loop)
 

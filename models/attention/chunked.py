@@ -174,20 +174,21 @@ def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple
         k_BKSH, v_BKSH = _take(k_BKTH, plan, j, 2), _take(v_BKTH, plan, j, 2)
 
         def one_query_block(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-            dq_BKGTH, dk_BKSH, dv_BKSH = carry
+            dq_BKGTH, dk_BKHS, dv_BKHS = carry
             q_BKGQH, dout_BKGQH = _take(q_BKGTH, plan, i, 3), _take(dout_BKGTH, plan, i, 3)
             weights = jnp.exp(_scores(plan, q_BKGQH, k_BKSH, segments_BT, i, j) - _take(lse_BKGT, plan, i, 3)[..., None])
             dweights = jnp.einsum("bkgqh,bksh->bkgqs", dout_BKGQH, v_BKSH, preferred_element_type=jnp.float32)
             dscores = (weights * (dweights - _take(delta_BKGT, plan, i, 3)[..., None]) * scale).astype(dtype)
-            dv_BKSH += jnp.einsum("bkgqs,bkgqh->bksh", weights.astype(dtype), dout_BKGQH, preferred_element_type=jnp.float32)
-            dk_BKSH += jnp.einsum("bkgqs,bkgqh->bksh", dscores, q_BKGQH, preferred_element_type=jnp.float32)
+            # As [H, S]: whoever sums over queries transposes the left operand on a CPU, and a block of queries is the smaller one.
+            dv_BKHS += jnp.einsum("bkgqh,bkgqs->bkhs", dout_BKGQH, weights.astype(dtype), preferred_element_type=jnp.float32)
+            dk_BKHS += jnp.einsum("bkgqh,bkgqs->bkhs", q_BKGQH, dscores, preferred_element_type=jnp.float32)
             dq_BKGQH = jnp.einsum("bkgqs,bksh->bkgqh", dscores, k_BKSH, preferred_element_type=jnp.float32)
             dq_BKGQH += _take(dq_BKGTH, plan, i, 3)
-            return jax.lax.dynamic_update_slice_in_dim(dq_BKGTH, dq_BKGQH, i * plan.block, 3), dk_BKSH, dv_BKSH
+            return jax.lax.dynamic_update_slice_in_dim(dq_BKGTH, dq_BKGQH, i * plan.block, 3), dk_BKHS, dv_BKHS
 
-        start = (dq_BKGTH, jnp.zeros(k_BKSH.shape, jnp.float32), jnp.zeros(v_BKSH.shape, jnp.float32))
+        start = (dq_BKGTH, *(jnp.zeros(x.swapaxes(2, 3).shape, jnp.float32) for x in (k_BKSH, v_BKSH)))
         dq, dk, dv = jax.lax.fori_loop(plan.first_query_block(j), plan.end_query_block(j), one_query_block, start)
-        return dq, (dk.astype(dtype), dv.astype(dtype))
+        return dq, tuple(x_BKHS.swapaxes(2, 3).astype(dtype) for x_BKHS in (dk, dv))
 
     dq, (dk, dv) = jax.lax.scan(one_key_block, jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.arange(plan.blocks))
     join = lambda blocks: jnp.moveaxis(blocks, 0, 2).reshape(k_BKTH.shape)  # noqa: E731
