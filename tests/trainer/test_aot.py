@@ -117,7 +117,7 @@ def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(
     assert all(report.rates(k)[0] == hardware("h200-sxm").peak_flops["float8"] for k in products)
     assert all(row.agrees for row in report.traffic), "parameters are gathered in 8 bits"
     small_sums = [c for c in report.collectives if c.kind == "all-reduce" and "fsdp" in (c.axes or ()) and c.bytes < 128]
-    assert math.fsum(c.count for c in small_sums) <= 3, "of the step (loss, parameters, history): no layer waits for other rows' magnitudes"
+    assert math.fsum(c.count for c in small_sums) <= 5, "of the step (loss, parameters, history): no layer waits for other rows' magnitudes"
     assert "f8e" not in compiled()["h200-sxm"].hlo_text
 
 
