@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -32,7 +29,7 @@ from perf.metrics import StepTimer
 from perf.profiler import Profiler
 from perf.progress import Progress, build_progress
 from perf.recompile import CompilerWatch, Program
-from perf.startup import startup_metrics
+from perf.startup import record_start, startup_metrics
 from perf.summary import format_summary, summarize
 from perf.writers import build_writers
 from planner.flops import train_flops_per_token
@@ -90,7 +87,7 @@ def train(
             parts = prepare(config)
             run = open_run_dir(config, command=command, log=progress.note)
             events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart)
-            _record_start(events, before, facts or {})
+            record_start(events, before, facts or {})
         try:
             stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
             watchdog = Watchdog(config.trainer.hang_timeout_s, run.path / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit)
@@ -120,20 +117,6 @@ def train(
     if process == 0 and outcome is not None:
         _report(run, outcome)
     return None if outcome is None else outcome.stopped_by
-
-
-def _record_start(events: EventLog, before: Sequence[tuple[str, float, float]], facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put what was before the log was open into it."""
-    now_s = time.monotonic()
-    covered_s = now_s - process_age_s()
-    for name, begin_s, end_s in before:
-        if begin_s > covered_s:
-            events.total("launch", begin_s - covered_s, ago_s=now_s - begin_s)
-        events.total(name, end_s - begin_s, ago_s=now_s - end_s)
-        covered_s = end_s
-    events.total("launch", max(0.0, now_s - covered_s))
-    for kind, fields in facts.items():
-        events.emit(kind, **fields)
 
 
 @dataclass
@@ -364,15 +347,6 @@ def _report(run: RunDir, outcome: Outcome) -> None:
     print(last_word(run.path), flush=True)
     if not outcome.finished:
         print(f"stopped at step {outcome.steps}; run the same command again to continue", flush=True)
-
-
-def process_age_s() -> float:
-    """Return the seconds since this process was started (Linux; 0 elsewhere)."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return 0.0
 
 
 @dataclass(frozen=True)

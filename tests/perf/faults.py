@@ -186,6 +186,7 @@ def main() -> None:
     use_cache(cache)
 
     from configs.schema import Config
+    from perf import startup
     from trainer import run
 
     if not isinstance(plan, list):
@@ -193,12 +194,12 @@ def main() -> None:
         sys.argv = ["ridge", *sys.argv[5:]]
         from launch.cli import main as ridge
 
-        with patch.object(run, "process_age_s", lambda: time.monotonic() - began_s), planted(plan):
+        with patch.object(startup, "process_age_s", lambda: time.monotonic() - began_s), planted(plan):
             ridge()
         return
     for job in plan:
         began_s = time.monotonic()
-        with patch.object(run, "process_age_s", lambda began_s=began_s: time.monotonic() - began_s), planted(job):
+        with patch.object(startup, "process_age_s", lambda began_s=began_s: time.monotonic() - began_s), planted(job):
             run.train(Config.model_validate(job["config"]), command=["test"])
         print(f"{job['config']['name']} took {time.monotonic() - began_s:.1f} s", flush=True)
 
