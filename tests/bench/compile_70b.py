@@ -2,8 +2,8 @@
 
 `ridge compile` of Llama 3.1 70B for 64 H100 (8 nodes, rows of 8,192 tokens, blocks recomputed), with the flags of a run, for two layouts,
 each repeat in a process of its own. Required: tracing, lowering and compiling take less than 120 s of wall time on two cores, and the whole
-command less than that of processor time, which neighbours on the machine disturb least. A second compile takes as long as the first:
-nothing is kept, as what XLA dumps of its buffers is read.
+command less than that of processor time, which neighbours on the machine disturb least. Nothing is kept for a second compile, as what XLA
+dumps of its buffers is read.
 """
 
 from __future__ import annotations
