@@ -33,12 +33,17 @@ _LIBRARY = re.compile(r"(site-packages|/jax/|jax/_src|^(array|api|pjit|profiler|
 WAIT_S = 20e-6
 """A wait or a gap shorter than this counts for nothing."""
 STARVED = 0.005
-"""A wait starves the device when at least this share of a step then passes without work."""
+"""A wait starves the device when at least this share of a step passes without work because of it."""
 
 
 @dataclass
 class Sync:
-    """Waits of the host for the device, at one place in the program, that left the device without work."""
+    """Waits of the host for work of the device, at one place in the program, that left the device without work.
+
+    The device works during the wait, ends before it does, and has nothing to do until the host launches again. Without the wait the host
+    would have come earlier by as much as it waited for that work: so much of the idle time is due to the wait, the rest to whatever the
+    host did then. Reading what has long been there while the device idles is no wait but work of the host.
+    """
 
     what: str
     source: str
@@ -47,7 +52,7 @@ class Sync:
     count: int = 0
     wait_s: float = 0.0
     idle_after_s: float = 0.0
-    """Time the device then had nothing to do."""
+    """Time the device had nothing to do because of them."""
 
 
 @dataclass
@@ -88,7 +93,7 @@ class HostReport:
     compilations: list[Compilation] = field(default_factory=list)
     """Seen in the trace; and those of the run's event log, anywhere in the run, with the arguments that changed."""
     waits_s: float = 0.0
-    """All waits of the host for the device, harmless ones included."""
+    """All waits of the host for the device while it worked, harmless ones included."""
 
 
 def main_thread(host: Host, markers: Markers | None) -> list[Events]:
@@ -220,10 +225,16 @@ def _queue(host: Host, start: int, end: int) -> tuple[float | None, float | None
 def _syncs(
     host: Host, threads: Sequence[Events], busy: np.ndarray, span: tuple[int, int], least_s: float, frames: Frames | None
 ) -> tuple[list[Sync], float]:
-    """Find waits after which no device of the host had anything to do for `least_s`, though work was to come."""
+    """Find waits that left every device of the host without work for `least_s`, though work was to come; and the length of all waits.
+
+    Args:
+      busy: when any device of the host had work.
+      span: analysed time, picoseconds.
+    """
     start, end = span
     found: dict[tuple[str, str], Sync] = {}
     waits_s = 0.0
+    charged: set[int] = set()
     for thread in threads:
         names = [n for n in np.unique(thread.name).tolist() if SYNC.match(host.strings[n])]
         rows = np.flatnonzero(np.isin(thread.name, names) & (thread.end - thread.start > WAIT_S / PS))
@@ -233,18 +244,21 @@ def _syncs(
             if thread.end[row] <= reach:
                 continue  # inside the one before
             reach = int(thread.end[row])
-            waits_s += float(thread.end[row] - thread.start[row]) * PS
-            after = np.searchsorted(busy[:, 1], reach, side="right")
-            if after >= len(busy):
+            worked = intervals.clip(busy, int(thread.start[row]), reach)
+            if not len(worked):
+                continue  # what it reads is there already
+            waits_s += (reach - int(thread.start[row])) * PS
+            after = int(np.searchsorted(busy[:, 0], reach, side="left"))
+            idle = int(busy[after, 0] - worked[-1, 1]) if after < len(busy) and busy[after - 1, 1] <= reach else 0
+            lost_s = min(idle, intervals.total(worked)) * PS
+            if lost_s < least_s or after in charged:
                 continue
-            idle_s = float(busy[after, 0] - reach) * PS
-            if idle_s < least_s:
-                continue
+            charged.add(after)
             key = host.strings[int(thread.name[row])], _source(host, thread, row, frames)
             sync = found.setdefault(key, Sync(*key))
             sync.count += 1
-            sync.wait_s += float(thread.end[row] - thread.start[row]) * PS
-            sync.idle_after_s += idle_s
+            sync.wait_s += (reach - int(thread.start[row])) * PS
+            sync.idle_after_s += lost_s
     return sorted(found.values(), key=lambda s: -s.idle_after_s), waits_s
 
 

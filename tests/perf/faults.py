@@ -85,8 +85,8 @@ def drifting_shape(start: int, depth: int) -> Any:
     return _before(Loop, "_next_batch", lambda self, batches: token_statistics(jax.device_put(np.ones(next(lengths), np.float32))))
 
 
-def reading_host(seconds: float) -> Any:
-    """The host reads the loss of each step as soon as it is dispatched, and works on it for a while before the next."""
+def reading_host(share: float) -> Any:
+    """The host reads the loss of each step as soon as it is dispatched, and then works for this share of the time it waited."""
     import jax
 
     from trainer.loop import Loop
@@ -98,8 +98,9 @@ def reading_host(seconds: float) -> Any:
 
         def read(state: Any, batch: Any) -> Any:
             state, metrics = step(state, batch)
+            began_s = time.monotonic()
             jax.device_get(metrics["loss"])
-            time.sleep(seconds)
+            time.sleep(share * (time.monotonic() - began_s))
             return state, metrics
 
         self.train_step = read
