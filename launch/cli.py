@@ -52,6 +52,7 @@ _BENCH: Table = {
     "step": ("launch.commands.bench:step", "The compiled step on synthetic data."),
     "loop": ("launch.commands.bench:loop", "The training loop on real data."),
     "checkpoint": ("launch.commands.bench:checkpoint", "Saves and restores of the whole state."),
+    "remat": ("launch.commands.bench_remat:remat", "What each rematerialisation policy costs, for ridge plan."),
     "all": ("launch.commands.bench:all_layers", "The ladder: what each layer adds, and which to look at."),
     "compare": ("launch.commands.bench_compare:compare", "Stored results: faster, slower, or cannot tell."),
     "template": ("launch.commands.bench_compare:template", "An experiment for the lab notebook."),

@@ -8,6 +8,7 @@ same device (matmul, attention, memory) or the same kind of link; everything els
     calibration.matmul_flops_per_s(device, "bfloat16", m, n, k)      # at most the peak of the catalogue
     calibration.attention_flops_per_s(device, "bfloat16", seq_len, head_dim)
     calibration.memory_bytes_per_s(device)
+    calibration.layer(device, local)                                  # what remat policies cost, where measured, else None
 
 Matmul rate: `planner.matmul` says what a shape allows; the measured points are divided by that, interpolated, and multiplied with it again.
 Measured shapes are reproduced exactly.
@@ -32,6 +33,8 @@ from configs.tree import plain, read_file
 from planner import matmul
 from planner.curve import Curve
 from planner.hardware import Hardware
+from planner.layer_costs import LayerPoint, LayerShape, find_point
+from planner.local import LocalSizes
 
 SHIPPED = Path(__file__).with_name("calibration.yaml")
 Point = TypeVar("Point", bound="_Measured")
@@ -150,6 +153,8 @@ class CalibrationFile(Section):
     memory: list[MemoryPoint] = []
     links: list[LinkCurve] = []
     host: HostPoint = HostPoint()
+    layers: list[LayerPoint] = []
+    """What rematerialisation costs by shape of layer (`ridge bench remat --into FILE`): planner/layer_costs.py."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,12 @@ class Calibration:
         point = points[-1]
         return device.memory_bandwidth_bytes_per_s * point.share if point.share else (point.gb_per_s or 0) * 1e9
 
+    def layer(self, device: Hardware, local: LocalSizes) -> LayerPoint | None:
+        """Return what a layer of this shape was measured to cost on this device by rematerialisation policy; None: not measured."""
+        if not any(point.device == device.name for point in self.file.layers):
+            return None
+        return find_point(self.file.layers, device.name, LayerShape.of(local, gpu=device.tensor_cores))
+
     def link_curve(self, kind: str, device: str, peak_bytes_per_s: float) -> Curve | None:
         """Return the share of a link's peak reached by ring algorithms, by bytes sent; None: nothing known of this kind."""
         return self._curve(kind, device, peak_bytes_per_s, in_switch=False)
@@ -244,6 +255,17 @@ def load_calibration(path: str | Path | None = None) -> Calibration:
     return Calibration(own.name, _over(shipped, own))
 
 
+def read_own(path: Path) -> CalibrationFile:
+    """Return a machine's file alone, without the shipped figures; an empty one where there is none. Raises UserError for a broken one."""
+    return _read(path) if path.exists() else CalibrationFile(name=path.stem)
+
+
+def add_layer(file: CalibrationFile, point: LayerPoint) -> CalibrationFile:
+    """Return the file with this measurement of a layer, in place of an earlier one of the same shape and device."""
+    others = [other for other in file.layers if (other.device, other.shape) != (point.device, point.shape)]
+    return file.model_copy(update={"layers": [*others, point]})
+
+
 @functools.cache
 def _shipped() -> CalibrationFile:
     return _read(SHIPPED)
@@ -270,6 +292,7 @@ def _over(under: CalibrationFile, own: CalibrationFile) -> CalibrationFile:
         memory=[p for p in under.memory if (MemoryPoint, p.device) not in devices] + own.memory,
         links=[curve for curve in under.links if (curve.kind, curve.in_switch) not in kinds] + own.links,
         host=own.host if own.host != HostPoint() else under.host,
+        layers=under.layers + own.layers,
     )
 
 

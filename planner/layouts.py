@@ -6,7 +6,7 @@ Sharding of the optimiser's state follows from the mesh: `fsdp` divides paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from configs.errors import UserError
@@ -91,10 +91,12 @@ def refusal(config: Config, layout: Layout) -> str | None:
     return None
 
 
-def remat_choices(config: Config) -> list[RematConfig]:
-    """Return the policies to try, most memory first; the config's own comes along where it is another."""
-    own = config.compute.remat
-    return list(MEMORY_LADDER) + ([] if own in MEMORY_LADDER else [own])
+def remat_choices(config: Config, measured: Sequence[RematConfig] = ()) -> list[RematConfig]:
+    """Return the policies to try, most memory first; the config's own and measured ones come along where they are others."""
+    found = list(MEMORY_LADDER)
+    for remat in (config.compute.remat, *measured):
+        found += [] if remat in found else [remat]
+    return found
 
 
 def accumulations(config: Config, layout: Layout) -> list[int]:

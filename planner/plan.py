@@ -217,6 +217,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "memory_components": memory.bytes_by_component(),
         "memory_moment": memory.moment,
         "step_s": step.step_s,
+        "recompute_measured_s": candidate.parts.recompute_s,
         "breakdown_s": step.breakdown_s,
         "communication_s": step.communication_s,
         "communication": [communication_json(item) for item in step.communication],

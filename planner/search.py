@@ -129,7 +129,8 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
     """The layouts of a mesh that fit, or per rematerialisation policy why none does."""
     capacity = capacity_bytes(machine)
     counts = accumulations(config, mesh.layout)
-    for remat in remat_choices(config):
+    layer = machine.calibration.layer(machine.device, LocalSizes.of(mesh.layout.apply(config), mesh.layout.sizes))
+    for remat in remat_choices(config, [] if layer is None else [cost.remat for cost in layer.policies]):
         if remat.policy == "offload" and not machine.device.tensor_cores:
             continue  # a CPU's memory is the host's
         timed, least, reason = 0, None, ""

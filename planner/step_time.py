@@ -21,6 +21,7 @@ from planner.communication import CollectiveCost, hop_s, time_s
 from planner.flops import train_flops_per_token
 from planner.hardware import Hardware, hardware
 from planner.kernels import Kernels, Work
+from planner.layer_costs import LayerPoint, without_recompute
 from planner.links import Fabric
 from planner.local import LocalSizes
 from planner.overlap import ETA, Communication, exposed_s
@@ -93,6 +94,10 @@ class StepParts:
     peak_flops: float
     eta: float = ETA
     """Share of the shorter of compute and communication that runs under the longer."""
+    measured: LayerPoint | None = None
+    """Where what is recomputed was measured: the measurement."""
+    recompute_s: float | None = None
+    """What the policy adds to `none` in a step by that measurement, inside `backward`; None: counted by formulas."""
     host_copy_s: float = 0.0
     """Copies of activations to host memory under the forward pass, and as long again for those back under the backward pass."""
 
@@ -142,9 +147,14 @@ def step_parts(
     `turned`: with our step's transposes of gradients (planner.kernels).
     """
     local = LocalSizes.of(config, sizes)
-    kernels = Kernels(local, machine.device, machine.calibration, elementwise_passes, turned)
     repeats = config.trainer.accumulation
     layers = config.model.num_layers * repeats
+    measured, again_s = machine.calibration.layer(machine.device, local), None
+    if measured is not None:
+        again_s = measured.again_s(config.compute.remat, local.tokens)
+    counted = local if again_s is None else LocalSizes.of(without_recompute(config), sizes)
+    kernels = Kernels(counted, machine.device, machine.calibration, elementwise_passes, turned)
+    again = _recompute(again_s or 0.0) * layers
     planned = as_compiled_for_gpu(planned_collectives(config, sizes))
     offloaded = offloaded_bytes(local) * repeats
     passing = Work(0.0, kernels.memory_s(offloaded))  # a copy takes its share of the device's memory bandwidth
@@ -152,14 +162,21 @@ def step_parts(
         config=config,
         devices=local.devices,
         forward=kernels.layer_forward() * layers + passing,
-        backward=kernels.layer_backward() * layers + passing,
+        backward=kernels.layer_backward() * layers + again + passing,
         rest=(kernels.embedding() + kernels.loss() + kernels.stacks() + kernels.accumulate()) * repeats,
         optimizer=kernels.optimizer(),
         communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
         host_input_s=host_input_s(local, machine),
+        measured=None if again_s is None else measured,
+        recompute_s=None if again_s is None else again.seconds,
         host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
         peak_flops=machine.device.peak_flops[kernels.dtype],
     )
+
+
+def _recompute(seconds: float) -> Work:
+    """What a policy was measured to add to a layer: computing again, or, where it saves time, writes it does not make."""
+    return Work(compute_s=max(0.0, seconds), memory_s=min(0.0, seconds))
 
 
 def step_time(

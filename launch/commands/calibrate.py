@@ -31,10 +31,12 @@ def calibrate(output: Path | None, cluster: str | None, data: Path | None, as_js
     """
     from configs.cluster import load_cluster
     from configs.errors import UserError
+    from planner.calibration import read_own
 
     site = None if cluster is None else load_cluster(cluster).config
     if output is not None and not output.parent.is_dir():
         raise UserError(f"{output}: cannot be written: {output.parent} is no directory")
+    layers = [] if output is None else read_own(output).layers  # of `ridge bench remat`: stay in the file
     import jax
 
     from launch import calibration
@@ -55,7 +57,7 @@ def calibrate(output: Path | None, cluster: str | None, data: Path | None, as_js
         host = measured.host.model_copy(update={"input_tokens_per_s": calibration.input_tokens_per_s(data)})
         measured = measured.model_copy(update={"host": host})
     if output is not None:
-        _write(output, measured)
+        write(output, measured.model_copy(update={"layers": layers}))
     if as_json:
         print_json(measured.model_dump(mode="json"))
         return
@@ -89,7 +91,8 @@ def _usual_link(device: Hardware) -> LinkLevel:
     return LinkLevel(name="nvlink", kind="nvlink", bandwidth_gb_per_s=rate, latency_us=latency)
 
 
-def _write(path: Path, measured: CalibrationFile) -> None:
+def write(path: Path, measured: CalibrationFile) -> None:
+    """Write a calibration file. Raises UserError where it cannot be written."""
     from ruamel.yaml import YAML
 
     from configs.errors import UserError

@@ -129,6 +129,8 @@ def print_plan(made: Plan) -> None:
     )
     _print_candidates(made)
     print(f"\n{made.bindings[0].sentence}\n")
+    if best.parts.measured is not None:
+        print(f"{best.parts.measured.sentence()}\n")
     _print_breakdown(made)
     print()
     _print_memory(made, best)
