@@ -1,27 +1,54 @@
-"""Eight virtual CPU devices for every test: set before anything imports jax."""
+"""Before anything imports jax: eight virtual CPU devices for every test, and one cache of compiled programs for all of them."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+# What one test compiled the next one loads, in every worker and every process that a test starts: they inherit this. Each run of the
+# suite begins with an empty one.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ridge-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
 # A suite started in the background of a script inherits an ignored Ctrl-C and would hand it on to the commands it tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LONGEST = (
+    "trainer/test_aot",
+    "planner/test_collectives_gpu",
+    "trainer/test_fp8_training",
+    "trainer/test_gpu_bench",
+    "launch/test_doctor",
+    "trainer/test_run",
+    "trainer/test_step",
+    "launch/test_bench",
+    "launch/test_launch",
+    "launch/test_scale",
+    "launch/test_overlap_compiled",
+    "launch/test_compile",
+    "planner/test_memory_live",
+    "models/test_attention",
+    "parity/test_families",
+)
+"""Files that take longest: begun first, so that no worker waits at the end for one that was begun last."""
 
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """A module whose runs share their programs: the persistent cache compiles each once."""
-    import jax
 
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("cache")), 0.0, 0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """Keep each file in one worker, which prepares and compiles its things once, and begin with the longest."""
+    root = Path(__file__).parent
+    order = {root / f"{name}.py": position for position, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(root))))

@@ -33,7 +33,7 @@ from perf.hlo import parse
 from sharding.mesh import build_mesh
 from trainer.traffic import expected
 
-pytestmark = [pytest.mark.xdist_group("bench"), pytest.mark.usefixtures("compiled_once")]  # layers are measured once
+pytestmark = pytest.mark.xdist_group("bench")  # layers are measured once
 ROOT = Path(__file__).parents[2]
 LAYERS = ["matmul", "memory", "collectives", "step", "loader", "loop", "save", "save_write", "restore", "checkpoint"]
 CONFIG = """

@@ -34,7 +34,6 @@ from trainer.run import train
 
 ROOT = Path(__file__).parents[2]
 LENGTH, ROWS, STEPS = 32, 8, 6
-pytestmark = pytest.mark.usefixtures("compiled_once")  # most runs here share their step
 
 
 @pytest.fixture(scope="module")
