@@ -1,19 +1,19 @@
-"""Speed on one real GPU: every row predicted by the planner, trained by us and by PyTorch in the same run, held against its target.
+"""Speed on one real GPU: every row predicted by the planner, trained by us, PyTorch and MaxText in the same run, held against its target.
 
 `python tests/bench/gpu.py [ROW ...] [--output DIR] [--limit-s 600] [--continue] [--no-peer] [--no-profile] [--tiny]`
 
 Needs one NVIDIA GPU and no network. Without row names the rows are done in the order of their importance (gpu_budget.py), and what is not
 expected to fit into the limit is left out and named; `--continue` measures that in a second call. Each row runs in a process of its own
-(memory is not shared, a crash is a row of the table); the matmul ceilings are measured first, in the same run. `--tiny` trains toy shapes
-on the CPU: a check of the script itself. After every part gpu.json is written anew; a row's profile with its step ledger lies beside it.
-The last thing printed is the table. Exit code: 1 when a row missed its target or failed, else 3 when something was left out, else 0.
+(memory is not shared, a crash is a row of the table); the matmul ceilings are measured first, in the same run. A peer that is not
+installed is named and left out. `--tiny` trains toy shapes on the CPU: a check of the script itself. After every part gpu.json is written
+anew; a row's profile with its step ledger lies beside it. The last thing printed is the table. Exit code: 1 when a row missed its target
+or failed, else 3 when something was left out, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
 import platform
@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import gpu_needs  # noqa: F401  # first: says what is missing
-from gpu_budget import OURS, TORCH_BF16, Budget, Part, expected_s, in_order
+from gpu_budget import OURS, PEERS, Budget, Part, expected_s, in_order
+from gpu_peers import OUT_OF_TIME, absent, last_line, measure_peer
 from gpu_rows import EIGHT_BIT_KERNEL, ROWS, Row, choose, flops_per_token, least_s_per_token, row_config
 
 from configs.cluster import load_cluster
@@ -75,6 +76,8 @@ class Bench:
         self.output.mkdir(parents=True, exist_ok=True)
         self.ceiling: dict[str, Any] = {}
         self.results: list[dict[str, Any]] = []
+        self.absent = {side: why for side in PEERS if (why := absent(side)) is not None and not args.no_peer}
+        """Peers that this machine does not have, and why."""
         self.configs: dict[str, tuple[Config, dict[str, float]]] = {}
         """Of each row: what is trained, and what is predicted."""
 
@@ -94,7 +97,7 @@ class Bench:
                 timeout=max(least_s, self.budget.left_s), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(program, 124, "", "out of time")
+            return subprocess.CompletedProcess(program, 124, "", OUT_OF_TIME)
 
     def measure_ceiling(self, rows: Sequence[Row]) -> None:
         """Measure what the device can do at best: an 8192-cubed matmul in bf16, in float8 where a row needs it, and the memory."""
@@ -107,7 +110,7 @@ class Bench:
         self.say(f"{self.ceiling['device']}: matmul {rates[0]:.0f} TFLOP/s, memory {rates[1]:.0f} GB/s")
         narrow = [row for row in rows if "precision.matmul=fp8" in row.overrides]
         if narrow:
-            environment.prepare(row_config(narrow[0]), describe({}), env := dict(os.environ))
+            _, env = environment_of(row_config(narrow[0]))
             done = self.child(["-c", CEILING_8_BIT, size], None, env, CEILING_TIMEOUT_S)
             found = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {"error": last_line(done.stderr)}
             if found.get("kernel") or self.args.tiny:
@@ -189,7 +192,7 @@ class Bench:
         expected = f", predicted {predicted['tokens_per_s']:,.0f} tokens/s" if predicted else ""
         shape = f"{config.model.num_layers} layers, {config.data.batch_size} x {config.data.seq_len}"
         self.say(f"{row.name}: {shape}, remat {config.compute.remat.policy}{expected}")
-        settings = environment.prepare(config, describe({}), env := dict(os.environ))
+        settings, env = environment_of(config)
         for attempt in range(ATTEMPTS):
             output = self.output / f"{row.name}.json"
             output.unlink(missing_ok=True)
@@ -213,27 +216,13 @@ class Bench:
         return {"error": last_line(done.stderr)}
 
     def train_peer(self, part: Part, config: Config) -> dict[str, Any]:
-        """Train the same shapes with PyTorch; the rows per step are ours, or what fits."""
-        if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-            return {"error": "torch or transformers is not installed"}
-        m = config.model
-        model = {**m.model_dump(mode="json"), "num_kv_heads": m.kv_heads, "head_dim": m.head_width}
-        mode = "bf16" if part.side == TORCH_BF16 else "autocast"
-        output = self.output / f"{part.row.name}-torch-{mode}.json"
-        output.unlink(missing_ok=True)
-        job = {
-            "model": model, "seq_len": config.data.seq_len, "rows": config.data.batch_size, "mode": mode, "output": str(output),
-            "compile": not self.args.tiny, "checkpointing": config.compute.remat.policy != "none", "steps": self.args.steps,
-            "measured_s": 5.0,
-        }  # fmt: skip
-        done = self.child([str(HERE / "gpu_torch.py")], job, {})
-        if done.returncode:
-            self.say(f"{part.name}: {last_line(done.stderr)}")
-            return {"error": last_line(done.stderr), "mode": mode}
-        found: dict[str, Any] = json.loads(output.read_text()) | {"mode": mode}
-        found["tokens_per_s"] = found["rows"] * config.data.seq_len / found["step_s"]
-        self.say(f"{part.name}: {found['rows']} rows, {found['tokens_per_s']:,.0f} tokens/s")
-        return found
+        """Train the same shapes with a peer; the rows per step are ours, or what fits."""
+        hardware = find_hardware(self.ceiling["device"])
+        _, env = environment_of(config)
+        return {"software": part.side} | measure_peer(
+            self, part, config, step_s=self.result_of(part.row)["step_s"], env=env, tiny=self.args.tiny, steps=self.args.steps,
+            memory_bytes=hardware.memory_bytes if hardware is not None and not self.args.tiny else None,
+        )  # fmt: skip
 
     def judge(self, row: Row, result: dict[str, Any]) -> None:
         """Add MFU, share of the ceiling, ratios, and what was missed."""
@@ -248,6 +237,9 @@ class Bench:
         hardware = find_hardware(self.ceiling["device"])
         achieved = result["achieved_flops_per_s"]
         result["mfu"] = None if hardware is None or "bfloat16" not in hardware.peak_flops else achieved / hardware.peak_flops["bfloat16"]
+        for found in result.get("peers", {}).values():
+            if "tokens_per_s" in found and result["mfu"] is not None:
+                found["mfu"] = result["mfu"] * found["tokens_per_s"] / result["tokens_per_s"]
         peer = result.get("peer", {}).get("tokens_per_s")
         result["against_peer"] = result["tokens_per_s"] / peer if peer else None
         reached = {"tokens_per_s": row.tokens_per_s, "mfu": row.mfu, "ceiling": row.ceiling, "against_peer": 1.0 if peer else None}
@@ -265,7 +257,7 @@ class Bench:
 
     def table(self) -> str:
         """Return the short table that is printed last."""
-        figures = f"{'tok/s':>10}{'planned':>10}{'MFU':>7}{'ceiling':>9}{'GB':>6}{'torch':>10}{'ratio':>7}"
+        figures = f"{'tok/s':>10}{'planned':>10}{'MFU':>7}{'ceiling':>9}{'GB':>6}{'peer':>10}{'ratio':>7}"
         head = f"{'row':14}{'shape':>16}{'remat':>8}{figures}  target"
         lines = [head]
         for r in self.results:
@@ -281,15 +273,14 @@ class Bench:
             reached = "  reached: " + r["target"] if "tokens_per_s" in r else "  left out"
             lines.append("".join(cells) + (reached if not missed else "  MISSED: " + "; ".join(missed)))
         lines += [f"left out: {part}: {why}" for part, why in self.budget.left_out]
-        lines += (
-            ["MaxText: not measured, it is not installed and too large to carry"] if importlib.util.find_spec("maxtext") is None else []
-        )
+        lines += [peer_line(r, side, peer) for r in self.results for side, peer in r.get("peers", {}).items()]
+        lines += [f"{side}: not measured, {why}" for side, why in self.absent.items()]
         return "\n".join(lines)
 
     def save(self) -> None:
         """Write everything."""
         versions = {}
-        for name in ("jax", "jaxlib", "flax", "optax", "torch", "transformers"):
+        for name in ("jax", "jaxlib", "flax", "optax", "torch", "transformers", "maxtext"):
             try:
                 versions[name] = metadata.version(name)
             except metadata.PackageNotFoundError:
@@ -298,6 +289,7 @@ class Bench:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": sys.argv, "python": platform.python_version(),
             "versions": versions, "ceiling": self.ceiling, "rows": self.results, "left_out": self.budget.left_out,
+            "absent": self.absent,
         }  # fmt: skip
         (self.output / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
@@ -312,10 +304,22 @@ def number(value: float | None, width: int, form: str) -> str:
     return f"{'-' if value is None else format(value, form):>{width}}"
 
 
-def last_line(text: str) -> str:
-    """Return the last line that says something."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "no word"
+def peer_line(result: dict[str, Any], side: str, peer: dict[str, Any]) -> str:
+    """Say what a peer did in a row, and how."""
+    name = f"{result['row']}, {side}:"
+    if "tokens_per_s" not in peer:
+        return f"{name} {peer['error']}"
+    how = ", ".join(str(peer[key]) for key in ("attention", "remat") if key in peer)
+    return (
+        f"{name} {peer['rows']} rows{how and ', ' + how}: {peer['tokens_per_s']:,.0f} tokens/s,"
+        f" MFU {number(peer.get('mfu'), 0, '.1%')}, ours {result['tokens_per_s'] / peer['tokens_per_s']:.2f} times that"
+    )
+
+
+def environment_of(config: Config) -> tuple[list[environment.Setting], dict[str, str]]:
+    """Return what is chosen for a run of this config, and the variables it starts with."""
+    settings = environment.prepare(config, describe({}), env := dict(os.environ))
+    return settings, env
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -345,7 +349,8 @@ def main(arguments: list[str] | None = None) -> int:
         bench.take_up()
     measured = {r["row"] for r in bench.results}
     bench.measure_ceiling(rows)
-    for part in in_order(rows, peers=not args.no_peer, explicit=bool(args.rows)):
+    peers = [] if args.no_peer else [side for side in PEERS if side not in bench.absent]
+    for part in in_order(rows, peers=peers, explicit=bool(args.rows)):
         if part.row.name in measured and (part.side == OURS or part.side in bench.result_of(part.row).get("peers", {})):
             continue
         try:

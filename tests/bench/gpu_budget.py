@@ -1,6 +1,6 @@
 """What of `tests/bench/gpu.py` fits into its time: the order of its parts, what each is expected to take, and what is left out.
 
-A part is one side of a row: ours, or PyTorch's with its parameters in float32 (as ours) or in bfloat16. The expected seconds are
+A part is one side of a row: ours, PyTorch's with its parameters in float32 (as ours) or in bfloat16, or MaxText's. The expected seconds are
 predictions until a GPU has measured them; as parts finish, the expectations of the rest are corrected by what those of their side took.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from gpu_rows import LEAST_STEPS, MEASURED_S, WARMUP_STEPS, Row
 
-OURS, TORCH, TORCH_BF16 = "ours", "PyTorch autocast", "PyTorch bf16"
+OURS, TORCH, TORCH_BF16, MAXTEXT = "ours", "PyTorch autocast", "PyTorch bf16", "MaxText"
+PEERS = (TORCH, MAXTEXT, TORCH_BF16)
 START_S = 14.0
 """Import, start of the device, state."""
 COMPILE_S, COMPILE_UNROLLED_S = 30.0, 75.0
@@ -21,6 +22,8 @@ CAPTURE_S = 8.0
 TORCH_START_S, TORCH_COMPILE_LAYER_S, TORCH_COMPILE_S = 15.0, 2.0, 25.0
 """torch.compile traces and compiles every layer of a model."""
 TORCH_STEPS_S = 9.0
+MAXTEXT_START_S, MAXTEXT_COMPILE_S, MAXTEXT_STEPS_S = 30.0, 40.0, 7.0
+"""It imports twice what we do, and compiles one layer, as ours; once."""
 MARGIN_S = 5.0
 """Kept for the table and the files."""
 
@@ -38,27 +41,29 @@ class Part:
         return f"{self.row.name}, {self.side}"
 
 
-def in_order(rows: Sequence[Row], *, peers: bool, explicit: bool) -> list[Part]:
-    """Return the parts, the most important first: our leading rows, their peers, our rows with a target, the other peers, the rest.
+def in_order(rows: Sequence[Row], *, peers: Sequence[str], explicit: bool) -> list[Part]:
+    """Return the parts, the most important first.
 
-    Rows that were named (`explicit`) are done one after another, each with its peers.
+    Our leading rows, PyTorch's, our rows with a target, MaxText's leading ones, the other peers, our other rows, other forms of PyTorch's.
+    peers: the sides beside ours that can be measured. Rows that were named (`explicit`) are done one after another, each with its peers.
     """
-    sides = (OURS, TORCH, TORCH_BF16) if peers else (OURS,)
-    parts = [Part(row, side) for row in rows for side in sides if side == OURS or row.peer]
+    parts = [Part(row, side) for row in rows for side in (OURS, *peers) if side == OURS or row.peer]
     return parts if explicit else sorted(parts, key=_rank)
 
 
 def _rank(part: Part) -> int:
     row, side = part.row, part.side
     if side == OURS:
-        return 0 if row.leading else 2 if row.over is None else 4
-    return {TORCH: 1, TORCH_BF16: 5}[side] if row.leading else {TORCH: 3, TORCH_BF16: 6}[side]
+        return 0 if row.leading else 2 if row.over is None else 5
+    return {TORCH: 1, MAXTEXT: 3, TORCH_BF16: 6}[side] if row.leading else {TORCH: 4, MAXTEXT: 4, TORCH_BF16: 7}[side]
 
 
 def expected_s(part: Part, *, layers: int, step_s: float, profile: bool, tiny: bool = False) -> float:
     """Return the seconds a part is expected to take; `step_s` as predicted for ours."""
     if tiny:
         return 1.0
+    if part.side == MAXTEXT:
+        return MAXTEXT_START_S + MAXTEXT_COMPILE_S + MAXTEXT_STEPS_S + 4 * step_s
     if part.side != OURS:
         return TORCH_START_S + TORCH_COMPILE_S + TORCH_COMPILE_LAYER_S * layers + TORCH_STEPS_S + 4 * step_s
     compile_s = COMPILE_UNROLLED_S if "compute.scan_layers=false" in part.row.overrides else COMPILE_S
