@@ -11,10 +11,15 @@ CORPUS := data/quickstart
 ARGS   ?=
 INJECTIONS := tests/perf/test_diagnosis_runs.py
 
-# What a new Python or JAX has broken or may break first, in about two minutes: settings, data, checkpoints, a run and its evaluation,
-# gradients on a mesh, what XLA makes of the step, traces, the terminal. `make test-newest NEWEST_TESTS=tests` runs all.
+# What a new Python or JAX has broken or may break first, in a minute or two: settings, data, checkpoints, a run and its evaluation,
+# gradients on a mesh, what XLA makes of the step, traces, the terminal. Of what imports no JAX little: it has run on the older Python.
+# `make test-newest NEWEST_TESTS=tests` runs all.
 NEWEST_VENV  := .venv-newest
-NEWEST_TESTS := tests/configs tests/planner tests/perf --ignore tests/planner/test_collectives_gpu.py --ignore tests/planner/test_memory_live.py --ignore $(INJECTIONS) \
+# run-newest installs and tests; install-newest only installs.
+NEWEST_GOAL  := run-newest
+NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parameters.py published.py step_time.py) \
+  $(addprefix tests/perf/test_,bench_work.py events.py goodput_live.py hlo.py hlo_schedule.py metrics.py profiler.py progress.py recompile.py) \
+  $(addprefix tests/perf/test_,report.py tensorboard_browser.py trace_*.py writers.py) \
   $(addprefix tests/sharding/test_,mesh.py rules.py partition.py collective_budget.py) \
   tests/sharding/test_equality.py::test_other_rules_equal_one_device \
   $(addprefix tests/models/test_,loss.py remat.py convert.py) \
@@ -25,7 +30,7 @@ NEWEST_TESTS := tests/configs tests/planner tests/perf --ignore tests/planner/te
   $(addprefix tests/launch/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: test-again test-slurm-again test-injections-again help quickstart test test-injections test-slurm test-newest lint format types check-layers bench clean install run-newest
+.PHONY: test-again test-slurm-again test-injections-again help quickstart test test-injections test-slurm test-newest lint format types check-layers bench clean install install-newest run-newest
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -40,9 +45,10 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing Ridgeline with what its tests need into $(VENV) (a few minutes the first time) ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,parity,aot]'
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 install: $(VENV)/.installed  ## make .venv and install the package
 
@@ -50,7 +56,7 @@ quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the test suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/slurm --ignore $(INJECTIONS) tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore $(INJECTIONS) tests
 
 test-injections: $(VENV)/.installed-dev  ## every rule of the diagnosis on a real run with its fault planted, alone on the machine
 	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
@@ -66,7 +72,7 @@ test-newest:  ## a quick part of the suite on the newest Python found, with the 
 	else \
 	  echo "test-newest: $$python ($$($$python -V))"; \
 	  [ "$$($(NEWEST_VENV)/bin/python -V 2>&1)" = "$$($$python -V)" ] || "$$python" -m venv --clear $(NEWEST_VENV) || exit; \
-	  $(MAKE) --no-print-directory VENV=$(NEWEST_VENV) PYTHON="$$python" run-newest; \
+	  $(MAKE) --no-print-directory VENV=$(NEWEST_VENV) PYTHON="$$python" $(NEWEST_GOAL); \
 	fi
 
 # What failed last, alone and one after another: real processes, browsers and clusters on a busy machine sometimes miss a deadline.
@@ -78,11 +84,13 @@ test-again test-slurm-again test-injections-again: $(VENV)/.installed-dev
 
 run-newest: $(VENV)/.installed-newest
 	$(BIN)/python -c 'from importlib.metadata import version as v; print("jax", v("jax"), "flax", v("flax"), "numpy", v("numpy"))'
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(NEWEST_TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS)
 
-$(VENV)/.installed-newest: $(VENV)/.installed
+$(VENV)/.installed-newest: $(BIN)/python pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	@touch $(VENV)/.installed $@
+
+install-newest: $(VENV)/.installed-newest
 
 lint: $(VENV)/.installed-dev  ## ruff: rules and format
 	$(BIN)/ruff check .
