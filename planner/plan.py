@@ -11,6 +11,7 @@ from configs.errors import UserError
 from configs.schema import Config
 from planner.advice import Alternative, Binding, alternatives, binding
 from planner.calibration import Calibration
+from planner.loss_chunk import ChunkAdvice, better_chunk
 from planner.narrow_state import narrow_enough
 from planner.overlap import Communication
 from planner.scaling import ScalingRow, scaling_table, worth_until
@@ -42,6 +43,8 @@ class Plan:
     worth_nodes: int | None
     worth: str
     """Where more nodes stop being worth it."""
+    loss_chunk: ChunkAdvice | None
+    """A larger chunk of the cross-entropy that would make the best faster."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -92,6 +95,7 @@ def make_plan(
         scaling=rows,
         worth_nodes=worth_nodes,
         worth=worth,
+        loss_chunk=better_chunk(chosen[0], machines[chosen[0].nodes]),
     )
 
 
@@ -194,6 +198,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "scaling": [_row_json(row) for row in plan.scaling],
         "worth_until_nodes": plan.worth_nodes,
         "worth": plan.worth,
+        "loss_chunk": None if plan.loss_chunk is None else dict_of(plan.loss_chunk),
     }
 
 

@@ -131,6 +131,8 @@ def print_plan(made: Plan) -> None:
     print(f"\n{made.bindings[0].sentence}\n")
     if best.parts.measured is not None:
         print(f"{best.parts.measured.sentence()}\n")
+    if made.loss_chunk is not None:
+        print(f"{made.loss_chunk.sentence}\n")
     _print_breakdown(made)
     print()
     _print_memory(made, best)
