@@ -1,10 +1,11 @@
-"""Rank rematerialisation policies by predicted and by measured time: `python tests/bench/remat.py [--rounds 7] [--calibration FILE]`.
+"""Rank rematerialisation policies by prediction and by measured steps: `python tests/bench/remat.py [--rounds 7] [--calibration FILE]`.
 
-The rates are measured in the same run (`ridge calibrate`'s measurements) unless a file is given; the policies' steps are timed in turn, so
-that whatever else the machine does meets them alike, and each counts with its best round, in wall time or (--clock cpu, on a busy machine)
-in seconds of the processor. Printed: predicted and measured milliseconds of
-each policy, both relative to `none`, and how many pairs of policies both sides put in the same order. Pairs that are measured nearer than
---tie to each other are no disagreement.
+Predicted twice: by the planner's formulas with this machine's rates (`ridge calibrate`'s measurements, taken in the same run unless a file
+is given), and with a layer measured under each policy (`ridge bench remat`'s measurement, of other programs than the steps: four layers,
+no optimiser). The steps are timed in turn, so that whatever else the machine does meets them alike, and each counts with its best round, in
+wall time or (--clock cpu, on a busy machine) in seconds of the processor. Printed: what each policy adds to `none` by both predictions and
+in the steps, and how many pairs of policies each prediction puts in the steps' order. Pairs that are measured nearer than --tie to each
+other are no disagreement.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ import jax
 import numpy as np
 
 from configs.cluster import LinkLevel, load_cluster
-from configs.schema import MESH_AXES, Config
+from configs.schema import MESH_AXES, Config, RematConfig
 from launch import calibration as measuring
-from planner.calibration import Calibration, load_calibration
+from launch.bench.remat import measure_layer
+from planner.calibration import Calibration, add_layer, load_calibration
 from planner.hardware import hardware
 from planner.step_time import step_time
 from sharding.partition import Partitioner
@@ -105,7 +108,7 @@ def compare(predicted: dict[str, float], measured: dict[str, float], tie: float)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; 1 when a pair of policies is in the wrong order."""
+    """Print the table; 1 when measured layers put a pair of policies in the wrong order."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=2)
@@ -117,26 +120,51 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     configs = {name: config_of(remat, args.rows, args.length) for name, remat in POLICIES.items()}
     rates, cluster = calibrated(args.calibration), load_cluster("local").config
-    one = dict.fromkeys(MESH_AXES, 1)
-    predicted = {name: step_time(config, one, cluster, rates).step_s for name, config in configs.items()}
-    steps = {name: compiled_step(config) for name, config in configs.items()}
-    measured = dict.fromkeys(configs, float("inf"))
     clock = time.perf_counter if args.clock == "wall" else time.process_time
-    for _ in range(args.rounds):
+    layer = measure_layer(
+        configs["names"],
+        "cpu",
+        rounds=args.rounds,
+        policies=[RematConfig.model_validate(remat) for remat in POLICIES.values()],
+        clock=clock,
+        report=lambda line: print(f"measuring {line}", file=sys.stderr),
+    )
+    one = dict.fromkeys(MESH_AXES, 1)
+    predictions = {
+        source: {name: step_time(config, one, cluster, used).step_s for name, config in configs.items()}
+        for source, used in (("formulas", rates), ("layers", Calibration("measured layers", add_layer(rates.file, layer))))
+    }
+    measured = measure_steps({name: compiled_step(config) for name, config in configs.items()}, args.rounds, clock)
+    more = {source: more_than_none(found) for source, found in {**predictions, "steps": measured}.items()}
+    print(f"none: {predictions['formulas']['none'] * 1e3:.0f} ms a step by formulas, {measured['none'] * 1e3:.0f} ms measured")
+    print(f"{'ms more than none':20}{'formulas':>10}{'layers':>10}{'steps':>10}{'of none':>9}")
+    for name in sorted(configs, key=lambda name: measured[name]):
+        figures = "".join(f"{more[source][name] * 1e3:+10.1f}" for source in ("formulas", "layers", "steps"))
+        print(f"{name:20}{figures}{measured[name] / measured['none'] - 1:+9.1%}")
+    wrong = {source: compare(found, measured, args.tie) for source, found in predictions.items()}
+    pairs = len(configs) * (len(configs) - 1) // 2
+    for source, found in wrong.items():
+        print(f"by {source}: {pairs - len(found)} of {pairs} pairs in the steps' order" + "".join(f"; not {a} and {b}" for a, b in found))
+    if args.json:
+        results = {"predicted_s": predictions, "measured_s": measured, "layer": layer.model_dump(mode="json"), "wrong": wrong}
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return int(bool(wrong["layers"]))
+
+
+def measure_steps(steps: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Return the seconds of each step in its best round."""
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(rounds):
         for name, step in steps.items():
             begun = clock()
             step()
-            measured[name] = min(measured[name], clock() - begun)
-    print(f"{'policy':16}{'predicted ms':>14}{'to none':>9}{'measured ms':>13}{'to none':>9}")
-    for name in sorted(configs, key=lambda name: predicted[name]):
-        ratios = [side[name] / side["none"] for side in (predicted, measured)]
-        print(f"{name:16}{predicted[name] * 1e3:14.1f}{ratios[0]:9.2f}{measured[name] * 1e3:13.1f}{ratios[1]:9.2f}")
-    wrong = compare(predicted, measured, args.tie)
-    pairs = len(configs) * (len(configs) - 1) // 2
-    print(f"{pairs - len(wrong)} of {pairs} pairs in the measured order" + "".join(f"; not {a} and {b}" for a, b in wrong))
-    if args.json:
-        args.json.write_text(json.dumps({"predicted_s": predicted, "measured_s": measured, "wrong": wrong}, indent=1) + "\n")
-    return int(bool(wrong))
+            best[name] = min(best[name], clock() - begun)
+    return best
+
+
+def more_than_none(found: dict[str, float]) -> dict[str, float]:
+    """Return what each policy takes beyond keeping everything."""
+    return {name: seconds - found["none"] for name, seconds in found.items()}
 
 
 if __name__ == "__main__":
