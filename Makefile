@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 RIDGE  := $(BIN)/ridge
 # Workers for the test suite: every test process compiles with several threads of its own.
 JOBS   ?= 2
+# Workers for the Slurm tests, each with a Slurm of its own: these wait more than they compute.
+CLUSTERS ?= 3
 # The real text of the quickstart: the standard library of this interpreter.
 CORPUS := data/quickstart
 # Overrides for the quickstart run, e.g. `make quickstart ARGS="trainer.steps=100"`.
@@ -61,9 +63,9 @@ test: $(VENV)/.installed-dev  ## the test suite
 test-injections: $(VENV)/.installed-dev  ## every rule of the diagnosis on a real run with its fault planted, alone on the machine
 	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
 
-test-slurm: $(VENV)/.installed-dev  ## the tests that run on a real Slurm: four nodes on this machine
+test-slurm: $(VENV)/.installed-dev  ## the tests that run on real Slurms: clusters of four nodes on this machine
 	@sh scripts/install_slurm.sh
-	$(BIN)/python -m pytest --durations 10 tests/slurm
+	$(BIN)/python -m pytest -n $(CLUSTERS) --dist worksteal --durations 10 tests/slurm
 
 # The same on another interpreter: without torch, so without the parity tests.
 test-newest:  ## a quick part of the suite on the newest Python found, with the newest JAX

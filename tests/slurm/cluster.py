@@ -1,7 +1,8 @@
 """A real Slurm on this machine: one controller and four node daemons of a private configuration, with its own munge.
 
 Debian's Slurm is built with multiple-slurmd support, so several daemons on one host are several nodes to Slurm. Every node has a
-loopback address of its own. Nothing of the machine's own configuration is read or changed, and several such clusters may run at once.
+loopback address of its own. Nothing of the machine's own configuration is read or changed, and several such clusters may run at once:
+each has a name of its own, from which runs derive their ports, and those of one session have other addresses.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import getpass
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
@@ -18,15 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+PROGRAMS = ("setpriv", "munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 NODES = ("node01", "node02", "node03", "node04")
 CPUS_PER_NODE = 2
 GRACE_S = 60
 """Between SIGTERM and SIGKILL: of the partition's preemption grace and of KillWait."""
 
 # A requeued job may not start before its old credentials expire: cred_expire makes that five seconds instead of two minutes.
+# Patience with a machine that has more to do than it can: TCPTimeout, MessageTimeout, BatchStartTimeout.
 CONF = """\
-ClusterName=ridgetest
+ClusterName=ridgetest{pid}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}
@@ -51,8 +54,11 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait={grace}
-SlurmdTimeout=10
+SlurmdTimeout=15
 SlurmctldTimeout=30
+TCPTimeout=20
+MessageTimeout=60
+BatchStartTimeout=60
 InactiveLimit=0
 MinJobAge=3600
 ReturnToService=2
@@ -69,8 +75,9 @@ PartitionName=high Nodes=ALL MaxTime=01:00:00 PriorityTier=10 PreemptMode=OFF St
 class SlurmCluster:
     """Four nodes `node01`..`node04` of two CPUs, partitions `low` (default, preemptible after GRACE_S) and `high`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, number: int = 0) -> None:
         self.directory = directory
+        self.number = number
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         self.env["SLURM_CONF"] = str(directory / "slurm.conf")
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -88,11 +95,12 @@ class SlurmCluster:
         munge = self._start_munge()
         port, *node_ports = _free_ports(1 + len(NODES))
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr={address(name)} Port={number} CPUs={CPUS_PER_NODE}"
+            f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr={self.address(name)} Port={number} CPUs={CPUS_PER_NODE}"
             for name, number in zip(NODES, node_ports, strict=True)
         )
         (self.directory / "slurm.conf").write_text(
             CONF.format(
+                pid=os.getpid(),
                 host=socket.gethostname(),
                 port=port,
                 user=getpass.getuser(),
@@ -105,7 +113,7 @@ class SlurmCluster:
         self._daemon("slurmctld", ["slurmctld", "-D"])
         for name in NODES:
             self.start_node(name)
-        self.until(lambda: self.node_states() == dict.fromkeys(NODES, "IDLE"), 60, "all nodes idle")
+        self.until(lambda: self.node_states() == dict.fromkeys(NODES, "IDLE"), 300, "all nodes idle")
 
     def stop(self) -> None:
         """End all jobs and daemons."""
@@ -124,8 +132,8 @@ class SlurmCluster:
         for name in NODES:
             if name not in self._daemons:
                 self.start_node(name)
-        self.until(lambda: not self.run("squeue", "-h").stdout.strip(), 90, "no jobs")
-        self.until(lambda: self.node_states() == dict.fromkeys(NODES, "IDLE"), 60, "all nodes idle")
+        self.until(lambda: not self.run("squeue", "-h").stdout.strip(), 300, "no jobs")
+        self.until(lambda: self.node_states() == dict.fromkeys(NODES, "IDLE"), 300, "all nodes idle")
 
     def _start_munge(self) -> Path:
         """Start a munge daemon with a key and socket of its own: as user munge where we are root, which it refuses to be."""
@@ -141,19 +149,25 @@ class SlurmCluster:
             munge = pwd.getpwnam("munge")
             for path in (home, key):
                 os.chown(path, munge.pw_uid, munge.pw_gid)
-            user = ["setpriv", f"--reuid={munge.pw_uid}", f"--regid={munge.pw_gid}", "--clear-groups"]
+            user = [f"--reuid={munge.pw_uid}", f"--regid={munge.pw_gid}", "--clear-groups"]
         files = {name: home / f"munged.{name}" for name in ("pid", "log", "seed")}
         arguments = [f"--{name}-file={path}" for name, path in files.items()]
-        self._daemon("munged", [*user, "munged", "-F", f"--key-file={key}", f"--socket={home}/socket", *arguments])
-        self.until(lambda: (home / "socket").exists(), 20, "munge's socket")
+        self._daemon("munged", ["munged", "-F", f"--key-file={key}", f"--socket={home}/socket", *arguments], user)
+        self.until(lambda: (home / "socket").exists(), 120, "munge's socket")
         return home / "socket"
 
-    def _daemon(self, name: str, command: Sequence[str]) -> None:
+    def _daemon(self, name: str, command: Sequence[str], privileges: Sequence[str] = ()) -> None:
+        """Start a daemon that ends when we do, in whatever way: a broken-off session of several workers ends these without a word."""
         log = (self.directory / f"{name}.out").open("ab")
         env = self.env | {"PATH": _PATH}
         with log:
             self._daemons[name] = subprocess.Popen(
-                command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                ["setpriv", "--pdeathsig=TERM", *privileges, *command],
+                env=env,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
 
     def _end(self, name: str, number: signal.Signals) -> None:
@@ -166,6 +180,10 @@ class SlurmCluster:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def address(self, name: str) -> str:
+        """Return the loopback address of a node: 127.0.1.1 for node01 of the first cluster, 127.0.2.1 of the second, ..."""
+        return f"127.0.{1 + self.number}.{int(name.removeprefix('node'))}"
 
     def start_node(self, name: str) -> None:
         """Start the daemon of one node."""
@@ -200,7 +218,7 @@ class SlurmCluster:
     def run(
         self,
         *command: str | Path,
-        timeout_s: float = 120,
+        timeout_s: float = 600,
         check: bool = True,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
@@ -244,7 +262,7 @@ class SlurmCluster:
         """Return PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, PREEMPTED, ..."""
         return self.job(job)["JobState"]
 
-    def wait_for_job(self, job: int | str, *states: str, timeout_s: float = 300) -> str:
+    def wait_for_job(self, job: int | str, *states: str, timeout_s: float = 900) -> str:
         """Wait until a job is in one of the states (default: ended); return the state."""
         wanted = states or (
             "COMPLETED",
@@ -271,7 +289,7 @@ class SlurmCluster:
         while not condition():
             if time.monotonic() > end:
                 raise AssertionError(f"not within {timeout_s} s: {what}\n{self.logs()}")
-            time.sleep(0.2)
+            time.sleep(0.4)  # a client of Slurm costs 20 ms of a core that the runs need
 
     def logs(self, lines: int = 15) -> str:
         """Return the last lines of every daemon's log."""
@@ -285,26 +303,28 @@ class SlurmCluster:
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
-def address(name: str) -> str:
-    """Return the loopback address of a node: 127.0.1.1 for node01, ..."""
-    return f"127.0.1.{int(name.removeprefix('node'))}"
-
-
 def _free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [item.getsockname()[1] for item in sockets]
+    """Return ports that were free a moment ago, all different, of those that the kernel gives to no outgoing connection.
+
+    A node that starts again finds its own still free.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 500):
+        with socket.socket() as item, contextlib.suppress(OSError):
+            item.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no free ports")
 
 
 @contextlib.contextmanager
-def running(directory: Path) -> Iterator[SlurmCluster]:
-    """Run a cluster for the length of a with block."""
-    cluster = SlurmCluster(directory)
+def running(directory: Path, number: int, starting: contextlib.AbstractContextManager[object]) -> Iterator[SlurmCluster]:
+    """Run a cluster for the length of a with block. `starting` is held while it starts: two clusters may not choose the same ports."""
+    cluster = SlurmCluster(directory, number)
     try:
-        cluster.start()
+        with starting:
+            cluster.start()
         yield cluster
     finally:
         cluster.stop()

@@ -1,30 +1,52 @@
-"""The real Slurm cluster that these tests share. `make test-slurm` installs Slurm where it may."""
+"""The real Slurm of these tests: a cluster of its own for every worker. `make test-slurm` installs Slurm where it may."""
 
 import os
 from pathlib import Path
 
 import pytest
 
+from tests.slurm import jobs
 from tests.slurm.cluster import SlurmCluster, running
+from tests.slurm.shared import Shared, worker, workers
 
 HERE = Path(__file__).parent
+LONGEST = (
+    "test_a_signal_in_every_phase_is_honoured_and_nothing_is_lost",
+    "test_twenty_runs_interrupted_at_random_moments_all_save_and_resume",
+    "test_the_time_limit_saves_and_requeues",
+    "test_a_rank_that_never_comes_is_named_by_its_host",
+    "test_a_node_that_goes_down_is_replaced",
+    "test_a_rank_that_is_alive_but_stuck_is_found_by_the_watchdog",
+    "test_a_preempted_run_saves_requeues_and_ends_bitwise_equal",
+)
+"""Begun first: otherwise one worker would be at the last of them when the others have nothing left to do."""
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.slurm)
-            item.add_marker(pytest.mark.timeout(1500))  # whole jobs, requeued several times, on two cores
+    own = [item for item in items if HERE in item.path.parents]
+    for item in own:
+        item.add_marker(pytest.mark.slurm)
+        item.add_marker(pytest.mark.timeout(1500))  # whole jobs, requeued several times, on two cores
+    if workers() > 1 and len(own) == len(items):
+        rank = {name: index for index, name in enumerate(LONGEST)}
+        first = sorted(own, key=lambda item: rank.get(item.originalname, len(rank)))
+        # --dist worksteal gives each worker a stretch of the list
+        items[:] = [item for index in range(workers()) for item in first[index :: workers()]]
 
 
 @pytest.fixture(scope="session")
-def slurm_session(tmp_path_factory):
+def shared(tmp_path_factory):
+    return Shared(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def slurm_session(tmp_path_factory, shared):
     if missing := SlurmCluster.missing():
         why = f"Slurm is not installed ({', '.join(missing)} missing): apt-get install slurmctld slurmd slurm-client munge"
         if os.environ.get("CI") == "true":
             pytest.fail(why)
         pytest.skip(why)
-    with running(tmp_path_factory.mktemp("slurm")) as cluster:
+    with running(tmp_path_factory.mktemp("slurm"), worker() or 0, shared.lock("ports")) as cluster:
         yield cluster
 
 
@@ -33,3 +55,28 @@ def slurm(slurm_session):
     """A cluster of four idle nodes without jobs."""
     yield slurm_session
     slurm_session.clear()
+
+
+@pytest.fixture(scope="session")
+def corpus(shared):
+    """A tiny corpus with a held-out set, of all workers."""
+    return shared.once("corpus", jobs.prepare_corpus)
+
+
+@pytest.fixture(scope="session")
+def programs(shared):
+    """Where runs that differ in nothing that compiles find each other's programs."""
+    return shared.path("programs")
+
+
+@pytest.fixture(scope="session")
+def reference(slurm_session, shared, corpus, programs):
+    """What an uninterrupted run of two ranks ends with, which the runs that are disturbed are held against."""
+
+    def make(directory):
+        run = jobs.submit(slurm_session, directory, corpus, "reference", steps=jobs.STEPS, programs=programs)
+        run.finishes()
+        assert run.restarts() == 0
+        return run.directory
+
+    return jobs.arrays(shared.once("reference", make))

@@ -17,6 +17,7 @@ import numpy as np
 
 from loaders.prepare import PrepareSettings, prepare
 from perf.events import Event, event_file, read_events
+from perf.timeline import phases
 
 STRIKE = Path(__file__).with_name("strike.py")
 RIDGE = Path(sys.executable).with_name("ridge")
@@ -30,8 +31,10 @@ evaluation: {{sets: {{held: {corpus}/held}}, every: 12, max_batches: 2}}
 trainer: {{steps: {steps}, log_every: 1}}
 checkpoint: {{every: 20}}
 logging: {{tensorboard: false}}
-runtime: {{rendezvous_timeout_s: 120}}
+runtime: {{rendezvous_timeout_s: 300, compilation_cache: {programs}}}
 """
+STEPS = 60
+"""Of the runs that are disturbed, and of the one they are held against."""
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Run:
         """Return the step of the newest checkpoint; 0 without."""
         return max((int(path.name[5:]) for path in (self.directory / "checkpoints").glob("step_*") if path.name[5:].isdigit()), default=0)
 
-    def reaches(self, step: int, timeout_s: float = 300) -> None:
+    def reaches(self, step: int, timeout_s: float = 900) -> None:
         self.slurm.until(lambda: self.step() >= step, timeout_s, f"step {step}\n{self.log}")
 
     def nodes(self) -> list[str]:
@@ -73,7 +76,7 @@ class Run:
     def restarts(self) -> int:
         return int(self.slurm.job(self.job)["Restarts"])
 
-    def finishes(self, timeout_s: float = 400) -> None:
+    def finishes(self, timeout_s: float = 900) -> None:
         """Wait for the job; it must complete."""
         state = self.slurm.wait_for_job(self.job, timeout_s=timeout_s)
         assert state == "COMPLETED", self.log
@@ -82,20 +85,14 @@ class Run:
         """Return every array of the newest checkpoint."""
         return arrays(self.directory)
 
-    def is_struck_after(self, delay_s: float) -> None:
-        """Have Slurm signal the ranks once, so long after they were started (or as soon as they are)."""
-        self.slurm.until(lambda: f"{self.job}.0 " in self.slurm.run("squeue", "--steps", "-h", "-o", "%i ").stdout, 900, "a step")
-        time.sleep(delay_s)
-        # the step by its name: on the task of an array, scancel takes a delivered signal for refused and sends it again, to later starts
-        self.slurm.run("scancel", "--signal=TERM", f"{self.job}.0", check=False)
-
     def nothing_was_lost(self) -> None:
-        """Assert that every start went on from the last step the start before it had made."""
+        """Assert that every start went on from the last step the start before it had made: each step was made once."""
         made = 0
         for event in self.events():
             if event.kind == "phase_end" and event.fields["phase"] == "restore" and event.fields["outcome"] == "ok":
                 assert event.fields["step"] == made, self.log
             if event.kind == "step":
+                assert event.fields["step"] == made + 1, self.log
                 made = event.fields["step"]
 
     def codes(self) -> list[int]:
@@ -136,16 +133,16 @@ def environment() -> dict[str, str]:
     return {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
 
-def write_config(directory: Path, corpus: Path, name: str, steps: int) -> Path:
+def write_config(directory: Path, corpus: Path, name: str, steps: int, programs: Path | None) -> Path:
     path = directory / f"{name}.yaml"
-    path.write_text(CONFIG.format(name=name, run_dir=directory / name, corpus=corpus, steps=steps))
+    path.write_text(CONFIG.format(name=name, run_dir=directory / name, corpus=corpus, steps=steps, programs=programs or "null"))
     return path
 
 
-def interpreter(directory: Path, name: str, strikes: Sequence[Any] = (), pace_s: float = 0.0) -> Path:
+def interpreter(directory: Path, name: str, strikes: Sequence[Any] = (), pace_s: float = 0.0, hold_at: int | None = None) -> Path:
     """Write the `python` of a job's tasks: ours, with strike.py before its command."""
     plan, python = directory / f"{name}.plan.json", directory / f"{name}.python"
-    plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s}))
+    plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at}))
     python.write_text(
         f'#!/bin/bash\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n'
         f'exec {shlex.quote(sys.executable)} {shlex.quote(str(STRIKE))} {shlex.quote(str(plan))} "$@"\n'
@@ -169,17 +166,21 @@ def submit(
     nodes: int = 2,
     minutes: str = "30",
     strikes: Sequence[Any] = (),
-    pace_s: float = 0.0,
+    pace_s: float | None = None,
     cluster: Sequence[str] = (),
     overrides: Sequence[str] = (),
+    programs: Path | None = None,
 ) -> Run:
-    """Submit a run with `ridge submit`."""
-    python = interpreter(directory, name, strikes, pace_s)
+    """Submit a run with `ridge submit`.
+
+    pace_s: a pause per step of a run that will be disturbed: its first start does not end before it was. programs: the compilation cache.
+    """
+    python = interpreter(directory, name, strikes, pace_s or 0.0, None if pace_s is None else steps - 2)
     settings = [f"software.python={python}", *cluster]
     told = slurm.run(
         RIDGE,
         "submit",
-        write_config(directory, corpus, name, steps),
+        write_config(directory, corpus, name, steps, programs),
         *("-c", "local", "-N", nodes, "--time", minutes, "--no-preflight", "--json"),
         *(part for setting in settings for part in ("--cluster-set", setting)),
         *overrides,
@@ -189,10 +190,24 @@ def submit(
     return Run(slurm, directory / name, json.loads(told.stdout)["job"])
 
 
-def sweep(slurm: Any, directory: Path, corpus: Path, name: str, *, count: int, steps: int, pace_s: float, at_once: int) -> list[Run]:
-    """Submit an array of runs on one node each with `ridge sweep`; they differ only in how many checkpoints they keep."""
-    python = interpreter(directory, name, (), pace_s)
-    config = write_config(directory, corpus, name, steps)
+def sweep(
+    slurm: Any,
+    directory: Path,
+    corpus: Path,
+    name: str,
+    *,
+    count: int,
+    steps: int,
+    pace_s: float,
+    at_once: int,
+    programs: Path | None = None,
+) -> list[Run]:
+    """Submit an array of runs on one node each with `ridge sweep`; they differ only in how many checkpoints they keep.
+
+    pace_s, programs: as of `submit`.
+    """
+    python = interpreter(directory, name, (), pace_s, steps - 2)
+    config = write_config(directory, corpus, name, steps, programs)
     file = directory / f"{name}.sweep.yaml"
     file.write_text(
         f"name: {name}\nconfig: {config.name}\nmax_running: {at_once}\ngrid: {{checkpoint.keep_last: {list(range(2, 2 + count))}}}\n"
@@ -205,6 +220,40 @@ def sweep(slurm: Any, directory: Path, corpus: Path, name: str, *, count: int, s
     )
     job = json.loads(told.stdout)["job"]
     return [Run(slurm, directory / "runs" / name / f"{index:03d}", f"{job}_{index}") for index in range(count)]
+
+
+def start_s(run: Run) -> float:
+    """Return what the only start of a run took from the beginning of its process to the end of its first step."""
+    log = phases(run.events())
+    first = next(phase for phase in log if phase.name == "first_step")
+    return first.start_s + first.duration_s - log[0].start_s
+
+
+@dataclass
+class Moment:
+    """When a run is struck: so long after its ranks were started (step 0), or after it has logged a step."""
+
+    delay_s: float
+    step: int = 0
+
+
+def strike_each(slurm: Any, runs: Sequence[Run], moments: Sequence[Moment], timeout_s: float = 900) -> None:
+    """Have Slurm signal the ranks of every run once, at its moment or as soon after it as this machine gets to it."""
+    waiting = {run.job: (run, moment) for run, moment in zip(runs, moments, strict=True)}
+    begun: dict[str, float] = {}
+
+    def strike_those_due() -> bool:
+        steps = slurm.run("squeue", "--steps", "-h", "-o", "%i").stdout.split()
+        for job, (run, moment) in list(waiting.items()):
+            if job not in begun and f"{job}.0" in steps and (moment.step == 0 or run.step() >= moment.step):
+                begun[job] = time.monotonic()
+            if job in begun and time.monotonic() - begun[job] >= moment.delay_s:
+                # the step by its name: on the task of an array, scancel takes a delivered signal for refused and sends it to later starts
+                slurm.run("scancel", "--signal=TERM", f"{job}.0", check=False)
+                del waiting[job]
+        return not waiting
+
+    slurm.until(strike_those_due, timeout_s, "every run struck")
 
 
 def ranks(run: Run) -> dict[int, int]:

@@ -1,8 +1,9 @@
 """Runs `ridge` as a rank of a test, slowed down or struck at a chosen place: `python strike.py PLAN.json -m launch train ...`.
 
 Nothing of the project is replaced: its functions are wrapped, so that a signal arrives while a phase is at work. The plan holds `strikes`,
-by restart (null: none), and `pace_s`, a pause per step. A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as at a
-preemption), "rank" (one rank gets SIGTERM), or "never" (the rank never comes).
+by restart (null: none), `pace_s`, a pause per step, and `hold_at`: the first start makes no step after that one before it was asked to
+stop, however slow the test is to ask. A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as at a preemption), "rank"
+(one rank gets SIGTERM), or "never" (the rank never comes).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ARRIVES_WITHIN_S = 3.0
+ARRIVES_WITHIN_S = 600.0
 CALL = 5
 """Places passed at each step are struck at this one."""
 
@@ -36,6 +37,8 @@ class Strike:
         if wanted != rank:
             self.place = None
         self.restart, self.record = restart, record
+        self.stop: Any = None
+        """The process's trainer.stop.Stop, once it is installed."""
 
     def at(self, place: str) -> None:
         """Strike once, and stay here until the signal has come."""
@@ -45,12 +48,23 @@ class Strike:
         with self.record.open("a") as file:
             file.write(json.dumps({"restart": self.restart, "place": place}) + "\n")
         if self.how == "job":
-            subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=True)
+            # in a process group of its own: Slurm signals that of the rank, and with it a scancel that has not ended yet
+            subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=True, start_new_session=True)
         elif self.how == "rank":
             os.kill(os.getpid(), signal.SIGTERM)
+        while self.how == "never":
+            time.sleep(1)
+        self.wait_until_asked()
+
+    def wait_until_asked(self) -> None:
+        """Wait until this process was asked to stop and, in the loop, all processes know at which step."""
         end = time.monotonic() + ARRIVES_WITHIN_S
-        while self.how == "never" or time.monotonic() < end:
-            time.sleep(0.1)
+        while not self._asked() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _asked(self) -> bool:
+        stop = self.stop
+        return stop is not None and stop.asked is not None and (not stop._shared or stop._stop_at is not None)
 
 
 def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
@@ -65,9 +79,18 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def install(strike: Strike, pace_s: float) -> None:
+def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
     """Wrap the places a strike may happen at, without loading JAX."""
     from perf.events import EventLog
+    from trainer.stop import Stop
+
+    take_over = Stop.install
+
+    def found(self: Stop) -> Stop:
+        strike.stop = self
+        return take_over(self)
+
+    Stop.install = found  # type: ignore[method-assign]
 
     wrap(importlib.import_module("launch.cluster.join"), "_roll_call", lambda: strike.at("rendezvous"))
     phase = EventLog.phase
@@ -75,7 +98,7 @@ def install(strike: Strike, pace_s: float) -> None:
     @contextlib.contextmanager
     def struck_phase(self: EventLog, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
         if name == "train":
-            install_loop(strike, pace_s)
+            install_loop(strike, pace_s, hold_at)
         with phase(self, name, **fields) as record:
             strike.at(name)
             yield record
@@ -83,7 +106,7 @@ def install(strike: Strike, pace_s: float) -> None:
     EventLog.phase = struck_phase  # type: ignore[method-assign, assignment]
 
 
-def install_loop(strike: Strike, pace_s: float) -> None:
+def install_loop(strike: Strike, pace_s: float, hold_at: int | None) -> None:
     """Wrap the places of the loop: it is loaded by now."""
     from trainer.loop import Loop
 
@@ -100,6 +123,8 @@ def install_loop(strike: Strike, pace_s: float) -> None:
     def slow(batches: Iterator[Any]) -> Iterator[Any]:
         count("data_wait")
         time.sleep(pace_s)
+        if strike.restart == 0 and calls["data_wait"] == hold_at:
+            strike.wait_until_asked()
         yield next(batches)
 
     Loop._next_batch = lambda self, batches: take(self, slow(batches))  # type: ignore[method-assign]
@@ -113,7 +138,7 @@ def main() -> None:
     sys.argv = ["ridge", *sys.argv[4:]]
     strike = Strike(plan, path.with_suffix(".strikes"))
     strike.at("start")
-    install(strike, plan["pace_s"])
+    install(strike, plan["pace_s"], plan["hold_at"])
     from launch.cli import main as ridge
 
     ridge()

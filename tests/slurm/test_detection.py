@@ -26,10 +26,11 @@ name: detection
 model: {{vocab_size: 258, num_layers: 1, embed_dim: 16, num_heads: 2, mlp_dim: 32, max_seq_len: 32}}
 precision: {{compute: float32}}
 data: {{train: [{{path: {corpus}}}], seq_len: 32, batch_size: 8}}
+schedule: {{kind: constant}}
 trainer: {{steps: 4, log_every: 1}}
 checkpoint: {{every: 0, final: false}}
 logging: {{tensorboard: false}}
-runtime: {{platform: cpu}}
+runtime: {{platform: cpu, compilation_cache: {programs}}}
 """
 QUICKSTART = """\
 base: [{root}/configs/quickstart.yaml]
@@ -45,12 +46,12 @@ runtime: {{platform: cpu}}
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     directory = tmp_path_factory.mktemp("detection")
     (directory / "text.txt").write_text((ROOT / "launch" / "cli.py").read_text())
     prepare(PrepareSettings((directory / "text.txt",), directory / "c", "bytes"), workers=1)
     file = directory / "config.yaml"
-    file.write_text(CONFIG.format(corpus=directory / "c"))
+    file.write_text(CONFIG.format(corpus=directory / "c", programs=programs))
     (directory / "quickstart.yaml").write_text(QUICKSTART.format(root=ROOT, corpus=directory / "c"))
     return file
 
@@ -74,10 +75,14 @@ def events(run_dir: Path) -> list[Event]:
 
 
 @pytest.fixture(scope="module")
-def single(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def single(quickstart: Path, shared: Any) -> list[float]:
     """Losses of one process with four devices, outside of Slurm."""
-    run_dir = tmp_path_factory.mktemp("single") / "run"
-    subprocess.run(train(quickstart, run_dir, "runtime.cpu_devices=4"), check=True, timeout=240, capture_output=True)
+
+    def make(directory: Path) -> Path:
+        subprocess.run(train(quickstart, directory / "run", "runtime.cpu_devices=4"), check=True, timeout=900, capture_output=True)
+        return directory / "run"
+
+    run_dir = shared.once("single", make)
     assert len(losses(run_dir)) == 4
     return losses(run_dir)
 
@@ -87,13 +92,13 @@ def test_srun_alone_trains_as_a_single_process_does(
     slurm: Any, quickstart: Path, single: list[float], tmp_path: Path, nodes: int, devices: int
 ) -> None:
     begin = time.time()
-    done = slurm.run("srun", f"-N{nodes}", *train(quickstart, tmp_path / "run", f"runtime.cpu_devices={devices}"), timeout_s=240)
+    done = slurm.run("srun", f"-N{nodes}", *train(quickstart, tmp_path / "run", f"runtime.cpu_devices={devices}"), timeout_s=900)
     assert losses(tmp_path / "run") == pytest.approx(single, rel=1e-5)
     assert done.stdout.count("step 4/4") == 1, "one run, not copies"
     assert "cluster: Slurm step" in done.stdout
     met = next(event.fields["described"] for event in events(tmp_path / "run") if event.kind == "cluster")
     assert (met["processes"], met["nodes"], met["coordinator"]) == (nodes, nodes, "node01")
-    assert met["addresses"] == ["127.0.1.1"]
+    assert met["addresses"] == [slurm.address("node01")]
     _startup_adds_up(events(tmp_path / "run"), begin)
 
 
@@ -119,7 +124,7 @@ def test_two_jobs_and_two_steps_at_once_on_the_same_nodes_do_not_mix(slurm: Any,
     steps = f"srun -N2 -n2 --overlap {command('a', 1)} & a=$!; srun -N2 -n2 --overlap {command('b', 2)} & b=$!; wait $a && wait $b"
     first = slurm.popen("salloc", "-N2", "-n2", "--nodelist=node[01-02]", "bash", "-c", steps)
     second = slurm.popen("srun", "-N2", "-n2", "--nodelist=node[01-02]", *train(config, tmp_path / "c", "seed=3"))
-    outputs = [process.communicate(timeout=300)[0] for process in (first, second)]
+    outputs = [process.communicate(timeout=900)[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0], "\n".join(outputs)
     coordinators = set()
     seen = []
@@ -138,7 +143,7 @@ def test_several_tasks_without_srun_are_refused_at_once(slurm: Any, config: Path
     script.write_text(f"#!/bin/bash\n{' '.join(train(config, tmp_path / 'run'))}\n")
     out = tmp_path / "out"
     job = slurm.sbatch(script, "-N2", "-n2", f"--output={out}")
-    assert slurm.wait_for_job(job, timeout_s=120) == "FAILED"
+    assert slurm.wait_for_job(job, timeout_s=900) == "FAILED"
     assert slurm.job(job)["ExitCode"] == f"{exit_codes.USAGE}:0"
     (line,) = [line for line in out.read_text().splitlines() if line.startswith("ridge: error")]
     assert "this job has 2 tasks, but srun did not start this process" in line
@@ -150,10 +155,10 @@ def test_several_tasks_without_srun_are_refused_at_once(slurm: Any, config: Path
 
 
 def test_a_rank_that_was_never_started_is_named_on_every_other(slurm: Any, config: Path, tmp_path: Path) -> None:
-    words = " ".join(train(config, tmp_path / "run", "runtime.rendezvous_timeout_s=6"))
+    words = " ".join(train(config, tmp_path / "run", "runtime.rendezvous_timeout_s=15"))
     done = slurm.run("srun", "-N3", "--label", "bash", "-c", f"[ $SLURM_PROCID = 1 ] && exit 0; exec {words}", check=False)
     assert done.returncode == exit_codes.LOST_PEER
-    said = re.findall(r"^(\d): ridge: stopped: process 1 on node02 has not come within 6 s", done.stderr, re.M)
+    said = re.findall(r"^(\d): ridge: stopped: process 1 on node02 has not come within 15 s", done.stderr, re.M)
     assert sorted(said) == ["0", "2"], done.stderr
 
 
@@ -166,8 +171,8 @@ def test_tasks_that_do_not_fit_the_mesh_are_refused_on_every_rank(slurm: Any, co
 def test_a_heterogeneous_step_and_a_container_without_scontrol_train(slurm: Any, config: Path, tmp_path: Path) -> None:
     # the step of two components; scontrol hidden, so that names must resolve or the flag must say: it says the address
     words = " ".join(train(config, tmp_path / "run", "trainer.steps=1", "mesh.fsdp=1", "mesh.data=3", "data.batch_size=6"))
-    hidden = f"PATH=/nonexistent exec {words} --coordinator 127.0.1.1"
-    done = slurm.run("srun", "-n1", "-N1", "/bin/bash", "-c", hidden, ":", "-n2", "-N2", "/bin/bash", "-c", hidden, timeout_s=240)
+    hidden = f"PATH=/nonexistent exec {words} --coordinator {slurm.address('node01')}"
+    done = slurm.run("srun", "-n1", "-N1", "/bin/bash", "-c", hidden, ":", "-n2", "-N2", "/bin/bash", "-c", hidden, timeout_s=900)
     assert "own parser, scontrol gave no answer" not in done.stdout, "the flag names the coordinator"
     met = next(event.fields["described"] for event in events(tmp_path / "run") if event.kind == "cluster")
     assert (met["processes"], met["nodes"], met["hosts"]) == (3, 3, ["node01", "node02", "node03"])

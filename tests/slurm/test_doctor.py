@@ -31,7 +31,7 @@ def report(output: str) -> dict[str, Any]:
 def test_four_nodes_are_examined_by_name(slurm: Any, tmp_path: Path) -> None:
     (tmp_path / "four.yaml").write_text(CLUSTER)
     command = [RIDGE, "doctor", "--job", "--quick", "--json", "--cluster", "four.yaml", "--run-dir", "run"]
-    done = slurm.run("srun", "-N4", "--ntasks-per-node=1", *command, cwd=tmp_path, check=False, timeout_s=300, env=ENVIRONMENT)
+    done = slurm.run("srun", "-N4", "--ntasks-per-node=1", *command, cwd=tmp_path, check=False, timeout_s=900, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = report(done.stdout)
     assert found["nodes"] == list(NODES)
@@ -50,7 +50,7 @@ def test_the_node_with_another_version_is_named_for_exclusion(slurm: Any, tmp_pa
         f"exec {RIDGE} doctor --job --quick --json --cluster four.yaml --run-dir run\n"
     )
     command = ["srun", "-N4", "--ntasks-per-node=1", "bash", "task.sh"]
-    done = slurm.run(*command, cwd=tmp_path, check=False, timeout_s=300, env=ENVIRONMENT)
+    done = slurm.run(*command, cwd=tmp_path, check=False, timeout_s=900, env=ENVIRONMENT)
     assert done.returncode == BAD_NODE, done.stdout + done.stderr
     assert list(report(done.stdout)["unfit"]) == ["node03"]
     bad = read_bad_nodes(tmp_path / "run")

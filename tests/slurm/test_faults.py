@@ -14,7 +14,7 @@ import pytest
 from launch.exit_codes import DONE, HANG, LOST_PEER
 from tests.slurm import jobs
 
-STEPS, PACE_S = 100, 0.1
+STEPS, PACE_S = jobs.STEPS, 0.05
 WAIT_S = 15
 """How long srun waits for the other ranks once one has ended."""
 WAIT = f"slurm.srun_options=[--wait={WAIT_S}]"
@@ -23,22 +23,11 @@ GONE = "another process of the run is gone|another task died"
 Arrays = Mapping[str, np.ndarray]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.prepare_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def reference(slurm_session: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Arrays:
-    """What an uninterrupted run of two ranks ends with."""
-    run = jobs.submit(slurm_session, tmp_path_factory.mktemp("reference"), corpus, "reference", steps=STEPS)
-    run.finishes()
-    return run.arrays()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_other_of_a_killed_rank_ends_saying_so(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays, rank: int) -> None:
-    run = jobs.submit(slurm, tmp_path, corpus, "killed", steps=STEPS, pace_s=PACE_S, cluster=[WAIT])
+def test_the_other_of_a_killed_rank_ends_saying_so(
+    slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays, rank: int
+) -> None:
+    run = jobs.submit(slurm, tmp_path, corpus, "killed", steps=STEPS, pace_s=PACE_S, cluster=[WAIT], programs=programs)
     run.reaches(30)
     os.kill(jobs.ranks(run)[rank], signal.SIGKILL)
     run.finishes()
@@ -48,9 +37,11 @@ def test_the_other_of_a_killed_rank_ends_saying_so(slurm: Any, tmp_path: Path, c
     jobs.assert_bitwise_equal(run.arrays(), reference)
 
 
-def test_a_rank_that_is_alive_but_stuck_is_found_by_the_watchdog(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays) -> None:
-    overrides = ["trainer.hang_timeout_s=8"]
-    run = jobs.submit(slurm, tmp_path, corpus, "stuck", steps=STEPS, pace_s=PACE_S, cluster=[WAIT], overrides=overrides)
+def test_a_rank_that_is_alive_but_stuck_is_found_by_the_watchdog(
+    slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays
+) -> None:
+    overrides = ["trainer.hang_timeout_s=15"]
+    run = jobs.submit(slurm, tmp_path, corpus, "stuck", steps=STEPS, pace_s=PACE_S, cluster=[WAIT], programs=programs, overrides=overrides)
     run.reaches(30)
     os.kill(jobs.ranks(run)[1], signal.SIGSTOP)
     run.finishes()
@@ -62,8 +53,8 @@ def test_a_rank_that_is_alive_but_stuck_is_found_by_the_watchdog(slurm: Any, tmp
     jobs.assert_bitwise_equal(run.arrays(), reference)
 
 
-def test_a_node_that_goes_down_is_replaced(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays) -> None:
-    run = jobs.submit(slurm, tmp_path, corpus, "lost", steps=STEPS, pace_s=PACE_S, cluster=[WAIT])
+def test_a_node_that_goes_down_is_replaced(slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays) -> None:
+    run = jobs.submit(slurm, tmp_path, corpus, "lost", steps=STEPS, pace_s=PACE_S, cluster=[WAIT], programs=programs)
     run.reaches(30)
     down = run.nodes()[1]
     slurm.stop_node(down)
@@ -74,10 +65,12 @@ def test_a_node_that_goes_down_is_replaced(slurm: Any, tmp_path: Path, corpus: P
     jobs.assert_bitwise_equal(run.arrays(), reference)
 
 
-def test_a_rank_that_never_comes_is_named_by_its_host(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays) -> None:
+def test_a_rank_that_never_comes_is_named_by_its_host(slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays) -> None:
     overrides = ["runtime.rendezvous_timeout_s=30"]
     strikes = [["start", "never", 1]]
-    run = jobs.submit(slurm, tmp_path, corpus, "absent", steps=STEPS, strikes=strikes, cluster=[WAIT], overrides=overrides)
+    run = jobs.submit(
+        slurm, tmp_path, corpus, "absent", steps=STEPS, strikes=strikes, cluster=[WAIT], programs=programs, overrides=overrides
+    )
     first = run.nodes_once_running()
     run.finishes()
     assert run.restarts() == 1

@@ -13,11 +13,11 @@ from tests.slurm.jobs import CONFIG, RIDGE, environment, interpreter, prepare_co
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     """A directory with a corpus and a config."""
     path = tmp_path_factory.mktemp("scale")
     corpus = prepare_corpus(path)
-    shared = CONFIG.format(name="tiny", run_dir=path / "unused", corpus=corpus, steps=8)
+    shared = CONFIG.format(name="tiny", run_dir=path / "unused", corpus=corpus, steps=8, programs=programs)
     (path / "tiny.yaml").write_text(shared.replace("every: 12", "every: 0").replace("checkpoint: {every: 20}", "checkpoint: {every: 0}"))
     return path
 
@@ -35,7 +35,7 @@ def test_two_scales_are_submitted_once_waited_for_and_compared(slurm: Any, work:
         if "devices-2.1: job" in line and "submitted" in line:
             break
     first.send_signal(signal.SIGINT)
-    said.append(first.communicate(timeout=120)[0])
+    said.append(first.communicate(timeout=900)[0])
     assert first.returncode == 130, "".join(said)
 
     done = slurm.run(*command, env=environment(), cwd=work, timeout_s=900)

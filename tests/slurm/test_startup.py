@@ -44,7 +44,7 @@ def train(work: Path, run: str, *overrides: str) -> list[str]:
 
 def test_the_time_from_srun_to_the_first_step_is_accounted_for(slurm: Any, work: Path) -> None:
     start_s = time.time()
-    slurm.run("srun", "-N2", "-n2", *train(work, "timed"), cwd=work, env=ENV, timeout_s=300)
+    slurm.run("srun", "-N2", "-n2", *train(work, "timed"), cwd=work, env=ENV, timeout_s=900)
     found = [
         p
         for p in phases(read_events(event_file(work / "timed", 0)))

@@ -15,30 +15,32 @@ GUIDE = Path(__file__).parents[2] / "docs/guides/slurm.md"
 RIDGE = Path(sys.executable).with_name("ridge")
 CONFIG = """\
 name: tiny
-model: {vocab_size: 512, num_layers: 2, embed_dim: 32, num_heads: 4, mlp_dim: 64, max_seq_len: 64}
-precision: {compute: float32}
-data: {train: [{path: corpus}], seq_len: 32, batch_size: 8}
-trainer: {steps: 10, log_every: 5}
-checkpoint: {every: 5}
-logging: {tensorboard: false}
+model: {{vocab_size: 258, num_layers: 1, embed_dim: 16, num_heads: 2, mlp_dim: 32, max_seq_len: 32}}
+precision: {{compute: float32}}
+data: {{train: [{{path: corpus}}], seq_len: 32, batch_size: 8}}
+schedule: {{kind: constant}}
+trainer: {{steps: 10, log_every: 5}}
+checkpoint: {{every: 5}}
+logging: {{tensorboard: false}}
+runtime: {{compilation_cache: {programs}}}
 """
 READ = ["--input", "texts", "--include", "**/*.py", "--tokenizer", "bytes", "--shards", "6"]
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
+def work(tmp_path: Path, programs: Path) -> Path:
     """A directory with texts and a tiny config."""
     (tmp_path / "texts").mkdir()
     for index in range(60):
         (tmp_path / f"texts/m{index}.py").write_text(f"def f{index}(x):\n    return x + {index}\n" * 20)
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.yaml").write_text(CONFIG.format(programs=programs))
     return tmp_path
 
 
 def ridge(slurm: Any, work: Path, *arguments: str, check: bool = True) -> str:
     """Run a command as a user on the login node; return what it prints."""
     env = {"XLA_FLAGS": ""}  # not the virtual devices of the other tests
-    done = slurm.run(RIDGE, *arguments, cwd=work, check=check, timeout_s=300, env=env)
+    done = slurm.run(RIDGE, *arguments, cwd=work, check=check, timeout_s=900, env=env)
     return done.stdout if check else done.stdout + done.stderr
 
 
@@ -88,7 +90,7 @@ def test_waiting_and_running_jobs_are_cancelled(slurm: Any, work: Path, corpus: 
     assert "has written nothing yet (PENDING)" in ridge(slurm, work, "logs", "runs/other", check=False)
     assert answer(slurm, work, "cancel", "runs/other") == {"saving": [], "cancelled": [waiting]}
     assert slurm.wait_for_job(waiting) == "CANCELLED"
-    slurm.until(lambda: "step 5/" in (work / f"runs/tiny/slurm/job-{running}.log").read_text(), 200, "training")
+    slurm.until(lambda: "step 5/" in (work / f"runs/tiny/slurm/job-{running}.log").read_text(), 900, "training")
     assert answer(slurm, work, "cancel", "runs/tiny") == {"saving": [running], "cancelled": []}
     slurm.wait_for_job(running)
     shown = answer(slurm, work, "status", "runs/tiny")
@@ -115,7 +117,7 @@ def test_the_guides_own_script_requeues_after_saving_and_not_after_scancel(slurm
     log = work / f"my-run-{job}.log"
 
     def reached(words: str) -> None:
-        slurm.until(lambda: log.exists() and words in log.read_text(), 200, words)
+        slurm.until(lambda: log.exists() and words in log.read_text(), 900, words)
 
     reached("step 5/20000")
     slurm.run("scancel", "--signal=TERM", job)  # as preemption and the time limit do: to the ranks
@@ -133,7 +135,7 @@ def test_a_sweep_survives_a_failing_point_and_repeats_only_that(slurm: Any, work
     submit = ["sweep", "sweep.yaml", "-c", "local", "--no-preflight"]
     first = answer(slurm, work, *submit)
     assert first["points"] == [0, 1, 2]
-    slurm.until(lambda: not slurm.run("squeue", "-h", "-j", first["job"], check=False).stdout.strip(), 300, "the array to end")
+    slurm.until(lambda: not slurm.run("squeue", "-h", "-j", first["job"], check=False).stdout.strip(), 900, "the array to end")
     table = answer(slurm, work, "sweep", "sweep.yaml", "--table")
     assert [row["state"] for row in table] == ["finished", "failed", "finished"], ridge(slurm, work, "logs", "runs/s/001")
     assert [row["step"] for row in table] == [10, None, 10]
@@ -159,7 +161,7 @@ def test_a_corpus_of_an_array_is_byte_for_byte_that_of_one_process(slurm: Any, w
 
     first = answer(slurm, work, *submit)
     slurm.run("scancel", f"{first['array']}_2")
-    slurm.until(lambda: not slurm.run("squeue", "-h").stdout.strip(), 200, "the jobs to end")
+    slurm.until(lambda: not slurm.run("squeue", "-h").stdout.strip(), 900, "the jobs to end")
     if slurm.job_state(first["merge"]) == "COMPLETED":
         pytest.fail("the merge ran although a slice was cancelled")
     assert not (work / "array/manifest.json").exists()
