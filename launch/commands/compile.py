@@ -15,7 +15,9 @@ from launch.options import config_arguments, json_option
 from launch.tables import Column, print_json, print_table
 
 if TYPE_CHECKING:
+    from configs.cluster import ClusterConfig
     from configs.schema import Config
+    from trainer.aot import Request
     from trainer.aot_report import Report
 
 GB = 1e9
@@ -35,6 +37,11 @@ GB = 1e9
     help="JAX_OPTIMIZATION_LEVEL [default: that of a run]; O1 pipelines collectives and takes more memory.",
 )
 @click.option("--calibration", metavar="FILE", help="Rates measured by `ridge calibrate` [default: published ones].")
+@click.option(
+    "--compare",
+    type=click.Choice(["tensor_overlap"]),
+    help="Also compile with the other value of this setting of `compute`, and say with which the played schedule is shorter.",
+)
 @click.option("--hlo", type=click.Path(path_type=Path), help="Also write the compiled module's text to this file.")
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=1800.0, show_default=True, help="End a compile that takes longer.")
 @json_option
@@ -47,6 +54,7 @@ def compile_command(
     xla_flags: tuple[str, ...],
     optimization_level: str | None,
     calibration: str | None,
+    compare: str | None,
     hlo: Path | None,
     timeout_s: float,
     as_json: bool,
@@ -60,34 +68,57 @@ def compile_command(
     from configs.cluster import load_cluster
     from configs.load import load
     from planner.calibration import load_calibration
-    from trainer.aot import Request, compile_ahead
+    from trainer.aot import compile_ahead
     from trainer.aot_report import build_report, report_json, smallest_change
+    from trainer.compare_overlap import compared, other_overlap
 
-    resolved, place = load(config, overrides).config, load_cluster(cluster).config
-    request = Request.on(resolved, place, nodes)  # refuses devices that cannot be compiled for
-    flags, level = flags_of_a_run(resolved, place.device)
-    own = {flag.split("=", 1)[0] for flag in xla_flags}
-    flags = (*(flag for flag in flags if flag.split("=", 1)[0] not in own), *xla_flags)
-    request = replace(request, xla_flags=flags, optimization_level=optimization_level or level)
+    resolved, place, rates = load(config, overrides).config, load_cluster(cluster).config, load_calibration(calibration)
+    request = request_of_a_run(resolved, place, nodes, xla_flags, optimization_level)
+    other = None
+    if compare is not None:
+        value = other_overlap(resolved, request.devices)
+        changed = load(config, (*overrides, f"compute.tensor_overlap={value}")).config
+        other = request_of_a_run(changed, place, nodes, xla_flags, optimization_level)
     compiled = compile_ahead(request, timeout_s=timeout_s)
-    report = build_report(request, place, compiled, load_calibration(calibration))
+    report = build_report(request, place, compiled, rates)
     change = None if report.fits else smallest_change(request, place, report)
     if hlo is not None:
-        try:
-            hlo.write_text(compiled.hlo_text)
-        except OSError as error:
-            raise UserError(f"cannot write {hlo}: {error.strerror}") from None
+        _write(hlo, compiled.hlo_text)
+    comparison = None
+    if other is not None:
+        reports: dict[str, Report] = {resolved.compute.tensor_overlap: report}
+        reports[other.config.compute.tensor_overlap] = build_report(other, place, compile_ahead(other, timeout_s=timeout_s), rates)
+        comparison = compared(reports)
     if as_json:
-        print_json(
-            report_json(report) | {"xla_flags": list(flags), "optimization_level": request.optimization_level, "smallest_change": change}
-        )
+        told = {"xla_flags": list(request.xla_flags), "optimization_level": request.optimization_level, "smallest_change": change}
+        print_json(report_json(report) | told | ({"compared": comparison} if comparison is not None else {}))
     else:
         print_report(report, change, resolved.name, place.name, nodes)
+        if comparison is not None:
+            _print_comparison(comparison)
     needed = (compiled.peak_bytes + report.reserve_bytes) / GB
     if fail_if_memory_above is not None and needed > fail_if_memory_above:
         click.echo(f"ridge: {needed:.2f} GB per device are above the {fail_if_memory_above:g} GB allowed", err=True)
         return 1
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def request_of_a_run(config: Config, place: ClusterConfig, nodes: int, xla_flags: tuple[str, ...], level: str | None) -> Request:
+    """Ask for a config with the flags of a run, the user's own in their place. Raises UserError for devices that cannot be compiled for."""
+    from trainer.aot import Request
+
+    request = Request.on(config, place, nodes)
+    flags, usual = flags_of_a_run(config, place.device)
+    own = {flag.split("=", 1)[0] for flag in xla_flags}
+    flags = (*(flag for flag in flags if flag.split("=", 1)[0] not in own), *xla_flags)
+    return replace(request, xla_flags=flags, optimization_level=level or usual)
 
 
 def flags_of_a_run(config: Config, device: str) -> tuple[tuple[str, ...], str | None]:
@@ -194,3 +225,13 @@ def _print_roofline(report: Report) -> None:
     step, compute, talk, waited = (roofline[k] * 1e3 for k in ("step_s", "compute_s", "communication_s", "exposed_communication_s"))
     print(f"the schedule at calibrated rates: {step:.1f} ms per step, {compute:.1f} ms of them kernels")
     print(f"of {talk:.1f} ms of communication {waited:.1f} ms are waited for")
+
+
+def _print_comparison(comparison: dict[str, Any]) -> None:
+    rows = [row | {"ms": row["step_s"] * 1e3, "waited": row["exposed_communication_s"] * 1e3} for row in comparison["rows"]]
+    columns = [Column("value", "compute.tensor_overlap"), Column("ms", "step, ms", "{:.1f}".format)]
+    columns += [Column("waited", "waited, ms", "{:.1f}".format), Column("overlapped_share", "hidden", "{:.1%}".format)]
+    columns += [Column("needed_bytes", "GB", lambda size: f"{size / GB:.2f}"), Column("fits")]
+    print()
+    print_table(columns, rows, title="both ways around the products that tensor cuts, played at calibrated rates")
+    print(comparison["advice"])
