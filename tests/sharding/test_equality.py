@@ -1,6 +1,7 @@
 """Every way of laying 8 devices out over data, fsdp and tensor trains as one device does."""
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,13 +66,26 @@ def remember_gradient() -> optax.GradientTransformation:
     )
 
 
-def run(config: Config, devices) -> tuple[list[float], dict]:
-    """Losses and gradient norms of STEPS steps, and the gradient of the first one on the host."""
+def prepared(config: Config, devices) -> tuple[Partitioner, Any, optax.GradientTransformation, Any]:
+    """Partitioner, model, optimizer and abstract state of a config."""
     partitioner = Partitioner(build_mesh(config.mesh, devices), Rules.from_config(config.mesh))
     spec = model_spec(config, partitioner)
     optimizer = optax.chain(remember_gradient(), build_optimizer(config.optimizer, config.precision, spec.param_axes))
-    abstract = abstract_state(config, spec, optimizer, partitioner)
-    state = init_state(config, spec, optimizer, abstract)
+    return partitioner, spec, optimizer, abstract_state(config, spec, optimizer, partitioner)
+
+
+@cache
+def first_state(model: str) -> Any:
+    """Made on one device and put on every mesh: that each would make the same is for test_partition.py to show."""
+    config = make_config(1, 1, 1).model_copy(update={"model": ModelConfig.model_validate_json(model)})
+    _, spec, optimizer, abstract = prepared(config, jax.devices()[:1])
+    return jax.device_get(init_state(config, spec, optimizer, abstract))
+
+
+def run(config: Config, devices) -> tuple[list[float], dict]:
+    """Losses and gradient norms of STEPS steps, and the gradient of the first one on the host."""
+    partitioner, spec, optimizer, abstract = prepared(config, devices)
+    state = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), first_state(config.model.model_dump_json()), abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
