@@ -17,7 +17,7 @@ INJECTIONS := tests/perf/test_diagnosis_runs.py
 # gradients on a mesh, what XLA makes of the step, traces, the terminal. Of what imports no JAX little: it has run on the older Python.
 # `make test-newest NEWEST_TESTS=tests` runs all.
 NEWEST_VENV  := .venv-newest
-# run-newest installs and tests; install-newest only installs.
+# run-newest installs and tests, run-newest-again tests what failed last, install-newest only installs.
 NEWEST_GOAL  := run-newest
 NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parameters.py published.py step_time.py) \
   $(addprefix tests/perf/test_,bench_work.py events.py goodput_live.py hlo.py hlo_schedule.py metrics.py profiler.py progress.py recompile.py) \
@@ -32,7 +32,7 @@ NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parame
   $(addprefix tests/launch/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: test-again test-slurm-again test-injections-again help quickstart test test-injections test-slurm test-newest lint format types check-layers bench clean install install-newest run-newest
+.PHONY: test-again test-slurm-again test-injections-again help quickstart test test-injections test-slurm test-newest lint format types check-layers bench clean install install-newest run-newest run-newest-again
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -87,6 +87,9 @@ test-again test-slurm-again test-injections-again: $(VENV)/.installed-dev
 run-newest: $(VENV)/.installed-newest
 	$(BIN)/python -c 'from importlib.metadata import version as v; print("jax", v("jax"), "flax", v("flax"), "numpy", v("numpy"))'
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS)
+
+run-newest-again: $(VENV)/.installed-newest
+	$(BIN)/python -m pytest -p no:xdist --last-failed --last-failed-no-failures none $(NEWEST_TESTS)
 
 $(VENV)/.installed-newest: $(BIN)/python pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

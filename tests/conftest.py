@@ -52,3 +52,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(root))))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    """Name a test without its group, which pytest-xdist writes behind the name: a second try without xdist looks for what failed."""
+    name, at, group = report.nodeid.rpartition("@")
+    if at and "]" not in group and "PYTEST_XDIST_WORKER" not in os.environ:
+        report.nodeid = name
