@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from launch import exit_codes, local
 from launch.cluster.devices import VISIBLE
 from loaders.prepare import PrepareSettings, prepare
-from perf.events import event_file, read_events
+from perf.events import Event, event_file, read_events
 from perf.timeline import phases
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ def train(config: Path, processes: int, process: int, port: int, *more: str, **o
 
 def ends(processes: Sequence[subprocess.Popen[str]], code: int, words: str) -> None:
     """Expect all processes to end with a code, each saying the words in one line."""
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(outputs)
     for output in outputs:
         said = [line for line in output.splitlines() if words in line]
@@ -71,15 +72,56 @@ def ends(processes: Sequence[subprocess.Popen[str]], code: int, words: str) -> N
         assert "Traceback" not in output
 
 
-def test_two_local_processes_train_as_one_and_record_how_they_met(config: Path, tmp_path: Path) -> None:
-    both = ridge("launch", "--processes", "2", config)
-    output = both.communicate(timeout=240)[0]
-    assert both.returncode == 0, output
-    assert "0: step 4/4" in output
-    assert "1: step" not in output
+@dataclass
+class Started:
+    """A run of two local processes that has ended, and the programs it left to the next start."""
+
+    output: str
+    logs: list[list[Event]]
+    """Events of each process."""
+    programs: set[str]
+    """Files in the cache of programs."""
+
+    @property
+    def compiled(self) -> list[list[tuple[str, str]]]:
+        """What each process compiled or loaded."""
+        return [[(p.fields["program"], p.fields["source"]) for p in phases(log) if p.name == "compile"] for log in self.logs]
+
+    @property
+    def losses(self) -> list[float]:
+        """As process 0 logged them."""
+        return [event.fields["loss"] for event in self.logs[0] if event.kind == "step"]
+
+
+def start_two(config: Path, cache: Path, run_dir: Path) -> Started:
+    group = ridge("launch", "--processes", "2", config, f"runtime.compilation_cache={cache}", f"run_dir={run_dir}")
+    output = group.communicate(timeout=500)[0]
+    assert group.returncode == 0, output
+    logs = [read_events(event_file(run_dir, process)) for process in (0, 1)]
+    return Started(output, logs, {file.name for file in cache.rglob("*") if not file.name.endswith("-atime")})
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("programs")
+    directory.chmod(0o700)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def first(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    """The first start of a config, with nothing compiled."""
+    directory = tmp_path_factory.mktemp("first")
+    (directory / "config.yaml").write_text(CONFIG.format(run_dir=directory / "run", corpus=corpus))
+    return start_two(directory / "config.yaml", cache, directory / "run")
+
+
+def test_two_local_processes_train_as_one_and_record_how_they_met(first: Started, config: Path, tmp_path: Path) -> None:
+    assert "0: step 4/4" in first.output
+    assert "1: step" not in first.output
     single = ridge("train", config, f"run_dir={tmp_path / 'single'}", "runtime.cpu_devices=4")
-    assert single.communicate(timeout=240)[0] and single.returncode == 0
-    runs = [read_events(event_file(tmp_path / name, 0)) for name in ("run", "single")]
+    assert single.communicate(timeout=500)[0] and single.returncode == 0
+    runs = [first.logs[0], read_events(event_file(tmp_path / "single", 0))]
     losses = [[event.fields["loss"] for event in events if event.kind == "step"] for events in runs]
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -148,7 +190,7 @@ def test_a_sigterm_while_waiting_ends_at_once_as_preempted(config: Path) -> None
         if "waiting for 1 of 2 processes: process 1" in line:
             process.send_signal(signal.SIGTERM)
             break
-    assert process.wait(60) == exit_codes.PREEMPTED, "".join(lines) + process.stdout.read()
+    assert process.wait(300) == exit_codes.PREEMPTED, "".join(lines) + process.stdout.read()
 
 
 def group(*codes: str, out: io.StringIO | None = None) -> local.Group:
@@ -194,25 +236,12 @@ def test_gpus_are_shared_evenly() -> None:
         local.environments(3, {}, 4)
 
 
-def test_a_second_start_of_two_processes_compiles_nothing(config: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir(mode=0o700)
-
-    def start(name: str) -> tuple[set[str], list[list[tuple[str, str]]], list[float]]:
-        group = ridge("launch", "--processes", "2", config, f"runtime.compilation_cache={cache}", f"run_dir={tmp_path / name}")
-        output = group.communicate(timeout=240)[0]
-        assert group.returncode == 0, output
-        logs = [read_events(event_file(tmp_path / name, process)) for process in (0, 1)]
-        compiled = [[(p.fields["program"], p.fields["source"]) for p in phases(log) if p.name == "compile"] for log in logs]
-        losses = [event.fields["loss"] for event in logs[0] if event.kind == "step"]
-        return {file.name for file in cache.rglob("*") if not file.name.endswith("-atime")}, compiled, losses
-
-    files, compiled, losses = start("first")
+def test_a_second_start_of_two_processes_compiles_nothing(first: Started, cache: Path, config: Path, tmp_path: Path) -> None:
     programs = ["init", "train_step", "param_norm"]
-    assert compiled == [[(program, "compiled") for program in programs]] * 2
-    small = {name.partition("-")[0] for name in files if name.endswith("-cache")}
+    assert first.compiled == [[(program, "compiled") for program in programs]] * 2
+    small = {name.partition("-")[0] for name in first.programs if name.endswith("-cache")}
     assert {"jit_train_step", "jit_param_norm"} <= small, "programs that compile in no time too"
-    again, loaded, losses_again = start("second")
-    assert loaded == [[(program, "loaded") for program in programs]] * 2
-    assert again == files
-    assert losses_again == losses
+    second = start_two(config, cache, tmp_path / "second")
+    assert second.compiled == [[(program, "loaded") for program in programs]] * 2
+    assert second.programs == first.programs
+    assert second.losses == first.losses
