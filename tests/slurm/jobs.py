@@ -231,23 +231,33 @@ def start_s(run: Run) -> float:
 
 @dataclass
 class Moment:
-    """When a run is struck: so long after its ranks were started (step 0), or after it has logged a step."""
+    """When a run is struck: once it has logged a step, or (step 0) at a share of the time that a start takes to its first step."""
 
-    delay_s: float
+    share: float = 0.0
     step: int = 0
 
 
-def strike_each(slurm: Any, runs: Sequence[Run], moments: Sequence[Moment], timeout_s: float = 900) -> None:
-    """Have Slurm signal the ranks of every run once, at its moment or as soon after it as this machine gets to it."""
+def strike_each(slurm: Any, runs: Sequence[Run], moments: Sequence[Moment], start_s: float, timeout_s: float) -> None:
+    """Have Slurm signal the ranks of every run once, at its moment or as soon after it as this machine gets to it.
+
+    start_s: what a start takes to its first step, until one of these runs has made its own; then what the newest of them took.
+    """
     waiting = {run.job: (run, moment) for run, moment in zip(runs, moments, strict=True)}
     begun: dict[str, float] = {}
+    started: set[str] = set()
 
     def strike_those_due() -> bool:
+        nonlocal start_s
         steps = slurm.run("squeue", "--steps", "-h", "-o", "%i").stdout.split()
         for job, (run, moment) in list(waiting.items()):
-            if job not in begun and f"{job}.0" in steps and (moment.step == 0 or run.step() >= moment.step):
-                begun[job] = time.monotonic()
-            if job in begun and time.monotonic() - begun[job] >= moment.delay_s:
+            if f"{job}.0" not in steps:
+                continue
+            since_s = time.monotonic() - begun.setdefault(job, time.monotonic())
+            made = run.step()
+            if made and job not in started:
+                started.add(job)
+                start_s = since_s
+            if made >= moment.step if moment.step else since_s >= moment.share * start_s:
                 # the step by its name: on the task of an array, scancel takes a delivered signal for refused and sends it to later starts
                 slurm.run("scancel", "--signal=TERM", f"{job}.0", check=False)
                 del waiting[job]

@@ -155,10 +155,10 @@ def test_several_tasks_without_srun_are_refused_at_once(slurm: Any, config: Path
 
 
 def test_a_rank_that_was_never_started_is_named_on_every_other(slurm: Any, config: Path, tmp_path: Path) -> None:
-    words = " ".join(train(config, tmp_path / "run", "runtime.rendezvous_timeout_s=15"))
+    words = " ".join(train(config, tmp_path / "run", "runtime.rendezvous_timeout_s=30"))
     done = slurm.run("srun", "-N3", "--label", "bash", "-c", f"[ $SLURM_PROCID = 1 ] && exit 0; exec {words}", check=False)
     assert done.returncode == exit_codes.LOST_PEER
-    said = re.findall(r"^(\d): ridge: stopped: process 1 on node02 has not come within 15 s", done.stderr, re.M)
+    said = re.findall(r"^(\d): ridge: stopped: process 1 on node02 has not come within 30 s", done.stderr, re.M)
     assert sorted(said) == ["0", "2"], done.stderr
 
 

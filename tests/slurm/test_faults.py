@@ -61,7 +61,7 @@ def test_a_node_that_goes_down_is_replaced(slurm: Any, tmp_path: Path, corpus: P
     run.finishes()
     assert run.restarts() >= 1
     assert down not in run.nodes()
-    assert jobs.lines_about(run.log, "^0: ridge: stopped: another process of the run is gone"), run.log
+    assert jobs.lines_about(run.log, f"^0: .*({GONE})"), run.log
     jobs.assert_bitwise_equal(run.arrays(), reference)
 
 

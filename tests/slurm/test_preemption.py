@@ -95,8 +95,8 @@ def test_a_cancelled_point_of_a_sweep_saves_and_is_not_requeued(slurm: Any, tmp_
 def test_twenty_runs_interrupted_at_random_moments_all_save_and_resume(slurm: Any, tmp_path: Path, corpus: Path) -> None:
     """An array of twenty runs that differ in nothing that computes; Slurm signals each once, at a moment of its own.
 
-    Every other moment is drawn from the time that a start takes to its first step here, compile included; the others from the steps. The
-    first points compile, at once, what later ones load; the run they are held against compiles by itself.
+    Every other moment is drawn from the time that a start takes to its first step, here and now; the others from the steps. The first
+    points compile, at once, what later ones load; the run they are held against compiles by itself.
     """
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
@@ -104,16 +104,12 @@ def test_twenty_runs_interrupted_at_random_moments_all_save_and_resume(slurm: An
     undisturbed = jobs.submit(slurm, tmp_path, corpus, "reference", steps=STEPS, nodes=1)
     undisturbed.finishes()
     reference = undisturbed.arrays()
-    start_s = jobs.start_s(undisturbed)
-    moments = [
-        jobs.Moment(rng.uniform(0, RANDOM_PACE_S), step=rng.randrange(1, STEPS - 5)) if index % 2 else jobs.Moment(rng.uniform(0, start_s))
-        for index in range(RANDOM_RUNS)
-    ]
+    moments = [jobs.Moment(step=rng.randrange(1, STEPS - 5)) if index % 2 else jobs.Moment(rng.random()) for index in range(RANDOM_RUNS)]
     programs = tmp_path / "programs"
     points = jobs.sweep(
         slurm, tmp_path, corpus, "twenty", count=RANDOM_RUNS, steps=STEPS, pace_s=RANDOM_PACE_S, at_once=4, programs=programs
     )
-    jobs.strike_each(slurm, points, moments, timeout_s=1400)
+    jobs.strike_each(slurm, points, moments, jobs.start_s(undisturbed), timeout_s=1400)
     for point in points:
         point.finishes()
     for index, point in enumerate(points):
