@@ -8,7 +8,7 @@ import pytest
 from perf.collectives import collectives
 from perf.hlo import parse
 from planner.collectives import as_compiled_for_gpu, bytes_per_step, planned_collectives
-from tests.trainer.gpu_models import SHAPES, cluster, small
+from tests.trainer.gpu_models import QUICK, SHAPES, cluster, small
 from trainer.aot import Compiled, Request, compile_many
 from trainer.aot_report import build_report
 from trainer.compile_record import collective_json
@@ -28,26 +28,57 @@ LAYOUTS = {
     "data2-fsdp4-tensor2": ("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2", "compute.remat.policy=dots"),
     "fsdp4-tensor4": ("mesh.fsdp=4", "mesh.tensor=4", "compute.remat.policy=full", "trainer.accumulation=2"),
 }
+ACCIDENT = "an MLP that nobody cuts"
+LAYOUTS_OF = {
+    "llama": (
+        *("fsdp8", "fsdp8-dots", "data2-fsdp4", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data4-fsdp4", "data2-fsdp4-tensor2"),
+        ACCIDENT,
+    ),
+    "qwen3": ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data2-fsdp2-tensor2"),
+    "gpt2": ("data8", "fsdp16", "data4-tensor2", "data2-fsdp2-tensor2", "fsdp4-tensor4"),
+}
+"""Each layout with a family at least, each family with every recomputation, every axis, and microbatches; a compile takes seconds."""
 SCALARS_BYTES = 1024
 """Losses, counts and norms of gradients, a few words each."""
 
 
-def request(family, overrides):
+def request(family, layout):
     """As many nodes of eight devices as the mesh has devices for."""
+    overrides = ("mesh.fsdp=4", "mesh.tensor=2", "mesh.rules.mlp=[]") if layout == ACCIDENT else LAYOUTS[layout]
     config = small(family, *overrides)
-    return Request.on(config, cluster(), math.prod(config.mesh.sizes.values()) // 8)
+    return Request.on(config, cluster(), math.prod(config.mesh.sizes.values()) // 8, xla_flags=QUICK)
 
 
 @cache
 def compiled(family):
     """Every layout of a family, compiled in one process."""
-    requests = [request(family, overrides) for overrides in LAYOUTS.values()]
-    return dict(zip(LAYOUTS, zip(requests, compile_many(requests), strict=True), strict=True))
+    requests = [request(family, layout) for layout in LAYOUTS_OF[family]]
+    return dict(zip(LAYOUTS_OF[family], zip(requests, compile_many(requests), strict=True), strict=True))
+
+
+def group(family):
+    return pytest.mark.xdist_group(f"gpu-steps-{family}")
+
+
+def test_every_layout_and_every_family_with_every_recomputation_is_compiled():
+    compiled_layouts = {family: [layout for layout in layouts if layout != ACCIDENT] for family, layouts in LAYOUTS_OF.items()}
+    assert compiled_layouts.keys() == SHAPES.keys() and {name for names in compiled_layouts.values() for name in names} == LAYOUTS.keys()
+    settings = {family: {setting for name in names for setting in LAYOUTS[name]} for family, names in compiled_layouts.items()}
+    for family, told in settings.items():
+        assert {f"compute.remat.policy={policy}" for policy in ("none", "dots", "full", "attention-only")} <= told, family
+        assert {setting.split("=")[0] for setting in told} >= {"mesh.data", "mesh.fsdp", "mesh.tensor", "trainer.accumulation"}, family
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.xdist_group(f"gpu-steps-{name}")) for name in SHAPES])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=group(family))
+        for family, layouts in LAYOUTS_OF.items()
+        for layout in layouts
+        if layout != ACCIDENT
+    ],
+)
 def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, layout):
     asked, result = compiled(family)[layout]
     assert isinstance(result, Compiled), result
@@ -63,10 +94,10 @@ def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, lay
 
 
 @pytest.mark.slow
+@group("llama")
 def test_an_accidental_resharding_is_unplanned_and_has_a_source_line():
     """An MLP that nobody cuts: its matrices are gathered whole over fsdp, and its activations over nothing."""
-    asked = request("llama", ("mesh.fsdp=4", "mesh.tensor=2", "mesh.rules.mlp=[]"))
-    (result,) = compile_many([asked])
+    asked, result = compiled("llama")[ACCIDENT]
     assert isinstance(result, Compiled), result
     extra = build_report(asked, cluster(), result).unplanned
     assert extra and all(c.bytes > 0 for c in extra)
