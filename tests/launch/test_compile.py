@@ -62,8 +62,9 @@ def test_what_does_not_fit_comes_with_a_change_that_does_when_compiled(capsys: p
 
 
 @pytest.mark.slow
-def test_the_page_shows_memory_buffers_collectives_and_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*COMMAND, "--cluster", "dgx-h100", "--optimization-level", "O0"]) == 0
+def test_the_page_shows_memory_buffers_collectives_and_time_and_both_ways_around_products(capsys: pytest.CaptureFixture[str]) -> None:
+    cut = ("mesh.fsdp=4", "mesh.tensor=2", "--compare", "tensor_overlap")
+    assert cli.run([*COMMAND, *cut, "--cluster", "dgx-h100", "--optimization-level", "O0"]) == 0
     page = capsys.readouterr().out
     for words in (
         "memory per device, GB",
@@ -76,6 +77,9 @@ def test_the_page_shows_memory_buffers_collectives_and_time(capsys: pytest.Captu
         "roofline",
     ):
         assert words in page
+    ways = [line.split() for line in page.splitlines() if line.startswith(("gather ", "ring "))]
+    assert [way[0] for way in ways] == ["gather", "ring"] and float(ways[0][1]) != float(ways[1][1])
+    assert page.splitlines()[-1].startswith(("keep gather", "compute.tensor_overlap=ring is faster", "within 2%"))
 
 
 def test_the_flags_are_those_a_run_on_that_gpu_starts_with() -> None:
@@ -92,6 +96,11 @@ def test_the_flags_are_those_a_run_on_that_gpu_starts_with() -> None:
         (("--cluster", "dgx-h101"), "dgx-h100"),
         (("--cluster", "dgx-h100", "--nodes", "0"), "0"),
         (("--cluster", "dgx-h100", "--fail-if-memory-above", "-1"), "-1"),
+        (("--cluster", "dgx-h100", "--compare", "tensor_overlap"), "mesh.tensor is 1"),
+        (
+            ("--cluster", "dgx-h100", "--compare", "tensor_overlap", "mesh.fsdp=4", "mesh.tensor=2", "precision.matmul=fp8"),
+            "rings multiply in",
+        ),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
