@@ -14,6 +14,7 @@ from configs.errors import UserError
 from configs.load import from_resolved
 from configs.schema import Config
 from perf.bench.stored import RESULTS, read
+from perf.compilation import JAX_CACHE, LOADED
 from perf.diagnosis.expected import Expected, expect
 from perf.diagnosis.held_down import device_rows
 from perf.diagnosis.knobs import Rival
@@ -43,6 +44,8 @@ class Facts:
     """One record per log line: step, loss, tokens_per_s, step_time_p50_s, data_wait_s, ..."""
     compiles: Sequence[tuple[str, float, bool]] = ()
     """(program, seconds, during the loop) of every compilation."""
+    cached_s: float = 0.0
+    """Seconds of those before the loop whose programs a cache had: tracing, lowering and loading, which a slow machine draws out."""
     saves_s: Sequence[float] = ()
     """Time each save held up the loop."""
     recompilations: Sequence[Recompilation] = ()
@@ -181,6 +184,11 @@ def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | Non
         compiles=[
             (str(p.fields.get("program", "?")), p.duration_s, _inside_loop(p)) for p in found if p.name == "compile" and p.process == 0
         ],
+        cached_s=math.fsum(
+            p.duration_s
+            for p in found
+            if p.name == "compile" and p.process == 0 and p.fields.get("source") in (JAX_CACHE, LOADED) and not _inside_loop(p)
+        ),
         recompilations=recompilations(events, 0),
         bench=stored_ladder(Path(str(start.get("directory", "."))), config, start.get("devices") or {}),
         saves_s=[p.duration_s for p in found if p.name == "save" and p.process == 0],

@@ -42,7 +42,8 @@ def _alone(facts: Facts) -> Iterable[str]:
 def cold_start(facts: Facts) -> Finding | None:
     """First steps much slower: start-up and compilation are not amortised."""
     share = facts.share("startup", "compile", "restore")
-    compile_s = math.fsum(seconds for _, seconds, in_loop in facts.compiles if not in_loop) / max(1, facts.ledger.starts)
+    all_s = math.fsum(seconds for _, seconds, in_loop in facts.compiles if not in_loop)
+    compile_s = max(0.0, all_s - facts.cached_s) / max(1, facts.ledger.starts)
     long = over("cold_start_s", share * facts.ledger.wall_s) or over("cold_compile_s", compile_s)
     if not over("cold_start", share) or not long:
         return None

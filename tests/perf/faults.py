@@ -1,10 +1,12 @@
 """Runs of the trainer with one fault planted in its mechanism.
 
-    python faults.py JOBS.json CACHE [--at-once]         several runs in this process, one after another
+    python faults.py JOBS.json CACHE                     several runs in this process, one after another
     python faults.py FAULT.json CACHE -m launch train .. one command, with a fault: of one rank, or of a run that will not end well
+    python faults.py --analyze RUN RUN ...               analyse the captures of runs
 
 Nothing of the project is replaced by a stand-in: its functions are wrapped, so that a read takes longer, a disk is slow, a host waits.
-JOBS.json is a list of {"config": {...}, "fault": name or null, "arguments": {...}}; FAULT.json is one of them without the config.
+JOBS.json is a list of {"config": {...}, "fault": name or null, "arguments": {...}, "analyze": bool}, or null: say `ready` on stdout and
+wait for a line on stdin. FAULT.json is one of them without the config. A capture is analysed by its run where `analyze` says so.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -65,6 +68,13 @@ def slow_disk(bytes_per_s: float) -> Any:
         return original(root, names, **kwargs)
 
     return patch.object(integrity, "digest_files", slow)
+
+
+def slow_compiler(seconds: float) -> Any:
+    """The step takes this much longer to compile: a deeper model's, at no cost."""
+    from trainer import run
+
+    return _before(run, "compile_in_parts", lambda function, name, args, parts: time.sleep(seconds if name == "train_step" else 0.0))
 
 
 def drifting_shape(start: int, depth: int) -> Any:
@@ -162,14 +172,38 @@ def killed(step: int, pace_s: float) -> Any:
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (slow_rows, stuck_read, slow_disk, drifting_shape, reading_host, late, slow_link, paced, killed)
+    f.__name__: f for f in (slow_rows, stuck_read, slow_disk, slow_compiler, drifting_shape, reading_host, late, slow_link, paced, killed)
 }
 
 
 def planted(job: dict[str, Any]) -> Any:
-    """Plant the fault of a job."""
-    name = job.get("fault")
-    return FAULTS[name](**job.get("arguments", {})) if name else contextlib.nullcontext()
+    """Plant the fault of a job, and leave its capture to whoever analyses later where it does not do so itself."""
+    stack, name = contextlib.ExitStack(), job.get("fault")
+    if not job.get("analyze", True):
+        stack.enter_context(_no_analysis())
+    if name:
+        stack.enter_context(FAULTS[name](**job.get("arguments", {})))
+    return stack
+
+
+def _no_analysis() -> Any:
+    from perf.trace import background
+
+    return patch.object(background, "start", lambda directory, num_traces: subprocess.Popen(["true"]))
+
+
+def analyze_runs(runs: Sequence[Path]) -> None:
+    """Analyse what no run has: each by itself would start a process, and wait for it while nothing else may run."""
+    from perf.trace.analysis import analyze
+    from perf.trace.capture import find_capture
+    from perf.trace.planned import planned_bandwidth
+    from perf.trace.publish import publish
+
+    os.nice(5)
+    for run in runs:
+        if (run / "tensorboard" / "plugins" / "profile").is_dir() and not any(run.glob("tensorboard/plugins/profile/*/analysis.json")):
+            capture = find_capture(run)
+            publish(analyze(capture, planned_bandwidth=planned_bandwidth(capture)))
 
 
 def use_cache(cache: str) -> None:
@@ -183,6 +217,9 @@ def use_cache(cache: str) -> None:
 
 def main() -> None:
     """Run what the arguments say. Loading the libraries is no part of any run."""
+    if sys.argv[1] == "--analyze":
+        analyze_runs([Path(run) for run in sys.argv[2:]])
+        return
     plan, cache = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
     use_cache(cache)
 
@@ -198,11 +235,19 @@ def main() -> None:
         with patch.object(startup, "process_age_s", lambda: time.monotonic() - began_s), planted(plan):
             ridge()
         return
-    for job in plan:
-        began_s = time.monotonic()
-        with patch.object(startup, "process_age_s", lambda began_s=began_s: time.monotonic() - began_s), planted(job):
-            run.train(Config.model_validate(job["config"]), command=["test"])
-        print(f"{job['config']['name']} took {time.monotonic() - began_s:.1f} s", flush=True)
+    with os.fdopen(os.dup(1), "w") as said:
+        os.dup2(2, 1)
+        for job in plan:
+            if job is None:
+                print("ready", file=said, flush=True)
+                if not sys.stdin.readline():
+                    return  # nobody is there any more
+                continue
+            began_s, used_s = time.monotonic(), time.process_time()
+            with patch.object(startup, "process_age_s", lambda began_s=began_s: time.monotonic() - began_s), planted(job):
+                run.train(Config.model_validate(job["config"]), command=["test"])
+            took_s, used_s = time.monotonic() - began_s, time.process_time() - used_s
+            print(f"{job['config']['name']} took {took_s:.1f} s, {used_s:.1f} s of CPU", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Every rule of the diagnosis on real runs: one planted fault each, and healthy controls. The table of cases, and how they are run.
 
-Runs on one number of devices share a process and its compiled programs (tests/perf/faults.py). What only waits (paced runs, hanging ones)
-goes beside each other; what computes goes alone, so that it is not disturbed.
+Runs on one number of devices share a process and its compiled programs (tests/perf/faults.py). All programs are compiled first, beside each
+other; then what computes goes alone, so that it is not disturbed; then what only waits (paced runs, hanging ones) beside each other, and
+beside it the captures are analysed.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ CLUSTERS = {
 }
 """What a run was promised: 67 MB of memory per device; links at the rates that a healthy run has shown."""
 MEASURED = "measured-links"
+FULL = "full-nodes"
+"""A cluster whose nodes have as much memory as a run fills to 95 %."""
 CALIBRATION = "pair"
 """The healthy run."""
 PAGE = """\
@@ -106,6 +109,8 @@ class Run:
     fault: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     devices: int = 1
+    analyze: bool = False
+    """It analyses its capture itself, at its end; otherwise that is done when all have run."""
     cold: bool = False
     """Its program is compiled in it; otherwise in a run of one step before, so that compilation is no fault of its own."""
 
@@ -132,8 +137,11 @@ def paced(name: str, seconds: float, *, devices: int = 1, start_s: float = 0.0, 
 
 
 COMPUTING = (
-    Run("healthy", "trainer.steps=70 profiler.start_step=60 checkpoint.every=40 evaluation.every=40 evaluation.max_batches=1"),
-    Run("cold", f"trainer.steps=3 trainer.log_every=1 compute.scan_layers=false {TINY} model.num_layers=20 model.embed_dim=32", cold=True),
+    Run(
+        "healthy",
+        "trainer.steps=44 profiler.start_step=30 checkpoint.every=24 evaluation.every=24 evaluation.max_batches=1",
+        analyze=True,
+    ),
     Run(
         "drifting",
         "trainer.steps=20 profiler.start_step=9 profiler.num_steps=6 checkpoint.every=12 checkpoint.asynchronous=false",
@@ -142,13 +150,13 @@ COMPUTING = (
     ),
     Run("padded", "data.train=[{path: CORPORA/padded}]"),
     Run("small-batch", f"{TINY} data.batch_size=1 trainer.steps=1200 trainer.log_every=100 profiler.start_step=1100 profiler.num_steps=20"),
-    Run("larger-batch", f"{TINY} data.batch_size=16 trainer.steps=1200 trainer.log_every=100"),
+    Run("larger-batch", f"{TINY} data.batch_size=16 trainer.steps=400 trainer.log_every=50"),
     Run("reading", "profiler.start_step=12", "reading_host", {"share": 0.9}),
-    Run("remat", "trainer.steps=40 compute.remat.policy=full profiler.start_step=28"),
+    Run("remat", "trainer.steps=24 compute.remat.policy=full profiler.start_step=12"),
     Run("plain", "trainer.steps=24"),
     Run("tuned", "trainer.steps=24 compute.remat.policy=full compute.scan_unroll=2 compute.loss_chunk=8"),
-    Run("crowded", "trainer.steps=8 data.batch_size=12"),
-    Run("mesh", "trainer.steps=40 mesh.data=2 mesh.fsdp=1 profiler.start_step=28", devices=2),
+    Run("crowded", "trainer.steps=8"),
+    Run("mesh", "trainer.steps=24 mesh.data=2 mesh.fsdp=1 profiler.start_step=12", devices=2),
     Run(
         "resharded",
         "trainer.steps=12 profiler.start_step=4 mesh.tensor=2 mesh.fsdp=1 "
@@ -166,9 +174,13 @@ COMPUTING = (
 )
 """Runs that compute."""
 WAITING = (
+    Run("cold", f"{TINY} trainer.steps=3 trainer.log_every=1 model.vocab_size=300", "slow_compiler", {"seconds": 20}, cold=True),
     Run("slow-rows", TINY, "slow_rows", {"seconds": 0.03}),
     Run("slow-disk", "trainer.steps=16 checkpoint.every=2 checkpoint.asynchronous=false", "slow_disk", {"bytes_per_s": STATE_BYTES}),
-    *(Run(f"rows-{n}", f"{TINY} trainer.log_every=3 data.batch_size={n}", "slow_rows", {"seconds": 0.015}) for n in (4, 8, 16)),
+    *(
+        Run(f"rows-{n}", f"{TINY} trainer.steps=15 trainer.log_every=3 data.batch_size={n}", "slow_rows", {"seconds": 0.05})
+        for n in (4, 8, 16)
+    ),
     paced("fixed-1", 0.08, start_s=8),
     paced("fixed-2", 0.04, devices=2, start_s=8),
     paced("fixed-4", 0.02, devices=4, start_s=8),
@@ -184,12 +196,14 @@ WAITING = (
     paced("study-2", 0.8, devices=2),
 )
 """Runs that mostly wait. A paced one stands for a step of W/p seconds of work, and what communication adds to it."""
+PROCESSES = {1: 2, 2: 1, 4: 1}
+"""Number of devices -> processes that share what waits."""
 PAIR = (
     "mesh.data=2 mesh.fsdp=1 model.embed_dim=64 model.mlp_dim=256 data.batch_size=64 trainer.steps=13 profiler.start_step=6 "
     "profiler.num_steps=6"
 )
 PAIRS = (
-    Run("pair", PAIR),
+    Run("pair", PAIR, analyze=True),
     Run("late-rank", PAIR, "late", {"seconds": 1.5, "start": 5}),
     Run("slow-rank", PAIR, "throttled"),
     Run("slow-link", PAIR, "slow_link", {"bytes_per_s": 1.5e6}),
@@ -219,10 +233,10 @@ CASES = (
     Case("saves every other step to a slow disk", "checkpoint stalls", ("slow-disk",)),
     Case("SIGKILL long after the last save", "steps lost to failures", ("killed",)),
     Case("a read that never comes back", "hang", ("stuck",)),
-    Case("a batch that hardly fits the node", "memory near the limit", ("crowded",), "small-nodes"),
+    Case("a batch that hardly fits the node", "memory near the limit", ("crowded",), FULL),
     Case("a rank that gets a fifth of a core", "clocks throttled", ("slow-rank",)),
     Case("a link that the kernel paces to 1.5 MB/s", "link slower than planned", ("slow-link",), MEASURED),
-    Case("a source of 67 rows/s at three batch sizes", "throughput flat as the batch grows", ("rows-4", "rows-8", "rows-16")),
+    Case("a source of 20 rows/s at three batch sizes", "throughput flat as the batch grows", ("rows-4", "rows-8", "rows-16")),
     Case("one sequence per step, and 16", "batch too small", ("small-batch", "larger-batch")),
     Case("a start of 8 s at three scales", "fixed overheads at scale", ("fixed-1", "fixed-2", "fixed-4")),
     Case("4 devices on 2 cores", "parallel efficiency falls", ("strong-1", "strong-4")),
@@ -286,28 +300,34 @@ class Bench:
     def _run(self, names: Iterable[str] | None) -> None:
         wanted = None if names is None else set(names)
 
-        def chosen(runs: Sequence[Run]) -> list[Run]:
-            return [run for run in runs if wanted is None or run.name in wanted]
+        def chosen(runs: Sequence[Run], devices: int | None = None) -> list[Run]:
+            return [run for run in runs if (wanted is None or run.name in wanted) and devices in (None, run.devices)]
 
-        for devices in (1, 2, 4):
-            jobs = [run for run in chosen(COMPUTING) if run.devices == devices]
-            later = [run for run in chosen([*WAITING, *BROKEN]) if run.devices == devices]
-            if jobs or later:
-                self._finish([self._worker([*_warm_ups([*jobs, *later]), *jobs], devices, "computing")])
-        for run in [*_warm_ups(chosen(PAIRS)), *chosen(PAIRS)]:
+        workers: list[subprocess.Popen[bytes]] = []
+        for devices, parts in PROCESSES.items():
+            first, *others = [chosen(WAITING, devices)[part::parts] for part in range(parts)]
+            warm_ups = _warm_ups(chosen((*COMPUTING, *WAITING, *BROKEN), devices))
+            stages = [(warm_ups, chosen(COMPUTING, devices), first), *(([], [], more) for more in others)]
+            workers += [self._worker(runs, f"runs-{devices}.{part}", devices) for part, runs in enumerate(stages) if any(runs)]
+        for run in _warm_ups(chosen(PAIRS)):
             self._pair(run)
-        waiting = [
-            self._worker(jobs, devices, "waiting")
-            for devices in (1, 2, 4)
-            if (jobs := [run for run in chosen(WAITING) if run.devices == devices])
-        ]
+        self._all_ready(workers)
+        for worker in workers:
+            self._go(worker)
+            self._all_ready([worker])
+        for run in chosen(PAIRS):
+            self._pair(run)
+        for worker in workers:
+            self._go(worker)
         broken = {run.name: self._start(run, run) for run in chosen(BROKEN)}
+        computed = [str(self.directory / "runs" / run.name) for run in chosen((*COMPUTING, *PAIRS))]
+        analyses = [self._python(["--analyze", *computed], 1, self.directory / "analyses.log")] if computed else []
         for name, process in broken.items():
             process.wait(LIMIT_S)
             if name == "killed":
                 again = next(run for run in BROKEN if run.name == name)
                 self._finish([self._start(again, again)])
-        self._finish(waiting)
+        self._finish([*analyses, *workers])
 
     def calibration(self) -> Path:
         """Return the rates of the healthy run; the file is made when it is first asked for."""
@@ -320,6 +340,11 @@ class Bench:
         """Return the options that say what the runs of a case ran on."""
         if case.cluster is None:
             return []
+        if case.cluster == FULL:
+            used_bytes = read_facts(self.directory / "runs" / case.runs[0]).memory_bytes
+            assert used_bytes is not None
+            text = CLUSTER.format(name=FULL, memory_gib=used_bytes / 0.95 / 2**30, gb_per_s=1, latency_us=0)
+            (self.directory / f"{FULL}.yaml").write_text(text)
         options = ["--cluster", str(self.directory / f"{case.cluster}.yaml")]
         return [*options, "--calibration", str(self.calibration())] if case.cluster == MEASURED else options
 
@@ -344,19 +369,35 @@ class Bench:
             made[fault.what] = found(fault, read_facts(self.directory / "runs" / fault.run, **rates))
         return made
 
-    def _worker(self, runs: Sequence[Run], devices: int, what: str) -> subprocess.Popen[bytes]:
-        jobs = [{"config": self.config(r).model_dump(mode="json"), "fault": r.fault, "arguments": r.arguments} for r in runs]
-        file = self.directory / f"{what}-{devices}.json"
-        file.write_text(json.dumps(jobs))
-        return self._python(file, [], devices, file.with_suffix(".log"))
+    def _worker(self, stages: Sequence[Sequence[Run]], name: str, devices: int) -> subprocess.Popen[bytes]:
+        """Start a process that makes runs, and waits to be told to go on after all stages but the last."""
+        jobs: list[dict[str, Any] | None] = []
+        for stage in stages:
+            jobs += [{"config": self.config(run).model_dump(mode="json"), **_fault(run)} for run in stage]
+            jobs.append(None)
+        file = self.directory / f"{name}.json"
+        file.write_text(json.dumps(jobs[:-1]))
+        return self._python([str(file), str(self.directory / "cache")], devices, self.directory / f"{name}.log", subprocess.PIPE)
+
+    def _go(self, worker: subprocess.Popen[bytes]) -> None:
+        assert worker.stdin is not None
+        worker.stdin.write(b"go\n")
+        worker.stdin.flush()
+
+    def _all_ready(self, workers: Iterable[subprocess.Popen[bytes]]) -> None:
+        for worker in workers:
+            assert worker.stdout is not None
+            if not worker.stdout.readline():
+                self._finish([worker])
 
     def _start(self, run: Run, planted: Run | None, flags: Sequence[str] = (), log: str = "") -> subprocess.Popen[bytes]:
         """Start `ridge train` on a run in a process of its own; `planted`: whose fault this process has."""
         config, fault = self.directory / f"{run.name}.yaml", self.directory / f"{run.name}{log}.json"
         config.write_text(to_yaml(self.config(run)))
         here = planted is not None and planted.fault != "throttled"
-        fault.write_text(json.dumps({"fault": planted.fault, "arguments": dict(planted.arguments)} if planted and here else {}))
-        return self._python(fault, ["-m", "launch", "train", str(config), *flags], 1, fault.with_suffix(".log"))
+        fault.write_text(json.dumps(_fault(run) if here else {"analyze": run.analyze}))
+        arguments = [str(fault), str(self.directory / "cache"), "-m", "launch", "train", str(config), *flags]
+        return self._python(arguments, 1, fault.with_suffix(".log"))
 
     def _pair(self, run: Run) -> None:
         """Two processes; the second has the fault."""
@@ -372,12 +413,12 @@ class Bench:
             threading.Thread(target=throttle, args=(ranks[1], plan, group), daemon=True).start()
             self._finish(ranks)
 
-    def _python(self, plan: Path, arguments: Sequence[str], devices: int, log: Path) -> subprocess.Popen[bytes]:
+    def _python(self, arguments: Sequence[str], devices: int, log: Path, pipe: int | None = None) -> subprocess.Popen[bytes]:
         flags = f"--xla_force_host_platform_device_count={devices}"
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(FAULTS), str(plan), str(self.directory / "cache"), *arguments]
+        command = [sys.executable, str(FAULTS), *arguments]
         with log.open("ab") as out:
-            self._started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT))
+            self._started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe or out, stderr=out))
         return self._started[-1]
 
     def _finish(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -385,7 +426,7 @@ class Bench:
             code = process.wait(LIMIT_S)
             if code != 0:
                 tails = "\n".join(log.read_text()[-2000:] for log in sorted(self.directory.glob("*.log"))[:12] if "rror" in log.read_text())
-                raise AssertionError(f"{process.args} ended with {code}\n{tails}")
+                raise AssertionError(f"{process.args!r} ended with {code}\n{tails}")
 
 
 def measured_links(run: Path) -> dict[str, Any]:
@@ -395,6 +436,11 @@ def measured_links(run: Path) -> dict[str, Any]:
     measured = [[row["bytes"] / row["count"], row["bytes"] / row["wire_s"] / 1e9] for row in rows]
     curve = {"kind": "memory", "device": "cpu", "measured": sorted(measured), "source": "the all-reduces of a healthy run"}
     return {"name": MEASURED, "links": [curve]}
+
+
+def _fault(run: Run) -> dict[str, Any]:
+    """A job of tests/perf/faults.py without its config."""
+    return {"fault": run.fault, "arguments": dict(run.arguments), "analyze": run.analyze}
 
 
 def _warm_ups(runs: Sequence[Run]) -> list[Run]:

@@ -212,6 +212,12 @@ def test_a_run_without_a_profile_is_diagnosed_by_its_ledger():
     assert [f.rule for f in diagnose(bare)] == ["checkpoint stalls"]
 
 
+def test_loading_programs_that_a_cache_had_is_no_compilation_to_amortise():
+    drawn_out = replace(HEALTHY, ledger=ledger(productive=60.0, compile=12.0), compiles=[("train_step", 12.0, False)])
+    assert [finding.rule for finding in diagnose(drawn_out)][:1] == ["start-up and compilation not amortised"]
+    assert "start-up and compilation not amortised" not in {finding.rule for finding in diagnose(replace(drawn_out, cached_s=12.0))}
+
+
 @pytest.mark.parametrize(
     ("own_s", "knobs", "fires"), [(1.0, KNOBS, True), (1.3, KNOBS, True), (0.5, KNOBS, False), (1.0, KNOBS[:1], False)]
 )
