@@ -11,6 +11,8 @@ from models import fp8
 from models.block_scaled import FORMATS, MXFP8, NVFP4, Scaled, dequantise, product, quantise
 from sharding.partition import Partitioner
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 STEP = {"mxfp8": 2.0**-4, "nvfp4": 0.25}
 """Half a unit in the last place, relative to a value: 3 and 1 bits of mantissa; nvfp4's scale is rounded too."""
 
