@@ -23,6 +23,7 @@ from trainer.run import Prepared, prepare
 pytestmark = pytest.mark.xdist_group("fp8-training")  # the steps are compiled once
 MODEL = {"vocab_size": 256, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 MODEL |= {"mlp_dim": 64, "max_seq_len": 32}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 ROWS, LENGTH, STEPS, TAIL, SEEDS = 8, 32, 100, 30, (0, 1, 2)
 TEXT = np.frombuffer(b"".join(Path(str(module.__file__)).read_bytes() for module in (argparse, ast)), np.uint8).astype(np.int32)
 
@@ -55,7 +56,8 @@ def run_of(matmul: str, mesh: tuple[tuple[str, int], ...] = (), accumulation: in
         }
     )
     parts = prepare(config, jax.devices()[: int(np.prod(list(config.mesh.sizes.values())))])
-    return parts, jax.jit(lambda state, given: parts.train_step(state, given))
+    quick = QUICK if mesh else None  # on one device many steps are taken: there machine code is worth its time
+    return parts, jax.jit(lambda state, given: parts.train_step(state, given), compiler_options=quick)
 
 
 @cache
