@@ -10,6 +10,7 @@ from configs.load import load
 from launch.commands.compile import flags_of_a_run
 from trainer.aot import Compiled, Request, compile_many
 from trainer.aot_report import Report, build_report
+from trainer.compare_overlap import compared
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("overlap")]  # its steps are compiled once, in one process
 PLACE = load_cluster("dgx-h100").config
@@ -62,3 +63,12 @@ def test_compute_waits_little_where_parameters_are_cut_over_fsdp_alone() -> None
     played = reports()["fsdp"].schedule
     assert played.exposed_s < 0.15 * played.step_s
     assert played.communication_s > 2 * played.exposed_s
+
+
+def test_the_comparison_of_gathers_and_rings_rests_on_what_was_compiled() -> None:
+    both = {"gather": reports()["tensor"], "ring": reports()["ring"]}
+    found = compared(both)
+    assert found["rows"][1]["overlapped_share"] > found["rows"][0]["overlapped_share"]
+    played = {value: report.schedule.step_s for value, report in both.items()}
+    assert found["ratio"] == max(played.values()) / min(played.values())
+    assert found["faster"] in (None, min(played, key=lambda value: played[value]))
