@@ -40,6 +40,8 @@ _FORMAT = 1
 _POLL_S = 2.0
 _MAX_TEXT = 600
 _LARGE_BYTES = 1 << 20
+LEAVE_S = 5.0
+"""A save in flight gets so long when other processes are gone."""
 _OWN_KEYS = frozenset({"format", "step", "process_count", "versions", "arrays"})
 
 State = Any
@@ -156,6 +158,11 @@ class Checkpointer:
                 self._current = pending.step
         if self.failures >= self.config.max_failures:
             raise CheckpointError(f"{self.failures} saves in a row failed, the last with: {self._last_error}")
+
+    def leave(self) -> None:
+        """Give the save in flight LEAVE_S to end: processes are gone whose word it may need. Without a seal it is no checkpoint."""
+        if self._pending is not None and self._pending.thread is not None:
+            self._pending.thread.join(LEAVE_S)
 
     def last_write_s(self) -> float | None:
         """Return how long the last good save took from its start to its seal, written in the background; None before the first."""

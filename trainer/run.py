@@ -45,6 +45,7 @@ from trainer.evaluation import Evaluator
 from trainer.grace import Grace, last_write_s
 from trainer.loop import Loader, Loop, Outcome
 from trainer.optimizers import build_optimizer
+from trainer.peers import lost_peer
 from trainer.pretrained import holds_only_params, start_from
 from trainer.program_cache import ProgramCache, program_facts
 from trainer.reconcile import record_plan
@@ -252,8 +253,13 @@ class _Session:
             clocks=clocks,
         )
         self.compiler.start()
+        settle = self.checkpointer.wait
         try:
             outcome = loop.run(state, start_step)
+        except Exception as error:
+            if lost_peer(error, jax.process_count()) is not None:
+                settle = self.checkpointer.leave
+            raise
         finally:
             self.compiler.close()
             with events.phase("teardown"), self.watchdog.phase("teardown"):
@@ -262,7 +268,7 @@ class _Session:
                 clocks.close()
                 profiler.close()
                 writer.close()
-                self.checkpointer.wait()
+                settle()
         self.checkpointer.close()
         return outcome
 

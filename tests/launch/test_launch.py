@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from perf.events import Event, event_file, read_events
 from perf.timeline import phases
 
 ROOT = Path(__file__).parents[2]
+FAULTS = ROOT / "tests" / "perf" / "faults.py"
 CONFIG = """\
 name: launch
 run_dir: {run_dir}
@@ -148,6 +150,44 @@ def test_a_missing_process_ends_the_others_with_its_name(config: Path) -> None:
         exit_codes.LOST_PEER,
         "ridge: stopped: process 1 has not come within 4 s; 2 of 3 are here",
     )
+
+
+def test_a_process_lost_during_a_save_is_named_without_waiting_for_the_save(config: Path, tmp_path: Path) -> None:
+    """The save is agreed on by both, so it can end no more: JAX would end process 0 instead, minutes later, with another code."""
+    flags = [
+        "train",
+        config,
+        "--coordinator",
+        f"127.0.0.1:{local.free_port()}",
+        "--processes",
+        2,
+        "trainer.steps=100000",
+        "checkpoint.every=20",
+    ]
+    faults = [
+        {
+            "fault": "late",
+            "arguments": {"start": 21, "seconds": 0.5},
+        },  # time to be killed in before the next save, which would wait for this one
+        {"fault": "slow_disk", "arguments": {"bytes_per_s": 1}},
+    ]
+    ranks = []
+    for process, fault in enumerate(faults):
+        file = tmp_path / f"{process}.json"
+        file.write_text(json.dumps(fault))
+        command = [sys.executable, FAULTS, file, tmp_path / "cache", "-m", "launch", *flags, "--process", process]
+        environment = {**ENV, "PYTHONPATH": str(ROOT)}
+        ranks.append(
+            subprocess.Popen([*map(str, command)], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    log = event_file(tmp_path / "run", 0)
+    until = time.monotonic() + 300
+    while not (log.exists() and any(event.kind == "step" and event.fields["step"] > 20 for event in read_events(log))):
+        assert time.monotonic() < until and ranks[0].poll() is None
+        time.sleep(0.1)
+    ranks[1].kill()
+    ends(ranks[:1], exit_codes.LOST_PEER, "ridge: stopped: another process of the run is gone")
+    ranks[1].communicate()
 
 
 def test_no_process_0_is_said_with_what_was_tried(config: Path) -> None:
