@@ -60,3 +60,14 @@ def pytest_runtest_logreport(report):
     name, at, group = report.nodeid.rpartition("@")
     if at and "]" not in group and "PYTEST_XDIST_WORKER" not in os.environ:
         report.nodeid = name
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """A module whose programs run for milliseconds: their machine code stays unoptimised, and does not outlive it in the process."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()

@@ -71,7 +71,6 @@ def random_tokens(rows: int, length: int, vocab: int = 61) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab, (rows, length), dtype=np.int32)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_packed_documents_equal_the_documents_alone(family) -> None:
     """A row of three documents and padding against three rows of one document each, in one batch; the padding stays finite."""
@@ -94,7 +93,6 @@ def test_packed_documents_equal_the_documents_alone(family) -> None:
         start += length
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_token_changes_only_itself_and_later_positions(family) -> None:
     decoder = make(small(family), noise=True)

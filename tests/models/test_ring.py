@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 import pytest
 
@@ -17,12 +15,7 @@ from tests.sharding.test_equality import compare, make_config, reference, run
 PERMUTE = "collective-permute"
 
 
-@pytest.fixture(autouse=True)
-def _quick_compile() -> Iterator[None]:
-    """Leave machine code unoptimised, as tests/sharding does."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def ringed(config: Config, policy: str = "none") -> Config:

@@ -150,7 +150,7 @@ COMPUTING = (
     ),
     Run("padded", "data.train=[{path: CORPORA/padded}]"),
     Run("small-batch", f"{TINY} data.batch_size=1 trainer.steps=1200 trainer.log_every=100 profiler.start_step=1100 profiler.num_steps=20"),
-    Run("larger-batch", f"{TINY} data.batch_size=16 trainer.steps=400 trainer.log_every=50"),
+    Run("larger-batch", f"{TINY} data.batch_size=16 trainer.steps=1200 trainer.log_every=100"),
     Run("reading", "profiler.start_step=12", "reading_host", {"share": 0.9}),
     Run("remat", "trainer.steps=24 compute.remat.policy=full profiler.start_step=12"),
     Run("plain", "trainer.steps=24"),
