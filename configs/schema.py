@@ -321,7 +321,7 @@ class TrainerConfig(Section):
     log_every: PositiveInt = 10
     """Steps between log lines and metric records."""
     max_bad_steps: PositiveInt = 10
-    """Stop after this many non-finite steps in a row (each is skipped and counted)."""
+    """Stop after this many non-finite steps in a row (each is skipped and counted; none is saved)."""
     hang_timeout_s: PositiveFloat | None = 1800.0
     """End the process (exit code 71, stacks in the run directory) when no step finishes for this long, and for 20 usual steps; null: never.
     Start-up, saves and the end of a run may take ten times as long."""
@@ -337,7 +337,7 @@ class CheckpointConfig(Section):
     every_minutes: NonNegativeFloat = 0.0
     """Minutes between time-based saves; 0: off."""
     keep_last: PositiveInt = 2
-    """Most recent checkpoints kept."""
+    """Most recent checkpoints kept; with 1, the one before the newest stays until the next save."""
     keep_every: NonNegativeInt = 0
     """Also keep every checkpoint whose step is a multiple of this; 0: off."""
     final: bool = True

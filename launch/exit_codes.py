@@ -11,7 +11,7 @@ LOST_PEER = 72
 BAD_NODE = 73
 """The preflight found this node unfit; it is named and excluded from the next start."""
 NUMERICAL_FAILURE = 70
-"""Too many non-finite steps in a row; the last good checkpoint is intact."""
+"""Too many non-finite steps in a row, or a state that is not finite where a save is due; neither is saved."""
 SAVE_FAILURE = 74
 """Checkpoints could not be written several times in a row."""
 PREEMPTED = 75

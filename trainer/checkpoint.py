@@ -2,7 +2,7 @@
 
 The way of one save:
 
-    training thread     join the save before -> make room -> Orbax copies device to host          (this much blocks training)
+    training thread     join the save before -> check that the state is finite -> make room -> Orbax copies device to host   (blocking)
     background thread   Orbax writes and commits -> metadata.json -> hash every file -> integrity.json -> delete what retention lets go
 
 We use Orbax's free functions (`save_async`, `load`) on our own step directories rather than its `training.Checkpointer`: that one keeps
@@ -32,9 +32,10 @@ from configs.schema import CheckpointConfig
 from trainer import checkpoint_dirs as dirs
 from trainer import payload
 from trainer.agreement import Agreement, PeerError
+from trainer.finite import Check, NumericalFailure, all_finite, listed, nonfinite_leaves
 from trainer.integrity import Damage
 from trainer.retention import Cadence, steps_to_delete
-from trainer.seal import METADATA, DamagedError, check_digests, check_names, seal
+from trainer.seal import JUDGED, METADATA, DamagedError, check_digests, check_names, is_judged, seal
 
 _FORMAT = 1
 _POLL_S = 2.0
@@ -42,7 +43,7 @@ _MAX_TEXT = 600
 _LARGE_BYTES = 1 << 20
 LEAVE_S = 5.0
 """A save in flight gets so long when other processes are gone."""
-_OWN_KEYS = frozenset({"format", "step", "process_count", "versions", "arrays"})
+_OWN_KEYS = frozenset({"format", "step", "process_count", "versions", "arrays", JUDGED})
 
 State = Any
 
@@ -79,9 +80,10 @@ class Checkpointer:
       directory: the run's checkpoint directory, on a filesystem all processes share; made at the first save.
       config: cadence, retention and behaviour.
       clock: monotonic seconds, for the cadence by minutes.
-      events: receives checkpoint_saved, checkpoint_failed, checkpoint_deleted and checkpoint_set_aside (process 0).
+      events: receives checkpoint_saved, checkpoint_refused, checkpoint_failed, checkpoint_deleted and checkpoint_set_aside (process 0).
       log: receives warnings and notes for the user, one line each (process 0).
       read_only: never rename or delete anything (for a reader beside a training run). `save` is not allowed.
+      check: `finite.all_finite`, jitted; a run passes one that its compilation cache knows.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class Checkpointer:
         events: Events | None = None,
         log: Callable[[str], None] | None = None,
         read_only: bool = False,
+        check: Check | None = None,
     ) -> None:
+        self._check = check or jax.jit(all_finite)
         self.directory, self.config, self.read_only = Path(directory).absolute(), config, read_only
         self.failures = 0
         """Failed saves in a row."""
@@ -117,9 +121,11 @@ class Checkpointer:
         """Save a pytree of jax.Arrays as `step`, in the background unless `block` or the config says otherwise.
 
         The arrays may be donated as soon as this returns. A failing save is reported through the log and leaves what was saved before
-        intact. Saving a step sets later steps aside: they belong to a branch that was left by restoring an earlier one.
+        intact. Saving a step sets later steps aside: they belong to a branch that was left by restoring an earlier one. Never call it
+        where the last step made was not finite: a save is taken to prove the one before it.
 
-        Raises CheckpointError when config.max_failures saves in a row have failed.
+        Raises CheckpointError when config.max_failures saves in a row have failed, and NumericalFailure, in every process, for a state
+        that is not finite: nothing is written or deleted then.
         """
         assert not self.read_only and not _OWN_KEYS & metadata.keys()
         start_s = time.perf_counter()
@@ -127,6 +133,7 @@ class Checkpointer:
         waited_s = time.perf_counter() - start_s
         if step == self._current:
             return SaveReport(step, waited_s, waited_s, saved=False)
+        self._judge(step, state)
         self._cadence.saved()
         self._saves += 1
         pending = _Pending(self._saves, step, self._describe(step, state, metadata), start_s)
@@ -174,6 +181,16 @@ class Checkpointer:
         if self._last_error is not None:
             raise CheckpointError(f"the last save failed: {self._last_error}")
 
+    def _judge(self, step: int, state: State) -> None:
+        """Raise NumericalFailure unless every number of the state is finite."""
+        names = nonfinite_leaves(state, self._agreement, self._check)
+        if not names:
+            return
+        self._emit("checkpoint_refused", step=step, leaves=names)
+        if self._agreement.process == 0:
+            self._log(f"WARNING: step {step} is not saved: not finite: {listed(names)}")
+        raise NumericalFailure(f"the state of step {step} is not finite ({listed(names)})")
+
     def _start(self, pending: _Pending, state: State) -> None:
         with jax.transfer_guard("allow"):
             pending.response = payload.save_async(dirs.step_dir(self.directory, pending.step), state)
@@ -185,6 +202,8 @@ class Checkpointer:
         self._mend()
         for later in [other for other in dirs.steps(self.directory) if other >= step]:
             self._set_aside(later, "superseded", f"a run resumed from an earlier step is saving step {step}")
+        if self.config.keep_last == 1:  # finite steps were made from the newest: the one before it, kept until now, makes room
+            self._retain(newest_tried=True)
 
     def _describe(self, step: int, state: State, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -194,6 +213,7 @@ class Checkpointer:
             "process_count": self._agreement.count,
             "versions": {name: version(name) for name in ("jax", "flax", "orbax-checkpoint", "ridgeline")},
             "arrays": payload.describe(state),
+            JUDGED: True,
         }
 
     def _finish(self, pending: _Pending) -> None:
@@ -230,10 +250,11 @@ class Checkpointer:
             self._background.raise_alarm(alarm)
             raise
 
-    def _retain(self) -> None:
-        """Process 0, after a step is complete. A deletion that fails costs disk space, not the run."""
-        complete = dirs.complete_steps(self.directory)
-        for step in steps_to_delete(complete, keep_last=self.config.keep_last, keep_every=self.config.keep_every):
+    def _retain(self, newest_tried: bool = False) -> None:
+        """Process 0: delete what `steps_to_delete` lets go. A deletion that fails costs disk space, not the run."""
+        complete, config = dirs.complete_steps(self.directory), self.config
+        judged = [step for step in complete if is_judged(dirs.step_dir(self.directory, step))]
+        for step in steps_to_delete(complete, judged, keep_last=config.keep_last, keep_every=config.keep_every, newest_tried=newest_tried):
             try:
                 dirs.delete(self.directory, step)
             except OSError as error:
@@ -255,10 +276,23 @@ class Checkpointer:
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------
 
+    def steps(self) -> list[int]:
+        """Return the complete steps in ascending order. Raises UserError for an unreadable or foreign directory."""
+        return self._agreement.first(self._complete_steps)
+
     def latest_step(self) -> int | None:
         """Return the newest complete step, or None. Raises UserError for an unreadable or foreign directory."""
-        steps = self._agreement.first(self._complete_steps)
+        steps = self.steps()
         return steps[-1] if steps else None
+
+    def set_later_aside(self, step: int) -> None:
+        """Set all steps after `step` aside: a run goes on from there in another way, and no restart may take the former ones."""
+
+        def work() -> None:
+            for later in [other for other in dirs.steps(self.directory) if other > step]:
+                self._set_aside(later, "superseded", f"the run is restarted from step {step}")
+
+        self._agreement.first(work)
 
     def has_checkpoints(self) -> bool:
         """Whether there is anything to resume from: a complete step, or one that was complete before it was found damaged.
@@ -272,8 +306,7 @@ class Checkpointer:
 
         def read() -> dict[str, Any]:
             path = dirs.step_dir(self.directory, step) / METADATA
-            if step not in (complete := dirs.complete_steps(self.directory)):
-                raise UserError(f"{self.directory} has no complete checkpoint of step {step} (complete: {_listed(complete)})")
+            dirs.check_complete(self.directory, step)
             try:
                 return json.loads(path.read_bytes())
             except (OSError, ValueError) as error:
@@ -300,7 +333,8 @@ class Checkpointer:
             else:
                 self._current = candidate
                 return restored
-        raise UserError(f"no good checkpoint in {self.directory}: " + "; ".join(problems))
+        others = f"; complete: {', '.join(map(str, self.steps())) or 'none'}" if step is not None else ""
+        raise UserError(f"no good checkpoint in {self.directory}: " + "; ".join(problems) + others)
 
     def _complete_steps(self) -> list[int]:
         """Process 0: the complete steps in ascending order, after mending what a kill left."""
@@ -310,9 +344,9 @@ class Checkpointer:
 
     def _candidates(self, wanted: int | None) -> list[int]:
         """Return the complete steps, newest first, or only the wanted one. Raises UserError when there is none."""
-        complete = self._agreement.first(self._complete_steps)
-        if wanted is not None and wanted not in complete:
-            raise UserError(f"{self.directory} has no complete checkpoint of step {wanted} (complete: {_listed(complete)})")
+        complete = self.steps()
+        if wanted is not None:
+            self._agreement.first(lambda: dirs.check_complete(self.directory, wanted))
         if not complete:
             damaged = self._agreement.first(lambda: dirs.damaged_steps(self.directory))
             aside = f", only damaged ones set aside earlier: {', '.join(damaged)}" if damaged else ""
@@ -402,7 +436,3 @@ def _text(error: BaseException) -> str:
     text = " ".join(str(error).split("[tensorstore_spec")[0].split())
     name = "" if isinstance(error, PeerError | UserError) else f"{type(error).__name__}: "
     return name + (text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ...")
-
-
-def _listed(steps: list[int]) -> str:
-    return ", ".join(map(str, steps)) if steps else "none"

@@ -60,6 +60,12 @@ def complete_steps(root: Path) -> list[int]:
     return [step for step in steps(root) if (step_dir(root, step) / MANIFEST).exists()]
 
 
+def check_complete(root: Path, step: int) -> None:
+    """Refuse a step that is not there or has no manifest, naming those that can be had. Raises UserError."""
+    if step not in (complete := complete_steps(root)):
+        raise UserError(f"{root} has no complete checkpoint of step {step} (complete: {', '.join(map(str, complete)) or 'none'})")
+
+
 def damaged_steps(root: Path) -> list[str]:
     """Return the names of steps set aside although they had once been complete. Raises OSError."""
     matches = [match for match in map(_ASIDE.match, _names(root)) if match]

@@ -30,15 +30,12 @@ from perf.recompile import CompilerWatch
 from perf.writers import MetricWriter
 from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator, SetResult
+from trainer.finite import NumericalFailure
 from trainer.grace import Grace
 from trainer.state import TrainState
 from trainer.step import Batch, Metrics
 from trainer.stop import Stop, StopAsked
 from trainer.watchdog import Watchdog
-
-
-class NumericalFailure(Exception):
-    """Too many non-finite steps in a row. The last good checkpoint is intact."""
 
 
 class Loader(Protocol):
@@ -93,6 +90,10 @@ class Loop:
     clock: Callable[[], float] = time.monotonic
     _pending: _Pending | None = field(default=None, init=False)
     _window_waits: int = field(default=0, init=False)
+    _bad_in_a_row: int = field(default=0, init=False)
+    """Non-finite steps up to the last one whose metrics were read."""
+    _owed: bool = field(default=False, init=False)
+    """A save was due within a streak of non-finite steps: it follows the next finite step."""
     _started_s: float = field(default=0.0, init=False)
     began: bool = field(default=False, init=False)
     """Whether the first step is done."""
@@ -100,7 +101,8 @@ class Loop:
     def run(self, state: TrainState, start_step: int) -> Outcome:
         """Train from `start_step` to config.trainer.steps, or until asked to stop; save where due; return how it ended.
 
-        Raises NumericalFailure after config.trainer.max_bad_steps non-finite steps in a row.
+        Raises NumericalFailure after config.trainer.max_bad_steps non-finite steps in a row, for a state that is not finite where a save
+        is due, and where the last save of the whole run would fall within a streak of non-finite steps.
         """
         steps = self.config.trainer.steps
         deadline_s = self.clock() + (self.config.trainer.stop_after_s or math.inf)
@@ -126,7 +128,7 @@ class Loop:
                 stopped_by = self.stop.agreed()
                 last = step == steps or stopped_by is not None or self._past(deadline_s)
                 evaluate = self._evaluation_due(step)
-                save = self.checkpointer.should_save(step, last=last) or stopped_by is not None
+                save = self.checkpointer.should_save(step, last=last) or stopped_by is not None or self._owed
                 if last or evaluate or save or step == start_step + 1:
                     self._read_pending()
                 if step == start_step + 1:
@@ -134,7 +136,7 @@ class Loop:
                 if evaluate and stopped_by is None:
                     results, stopped_by = self._evaluate(state, step)
                 if save or stopped_by is not None:
-                    self._save(state, step)
+                    self._save(state, step, ending=last or stopped_by is not None)
                 if last or stopped_by is not None:
                     break
             self.profiler.close(step)
@@ -209,18 +211,24 @@ class Loop:
         self.watchdog.step(self.timer.usual_step_s())
         self.grace.step_s = self.timer.step()
         self.progress.advance(pending.step)
-        if values["bad_in_a_row"]:
+        self._bad_in_a_row = int(values["bad_in_a_row"])
+        if self._bad_in_a_row:
             self._bad_step(pending.step, values)
         if pending.param_norm is not None:
             self._log(pending.step, values, float(jax.device_get(pending.param_norm)))
 
     def _bad_step(self, step: int, values: Mapping[str, float]) -> None:
-        in_a_row, limit = int(values["bad_in_a_row"]), self.config.trainer.max_bad_steps
+        in_a_row, limit = self._bad_in_a_row, self.config.trainer.max_bad_steps
         figures = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         self.events.emit("skipped_step", step=step, loss=values["loss"], grad_norm=values["grad_norm"], in_a_row=in_a_row)
         self.progress.note(f"step {step}: {figures}: update skipped ({in_a_row} in a row, {limit} stop the run)")
         if in_a_row >= limit:
-            raise NumericalFailure(f"{limit} non-finite steps in a row, the last at step {step}")
+            raise NumericalFailure(f"{in_a_row} non-finite steps in a row ({self._streak(step)})")
+
+    def _streak(self, step: int) -> str:
+        """The non-finite steps up to `step`."""
+        first = step - self._bad_in_a_row + 1
+        return f"steps {first} to {step}" if first < step else f"step {step}"
 
     def _log(self, step: int, values: Mapping[str, float], param_norm: float) -> None:
         """Write one record; `values` are those of exactly this step, speeds those of the window since the last record."""
@@ -272,7 +280,14 @@ class Loop:
         self.writer.flush()
         return results, None
 
-    def _save(self, state: TrainState, step: int) -> None:
+    def _save(self, state: TrainState, step: int, ending: bool) -> None:
+        """Save what is not within a streak of non-finite steps; `ending`: no step follows in this start."""
+        if self._bad_in_a_row:
+            if ending or not self._owed:
+                self._skip_save(step, ending)
+            self._owed = True
+            return
+        self._owed = False
         watched = self.watchdog.phase("save")
         with watched, annotation("ridge.save"), self.timer.paused(), self.events.phase("save", step=step), jax.transfer_guard("allow"):
             report = self.checkpointer.save(step, state, self.save_metadata(step))
@@ -281,6 +296,19 @@ class Loop:
         self.writer.flush()
         if report.saved:
             self.progress.note(f"step {step}: checkpoint (training stood still for {format_seconds(report.blocking_s)})")
+
+    def _skip_save(self, step: int, ending: bool) -> None:
+        """Report that nothing is saved: the state gives no finite step, and must not displace one that did."""
+        if ending and step == self.config.trainer.steps:
+            raise NumericalFailure(f"the run ends in non-finite steps ({self._streak(step)})")
+        self.events.emit("checkpoint_skipped", step=step, in_a_row=self._bad_in_a_row)
+        why = f"step {step}: not saved: not finite: {self._streak(step)}"
+        if not ending:
+            self.progress.note(f"{why}; the save follows the next finite step")
+            return
+        self.checkpointer.wait()
+        newest = self.checkpointer.latest_step()
+        self.progress.note(f"{why}; " + ("there is no checkpoint" if newest is None else f"the newest checkpoint is step {newest}"))
 
 
 @dataclass(frozen=True)

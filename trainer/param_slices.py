@@ -97,8 +97,8 @@ def _newest_good(checkpoints: Path, wanted: int | None) -> int:
     """Return the newest step whose files are what was sealed, or the wanted one. Raises UserError saying what is wrong with the others."""
     checkpoint_dirs.check_ours(checkpoints)
     complete = checkpoint_dirs.complete_steps(checkpoints)
-    if wanted is not None and wanted not in complete:
-        raise UserError(f"{checkpoints} has no complete checkpoint of step {wanted} (complete: {', '.join(map(str, complete)) or 'none'})")
+    if wanted is not None:
+        checkpoint_dirs.check_complete(checkpoints, wanted)
     problems = []
     for step in [wanted] if wanted is not None else complete[::-1]:
         damage = integrity.verify(checkpoint_dirs.step_dir(checkpoints, step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from configs.schema import CheckpointConfig
 from trainer.agreement import Agreement
@@ -12,11 +12,24 @@ _CHECKS_PER_INTERVAL = 20
 _MAX_STEPS_BETWEEN_CHECKS = 10_000
 
 
-def steps_to_delete(steps: Sequence[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Return the complete steps that may go: all but the last `keep_last` and the multiples of `keep_every` (0: none)."""
+def steps_to_delete(
+    steps: Sequence[int], judged: Collection[int], *, keep_last: int, keep_every: int, newest_tried: bool = False
+) -> list[int]:
+    """Return the complete steps that may be deleted: those before the last `keep_last` judged ones, less the multiples of `keep_every`.
+
+    Args:
+      steps: all complete steps.
+      judged: those that were found finite before they were sealed. Only these count: a step without a judgement (written by an earlier
+        version, or imported) lets no other step go, and is itself kept until `keep_last` judged steps follow it.
+      newest_tried: a finite step was made from the newest judged one. Until then the one before it stays, also with `keep_last` 1:
+        finite parameters may still give a loss that is not.
+    """
     assert keep_last >= 1, "the newest checkpoint is never deleted"
-    ordered = sorted(set(steps))
-    return [step for step in ordered[:-keep_last] if not (keep_every and step % keep_every == 0)]
+    wanted = keep_last if newest_tried else max(keep_last, 2)
+    counted = sorted(set(judged) & set(steps))
+    if len(counted) < wanted:
+        return []
+    return [step for step in sorted(set(steps)) if step < counted[-wanted] and not (keep_every and step % keep_every == 0)]
 
 
 class Cadence:

@@ -37,11 +37,12 @@ from planner.hardware import matmul_dtype, peak_flops
 from sharding.mesh import NodeOf, build_mesh, describe_mesh, node_of
 from sharding.partition import Partitioner
 from sharding.rules import Rules
-from trainer import config_guard
-from trainer.agreement import coordination_client
+from trainer import checkpoint_dirs, config_guard
+from trainer.agreement import Agreement, coordination_client
 from trainer.batches import local_rows, to_global
 from trainer.checkpoint import Checkpointer
 from trainer.evaluation import Evaluator
+from trainer.finite import NumericalFailure, all_finite
 from trainer.grace import Grace, last_write_s
 from trainer.loop import Loader, Loop, Outcome
 from trainer.optimizers import build_optimizer
@@ -67,15 +68,17 @@ def train(
     facts: Mapping[str, Mapping[str, Any]] | None = None,
     stop: Stop | None = None,
     grace_s: float | None = None,
+    from_step: int | None = None,
 ) -> signal.Signals | None:
     """Train to the last step, or until asked to stop; return the signal it stopped for after saving, if any.
 
     Starts the run of `config.directory`, or continues it from its newest good checkpoint. `facts` (kind -> fields) of the start go into
     the event log, and the phases `before` it was open: (name, begin, end) by the monotonic clock, s, one after another; the rest is launch.
+    `from_step`: continue from the checkpoint of this step instead, and set later ones aside (process 0's value counts).
     `stop`: the request to stop, already installed (None: Ctrl-C and SIGTERM from here on); `grace_s`: time a job has to end once asked.
 
-    Raises UserError for bad input, NumericalFailure and CheckpointError for runs that cannot go on, and StopAsked when asked to stop before
-    the first step: nothing needs saving then, but threads may still be at work, so leave by `os._exit`.
+    Raises UserError for bad input, NumericalFailure (with the steps saved) and CheckpointError for runs that cannot go on, and StopAsked
+    when asked to stop before the first step: nothing needs saving then, but threads may still be at work, so leave by `os._exit`.
     """
     process = jax.process_index()
     progress = build_progress(config.trainer.steps, process=process)
@@ -84,6 +87,7 @@ def train(
     stop.say_through(progress.note)
     try:
         with stop.raising():
+            from_step = Agreement("from-step").first(lambda: _check_step(config, from_step))
             tokenizer = check_data(config)
             parts = prepare(config)
             run = open_run_dir(config, command=command, log=progress.note)
@@ -92,10 +96,11 @@ def train(
         try:
             stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
             watchdog = Watchdog(config.trainer.hang_timeout_s, run.path / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit)
-            checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note)
             programs = build_programs(config, parts, progress.note)
             compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
-            session = _Session(config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, compiler)
+            check = compiler.program(jax.jit(all_finite), "all_finite")
+            checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note, check=check)
+            session = _Session(config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, compiler, from_step)
             try:
                 outcome = session.train()
             except jax.errors.JaxRuntimeError:
@@ -135,6 +140,8 @@ class _Session:
     checkpointer: Checkpointer
     grace_s: float | None
     compiler: CompilerWatch
+    from_step: int | None = None
+    """The step to restart from; None: the newest good one."""
     recorder: threading.Thread | None = None
     """Writes down what was compiled."""
     loop: Loop | None = None
@@ -148,7 +155,7 @@ class _Session:
         """Make or restore the state, compile, and run the loop; None for a run that is complete already."""
         config, steps = self.config, self.config.trainer.steps
         with self.stop.raising(), self.watchdog.phase("start-up"):
-            reached = self.checkpointer.latest_step()
+            reached = self.checkpointer.latest_step() if self.from_step is None else self.from_step
             if reached is not None and reached >= steps:
                 self.progress.note(f"{self.run.path}: complete at step {reached}; raise trainer.steps (now {steps}) to train on")
                 return None
@@ -160,17 +167,22 @@ class _Session:
             _say_what_runs(config, self.parts, self.progress)
         with self.watchdog.phase("waiting for the other processes to compile"):
             self.stop.begin_together()
+        if self.from_step is not None:
+            self.checkpointer.set_later_aside(self.from_step)
         rows = local_rows(config.data.batch_size, self.parts.partitioner)
         loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows, start_step=start_step)
         try:
             return self._loop(*programs, loader, state, start_step)
+        except NumericalFailure as failure:
+            failure.steps = self.checkpointer.steps()
+            raise
         finally:
             loader.close()
 
     def _first_state(self) -> tuple[TrainState, int]:
         """Return the newest good state or the initial one, and its step."""
         config, parts, checkpointer = self.config, self.parts, self.checkpointer
-        state, start_step = _restore(parts, checkpointer, self.tokenizer, self.events, self.progress)
+        state, start_step = _restore(parts, checkpointer, self.tokenizer, self.events, self.progress, self.from_step)
         if state is None:
             with self.events.phase("init"):
                 state = self.compiler.program(parts.make_state, "init")()
@@ -292,17 +304,24 @@ class _Session:
 
 
 def _restore(
-    parts: Prepared, checkpointer: Checkpointer, tokenizer: TokenizerInfo, events: EventLog, progress: Progress
+    parts: Prepared, checkpointer: Checkpointer, tokenizer: TokenizerInfo, events: EventLog, progress: Progress, step: int | None
 ) -> tuple[TrainState | None, int]:
-    """Return the newest good state and its step, or (None, 0) for a new run, also one that has only imported parameters."""
+    """Return the state of `step` (None: the newest good one) and its step, or (None, 0) for a new run, also one with only parameters."""
     if not checkpointer.has_checkpoints() or holds_only_params(checkpointer):
         return None, 0
     with events.phase("restore") as record:
-        state, metadata = checkpointer.restore(parts.abstract)
+        state, metadata = checkpointer.restore(parts.abstract, step)
         record["step"] = metadata["step"]
     config_guard.check_tokenizer(metadata.get("tokenizer"), tokenizer.sha256, str(checkpointer.directory))
     progress.note(f"resuming from the checkpoint of step {metadata['step']}")
     return state, int(metadata["step"])
+
+
+def _check_step(config: Config, step: int | None) -> int | None:
+    """Process 0: refuse a step to restart from that is not there, before anything is written; return it. Raises UserError."""
+    if step is not None:
+        checkpoint_dirs.check_complete(config.directory.absolute() / "checkpoints", step)
+    return step
 
 
 def save_metadata(config: Config, step: int, tokenizer: TokenizerInfo) -> dict[str, Any]:
@@ -352,7 +371,9 @@ def _report(run: RunDir, outcome: Outcome) -> None:
     print(format_summary(summarize(read_events(event_file(run.path, 0)))))
     print(last_word(run.path), flush=True)
     if not outcome.finished:
-        print(f"stopped at step {outcome.steps}; run the same command again to continue", flush=True)
+        kept = checkpoint_dirs.complete_steps(run.checkpoints)
+        where = f" from step {kept[-1]}" if kept else ""
+        print(f"stopped at step {outcome.steps}; run the same command again to continue{where}", flush=True)
 
 
 @dataclass(frozen=True)

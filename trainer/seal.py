@@ -12,6 +12,8 @@ from trainer.agreement import Agreement
 from trainer.integrity import Damage, FileDigest
 
 METADATA = "metadata.json"
+JUDGED = "finite"
+"""Key of metadata.json: true where the state was found finite before it was sealed. Earlier versions did not judge and have no such key."""
 
 
 class DamagedError(Exception):
@@ -38,6 +40,14 @@ def seal(path: Path, metadata: Mapping[str, Any], agreement: Agreement) -> int:
     digests = {name: sha256 for share in shares for name, sha256 in share.items()}  # empty but in process 0
     agreement.first(lambda: integrity.write_manifest(path, {name: FileDigest(sizes[name], digests[name]) for name in sizes}))
     return sum(sizes.values())
+
+
+def is_judged(path: Path) -> bool:
+    """Whether the state of a sealed step was found finite. What cannot be read counts as not judged."""
+    try:
+        return json.loads((path / METADATA).read_bytes()).get(JUDGED) is True
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def check_names(path: Path, agreement: Agreement) -> dict[str, FileDigest]:

@@ -30,6 +30,7 @@ from perf.metrics import StepTimer
 from perf.profiler import Profiler
 from perf.progress import build_progress
 from perf.writers import build_writers
+from trainer import checkpoint_dirs
 from trainer.agreement import Agreement
 from trainer.batches import local_rows, to_global
 from trainer.checkpoint import Checkpointer
@@ -202,7 +203,8 @@ def measure_checkpoint(session: Session, directory: Path) -> CheckpointTimes:
         checkpointer.wait()
         write_s.append(checkpointer.last_write_s() or 0.0)
     checkpointer.close()
-    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    newest = checkpoint_dirs.step_dir(checkpointer.directory, session.repeats + 1)
+    size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     del state
     restore_s = []
     for _ in range(session.repeats):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +30,10 @@ LINGER_S = 3.0
 @click.option("--coordinator", metavar="HOST:PORT", help="Where process 0 listens, if no launcher says it.")
 @click.option("--processes", type=int, help="Number of processes of the run, if no launcher says it.")
 @click.option("--process", type=int, help="Index of this process, if no launcher says it.")
-def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, processes: int | None, process: int | None) -> None:
+@click.option("--from-step", type=int, metavar="N", help="Restart from the checkpoint of step N; later ones are set aside, not deleted.")
+def train(
+    config: Path, overrides: tuple[str, ...], coordinator: str | None, processes: int | None, process: int | None, from_step: int | None
+) -> None:
     """Train a model: start a run, or continue the one in its run directory.
 
     CONFIG is a YAML file; each override is section.key=value, e.g. trainer.steps=200 mesh.fsdp=4.
@@ -55,7 +60,7 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
 
     loading_s = time.monotonic()
     from trainer.checkpoint import CheckpointError
-    from trainer.loop import NumericalFailure
+    from trainer.finite import NumericalFailure
     from trainer.peers import lost_peer
     from trainer.run import train as run_training
 
@@ -71,11 +76,12 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
             },
             stop=stop,
             grace_s=_grace_s(),
+            from_step=from_step,
         )
     except StopAsked as asked:
         _leave(_stopped(asked.signal.name), here.process, here.processes)
     except NumericalFailure as error:
-        click.echo(f"ridge: stopped: {error}; the last good checkpoint is intact", err=True)
+        click.echo(f"ridge: stopped: {error}; {_how_to_continue(config, error.steps)}", err=True)
         sys.exit(exit_codes.NUMERICAL_FAILURE)
     except CheckpointError as error:
         if (why := lost_peer(error, here.processes)) is not None:  # a save that failed because a process went is no failure of the disk
@@ -94,6 +100,15 @@ def train(config: Path, overrides: tuple[str, ...], coordinator: str | None, pro
 def _lost(why: str) -> NoReturn:
     click.echo(f"ridge: stopped: {why}; the last good checkpoint is intact", err=True)
     _leave(exit_codes.LOST_PEER, 1, 1)
+
+
+def _how_to_continue(config: Path, steps: Sequence[int]) -> str:
+    """Name the step that a restart takes, and the earlier ones to choose from."""
+    command = f"ridge train {shlex.quote(str(config))}"
+    if not steps:
+        return f"there is no checkpoint: '{command}' starts at step 0"
+    earlier = f"; with --from-step N from {', '.join(map(str, steps[:-1]))}" if len(steps) > 1 else ""
+    return f"'{command}' continues from step {steps[-1]}{earlier}"
 
 
 def _stopped(name: str) -> int:

@@ -19,6 +19,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", count, process)
 from configs.errors import UserError  # noqa: E402
 from configs.schema import CheckpointConfig  # noqa: E402
 from trainer.checkpoint import Checkpointer  # noqa: E402
+from trainer.finite import NumericalFailure  # noqa: E402
 
 mesh = jax.make_mesh((2 * count,), ("fsdp",), axis_types=(AxisType.Auto,))
 sharded, replicated = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
@@ -89,6 +90,28 @@ findings["again"] = saver.failures
 saver.save(3, state(3), {})
 saver.close()
 findings["after_failure"] = [saver.failures, saver.latest_step()]
+
+# A NaN in the last shard alone: no process saves it, and the next save works.
+saver = checkpointer("not_finite")
+saver.save(30, state(30), {}, block=True)
+broken = values(31)
+broken["w"][-1, -1] = np.nan
+put = {
+    name: jax.make_array_from_callback(x.shape, sharded if x.ndim else replicated, lambda index, x=x: x[index])
+    for name, x in broken.items()
+}
+try:
+    saver.save(31, put, {})
+except NumericalFailure as failure:
+    findings["not_finite"] = str(failure)
+saver.save(32, state(32), {}, block=True)
+findings["after_refusal"] = saver.steps()
+
+# Back to an earlier step.
+saver = checkpointer("restart")
+saver.restore(abstract, 5)
+saver.set_later_aside(5)
+findings["restarted"] = saver.steps()
 
 # Minutes: every process has its own clock, running at its own speed; process 0's counts.
 now_s = [0.0]

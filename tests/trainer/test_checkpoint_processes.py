@@ -43,6 +43,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     flip_payload(checkpoint_dirs.step_dir(root / "damaged", 6))
     shutil.copytree(root / "damaged", root / "all_bad")
     flip_payload(checkpoint_dirs.step_dir(root / "all_bad", 5))
+    shutil.copytree(root / "from_one", root / "restart")
     checkpoint_dirs.delete(root / "from_one", 6)
     return root, run_workers(root)
 
@@ -110,7 +111,7 @@ def test_the_manifest_of_four_processes_covers_the_payload_of_each(four: Four) -
     files = integrity.read_manifest(step)
     assert all(any(f"ocdbt.process_{process}/" in name for name in files) for process in range(COUNT))
     assert integrity.verify(step) == []
-    assert checkpoint_dirs.complete_steps(step.parent) == [21]
+    assert checkpoint_dirs.complete_steps(step.parent) == [20, 21]
 
 
 def test_damage_gets_the_same_verdict_in_every_process(four: Four) -> None:
@@ -137,6 +138,19 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_the_next_works(four: 
     assert len(warnings) == 1
     assert "process 2: " in warnings[0]
     assert "File too large" in warnings[0]
+
+
+def test_a_state_that_is_not_finite_in_one_process_is_refused_alike_in_all(four: Four) -> None:
+    root, findings = four
+    assert {found["not_finite"] for found in findings} == {"the state of step 31 is not finite (w)"}
+    assert [found["after_refusal"] for found in findings] == [[30, 32]] * COUNT
+    assert checkpoint_dirs.steps(root / "not_finite") == [30, 32]
+
+
+def test_a_restart_from_an_earlier_step_sets_the_later_ones_aside_in_all_processes(four: Four) -> None:
+    root, findings = four
+    assert [found["restarted"] for found in findings] == [[5]] * COUNT
+    assert (root / "restart" / "step_00000006.bad-superseded").is_dir()
 
 
 def test_only_process_zero_speaks(four: Four) -> None:

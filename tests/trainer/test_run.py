@@ -19,7 +19,7 @@ import pytest
 
 from configs.errors import UserError
 from configs.schema import Config
-from launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE
+from launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE, USAGE
 from loaders.prepare import PrepareSettings, prepare
 from perf.compilation import COMPILED, LOADED
 from perf.events import event_file, read_events
@@ -173,7 +173,8 @@ def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, f
     for name, seconds in parts.items():
         assert records[0][f"train_startup/{name}_s"] == pytest.approx(seconds)
     assert records[0]["train_startup/total_s"] == pytest.approx(sum(parts.values()))
-    assert {p.fields["program"] for p in phases(first) if p.name == "compile"} == {"init", "train_step", "param_norm", "evaluation_step"}
+    programs = {"init", "train_step", "param_norm", "evaluation_step", "all_finite"}
+    assert {p.fields["program"] for p in phases(first) if p.name == "compile"} == programs
 
 
 def test_a_second_start_compiles_nothing_and_trains_bitwise_as_the_first(
@@ -208,7 +209,7 @@ def test_a_second_start_compiles_nothing_and_trains_bitwise_as_the_first(
         jax.monitoring.unregister_event_duration_listener(hear)
     assert {p.fields["source"] for p in compiles} == {COMPILED}
     assert [(p.fields["program"], p.fields["source"]) for p in loads] == [(p.fields["program"], LOADED) for p in compiles]
-    assert len(loads) == 4
+    assert len(loads) == 5
     assert not [name for name in heard if "train_step" in name or "evaluation_step" in name or "param_norm" in name]
     assert again == losses
     one, two = payload(config), payload(other)
@@ -228,7 +229,7 @@ def test_a_second_start_compiles_nothing_and_trains_bitwise_as_the_first(
         with pytest.raises(jax.errors.JaxRuntimeError):
             start("third")
     left = {file.name.partition("-")[0] for file in (tmp_path / "cache" / "programs").iterdir()}
-    assert left == {"evaluation_step"}, "what was loaded is not trusted again; this one was not"
+    assert left == {"evaluation_step", "all_finite"}, "what was loaded is not trusted again; these were not"
 
 
 def test_a_restored_run_makes_no_first_state(corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]) -> None:
@@ -357,6 +358,94 @@ def test_numerical_failure_has_its_own_exit_code(corpus: Path, tmp_path: Path) -
     done = subprocess.run(command(config, tmp_path), capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120, check=False)
     assert done.returncode == NUMERICAL_FAILURE, done.stdout + done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("ridge: stopped: 2 non-finite steps in a row")
+
+
+def steps_of(config: Config) -> list[str]:
+    """The steps in a run's checkpoint directory, those set aside with their reason."""
+    return sorted(path.name.removeprefix("step_").lstrip("0") for path in (config.directory / "checkpoints").glob("step_*"))
+
+
+CRASH = ["trainer.steps=60", "optimizer.learning_rate=1e12"]
+
+
+def test_a_learning_rate_that_ruins_a_run_costs_no_checkpoint_and_the_run_goes_on(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    quiet = {"evaluation": {"every": 0, "sets": {}}, "checkpoint": {"every": 2, "keep_last": 2}, "schedule": {"kind": "constant"}}
+    config = make_config(corpus, tmp_path / "run", trainer={"steps": 10}, **quiet)
+    run(config)
+    assert steps_of(config) == ["10", "8"]
+    words = command(config, tmp_path)
+    done = subprocess.run([*words, *CRASH], capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == NUMERICAL_FAILURE, done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ridge: stopped: 10 non-finite steps in a row (steps 12 to 21); "), last
+    assert last.endswith(f"; 'ridge train {words[-1]}' continues from step 10; with --from-step N from 8"), last
+    assert steps_of(config) == ["10", "8"]
+    capsys.readouterr()
+    losses = run(make_config(corpus, tmp_path / "run", trainer={"steps": 12}, **quiet))
+    assert "resuming from the checkpoint of step 10" in capsys.readouterr().out
+    assert max(losses) == 12 and all(np.isfinite(loss) for loss in losses.values())
+
+
+def test_a_preemption_within_a_streak_leaves_the_last_good_step(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from trainer import run as module
+
+    put, count = module.to_global, [0]
+
+    def poisoned(rows: Any, partitioner: Any) -> Any:
+        count[0] += 1
+        if count[0] == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return put({**rows, "weights": rows["weights"] * np.float32(np.nan if count[0] > 4 else 1)}, partitioner)
+
+    monkeypatch.setattr(module, "to_global", poisoned)
+    config = make_config(corpus, tmp_path / "run", trainer={"steps": 50}, evaluation={"every": 0, "sets": {}}, checkpoint={"every": 4})
+    assert train(config, command=["test"]) == signal.SIGTERM
+    assert steps_of(config) == ["4"]
+    out = capsys.readouterr().out
+    assert "step 5: not saved: not finite: step 5; the newest checkpoint is step 4\n" in out
+    assert "stopped at step 5; run the same command again to continue from step 4\n" in out
+
+
+def test_a_run_restarted_from_an_earlier_step_is_bitwise_the_original_and_keeps_the_later_ones(
+    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]
+) -> None:
+    source, losses = whole
+    shutil.copytree(source.directory, tmp_path / "run")
+    config = make_config(corpus, tmp_path / "run")
+    assert steps_of(config) == ["4", "6"]
+    brief = make_config(corpus, tmp_path / "run", trainer={"stop_after_s": 1e-9}, checkpoint={"every": 0, "final": False})
+    train(brief, command=["test"], from_step=4)
+    assert steps_of(config) == ["4", "6.bad-superseded"], "at once: the next start must not take it"
+    train(config, command=["test"])
+    assert steps_of(config) == ["4", "6", "6.bad-superseded"]
+    records = read_metrics(config.directory / "metrics.jsonl")
+    assert {r["step"]: r["train/loss"] for r in records if "train/loss" in r} == losses
+    assert [event.fields["step"] for event in read_events(event_file(config.directory, 0)) if event.kind == "step"].count(5) == 3
+    shutil.rmtree(config.directory / "checkpoints" / "step_00000006.bad-superseded")
+    one, other = payload(source), payload(config)
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name], err_msg=name)
+
+
+def test_a_step_to_restart_from_that_is_not_there_is_refused_before_anything_is_touched(
+    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]
+) -> None:
+    config, _ = whole
+    shutil.copytree(config.directory, tmp_path / "run")
+    words = command(make_config(corpus, tmp_path / "run"), tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    done = subprocess.run(
+        [*words, "--from-step", "5"], capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120, check=False
+    )
+    assert done.returncode == USAGE, done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ridge: ")]
+    assert line == f"ridge: error: {tmp_path / 'run' / 'checkpoints'} has no complete checkpoint of step 5 (complete: 4, 6)"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
 def free_port() -> int:
