@@ -11,7 +11,7 @@ CLUSTERS ?= 3
 CORPUS := data/quickstart
 # Overrides for the quickstart run, e.g. `make quickstart ARGS="trainer.steps=100"`.
 ARGS   ?=
-INJECTIONS := tests/perf/test_diagnosis_runs.py
+INJECTIONS := tests/explain/test_diagnosis_runs.py
 
 # What a new Python or JAX has broken or may break first, in a minute or two: settings, data, checkpoints, a run and its evaluation,
 # gradients on a mesh, what XLA makes of the step, traces, the terminal. Of what imports no JAX little: it has run on the older Python.
@@ -20,8 +20,9 @@ NEWEST_VENV  := .venv-newest
 # run-newest installs and tests, run-newest-again tests what failed last, install-newest only installs.
 NEWEST_GOAL  := run-newest
 NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parameters.py published.py step_time.py) \
-  $(addprefix tests/perf/test_,bench_work.py events.py goodput_live.py hlo.py hlo_schedule.py metrics.py profiler.py progress.py recompile.py) \
-  $(addprefix tests/perf/test_,report.py tensorboard_browser.py trace_*.py writers.py) \
+  tests/rundir/test_events.py tests/hlo tests/measure/test_work.py \
+  $(addprefix tests/observe/test_,goodput_live.py metrics.py profiler.py progress.py recompile.py writers.py) \
+  $(addprefix tests/explain/test_,report.py tensorboard_browser.py trace_*.py) \
   $(addprefix tests/sharding/test_,mesh.py rules.py partition.py collective_budget.py) \
   tests/sharding/test_equality.py::test_other_rules_equal_one_device \
   $(addprefix tests/models/test_,loss.py remat.py convert.py) \
@@ -29,7 +30,7 @@ NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parame
   tests/models/test_attention.py::test_chunked_keeps_no_scores \
   $(addprefix tests/loaders/test_,format.py mixture.py rows.py packing.py readers.py tokenizers.py evaluation_set.py) \
   $(addprefix tests/trainer/test_,checkpoint.py optimizers.py run_dir.py) \
-  $(addprefix tests/launch/test_,cli.py data.py evaluate.py shardings.py tables.py)
+  $(addprefix tests/cli/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
 .PHONY: test-again test-slurm-again test-injections-again help quickstart test test-injections test-slurm test-newest lint format types check-layers bench clean install install-newest run-newest run-newest-again
@@ -112,7 +113,7 @@ check-layers: $(VENV)/.installed-dev  ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed-dev  ## the benchmarks of docs/LOG.md (minutes, one after another)
-	@for b in tests/bench/*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
+	@for b in benchmarks/*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
 
 clean:  ## remove the environment, caches, prepared data and runs
 	rm -rf $(VENV) $(NEWEST_VENV) data runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
-    from configs.schema import Config, ModelConfig
+    from ridgeline.configs.schema import Config, ModelConfig
 
 __all__ = ["Config", "ModelConfig", "UserError"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Config", "ModelConfig"):
-        from configs import schema
+        from ridgeline.configs import schema
 
         return getattr(schema, name)
     raise AttributeError(f"module 'configs' has no attribute '{name}'")

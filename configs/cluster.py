@@ -15,22 +15,13 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from configs.compose import CLUSTERS, read_with_bases
-from configs.errors import UserError, nearest
-from configs.fields import Slot
-from configs.overrides import apply_overrides
-from configs.problems import validation_error
-from configs.schema import (
-    Fraction,
-    LocalPath,
-    Name,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
-from configs.tree import Source, plain, source_of
+from ridgeline.configs.compose import CLUSTERS, read_with_bases
+from ridgeline.configs.errors import UserError, nearest
+from ridgeline.configs.fields import Slot
+from ridgeline.configs.overrides import apply_overrides
+from ridgeline.configs.problems import validation_error
+from ridgeline.configs.schema import Fraction, LocalPath, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from ridgeline.configs.tree import Source, plain, source_of
 
 
 class LinkLevel(Section):

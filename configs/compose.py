@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.errors import UserError, nearest, unknown_name
-from configs.tree import Items, Mapping, Scalar, Source, describe, display_path, merge_mappings, plain, read_file, source_of
+from ridgeline.configs.errors import UserError, nearest, unknown_name
+from ridgeline.configs.tree import Items, Mapping, Scalar, Source, describe, display_path, merge_mappings, plain, read_file, source_of
 
 PACKAGE = Path(__file__).parent
 """Directory of the shipped configs: `base: [models/gpt2]` is found here from anywhere."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from configs.load import leaves
-from configs.schema import Config
-from configs.tree import dotted
+from ridgeline.configs.load import leaves
+from ridgeline.configs.schema import Config
+from ridgeline.configs.tree import dotted
 
 MISSING = "(absent)"
 """Shown for a key that exists on one side only, such as a second data source."""

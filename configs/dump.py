@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from configs.schema import Section
-from configs.tree import Path
+from ridgeline.configs.schema import Section
+from ridgeline.configs.tree import Path
 
 Line = tuple[int, str, Path | None]
 """Indentation in levels, text, and the path of the leaf that stands on the line (None for section headers)."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from configs.errors import nearest
-from configs.schema import Config, Section
-from configs.tree import Path
+from ridgeline.configs.errors import nearest
+from ridgeline.configs.schema import Config, Section
+from ridgeline.configs.tree import Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping as Environment
 
-from configs.errors import UserError
-from configs.fields import env_keys, slot_at
-from configs.tree import Items, Mapping, Node, Path, Scalar, dotted
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.fields import env_keys, slot_at
+from ridgeline.configs.tree import Items, Mapping, Node, Path, Scalar, dotted
 
 _PLACE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 

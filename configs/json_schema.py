@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.compose import family_names
-from configs.fields import env_keys
-from configs.names import NAMES_BY_KEY, REMAT_NAMES
-from configs.schema import Config
+from ridgeline.configs.compose import family_names
+from ridgeline.configs.fields import env_keys
+from ridgeline.configs.names import NAMES_BY_KEY, REMAT_NAMES
+from ridgeline.configs.schema import Config
 
 
 def json_schema() -> dict[str, Any]:

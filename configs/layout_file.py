@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.compose import PACKAGE, locate, locate_main
-from configs.dump import scalar_text, yaml_lines
-from configs.overrides import apply_overrides
-from configs.tree import Mapping, Source, plain
+from ridgeline.configs.compose import PACKAGE, locate, locate_main
+from ridgeline.configs.dump import scalar_text, yaml_lines
+from ridgeline.configs.overrides import apply_overrides
+from ridgeline.configs.tree import Mapping, Source, plain
 
 
 def layout_yaml(config: str, directory: Path, overrides: Iterable[str], settings: dict[str, Any], notes: Sequence[str]) -> str:

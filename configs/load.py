@@ -14,13 +14,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs import compose, rules
-from configs.fields import split_key
-from configs.interpolation import interpolate
-from configs.overrides import apply_overrides
-from configs.problems import joined, validation_error
-from configs.schema import Config
-from configs.tree import DEFAULT, Mapping, Source, dotted, find, plain, read_file, source_of
+from ridgeline.configs import compose, rules
+from ridgeline.configs.fields import split_key
+from ridgeline.configs.interpolation import interpolate
+from ridgeline.configs.overrides import apply_overrides
+from ridgeline.configs.problems import joined, validation_error
+from ridgeline.configs.schema import Config
+from ridgeline.configs.tree import DEFAULT, Mapping, Source, dotted, find, plain, read_file, source_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from configs.errors import UserError
-from configs.schema import MeshConfig
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import MeshConfig
 
 WORKING_AXES = ("data", "fsdp", "tensor")
 """Axes that may be larger than 1; the others are reserved names."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from configs.errors import UserError
-from configs.fields import ROOT, Slot, unknown_key_hint
-from configs.tree import Items, Mapping, Node, Path, Scalar, Source, child, dotted, merge, parse
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.fields import ROOT, Slot, unknown_key_hint
+from ridgeline.configs.tree import Items, Mapping, Node, Path, Scalar, Source, child, dotted, merge, parse
 
 
 def apply_overrides(tree: Mapping, overrides: tuple[str, ...], root: Slot = ROOT) -> Mapping:

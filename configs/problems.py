@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.errors import UserError
-from configs.fields import ROOT, Slot, unknown_key_hint
-from configs.tree import Mapping, Path, describe, dotted, source_of
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.fields import ROOT, Slot, unknown_key_hint
+from ridgeline.configs.tree import Mapping, Path, describe, dotted, source_of
 
 MAX_LINES = 5
 """Problems reported at once."""

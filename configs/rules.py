@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from configs.errors import UserError, unknown_name
-from configs.mesh import resolve_sizes
-from configs.names import NAMES_BY_KEY, REMAT_NAMES
-from configs.schema import MESH_AXES, Config
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.mesh import resolve_sizes
+from ridgeline.configs.names import NAMES_BY_KEY, REMAT_NAMES
+from ridgeline.configs.schema import MESH_AXES, Config
 
 SHARDED_OVER = {
     "batch": ("data", "fsdp"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.dump import yaml_lines
-from configs.load import Resolved
-from configs.tree import dotted
+from ridgeline.configs.dump import yaml_lines
+from ridgeline.configs.load import Resolved
+from ridgeline.configs.tree import dotted
 
 
 def to_commented_yaml(resolved: Resolved, *, only_set: bool = False) -> str:

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pwd
 import stat
 from pathlib import Path
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 
 def check_cache_dir(path: Path, *, user: int | None = None) -> None:

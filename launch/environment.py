@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configs.errors import UserError
-from configs.mesh import resolve_sizes
-from configs.schema import Config
-from launch import xla_flags
-from launch.cache_dir import check_cache_dir
-from launch.cluster import Cluster, slurm
-from launch.cluster.devices import gpus_present
-from launch.overlap_flags import overlap_flags
-from launch.preflight.host import memory_bytes
-from planner.host_memory import pool_limit_gib
-from planner.overlap import POOL_SHARE
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.mesh import resolve_sizes
+from ridgeline.configs.schema import Config
+from ridgeline.launch import xla_flags
+from ridgeline.launch.cache_dir import check_cache_dir
+from ridgeline.launch.cluster import Cluster, slurm
+from ridgeline.launch.cluster.devices import gpus_present
+from ridgeline.launch.overlap_flags import overlap_flags
+from ridgeline.launch.preflight.host import memory_bytes
+from ridgeline.planner.host_memory import pool_limit_gib
+from ridgeline.planner.overlap import POOL_SHARE
 
 Generation = Literal["volta", "ampere", "ada", "hopper", "blackwell", "unknown"]
 GENERATIONS: tuple[tuple[Generation, str], ...] = (

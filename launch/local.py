@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TextIO
 
-from launch import exit_codes
-from launch.cluster.detect import FIRST_PORT, LAST_PORT, LOCAL_PROCESS, LOCAL_PROCESSES
-from launch.cluster.devices import VISIBLE
-from launch.cluster.rollcall_server import listen
+from ridgeline.launch import exit_codes
+from ridgeline.launch.cluster.detect import FIRST_PORT, LAST_PORT, LOCAL_PROCESS, LOCAL_PROCESSES
+from ridgeline.launch.cluster.devices import VISIBLE
+from ridgeline.launch.cluster.rollcall_server import listen
 
 GRACE_S = 30.0
 """After the first failure: the others have this long to end by themselves, then after a SIGTERM, before they are killed."""
@@ -141,7 +141,7 @@ def _code(returncode: int) -> int:
 
 def commands(processes: int, arguments: Sequence[str], port: int) -> list[list[str]]:
     """Return the command line of each process: `ridge ARGUMENTS` and its place in the group."""
-    base = [sys.executable, "-m", "launch", *arguments]
+    base = [sys.executable, "-m", "ridgeline", *arguments]
     if processes == 1:
         return [[*base, "--processes", "1"]]
     place = ["--coordinator", f"{LOOPBACK}:{port}", "--processes", str(processes)]

@@ -1,6 +1,6 @@
 """How a sharded step's collectives are combined and scheduled: XLA flags from the size of a layer and the mesh.
 
-Chosen by playing compiled schedules (`tests/bench/overlap.py`; docs/PERFORMANCE.md has the figures):
+Chosen by playing compiled schedules (`benchmarks/overlap.py`; docs/PERFORMANCE.md has the figures):
 * A collective is one layer's: smaller ones hide less and pay more latencies (8B on 512 H100, single parameters: 0.294 s for 0.252 s),
   larger ones wait for a layer whose compute has not begun.
 * Three may be on their way at once: the gather of the next layer, the reduction of the last, and the small sums of norms, which otherwise
@@ -11,8 +11,8 @@ Chosen by playing compiled schedules (`tests/bench/overlap.py`; docs/PERFORMANCE
 
 from __future__ import annotations
 
-from configs.schema import Config
-from planner.parameters import count_parameters
+from ridgeline.configs.schema import Config
+from ridgeline.planner.parameters import count_parameters
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 IN_FLIGHT, IN_FLIGHT_TENSOR = 3, 2

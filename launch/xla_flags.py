@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 _UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS:(.*)")
 _PARSES_FLAGS = "from jaxlib import xla_client; xla_client.make_cpu_client()"

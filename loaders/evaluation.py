@@ -8,8 +8,8 @@ from pathlib import Path
 import grain
 import numpy as np
 
-from loaders.manifest import read_manifest
-from loaders.rows import Rows, RowSource
+from ridgeline.loaders.manifest import read_manifest
+from ridgeline.loaders.rows import Rows, RowSource
 
 
 class EvaluationSet:

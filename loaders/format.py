@@ -18,11 +18,11 @@ from types import TracebackType
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from configs.errors import UserError
-from loaders.manifest import CorpusError, Manifest, ShardInfo, TokenizerInfo
-from loaders.packing import WINDOW, best_fit
-from loaders.record_codec import TokenRecord, edge_crc32, encode_record, token_dtype
-from loaders.token_reader import Shard, TokenReader, Windows, verify_shards
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.manifest import CorpusError, Manifest, ShardInfo, TokenizerInfo
+from ridgeline.loaders.packing import WINDOW, best_fit
+from ridgeline.loaders.record_codec import TokenRecord, edge_crc32, encode_record, token_dtype
+from ridgeline.loaders.token_reader import Shard, TokenReader, Windows, verify_shards
 
 __all__ = ["CorpusError", "Manifest", "Shard", "ShardInfo", "TokenReader", "TokenWriter", "TokenizerInfo", "Windows", "verify_shards"]
 

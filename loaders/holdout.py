@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 TRAIN = "train"
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError, unknown_name
+from ridgeline.configs.errors import UserError, unknown_name
 
 FORMATS = ("auto", "text", "lines", "records", "jsonl", "parquet", "arrow")
 RECORD_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from loaders.manifest import CorpusError, Manifest, ShardInfo
-from loaders.rows import Rows, RowSource
-from loaders.token_reader import Shard
-from loaders.tokenizers import Tokenizer, load_tokenizer
+from ridgeline.loaders.manifest import CorpusError, Manifest, ShardInfo
+from ridgeline.loaders.rows import Rows, RowSource
+from ridgeline.loaders.token_reader import Shard
+from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
 
 STATISTICS_TOKENS = 1 << 26
 """Length statistics read whole shards until this many tokens are passed."""

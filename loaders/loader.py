@@ -16,12 +16,12 @@ import grain
 import numpy as np
 from absl import flags
 
-from configs.errors import UserError
-from configs.schema import DataConfig
-from loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
-from loaders.mixture import Order
-from loaders.rows import Rows, RowSource
-from loaders.workers import leave_signals_to_parent
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import DataConfig
+from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
+from ridgeline.loaders.mixture import Order
+from ridgeline.loaders.rows import Rows, RowSource
+from ridgeline.loaders.workers import leave_signals_to_parent
 
 
 class Loader:

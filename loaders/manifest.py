@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "ridgeline-tokens"

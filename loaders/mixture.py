@@ -14,7 +14,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 MAX_ROWS = 2**32 - 1
 """Grain's shuffle works on 32-bit indices."""

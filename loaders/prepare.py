@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
-from loaders.format import RECORD_TOKENS, Shard
-from loaders.holdout import TRAIN
-from loaders.inputs import InputOptions, Listing, Unit, list_inputs
-from loaders.manifest import CorpusError, Manifest, TokenizerInfo
-from loaders.prepare_state import BAD_RECORDS_FILE, State, write_atomically
-from loaders.record_codec import token_dtype
-from loaders.records import RecordFields
-from loaders.shard_work import Advance, ShardResult, ShardTask, make_shard
-from loaders.tokenizers import Tokenizer, load_tokenizer
-from loaders.workers import run_tasks
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.format import RECORD_TOKENS, Shard
+from ridgeline.loaders.holdout import TRAIN
+from ridgeline.loaders.inputs import InputOptions, Listing, Unit, list_inputs
+from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo
+from ridgeline.loaders.prepare_state import BAD_RECORDS_FILE, State, write_atomically
+from ridgeline.loaders.record_codec import token_dtype
+from ridgeline.loaders.records import RecordFields
+from ridgeline.loaders.shard_work import Advance, ShardResult, ShardTask, make_shard
+from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
+from ridgeline.loaders.workers import run_tasks
 
 MAX_BAD = 100
 TOKENIZER_DIRECTORY = "tokenizer"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 STATE_DIRECTORY = ".prepare"
 BAD_RECORDS_FILE = "bad_records.jsonl"

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from configs.errors import UserError, unknown_name
-from loaders.inputs import COMPRESSED_SUFFIXES, Unit
-from loaders.records import BadRecord, Document, Place, RecordFields, document_from_bytes, document_from_record
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.loaders.inputs import COMPRESSED_SUFFIXES, Unit
+from ridgeline.loaders.records import BadRecord, Document, Place, RecordFields, document_from_bytes, document_from_record
 
 Item = Document | BadRecord
 ROWS_PER_READ = 1024

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.errors import unknown_name
+from ridgeline.configs.errors import unknown_name
 
 ROLES = ("system", "user", "assistant", "tool")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.errors import UserError
-from loaders.format import TokenReader, Windows
-from loaders.manifest import Manifest, read_manifest
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.format import TokenReader, Windows
+from ridgeline.loaders.manifest import Manifest, read_manifest
 
 Rows = dict[str, np.ndarray]
 """tokens, targets, positions, segment_ids (int32) and weights (float32), each [N, T]."""

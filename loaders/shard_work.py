@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from configs.errors import UserError
-from loaders.format import TokenWriter
-from loaders.holdout import set_of
-from loaders.inputs import Unit
-from loaders.manifest import ShardInfo
-from loaders.prepare_state import SHARD_SUFFIX
-from loaders.readers import read_unit
-from loaders.records import BadRecord, Document, RecordFields
-from loaders.tokenizers import Tokenizer, load_tokenizer
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.format import TokenWriter
+from ridgeline.loaders.holdout import set_of
+from ridgeline.loaders.inputs import Unit
+from ridgeline.loaders.manifest import ShardInfo
+from ridgeline.loaders.prepare_state import SHARD_SUFFIX
+from ridgeline.loaders.readers import read_unit
+from ridgeline.loaders.records import BadRecord, Document, RecordFields
+from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
 
 BATCH_DOCUMENTS = 256
 BATCH_CHARACTERS = 1 << 20

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
-from loaders.manifest import MANIFEST_NAME, CorpusError, Manifest, ShardInfo
-from loaders.record_codec import TokenRecord, decode_record, edge_crc32
+from ridgeline.loaders.manifest import MANIFEST_NAME, CorpusError, Manifest, ShardInfo
+from ridgeline.loaders.record_codec import TokenRecord, decode_record, edge_crc32
 
 READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 READER_BUFFER_BYTES = 32768

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
 
-from configs.errors import UserError, nearest, unknown_name
+from ridgeline.configs.errors import UserError, nearest, unknown_name
 
 BOS_NAMES = ("<|bos|>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[BOS]")
 """Special tokens taken as BOS when the tokenizer's files do not say which it is."""

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
-from loaders.holdout import TRAIN, set_of
-from loaders.inputs import InputOptions, Listing, list_inputs
-from loaders.readers import read_unit
-from loaders.records import BadRecord, RecordFields
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.holdout import TRAIN, set_of
+from ridgeline.loaders.inputs import InputOptions, Listing, list_inputs
+from ridgeline.loaders.readers import read_unit
+from ridgeline.loaders.records import BadRecord, RecordFields
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 Send = Callable[[Any], None]
 Work = Callable[[Any, Send], Any]

@@ -1,5 +1,5 @@
 """Flax NNX decoders: families, attention backends, loss."""
 
-from models.registry import build, family
+from ridgeline.models.registry import build, family
 
 __all__ = ["build", "family"]

@@ -9,14 +9,14 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from configs.schema import AttentionConfig, ModelConfig
-from models.attention.layer import AttendWith, Attention, RotaryTable
-from models.mlp import MLP
-from models.norms import NORMS, Prepare, unprepared
-from models.params import ParamFactory
-from models.projection import Projector
-from models.remat import Remat
-from models.ring import RingProjector
+from ridgeline.configs.schema import AttentionConfig, ModelConfig
+from ridgeline.models.attention.layer import AttendWith, Attention, RotaryTable
+from ridgeline.models.mlp import MLP
+from ridgeline.models.norms import NORMS, Prepare, unprepared
+from ridgeline.models.params import ParamFactory
+from ridgeline.models.projection import Projector
+from ridgeline.models.remat import Remat
+from ridgeline.models.ring import RingProjector
 
 
 class Block(nnx.Module):

@@ -21,15 +21,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from configs.errors import UserError
-from models.fp8 import power_of_two
-from models.product import platform_of
-from planner.hardware import check_block_scaled, find_hardware
-from sharding.manual import active, on_shards, reduce_gradient
+from ridgeline.configs.errors import UserError
+from ridgeline.models.fp8 import power_of_two
+from ridgeline.models.product import platform_of
+from ridgeline.planner.hardware import check_block_scaled, find_hardware
+from ridgeline.sharding.manual import active, on_shards, reduce_gradient
 
 if TYPE_CHECKING:
-    from sharding.partition import Partitioner
-    from sharding.rules import Axes
+    from ridgeline.sharding.partition import Partitioner
+    from ridgeline.sharding.rules import Axes
 
 
 class Format(NamedTuple):

@@ -21,12 +21,12 @@ import numpy as np
 from flax import nnx
 from pydantic import ValidationError
 
-from configs.errors import UserError, unknown_name
-from configs.schema import ComputeConfig, DType, ModelConfig, PrecisionConfig
-from models.registry import FAMILIES, build, family
-from models.safetensors_stream import FLOAT_DTYPES, PlannedTensor, SafetensorsWriter, StoredTensor, read_directory
-from models.tensor_map import Index, Shape, TensorRule
-from sharding.partition import Partitioner
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import ComputeConfig, DType, ModelConfig, PrecisionConfig
+from ridgeline.models.registry import FAMILIES, build, family
+from ridgeline.models.safetensors_stream import FLOAT_DTYPES, PlannedTensor, SafetensorsWriter, StoredTensor, read_directory
+from ridgeline.models.tensor_map import Index, Shape, TensorRule
+from ridgeline.sharding.partition import Partitioner
 
 CONFIG_NAME = "config.json"
 DEFAULT_SHARD_BYTES = 5 * 10**9

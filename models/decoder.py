@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from models import block_scaled, fp8
-from models.attention.layer import RotaryTable
-from models.embedding import embed
-from models.family import Family
-from models.norms import NORMS
-from models.params import ParamFactory
-from models.product import platform_of
-from models.projection import Path, Projector, largest_of_layers, tell_largest
-from models.remat import Remat
-from models.ring import RingProjector
-from models.rope import rotary_table
-from sharding.partition import Partitioner
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.models import block_scaled, fp8
+from ridgeline.models.attention.layer import RotaryTable
+from ridgeline.models.embedding import embed
+from ridgeline.models.family import Family
+from ridgeline.models.norms import NORMS
+from ridgeline.models.params import ParamFactory
+from ridgeline.models.product import platform_of
+from ridgeline.models.projection import Path, Projector, largest_of_layers, tell_largest
+from ridgeline.models.remat import Remat
+from ridgeline.models.ring import RingProjector
+from ridgeline.models.rope import rotary_table
+from ridgeline.sharding.partition import Partitioner
 
 
 class Decoder(nnx.Module):

@@ -12,8 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from models.projection import Projector
-from sharding.manual import look_up, look_up_gradient
+from ridgeline.models.projection import Projector
+from ridgeline.sharding.manual import look_up, look_up_gradient
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from configs.schema import ModelConfig
-from models.block import Block
+from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.block import Block
 
 if TYPE_CHECKING:
-    from models.tensor_map import TensorRule
+    from ridgeline.models.tensor_map import TensorRule
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from configs.errors import UserError
-from planner.hardware import find_hardware
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.hardware import find_hardware
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from sharding.partition import Partitioner
+    from ridgeline.sharding.partition import Partitioner
 
 VALUES = jnp.dtype(jnp.float8_e4m3fn)
 """Of activations and parameters."""

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from configs.errors import UserError
-from models.decoder import Decoder
+from ridgeline.configs.errors import UserError
+from ridgeline.models.decoder import Decoder
 
 _SLOTS_MULTIPLE = 64
 """Prompts and caches are padded to a multiple of this, so that similar lengths share a compiled program."""

@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from configs.schema import ModelConfig
-from models.family import Family
-from models.hf_fields import activation_from_hf, field, refuse_unless, require
-from models.tensor_map import TensorRule
+from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.family import Family
+from ridgeline.models.hf_fields import activation_from_hf, field, refuse_unless, require
+from ridgeline.models.tensor_map import TensorRule
 
 ARCHITECTURE = "GPT2LMHeadModel"
 _LAYER = "transformer.h.{layer}."

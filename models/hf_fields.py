@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from configs.errors import UserError, unknown_name
-from configs.schema import ModelConfig, RopeScaling
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import ModelConfig, RopeScaling
 
 ACTIVATIONS_FROM_HF = {
     "silu": "silu",

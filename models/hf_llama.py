@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from configs.schema import ModelConfig
-from models.hf_fields import ACTIVATIONS_TO_HF, activation_from_hf, field, require, rope_from_hf, rope_to_hf
-from models.tensor_map import TensorRule
+from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.hf_fields import ACTIVATIONS_TO_HF, activation_from_hf, field, require, rope_from_hf, rope_to_hf
+from ridgeline.models.tensor_map import TensorRule
 
 _LAYER = "model.layers.{layer}."
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.product import product
-from sharding.manual import sum_row_shards
+from ridgeline.models.product import product
+from ridgeline.sharding.manual import sum_row_shards
 
 if TYPE_CHECKING:
-    from sharding.partition import Partitioner
+    from ridgeline.sharding.partition import Partitioner
 
 
 class LossSums(NamedTuple):

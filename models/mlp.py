@@ -12,11 +12,11 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from configs.schema import ModelConfig
-from models.norms import Prepare, unprepared
-from models.params import ParamFactory
-from models.projection import Projector
-from models.remat import Remat
+from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.norms import Prepare, unprepared
+from ridgeline.models.params import ParamFactory
+from ridgeline.models.projection import Projector
+from ridgeline.models.remat import Remat
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.params import ParamFactory, use_param
+from ridgeline.models.params import ParamFactory, use_param
 
 if TYPE_CHECKING:
-    from sharding.partition import Partitioner
+    from ridgeline.sharding.partition import Partitioner
 
 Prepare = Callable[[jax.Array], jax.Array]
 """What makes the input of a half block from the residual stream: its norm."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 if TYPE_CHECKING:
-    from sharding.partition import Partitioner
+    from ridgeline.sharding.partition import Partitioner
 
 
 class Recent(nnx.Variable):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 if TYPE_CHECKING:
-    from sharding.partition import Partitioner
+    from ridgeline.sharding.partition import Partitioner
 
 
 def platform_of(partitioner: Partitioner) -> str:

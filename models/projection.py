@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import block_scaled, fp8
-from models.params import LAYERS, Recent
-from models.product import product, weight_gradient
+from ridgeline.models import block_scaled, fp8
+from ridgeline.models.params import LAYERS, Recent
+from ridgeline.models.product import product, weight_gradient
 
 if TYPE_CHECKING:
-    from sharding.partition import Partitioner
+    from ridgeline.sharding.partition import Partitioner
 
 
 Path = tuple[Any, ...]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from configs.schema import ModelConfig
-from models.family import Family
-from models.hf_fields import field, require, window_from_hf, window_to_hf
-from models.hf_llama import fields_from_hf, fields_to_hf, tensor_map
+from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.family import Family
+from ridgeline.models.hf_fields import field, require, window_from_hf, window_to_hf
+from ridgeline.models.hf_llama import fields_from_hf, fields_to_hf, tensor_map
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 

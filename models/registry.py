@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from flax import nnx
 
-from configs.errors import unknown_name
-from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from models import gpt2, llama, qwen2, qwen3
-from models.decoder import Decoder
-from models.family import Family
-from sharding.partition import Partitioner
+from ridgeline.configs.errors import unknown_name
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.models import gpt2, llama, qwen2, qwen3
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.family import Family
+from ridgeline.sharding.partition import Partitioner
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gpt2, llama, qwen2, qwen3)}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from configs.errors import UserError, unknown_name
-from configs.schema import RematConfig
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import RematConfig
 
 NAMES: dict[str, str] = {
     "block_input": "residual stream entering a block [B, T, D]",

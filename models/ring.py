@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.params import LAYERS, Recent
-from models.projection import Projector
-from sharding.manual import on_shards
-from sharding.partition import FSDP_AXIS
+from ridgeline.models.params import LAYERS, Recent
+from ridgeline.models.projection import Projector
+from ridgeline.sharding.manual import on_shards
+from ridgeline.sharding.partition import FSDP_AXIS
 
 TENSOR_AXIS = "tensor"
 SEQUENCE = 1

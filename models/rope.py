@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.schema import RopeScaling
+from ridgeline.configs.schema import RopeScaling
 
 YARN_BETA_FAST = 32.0
 """Pairs turning more often than this over the original context keep their frequency (arXiv 2309.00071, section 3.2)."""

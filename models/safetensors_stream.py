@@ -18,7 +18,7 @@ from typing import BinaryIO
 import ml_dtypes
 import numpy as np
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.local import LocalSizes
+from ridgeline.planner.local import LocalSizes
 
 NAMES_STATISTICS = ("chunked", "pallas")
 """Attention backends that tag their softmax statistics, so that with them kept attention need not run again (models/attention)."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from configs.schema import RematConfig
-from planner.layouts import MEMORY_LADDER, Layout
-from planner.memory import memory_per_device
-from planner.search import Candidate, Rejection, Scale, capacity_bytes
-from planner.step_time import Machine, step_parts
+from ridgeline.configs.schema import RematConfig
+from ridgeline.planner.layouts import MEMORY_LADDER, Layout
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.search import Candidate, Rejection, Scale, capacity_bytes
+from ridgeline.planner.step_time import Machine, step_parts
 
 CEILINGS = ("compute", "hbm", "nvlink", "network", "pcie", "memory", "host_input")
 

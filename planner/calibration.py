@@ -25,16 +25,16 @@ from typing import TypeVar
 
 from pydantic import ValidationError, model_validator
 
-from configs.errors import UserError
-from configs.fields import Slot
-from configs.problems import validation_error
-from configs.schema import Fraction, Name, PositiveFloat, PositiveInt, Section
-from configs.tree import plain, read_file
-from planner import matmul
-from planner.curve import Curve
-from planner.hardware import Hardware
-from planner.layer_costs import LayerPoint, LayerShape, find_point
-from planner.local import LocalSizes
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.fields import Slot
+from ridgeline.configs.problems import validation_error
+from ridgeline.configs.schema import Fraction, Name, PositiveFloat, PositiveInt, Section
+from ridgeline.configs.tree import plain, read_file
+from ridgeline.planner import matmul
+from ridgeline.planner.curve import Curve
+from ridgeline.planner.hardware import Hardware
+from ridgeline.planner.layer_costs import LayerPoint, LayerShape, find_point
+from ridgeline.planner.local import LocalSizes
 
 SHIPPED = Path(__file__).with_name("calibration.yaml")
 Point = TypeVar("Point", bound="_Measured")

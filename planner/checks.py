@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 
 def positive(name: str, value: float) -> float:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from configs.schema import MESH_AXES, Config, ModelConfig, RematConfig
+from ridgeline.configs.schema import MESH_AXES, Config, ModelConfig, RematConfig
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -40,8 +40,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from configs.errors import UserError, unknown_name
-from planner.links import CommGroup, Link, Span
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.planner.links import CommGroup, Link, Span
 
 Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point"]
 Algorithm = Literal["ring", "tree", "recursive-halving", "in-switch", "hierarchical", "rail-ring", "double-tree"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from configs.cluster import ClusterConfig
-from configs.schema import Config
-from planner.failures import DEFAULT_NODE_MTBF_HOURS, fleet_mtbf_s, goodput
-from planner.hardware import Hardware
-from planner.local import LocalSizes
-from planner.memory import moment_bytes
-from planner.parameters import count_parameters
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.schema import Config
+from ridgeline.planner.calculators.failures import DEFAULT_NODE_MTBF_HOURS, fleet_mtbf_s, goodput
+from ridgeline.planner.hardware import Hardware
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.memory import moment_bytes
+from ridgeline.planner.parameters import count_parameters
 
 RESTART_S = 600.0
 """From a failure to the next useful step, state read and lost steps apart: noticing, requeue, start, compilation."""

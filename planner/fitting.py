@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from configs.schema import Config
-from planner.memory import memory_per_device
+from ridgeline.configs.schema import Config
+from ridgeline.planner.memory import memory_per_device
 
 REMAT_LADDER = ("none", "attention-only", "dots", "full")
 """From what keeps most to what keeps least."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.schema import ModelConfig
-from planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
+from ridgeline.configs.schema import ModelConfig
+from ridgeline.planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
 
 CONVENTION = (
     "training: forward and twice that for backward, matmuls only, a multiply-add is 2 FLOPs; attention counts what the mask leaves"

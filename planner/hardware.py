@@ -10,7 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from configs.errors import UserError, unknown_name
+from ridgeline.configs.errors import UserError, unknown_name
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 

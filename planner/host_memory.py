@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from configs.errors import UserError
-from configs.schema import Config
-from planner.activations import offloaded_bytes
-from planner.local import LocalSizes
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.planner.activations import offloaded_bytes
+from ridgeline.planner.local import LocalSizes
 
 NODE_SHARE = 0.5
 """Share of a node's memory that activations may take; loaders, caches and checkpoints on their way need the rest."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner.activations import NAMES_STATISTICS, stacked_bytes
-from planner.calibration import Calibration
-from planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, product_weights, recomputed
-from planner.flops import mean_keys_per_query
-from planner.hardware import Hardware, matmul_dtype
-from planner.local import LocalSizes, attention_backend
-from planner.update import update_bytes
+from ridgeline.planner.activations import NAMES_STATISTICS, stacked_bytes
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, product_weights, recomputed
+from ridgeline.planner.flops import mean_keys_per_query
+from ridgeline.planner.hardware import Hardware, matmul_dtype
+from ridgeline.planner.local import LocalSizes, attention_backend
+from ridgeline.planner.update import update_bytes
 
 IN_STEP_SHARE = 0.89
 """Rate of products and attention inside a training step over their rate alone: clocks fall under sustained load, kernels wait for each

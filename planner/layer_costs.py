@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from pydantic import model_validator
 
-from configs.schema import Config, Name, PositiveFloat, PositiveInt, RematConfig, Section
-from planner.local import LocalSizes, attention_backend
+from ridgeline.configs.schema import Config, Name, PositiveFloat, PositiveInt, RematConfig, Section
+from ridgeline.planner.local import LocalSizes, attention_backend
 
 
 class LayerShape(Section):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from configs.errors import UserError
-from configs.rules import check_devices, divisors
-from configs.schema import MESH_AXES, Config, MeshConfig, RematConfig
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.rules import check_devices, divisors
+from ridgeline.configs.schema import MESH_AXES, Config, MeshConfig, RematConfig
 
 MEMORY_LADDER = (
     RematConfig(policy="none"),

@@ -15,11 +15,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from configs.cluster import ClusterConfig, LinkLevel
-from configs.errors import UserError
-from configs.schema import MESH_AXES
-from planner.calibration import Calibration
-from planner.curve import Curve
+from ridgeline.configs.cluster import ClusterConfig, LinkLevel
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import MESH_AXES
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.curve import Curve
 
 GB = 1e9
 

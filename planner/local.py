@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from configs.schema import Config, ModelConfig
-from planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
+from ridgeline.configs.schema import Config, ModelConfig
+from ridgeline.planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 CUDNN_MAX_HEAD_DIM = 128

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.schema import Config
-from planner.memory import memory_per_device
-from planner.search import Candidate, capacity_bytes
-from planner.step_time import Machine, step_parts
+from ridgeline.configs.schema import Config
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.search import Candidate, capacity_bytes
+from ridgeline.planner.step_time import Machine, step_parts
 
 LEAST_GAIN = 0.01
 """Relative gain in throughput worth a word."""

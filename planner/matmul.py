@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from planner.hardware import Hardware
+from ridgeline.planner.hardware import Hardware
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Output tiles of the large kernels of cuBLAS and CUTLASS since Ampere; the best fitting one is taken."""

@@ -5,7 +5,7 @@ activations plus one layer's worth of intermediates and whole-layer gradients on
 embedding, and the optimiser. Each is a sum of components; the fullest one is what a device needs. The moments and what lives in them were
 read off the buffer assignments of the compiled step (GPU backend, jax 0.10.2, with and without the latency-hiding scheduler), and the
 totals are held to compiled sizes in tests/planner/test_memory.py. Nothing here is fitted: every term is a buffer with a name.
-planner/activations.py has what is saved, planner/moments.py the moments.
+planner/activations.py has what is saved, planner/peak_memory.py the moments.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from configs.schema import Config
-from planner.activations import Component, saved_activations
-from planner.local import ITEMSIZE, LocalSizes, attention_backend
-from planner.moments import Moments
-from planner.parameters import attention_matmul_parameters, mlp_matmul_parameters
-from planner.scales import block_width
+from ridgeline.configs.schema import Config
+from ridgeline.planner.activations import Component, saved_activations
+from ridgeline.planner.local import ITEMSIZE, LocalSizes, attention_backend
+from ridgeline.planner.parameters import attention_matmul_parameters, mlp_matmul_parameters
+from ridgeline.planner.peak_memory import Moments
+from ridgeline.planner.scales import block_width
 
 FRAGMENTATION = 0.01
 """Share of the temporary bytes that XLA's heap placement loses: 0-5 % in the compiled cases, 1 % usual."""

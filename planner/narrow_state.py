@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from configs.cluster import ClusterConfig
-from configs.schema import Config
-from planner.calibration import Calibration
-from planner.memory import memory_per_device
-from planner.search import Candidate, search_scale
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.schema import Config
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.search import Candidate, search_scale
 
 MOMENTS = {"adamw": "int8", "lion": "bfloat16", "muon": "bfloat16", "sgd": "bfloat16"}
 """Optimiser -> narrowest moments it takes (configs/rules.py); Adafactor's statistics are small already."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from planner.collectives import PlannedCollective
-from planner.communication import CollectiveCost
+from ridgeline.planner.collectives import PlannedCollective
+from ridgeline.planner.communication import CollectiveCost
 
 ETA = 0.9
 """Share of the shorter of compute and communication that runs under the longer, with XLA's latency-hiding scheduler. The rest is what

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.cluster import ClusterConfig
-from configs.errors import UserError
-from configs.schema import Config
-from planner.advice import Alternative, Binding, alternatives, binding
-from planner.calibration import Calibration
-from planner.loss_chunk import ChunkAdvice, better_chunk
-from planner.narrow_state import narrow_enough
-from planner.overlap import Communication
-from planner.scaling import ScalingRow, scaling_table, worth_until
-from planner.search import Candidate, Limits, Objective, Scale, capacity_bytes, ranked, search, search_scale, within
-from planner.step_time import Machine
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.planner.advice import Alternative, Binding, alternatives, binding
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.loss_chunk import ChunkAdvice, better_chunk
+from ridgeline.planner.narrow_state import narrow_enough
+from ridgeline.planner.overlap import Communication
+from ridgeline.planner.scaling import ScalingRow, scaling_table, worth_until
+from ridgeline.planner.search import Candidate, Limits, Objective, Scale, capacity_bytes, ranked, search, search_scale, within
+from ridgeline.planner.step_time import Machine
 
 LARGEST_SUGGESTION = 4096
 """Nodes up to which the nearest feasible choice is looked for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.search import Candidate, Limits, Objective, Scale, within
+from ridgeline.planner.search import Candidate, Limits, Objective, Scale, within
 
 LEAST_MARGINAL_EFFICIENCY = 0.5
 """For the objective `time`: going on costs more than it brings once added nodes work at less than half the efficiency of the first."""

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from configs.cluster import ClusterConfig
-from configs.errors import UserError
-from configs.schema import Config
-from planner.calibration import Calibration
-from planner.economics import RunEstimate, estimate_run
-from planner.hardware import check_block_scaled, hardware
-from planner.host_memory import refusal
-from planner.layouts import Layout, Mesh, accumulations, check_plannable, meshes, remat_choices
-from planner.local import LocalSizes
-from planner.memory import MemoryEstimate, memory_per_device
-from planner.overlap import overlap_share
-from planner.step_time import Machine, StepEstimate, StepParts, step_parts
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.economics import RunEstimate, estimate_run
+from ridgeline.planner.hardware import check_block_scaled, hardware
+from ridgeline.planner.host_memory import refusal
+from ridgeline.planner.layouts import Layout, Mesh, accumulations, check_plannable, meshes, remat_choices
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.memory import MemoryEstimate, memory_per_device
+from ridgeline.planner.overlap import overlap_share
+from ridgeline.planner.step_time import Machine, StepEstimate, StepParts, step_parts
 
 Objective = Literal["time", "cost", "efficiency"]
 TIMED_PER_MESH = 2

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from configs.errors import UserError, unknown_name
-from planner.checks import count, positive
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.planner.checks import count, positive
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.cluster import ClusterConfig
-from configs.schema import Config
-from planner.activations import offloaded_bytes
-from planner.calibration import Calibration
-from planner.collectives import PlannedCollective, as_compiled_for_gpu, planned_collectives
-from planner.communication import CollectiveCost, hop_s, time_s
-from planner.flops import train_flops_per_token
-from planner.hardware import Hardware, hardware
-from planner.kernels import Kernels, Work
-from planner.layer_costs import LayerPoint, without_recompute
-from planner.links import Fabric
-from planner.local import LocalSizes
-from planner.overlap import ETA, Communication, exposed_s
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.schema import Config
+from ridgeline.planner.activations import offloaded_bytes
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.collectives import PlannedCollective, as_compiled_for_gpu, planned_collectives
+from ridgeline.planner.communication import CollectiveCost, hop_s, time_s
+from ridgeline.planner.flops import train_flops_per_token
+from ridgeline.planner.hardware import Hardware, hardware
+from ridgeline.planner.kernels import Kernels, Work
+from ridgeline.planner.layer_costs import LayerPoint, without_recompute
+from ridgeline.planner.links import Fabric
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.overlap import ETA, Communication, exposed_s
 
 HOST_INPUT_TOKENS_PER_S = 20e6
 """Tokens per second and host of the input pipeline where the calibration does not say: a quarter of what two cores read (docs/LOG.md)."""

@@ -6,7 +6,7 @@ narrow state, held to this count in tests/planner/test_step_time.py.
 
 from __future__ import annotations
 
-from planner.local import ITEMSIZE, LocalSizes
+from ridgeline.planner.local import ITEMSIZE, LocalSizes
 
 TRANSPOSED_BYTES = 16
 """Beyond the others, per element whose gradient lies transposed: written and read in float32, and its update once more."""

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from sharding.partition import FSDP_AXIS, Partitioner
-from sharding.rules import Axes, LogicalAxes
+from ridgeline.sharding.partition import FSDP_AXIS, Partitioner
+from ridgeline.sharding.rules import Axes, LogicalAxes
 
 
 def on_shards(partitioner: Partitioner, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

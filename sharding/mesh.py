@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from configs.mesh import resolve_sizes
-from configs.schema import MESH_AXES, MeshConfig
+from ridgeline.configs.mesh import resolve_sizes
+from ridgeline.configs.schema import MESH_AXES, MeshConfig
 
 
 class DeviceLike(Protocol):

@@ -12,10 +12,10 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from configs.errors import UserError
-from configs.schema import MeshConfig
-from sharding.mesh import build_mesh
-from sharding.rules import LogicalAxes, Rules, matrix_sides
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import MeshConfig
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.rules import LogicalAxes, Rules, matrix_sides
 
 FSDP_AXIS = "fsdp"
 

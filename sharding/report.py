@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from sharding.partition import Partitioner, optimizer_state_shardings, path_name
-from sharding.rules import LogicalAxes
+from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, path_name
+from ridgeline.sharding.rules import LogicalAxes
 
 
 @dataclass(frozen=True)

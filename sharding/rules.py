@@ -12,8 +12,8 @@ from itertools import groupby
 
 from jax.sharding import PartitionSpec
 
-from configs.errors import UserError, unknown_name
-from configs.schema import MESH_AXES, MeshConfig
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import MESH_AXES, MeshConfig
 
 Axes = tuple[str, ...]
 LogicalAxes = Sequence[str | None]

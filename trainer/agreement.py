@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from configs.errors import UserError
-from trainer.stop import in_thread
+from ridgeline.configs.errors import UserError
+from ridgeline.trainer.stop import in_thread
 
 T = TypeVar("T")
 

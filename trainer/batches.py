@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from sharding.partition import Partitioner
+from ridgeline.sharding.partition import Partitioner
 
 
 def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from configs.diff import classify_changes
-from configs.errors import UserError
+from ridgeline.configs.diff import classify_changes
+from ridgeline.configs.errors import UserError
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

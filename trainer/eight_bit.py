@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from planner.scales import block_width
-from sharding.rules import LogicalAxes
-from trainer.rounding import keys_of
+from ridgeline.planner.scales import block_width
+from ridgeline.sharding.rules import LogicalAxes
+from ridgeline.trainer.rounding import keys_of
 
 Tree = Any
 FIRST_MOST, SECOND_MOST = 127, 255

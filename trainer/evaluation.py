@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from configs.errors import UserError
-from configs.schema import Config
-from loaders.evaluation import EvaluationSet, open_evaluation_set
-from loaders.manifest import check_tokenizer, read_manifest
-from perf.metrics import evaluation_metrics, perplexity
-from sharding.partition import Partitioner
-from trainer import config_guard
-from trainer.batches import local_rows, to_global
-from trainer.state import ModelSpec, Tree
-from trainer.step import Metrics, make_evaluation_step
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.loaders.evaluation import EvaluationSet, open_evaluation_set
+from ridgeline.loaders.manifest import check_tokenizer, read_manifest
+from ridgeline.observe.step_timer import evaluation_metrics, perplexity
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.trainer import config_guard
+from ridgeline.trainer.batches import local_rows, to_global
+from ridgeline.trainer.state import ModelSpec, Tree
+from ridgeline.trainer.step import Metrics, make_evaluation_step
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with set name, batches done, batches in all."""

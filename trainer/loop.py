@@ -19,23 +19,24 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from configs.schema import Config
-from perf.clock_watch import ClockWatch
-from perf.events import EventLog
-from perf.goodput_live import LiveGoodput
-from perf.metrics import StepTimer, memory_metrics
-from perf.profiler import Profiler, annotation, step_annotation
-from perf.progress import Progress, format_seconds
-from perf.recompile import CompilerWatch
-from perf.writers import MetricWriter
-from trainer.checkpoint import Checkpointer
-from trainer.evaluation import Evaluator, SetResult
-from trainer.finite import NumericalFailure
-from trainer.grace import Grace
-from trainer.state import TrainState
-from trainer.step import Batch, Metrics
-from trainer.stop import Stop, StopAsked
-from trainer.watchdog import Watchdog
+from ridgeline.configs.format import format_seconds
+from ridgeline.configs.schema import Config
+from ridgeline.observe.clock_watch import ClockWatch
+from ridgeline.observe.goodput import LiveGoodput
+from ridgeline.observe.profiler import Profiler, annotation, step_annotation
+from ridgeline.observe.progress import Progress
+from ridgeline.observe.recompile import CompilerWatch
+from ridgeline.observe.step_timer import StepTimer, memory_metrics
+from ridgeline.observe.writers import MetricWriter
+from ridgeline.rundir.events import EventLog
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.checkpoint.finite import NumericalFailure
+from ridgeline.trainer.evaluation import Evaluator, SetResult
+from ridgeline.trainer.grace import Grace
+from ridgeline.trainer.state import TrainState
+from ridgeline.trainer.step import Batch, Metrics
+from ridgeline.trainer.stop import Stop, StopAsked
+from ridgeline.trainer.watchdog import Watchdog
 
 
 class Loader(Protocol):

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from configs.errors import unknown_name
-from configs.schema import OptimizerConfig, PrecisionConfig
-from sharding.rules import matrix_sides
-from trainer.eight_bit import scale_by_eight_bit_adam
+from ridgeline.configs.errors import unknown_name
+from ridgeline.configs.schema import OptimizerConfig, PrecisionConfig
+from ridgeline.sharding.rules import matrix_sides
+from ridgeline.trainer.eight_bit import scale_by_eight_bit_adam
 
 Tree = Any
 LogicalAxes = tuple[str | None, ...]

@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from configs.errors import UserError
-from configs.load import from_resolved
-from configs.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
-from loaders.tokenizers import load_tokenizer
-from models.convert import CONFIG_NAME, HfCheckpoint, check_same_model, open_hf
-from trainer.checkpoint import Checkpointer
-from trainer.config_guard import check_tokenizer
-from trainer.param_slices import PARAMS_ONLY
-from trainer.payload import named_leaves
-from trainer.state import ModelSpec, TrainState
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import from_resolved
+from ridgeline.configs.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from ridgeline.loaders.tokenizers import load_tokenizer
+from ridgeline.models.convert import CONFIG_NAME, HfCheckpoint, check_same_model, open_hf
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.checkpoint.param_slices import PARAMS_ONLY
+from ridgeline.trainer.checkpoint.payload import named_leaves
+from ridgeline.trainer.config_guard import check_tokenizer
+from ridgeline.trainer.state import ModelSpec, TrainState
 
 Tree = Any
 

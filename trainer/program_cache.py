@@ -26,12 +26,13 @@ from typing import Any
 
 import jax
 
-from configs.diff import flatten
-from configs.schema import Config
-from perf.compilation import COMPILED, LOADED, compile_in_parts
-from perf.provenance import ROOMS, code_hash, cores, cpu_features, makers
-from perf.recompile import describe
-from trainer.agreement import Agreement
+from ridgeline.configs.diff import flatten
+from ridgeline.configs.schema import Config
+from ridgeline.observe.compilation import compile_in_parts
+from ridgeline.observe.recompile import describe
+from ridgeline.rundir.events import COMPILED, LOADED
+from ridgeline.rundir.provenance import PACKAGES, code_hash, cores, cpu_features, makers
+from ridgeline.trainer.agreement import Agreement
 
 MAX_BYTES = 4 << 30
 """Of all entries together: those that were not used for longest go first."""
@@ -45,6 +46,8 @@ NOT_IN_JAX = ("jax_compilation_cache_dir", "jax_explain_cache_misses", "jax_cuda
 """JAX's settings that change no program."""
 SETTINGS = ("XLA_", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
 """Prefixes of variables that XLA reads. Those of JAX are among its settings."""
+NOT_IN_CODE = ("explain", "measure", "launch", "cli")
+"""Packages that no program of a run is made from."""
 _SUFFIX = ".program"
 _DIGEST_BYTES = 32
 
@@ -59,7 +62,7 @@ def program_facts(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     return {
         "format": 1,
         "config": {key: value for key, value in flatten(config).items() if not key.startswith(NOT_IN_PROGRAM)},
-        "code": code_hash(rooms=[room for room in ROOMS if room != "launch"]),
+        "code": code_hash(names=[name for name in PACKAGES if name not in NOT_IN_CODE]),
         "versions": {"python": platform.python_version(), **makers(sys.path)},
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
         "jax": {name: repr(value) for name, value in sorted(jax.config.values.items()) if name not in NOT_IN_JAX},
@@ -88,7 +91,7 @@ class ProgramCache:
         self._loaded: list[Path] = []
 
     def compile(self, function: Any, name: str, args: Sequence[Any], record: dict[str, Any]) -> Any:
-        """Load the program, or compile and keep it (perf.recompile.Compile)."""
+        """Load the program, or compile and keep it (observe.recompile.Compile)."""
         path = self._path(name, describe(function, args))
         began_s = time.perf_counter()
         compiled = self._load_everywhere(path)

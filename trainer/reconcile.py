@@ -1,7 +1,7 @@
 """The plan of a run beside the step it compiled: memory and communication, each difference explained; plan.json of the run directory.
 
 Written when a run starts, so that what was measured can be compared with what was expected, together with the step's own report
-(compile.json, trainer/compile_record.py). `ridge compile` shows the same rows.
+(compile.json, trainer/aot/record.py). `ridge compile` shows the same rows.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.cluster import ClusterConfig, load_cluster
-from configs.errors import UserError
-from configs.schema import Config
-from perf.collectives import Collective, collectives
-from perf.hlo import parse
-from planner.calibration import load_calibration
-from planner.hardware import Hardware, find_hardware
-from planner.memory import MemoryEstimate, memory_per_device
-from planner.step_time import step_time
-from trainer.compile_record import compile_record
-from trainer.integrity import write_atomically
-from trainer.traffic import SMALL_BYTES, Traffic, compare_traffic, expected
+from ridgeline.configs.cluster import ClusterConfig, load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.hlo.collectives import Collective, collectives
+from ridgeline.hlo.parse import parse
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.hardware import Hardware, find_hardware
+from ridgeline.planner.memory import MemoryEstimate, memory_per_device
+from ridgeline.planner.step_time import step_time
+from ridgeline.trainer.aot.record import compile_record
+from ridgeline.trainer.aot.traffic import SMALL_BYTES, Traffic, compare_traffic, expected
+from ridgeline.trainer.checkpoint.integrity import write_atomically
 
 CLOSE = 0.05
 """Memory this close to the plan agrees: the accuracy the model is held to."""
@@ -113,7 +113,7 @@ def record_plan(
       compiled_step: what jax's `.lower(...).compile()` returned.
       device_kind: of the devices that run it, as JAX names them; it is looked up in the catalogue.
       gpu: whether they are GPUs.
-      parts: where the step came from and the seconds of each part (perf.compilation).
+      parts: where the step came from and the seconds of each part (observe.compilation).
     """
     name = "plan.json"
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,46 +15,47 @@ from typing import Any, TypeVar
 
 import jax
 
-from configs.errors import UserError
-from configs.rules import check_devices
-from configs.schema import Config
-from loaders.loader import build_loader, read_manifests
-from loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
-from perf.clock_watch import watch_clocks
-from perf.compilation import compile_in_parts
-from perf.events import EventLog, event_file, read_events
-from perf.goodput_live import LiveGoodput, watch
-from perf.metrics import StepTimer
-from perf.profiler import Profiler
-from perf.progress import Progress, build_progress
-from perf.recompile import CompilerWatch, Program
-from perf.startup import record_start, startup_metrics
-from perf.summary import format_summary, summarize
-from perf.writers import build_writers
-from planner.flops import train_flops_per_token
-from planner.hardware import matmul_dtype, peak_flops
-from sharding.mesh import NodeOf, build_mesh, describe_mesh, node_of
-from sharding.partition import Partitioner
-from sharding.rules import Rules
-from trainer import checkpoint_dirs, config_guard
-from trainer.agreement import Agreement, coordination_client
-from trainer.batches import local_rows, to_global
-from trainer.checkpoint import Checkpointer
-from trainer.evaluation import Evaluator
-from trainer.finite import NumericalFailure, all_finite
-from trainer.grace import Grace, last_write_s
-from trainer.loop import Loader, Loop, Outcome
-from trainer.optimizers import build_optimizer
-from trainer.peers import lost_peer
-from trainer.pretrained import holds_only_params, start_from
-from trainer.program_cache import ProgramCache, program_facts
-from trainer.reconcile import record_plan
-from trainer.run_dir import RunDir, open_run_dir
-from trainer.schedules import build_schedule
-from trainer.state import ModelSpec, TrainState, abstract_state, init_program, model_spec
-from trainer.step import make_evaluation_step, make_train_step, param_norm
-from trainer.stop import Stop, StopAsked, in_thread
-from trainer.watchdog import HANG_EXIT_CODE, Watchdog
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.rules import check_devices
+from ridgeline.configs.schema import Config
+from ridgeline.loaders.loader import build_loader, read_manifests
+from ridgeline.loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
+from ridgeline.observe.clock_watch import watch_clocks
+from ridgeline.observe.compilation import compile_in_parts
+from ridgeline.observe.goodput import LiveGoodput, watch
+from ridgeline.observe.profiler import Profiler, StartAnalysis
+from ridgeline.observe.progress import Progress, build_progress
+from ridgeline.observe.recompile import CompilerWatch, Program
+from ridgeline.observe.startup import record_start
+from ridgeline.observe.step_timer import StepTimer
+from ridgeline.observe.writers import build_writers
+from ridgeline.planner.flops import train_flops_per_token
+from ridgeline.planner.hardware import matmul_dtype, peak_flops
+from ridgeline.rundir.events import EventLog, event_file, read_events
+from ridgeline.rundir.startup import startup_metrics
+from ridgeline.sharding.mesh import NodeOf, build_mesh, describe_mesh, node_of
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
+from ridgeline.trainer import config_guard
+from ridgeline.trainer.agreement import Agreement, coordination_client
+from ridgeline.trainer.batches import local_rows, to_global
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.checkpoint.finite import NumericalFailure, all_finite
+from ridgeline.trainer.evaluation import Evaluator
+from ridgeline.trainer.grace import Grace, last_write_s
+from ridgeline.trainer.loop import Loader, Loop, Outcome
+from ridgeline.trainer.optimizers import build_optimizer
+from ridgeline.trainer.peers import lost_peer
+from ridgeline.trainer.pretrained import holds_only_params, start_from
+from ridgeline.trainer.program_cache import ProgramCache, program_facts
+from ridgeline.trainer.reconcile import record_plan
+from ridgeline.trainer.run_dir import RunDir, open_run_dir
+from ridgeline.trainer.schedules import build_schedule
+from ridgeline.trainer.state import ModelSpec, TrainState, abstract_state, init_program, model_spec
+from ridgeline.trainer.step import make_evaluation_step, make_train_step, param_norm
+from ridgeline.trainer.stop import Stop, StopAsked, in_thread
+from ridgeline.trainer.watchdog import HANG_EXIT_CODE, Watchdog
 
 T = TypeVar("T")
 
@@ -68,14 +68,16 @@ def train(
     facts: Mapping[str, Mapping[str, Any]] | None = None,
     stop: Stop | None = None,
     grace_s: float | None = None,
+    analyze: StartAnalysis | None = None,
     from_step: int | None = None,
-) -> signal.Signals | None:
-    """Train to the last step, or until asked to stop; return the signal it stopped for after saving, if any.
+) -> Outcome | None:
+    """Train to the last step, or until asked to stop; return how it ended, None for a run that is complete already.
 
     Starts the run of `config.directory`, or continues it from its newest good checkpoint. `facts` (kind -> fields) of the start go into
     the event log, and the phases `before` it was open: (name, begin, end) by the monotonic clock, s, one after another; the rest is launch.
     `from_step`: continue from the checkpoint of this step instead, and set later ones aside (process 0's value counts).
     `stop`: the request to stop, already installed (None: Ctrl-C and SIGTERM from here on); `grace_s`: time a job has to end once asked.
+    `analyze`: starts the analysis of each captured profile (observe.profiler).
 
     Raises UserError for bad input, NumericalFailure (with the steps saved) and CheckpointError for runs that cannot go on, and StopAsked
     when asked to stop before the first step: nothing needs saving then, but threads may still be at work, so leave by `os._exit`.
@@ -100,7 +102,9 @@ def train(
             compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
             check = compiler.program(jax.jit(all_finite), "all_finite")
             checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note, check=check)
-            session = _Session(config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, compiler, from_step)
+            session = _Session(
+                config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, analyze, compiler, from_step
+            )
             try:
                 outcome = session.train()
             except jax.errors.JaxRuntimeError:
@@ -120,9 +124,7 @@ def train(
         progress.close()
         if own_stop:
             stop.uninstall()
-    if process == 0 and outcome is not None:
-        _report(run, outcome)
-    return None if outcome is None else outcome.stopped_by
+    return outcome
 
 
 @dataclass
@@ -139,6 +141,7 @@ class _Session:
     watchdog: Watchdog
     checkpointer: Checkpointer
     grace_s: float | None
+    analyze: StartAnalysis | None
     compiler: CompilerWatch
     from_step: int | None = None
     """The step to restart from; None: the newest good one."""
@@ -236,7 +239,7 @@ class _Session:
             restart=run.restart,
             hlo_text=train_step.as_text,
             step_time_s=timer.usual_step_s,
-            analyze=True,
+            analyze=self.analyze,
         )
         profiler.install_signal()
         clocks = watch_clocks(jax.local_devices(), events)
@@ -362,18 +365,6 @@ def step_timer(config: Config, parts: Prepared) -> StepTimer:
         peak_flops=peak_flops(kind, dtype),
         float8_peak_flops=peak_flops(kind, "float8") if config.precision.matmul != "compute" else None,
     )
-
-
-def _report(run: RunDir, outcome: Outcome) -> None:
-    """Print the end of a run: where the time went, what held it back most, and how to go on."""
-    from perf.diagnosis.last_word import last_word  # only here: every start would wait for the diagnosis to load
-
-    print(format_summary(summarize(read_events(event_file(run.path, 0)))))
-    print(last_word(run.path), flush=True)
-    if not outcome.finished:
-        kept = checkpoint_dirs.complete_steps(run.checkpoints)
-        where = f" from step {kept[-1]}" if kept else ""
-        print(f"stopped at step {outcome.steps}; run the same command again to continue{where}", flush=True)
 
 
 @dataclass(frozen=True)

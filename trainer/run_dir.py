@@ -4,7 +4,7 @@
     run.json         name, id, and one entry per start: time, command, host, devices, package versions, git commit
     git.diff         uncommitted changes of the source tree at the first start (git.<n>.diff at restart n), when there were any
     plan.json        what was planned beside what was compiled, at the newest start (trainer/reconcile.py)
-    compile.json     the compiled step's own report: memory, FLOPs, every collective, at the newest start (trainer/compile_record.py)
+    compile.json     the compiled step's own report: memory, FLOPs, every collective, at the newest start (trainer/aot/record.py)
     checkpoints/ events.jsonl metrics.jsonl tensorboard/     written by others
 
 Only process 0 reads and writes here; the others are told what it found.
@@ -27,14 +27,14 @@ from typing import Any
 import jax
 from ruamel.yaml import YAML
 
-from configs.errors import UserError
-from configs.load import from_resolved
-from configs.schema import Config
-from perf.provenance import SOURCE_TREE, packages, source_state, user
-from trainer import checkpoint_dirs
-from trainer.agreement import Agreement
-from trainer.config_guard import check_resume
-from trainer.integrity import write_atomically
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import from_resolved
+from ridgeline.configs.schema import Config
+from ridgeline.rundir.provenance import SOURCE_TREE, packages, source_state, user
+from ridgeline.trainer.agreement import Agreement
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint.integrity import write_atomically
+from ridgeline.trainer.config_guard import check_resume
 
 _FORMAT = 1
 _BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes")

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from configs.errors import UserError, unknown_name
-from configs.schema import ScheduleConfig
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import ScheduleConfig
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 """int32 step -> float32 learning rate; traceable."""

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import models
-from configs.schema import Config
-from models.params import Recent
-from sharding.partition import Partitioner, optimizer_state_shardings, state_shardings
+from ridgeline import models
+from ridgeline.configs.schema import Config
+from ridgeline.models.params import Recent
+from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, state_shardings
 
 Tree = Any
 INIT_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}

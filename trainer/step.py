@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from configs.schema import Config
-from models import fp8
-from models.loss import LossSums, cross_entropy
-from planner.moments import short_of_memory
-from sharding.partition import Partitioner
-from trainer.rounding import apply_updates
-from trainer.state import ModelSpec, TrainState, Tree
+from ridgeline.configs.schema import Config
+from ridgeline.models import fp8
+from ridgeline.models.loss import LossSums, cross_entropy
+from ridgeline.planner.peak_memory import short_of_memory
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.trainer.rounding import apply_updates
+from ridgeline.trainer.state import ModelSpec, TrainState, Tree
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.schema import Config, RuntimeConfig
-from launch.cluster.detect import Cluster
-from launch.cluster.devices import VISIBLE, gpus_present
-from perf.provenance import SOURCE_TREE as SOURCE
-from perf.provenance import code_hash, makers
+from ridgeline.configs.schema import Config, RuntimeConfig
+from ridgeline.launch.cluster.detect import Cluster
+from ridgeline.launch.cluster.devices import VISIBLE, gpus_present
+from ridgeline.rundir.provenance import SOURCE_TREE as SOURCE
+from ridgeline.rundir.provenance import code_hash, makers
 
 SETTINGS = ("JAX_", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Prefixes of variables that must agree: they change the compiled program, and different programs wait for each other for ever."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from configs.errors import UserError
-from launch.cluster import devices, launchers, network, scontrol, slurm
-from launch.cluster.devices import LocalDevices
-from launch.cluster.launchers import Found
+from ridgeline.configs.errors import UserError
+from ridgeline.launch.cluster import devices, launchers, network, scontrol, slurm
+from ridgeline.launch.cluster.devices import LocalDevices
+from ridgeline.launch.cluster.launchers import Found
 
 FIRST_PORT, LAST_PORT = 61_000, 65_535
 """Above Linux's ephemeral ports (to 60,999): no outgoing connection takes one of these by chance."""

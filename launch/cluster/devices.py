@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import exit_codes
+from ridgeline.launch import exit_codes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

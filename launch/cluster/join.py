@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from configs.errors import UserError
-from configs.rules import check_devices
-from configs.schema import Config, RuntimeConfig
-from launch import exit_codes
-from launch.cluster import network, rollcall_client, rollcall_server
-from launch.cluster.card import Card, make_card
-from launch.cluster.detect import LAST_PORT, PORT_TRIES, Cluster
-from launch.cluster.rollcall import Stopped, Verdict
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.rules import check_devices
+from ridgeline.configs.schema import Config, RuntimeConfig
+from ridgeline.launch import exit_codes
+from ridgeline.launch.cluster import network, rollcall_client, rollcall_server
+from ridgeline.launch.cluster.card import Card, make_card
+from ridgeline.launch.cluster.detect import LAST_PORT, PORT_TRIES, Cluster
+from ridgeline.launch.cluster.rollcall import Stopped, Verdict
 
 DOCUMENTATION = "198.51.100.1"
 """Nobody has this address (RFC 5737): the route to it is the default route."""

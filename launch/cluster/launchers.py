@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launch import exit_codes
-from launch.cluster import network
-from launch.cluster.card import Card
-from launch.cluster.rollcall import SILENCE_S, Line, Stopped, Verdict, connect, unless_stopped, why
+from ridgeline.launch import exit_codes
+from ridgeline.launch.cluster import network
+from ridgeline.launch.cluster.card import Card
+from ridgeline.launch.cluster.rollcall import SILENCE_S, Line, Stopped, Verdict, connect, unless_stopped, why
 
 CONNECT_S = 3.0
 """For one attempt: on the networks of a cluster a connection takes milliseconds."""

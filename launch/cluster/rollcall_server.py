@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from launch import exit_codes
-from launch.cluster import network
-from launch.cluster.card import Card, differences
-from launch.cluster.rollcall import BEAT_S, LINE_LIMIT_BYTES, TICK_S, Line, Stopped, Verdict
+from ridgeline.launch import exit_codes
+from ridgeline.launch.cluster import network
+from ridgeline.launch.cluster.card import Card, differences
+from ridgeline.launch.cluster.rollcall import BEAT_S, LINE_LIMIT_BYTES, TICK_S, Line, Stopped, Verdict
 
 BACKLOG = 4096
 SETTLE_S = 3.0

@@ -6,7 +6,7 @@ import functools
 import re
 import subprocess
 
-from launch.cluster import hostlist
+from ridgeline.launch.cluster import hostlist
 
 _TIMEOUT_S = 10.0
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from configs.errors import UserError
-from launch.cluster.hostlist import expand_counts
+from ridgeline.configs.errors import UserError
+from ridgeline.launch.cluster.hostlist import expand_counts
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _TASK_PARENTS = ("slurmstepd", "srun", "salloc")

@@ -16,18 +16,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.cluster import ClusterConfig
-from configs.schema import Config
-from launch.cluster import Cluster
-from launch.exit_codes import BAD_NODE, DONE
-from launch.preflight import host, judge_answers, judge_devices, judge_gpu, judge_host, nvml
-from launch.preflight.checks import Check, Verdict
-from launch.preflight.exchange import Centre, Member, free_port
-from launch.preflight.probe import ProbePlan
-from launch.preflight.report import Report, conclude
-from launch.preflight.watch import ProbeOutcome, run_probe
-from planner.calibration import Calibration
-from planner.parameters import count_parameters
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.schema import Config
+from ridgeline.launch.cluster import Cluster
+from ridgeline.launch.exit_codes import BAD_NODE, DONE
+from ridgeline.launch.preflight import host, judge_answers, judge_devices, judge_gpu, judge_host, nvml
+from ridgeline.launch.preflight.checks import Check, Verdict
+from ridgeline.launch.preflight.exchange import Centre, Member, free_port
+from ridgeline.launch.preflight.report import Report, conclude
+from ridgeline.launch.preflight.watch import ProbeOutcome, run_probe
+from ridgeline.measure.probe import ProbePlan
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.parameters import count_parameters
 
 SLACK_S = 15.0
 """Beyond the time of a stage: for words to travel and processes to end."""
@@ -236,7 +236,7 @@ def _plan_together(
 
 
 def _listening(exam: Examination) -> list[str]:
-    from launch.cluster.join import own_addresses
+    from ridgeline.launch.cluster.join import own_addresses
 
     return own_addresses(exam.here) if exam.here.processes > 1 else []
 
@@ -288,8 +288,8 @@ def _device_context(exam: Examination, hosts: Mapping[int, Any], node_of: Mappin
 
 def listen(here: Cluster) -> list[Any]:
     """Return process 0's listening sockets on the first free port. Raises ClusterError when there is none."""
-    from launch.cluster import ClusterError, rollcall_server
-    from launch.cluster.join import own_addresses
+    from ridgeline.launch.cluster import ClusterError, rollcall_server
+    from ridgeline.launch.cluster.join import own_addresses
 
     own = own_addresses(here)
     for port in here.ports:

@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from perf.provenance import code_hash
+from ridgeline.rundir.provenance import code_hash
 
 _PACKAGES = re.compile(r"ridgeline|jax.*|flax|optax|orbax-checkpoint|grain|numpy|nvidia-.*|ml[-_]dtypes", re.IGNORECASE)
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launch.preflight.checks import Check, Verdict
-from launch.preflight.watch import ProbeOutcome
+from ridgeline.launch.preflight.checks import Check, Verdict
+from ridgeline.launch.preflight.watch import ProbeOutcome
 
 LOOK = "exclude the node and report it (dmesg, nvidia-smi)"
 TOGETHER_LOOK = "all nodes: check NCCL's choice of network ports (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME); one node: exclude it"

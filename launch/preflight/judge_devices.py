@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.cluster import ClusterConfig
-from configs.errors import UserError
-from launch.preflight.checks import CPU_LIMITS, GPU_LIMITS, NETWORK_LIMITS, Check, Expected, Limits, Verdict, judge_rate
-from planner.calibration import Calibration
-from planner.communication import time_s
-from planner.hardware import Hardware, find_hardware, hardware
-from planner.links import Fabric
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.errors import UserError
+from ridgeline.launch.preflight.checks import CPU_LIMITS, GPU_LIMITS, NETWORK_LIMITS, Check, Expected, Limits, Verdict, judge_rate
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.communication import time_s
+from ridgeline.planner.hardware import Hardware, find_hardware, hardware
+from ridgeline.planner.links import Fabric
 
 MATMUL_SIZE = 8192
-"""Of the square matmuls on GPUs (launch/preflight/measure.py)."""
+"""Of the square matmuls on GPUs (measure/node.py)."""
 
 
 @dataclass(frozen=True)

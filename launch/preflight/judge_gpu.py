@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from launch.preflight.checks import Check, Verdict
-from launch.preflight.nvml import GpuFacts, GpuReport, power_capped, throttle_names
+from ridgeline.launch.preflight.checks import Check, Verdict
+from ridgeline.launch.preflight.nvml import GpuFacts, GpuReport, power_capped, throttle_names
 
 GIB = 2**30
 FREE_WARN, FREE_FAIL = 0.97, 0.9

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from configs.cluster import ClusterConfig
-from launch.preflight.checks import STORAGE_LIMITS, Check, Expected, Verdict, judge_rate
-from launch.preflight.host import DiskFacts, HostFacts
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.launch.preflight.checks import STORAGE_LIMITS, Check, Expected, Verdict, judge_rate
+from ridgeline.launch.preflight.host import DiskFacts, HostFacts
 
 GIB = 2**30
 CLOCK_WARN_S, CLOCK_FAIL_S = 0.5, 10.0

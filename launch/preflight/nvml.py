@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from launch.cluster.devices import gpus_present
-from perf import clocks
+from ridgeline.launch.cluster.devices import gpus_present
+from ridgeline.observe import clocks
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def read_gpus(environment: Mapping[str, str]) -> GpuReport:
 
 
 def visible(gpus: list[GpuFacts], setting: str | None) -> list[GpuFacts]:
-    """Keep the GPUs that a value of CUDA_VISIBLE_DEVICES names (see perf.clocks.visible); None: all."""
+    """Keep the GPUs that a value of CUDA_VISIBLE_DEVICES names (see observe.clocks.visible); None: all."""
     by_index = {gpu.index: gpu for gpu in gpus}
     return [by_index[index] for index in clocks.visible({gpu.index: gpu.uuid for gpu in gpus}, setting)]
 

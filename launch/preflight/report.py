@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.preflight.checks import Check, Verdict
-from perf.jsonl import LineFile, dump_json
+from ridgeline.launch.preflight.checks import Check, Verdict
+from ridgeline.rundir.jsonl import LineFile, dump_json
 
 BAD_NODES = "bad_nodes"
 LOG = "doctor.jsonl"

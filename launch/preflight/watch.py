@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launch.preflight.probe import ProbePlan
+from ridgeline.measure.probe import ProbePlan
 
 
 @dataclass
@@ -46,7 +46,7 @@ def run_probe(plan: ProbePlan, timeout_s: float, progress: Callable[[str], None]
     outcome = ProbeOutcome()
     with tempfile.TemporaryFile() as words:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch.preflight.probe"],
+            [sys.executable, "-m", "ridgeline.measure.probe"],
             stdin=subprocess.PIPE,
             stdout=words,
             stderr=words,

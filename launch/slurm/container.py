@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.cluster import ContainerConfig
-from configs.schema import Config
+from ridgeline.configs.cluster import ContainerConfig
+from ridgeline.configs.schema import Config
 
 GPU_FLAG = "--nv"
 

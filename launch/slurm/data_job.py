@@ -14,11 +14,11 @@ from typing import Any
 
 import click
 
-from configs.cluster import ClusterConfig
-from launch.slurm import places
-from launch.slurm.script import Job, commented, job_script, kept_environment
-from launch.slurm.shape import JobShape, job_shape
-from launch.slurm.submit import Submitter, hand_over, interpreter, write
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.launch.slurm.script import Job, commented, job_script, kept_environment
+from ridgeline.launch.slurm.shape import JobShape, job_shape
+from ridgeline.launch.slurm.submit import Submitter, hand_over, interpreter, write
+from ridgeline.rundir import jobs as places
 
 MERGE_SCRIPT = "merge.sh"
 

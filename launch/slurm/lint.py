@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.cluster import ClusterConfig
-from configs.errors import UserError
-from configs.rules import check_devices
-from configs.schema import Config
-from launch.slurm import filesystems
-from launch.slurm.filesystems import Mount
-from launch.slurm.shape import CPU, JobShape
-from launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
-from planner.host_memory import refusal
-from planner.parameters import count_parameters
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.rules import check_devices
+from ridgeline.configs.schema import Config
+from ridgeline.launch.slurm import filesystems
+from ridgeline.launch.slurm.filesystems import Mount
+from ridgeline.launch.slurm.shape import CPU, JobShape
+from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
+from ridgeline.planner.host_memory import refusal
+from ridgeline.planner.parameters import count_parameters
 
 PLAIN_PATH = re.compile(r"[\w/.+@=-]+")
 """Paths that mean the same to bash, Slurm's patterns, and lists of container mounts."""

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from configs.errors import UserError
-from launch.slurm import places, sweep
-from launch.slurm.places import JobRecord
+from ridgeline.configs.errors import UserError
+from ridgeline.launch.slurm import sweep
+from ridgeline.rundir import jobs as places
+from ridgeline.rundir.jobs import JobRecord
 
 POLL_S = 0.5
 ASK_EVERY_S = 10.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
-from configs.load import from_resolved
-from perf.events import event_file
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import from_resolved
+from ridgeline.rundir.events import event_file
 
 TAIL_BYTES = 1 << 20
 ATTEMPTS_FILE = "attempts.jsonl"

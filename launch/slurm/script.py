@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.cluster import ClusterConfig
-from launch.slurm import container, places
-from launch.slurm.shape import CPU, JobShape, describe
-from launch.slurm.supervise import supervised_lines
-from launch.slurm.units import format_time
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.launch.slurm import container
+from ridgeline.launch.slurm.shape import CPU, JobShape, describe
+from ridgeline.launch.slurm.supervise import supervised_lines
+from ridgeline.launch.slurm.units import format_time
+from ridgeline.rundir import jobs as places
 
 KEPT_PREFIXES = ("JAX_", "XLA_", "NCCL_")
 """Variables of the submitting shell that steer a run: written into the script, so that it alone says what runs."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.cluster import ClusterConfig
-from configs.mesh import resolve_sizes
-from configs.schema import Config
-from launch.slurm.units import parse_time_s
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.mesh import resolve_sizes
+from ridgeline.configs.schema import Config
+from ridgeline.launch.slurm.units import parse_time_s
 
 CPU = "cpu"
 """`device` of clusters without accelerators."""

@@ -11,12 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from perf.provenance import ROOMS
+from ridgeline.rundir.provenance import PACKAGES, SOURCE_TREE
 
-SOURCE = Path(__file__).resolve().parents[2]
 STATE_FILE = "snapshot.json"
 """Beside the packages: what was copied. trainer/run_dir.py records it, since the copy is no git checkout."""
 DIFF_FILE = "git.diff"
+_PATHS = ("ridgeline", *PACKAGES)
+"""What of a checkout is the code: the package, which holds links, and the folders they lead to."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class CodeState:
         return f"ridgeline {self.version}{commit}"
 
 
-def code_state(source: Path = SOURCE) -> CodeState:
+def code_state(source: Path = SOURCE_TREE) -> CodeState:
     """Describe the code that is running."""
     try:
         number = version("ridgeline")
@@ -41,36 +42,38 @@ def code_state(source: Path = SOURCE) -> CodeState:
         number = "unknown"
     if not _is_checkout(source):
         return CodeState(number, None, False, source)
-    return CodeState(number, _git(source, "rev-parse", "HEAD").strip(), bool(_git(source, "status", "--porcelain", "--", *ROOMS)), source)
+    return CodeState(number, _git(source, "rev-parse", "HEAD").strip(), bool(_git(source, "status", "--porcelain", "--", *_PATHS)), source)
 
 
-def take_snapshot(target: Path, source: Path = SOURCE) -> dict[str, Any]:
-    """Copy the packages as they are, uncommitted changes and new files included; return what is written beside them.
+def take_snapshot(target: Path, source: Path = SOURCE_TREE) -> dict[str, Any]:
+    """Copy the package as it is, links resolved, uncommitted changes and new files included; return what is written beside it.
 
     target: a directory that does not exist. In a git checkout ignored files are left out.
     """
     state = code_state(source)
-    for name in sorted(_files(source, state)):
+    for name, file in sorted(_files(source, state)):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / name, target / name)
+        shutil.copy2(file, target / name)
     described = {"source": str(source), "version": state.version, "commit": state.commit, "dirty": state.dirty, "diff": None}
-    if state.dirty and (changes := _git(source, "diff", "HEAD", "--binary", "--", *ROOMS)):
+    if state.dirty and (changes := _git(source, "diff", "HEAD", "--binary", "--", *_PATHS)):
         (target / DIFF_FILE).write_text(changes, encoding="utf-8", errors="surrogateescape")
         described["diff"] = str(target / DIFF_FILE)
     (target / STATE_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     return described
 
 
-def _files(source: Path, state: CodeState) -> Iterator[str]:
-    """Yield the files of the packages, relative to the source."""
+def _files(source: Path, state: CodeState) -> Iterator[tuple[str, Path]]:
+    """Yield the files of the package: their place in the copy, and where they are now."""
     if state.commit is not None:
-        listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *ROOMS).split("\0")
-        yield from (name for name in set(listed) if name and (source / name).is_file())
+        listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PATHS).split("\0")
+        for name in set(listed):
+            if name and (source / name).is_file():
+                yield name if name.startswith("ridgeline/") else f"ridgeline/{name}", source / name
         return
-    for room in ROOMS:
-        for path in (source / room).rglob("*"):
+    for top in (source / "ridgeline", *(source / "ridgeline" / package for package in PACKAGES)):
+        for path in top.glob("*.py") if top.name == "ridgeline" else top.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
-                yield str(path.relative_to(source))
+                yield str(path.relative_to(source)), path
 
 
 def _is_checkout(source: Path) -> bool:

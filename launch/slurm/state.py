@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from configs.errors import UserError
-from launch.slurm.units import parse_time_s
+from ridgeline.configs.errors import UserError
+from ridgeline.launch.slurm.units import parse_time_s
 
 ENDED = frozenset(
     {

@@ -13,14 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from configs.cluster import ClusterConfig
-from configs.dump import to_yaml
-from configs.errors import UserError
-from configs.schema import Config
-from launch.slurm import container, places, snapshot
-from launch.slurm.script import Job, commented, job_script, kept_environment
-from launch.slurm.shape import JobShape, with_mesh
-from launch.slurm.state import JobState, job_states
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.dump import to_yaml
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.launch.slurm import container, snapshot
+from ridgeline.launch.slurm.script import Job, commented, job_script, kept_environment
+from ridgeline.launch.slurm.shape import JobShape, with_mesh
+from ridgeline.launch.slurm.state import JobState, job_states
+from ridgeline.rundir import jobs as places
 
 SBATCH_TIMEOUT_S = 120
 SUBMISSION_COMMENT = "this submission: config, cluster file, code"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from configs.cluster import SlurmConfig
-from launch import exit_codes
+from ridgeline.configs.cluster import SlurmConfig
+from ridgeline.launch import exit_codes
 
 QUICK_S = 600
 """A start that fails within this time is followed by a pause before the next one."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.diff import diff
-from configs.errors import UserError
-from configs.load import from_resolved
-from launch.slurm import places
-from launch.slurm.places import JobRecord
-from launch.slurm.progress import last_records, run_progress
-from launch.slurm.state import FORGOTTEN, JobState, job_states
-from launch.slurm.sweep_file import Point, Sweep
+from ridgeline.configs.diff import diff
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import from_resolved
+from ridgeline.launch.slurm.progress import last_records, run_progress
+from ridgeline.launch.slurm.state import FORGOTTEN, JobState, job_states
+from ridgeline.launch.slurm.sweep_file import Point, Sweep
+from ridgeline.rundir import jobs as places
+from ridgeline.rundir.jobs import JobRecord
 
 FILE = "sweep.json"
 FINISHED = "finished"

@@ -20,14 +20,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs import compose
-from configs.errors import UserError
-from configs.fields import Slot
-from configs.load import resolve
-from configs.overrides import set_key
-from configs.problems import validation_error
-from configs.schema import Config, LocalPath, Name, PositiveInt, Section
-from configs.tree import Items, Mapping, Node, Source, plain, read_file, source_of
+from ridgeline.configs import compose
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.fields import Slot
+from ridgeline.configs.load import resolve
+from ridgeline.configs.overrides import set_key
+from ridgeline.configs.problems import validation_error
+from ridgeline.configs.schema import Config, LocalPath, Name, PositiveInt, Section
+from ridgeline.configs.tree import Items, Mapping, Node, Source, plain, read_file, source_of
 
 # Named outside the class: inside it `list` and `set` are fields.
 Settings = dict[str, Any]

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from configs.cluster import ClusterConfig
-from configs.dump import to_yaml
-from configs.errors import UserError
-from configs.schema import Config
-from launch.slurm import container, lint, places
-from launch.slurm.filesystems import Mount
-from launch.slurm.lint import Finding
-from launch.slurm.script import Job, commented, kept_environment
-from launch.slurm.shape import JobShape, with_mesh
-from launch.slurm.submit import SUBMISSION_COMMENT, Submitter, hand_over, interpreter, write
-from launch.slurm.sweep import FILL, NumberedPoint, point_name, write_points
-from launch.slurm.sweep_file import Point, Sweep
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.dump import to_yaml
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.launch.slurm import container, lint
+from ridgeline.launch.slurm.filesystems import Mount
+from ridgeline.launch.slurm.lint import Finding
+from ridgeline.launch.slurm.script import Job, commented, kept_environment
+from ridgeline.launch.slurm.shape import JobShape, with_mesh
+from ridgeline.launch.slurm.submit import SUBMISSION_COMMENT, Submitter, hand_over, interpreter, write
+from ridgeline.launch.slurm.sweep import FILL, NumberedPoint, point_name, write_points
+from ridgeline.launch.slurm.sweep_file import Point, Sweep
+from ridgeline.rundir import jobs as places
 
 Chosen = Sequence[tuple[NumberedPoint, Point]]
 

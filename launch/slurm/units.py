@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from configs.errors import UserError
+from ridgeline.configs.errors import UserError
 
 TIME_FORMS = "MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
 _TIME = re.compile(

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention.interface import AttentionRequest
-from models.attention.masks import visible, zero_padding
+from ridgeline.models.attention.interface import AttentionRequest
+from ridgeline.models.attention.masks import visible, zero_padding
 
 LOWEST = -1e30
 """Start of the running maximum: finite, so that a row that sees nothing yet gives exp(-inf - LOWEST) = 0 and never NaN."""

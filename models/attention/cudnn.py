@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention.interface import AttentionRequest
-from models.attention.masks import whole_mask, zero_padding
+from ridgeline.models.attention.interface import AttentionRequest
+from ridgeline.models.attention.masks import whole_mask, zero_padding
 
 MAX_HEAD_DIM = 128
 """Widest head on every supported GPU; 256 needs Hopper, which cannot be seen when compiling ahead of time."""

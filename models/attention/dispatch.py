@@ -8,13 +8,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from configs.errors import UserError, unknown_name
-from models.attention.chunked import Chunked
-from models.attention.cudnn import Cudnn
-from models.attention.interface import AttentionRequest, Backend
-from models.attention.pallas import Pallas
-from models.attention.reference import Reference
-from models.attention.xla import Xla
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.models.attention.chunked import Chunked
+from ridgeline.models.attention.cudnn import Cudnn
+from ridgeline.models.attention.interface import AttentionRequest, Backend
+from ridgeline.models.attention.pallas import Pallas
+from ridgeline.models.attention.reference import Reference
+from ridgeline.models.attention.xla import Xla
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Xla(), Chunked(), Cudnn(), Pallas())}
 

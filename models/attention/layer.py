@@ -12,16 +12,16 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from configs.errors import UserError
-from configs.schema import AttentionConfig, ModelConfig
-from models.attention.dispatch import attend, resolve_backend
-from models.attention.interface import AttentionRequest
-from models.norms import Prepare, RMSNorm, unprepared
-from models.params import ParamFactory
-from models.projection import Projector
-from models.remat import Remat
-from models.rope import apply_rotary
-from sharding.manual import on_shards
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import AttentionConfig, ModelConfig
+from ridgeline.models.attention.dispatch import attend, resolve_backend
+from ridgeline.models.attention.interface import AttentionRequest
+from ridgeline.models.norms import Prepare, RMSNorm, unprepared
+from ridgeline.models.params import ParamFactory
+from ridgeline.models.projection import Projector
+from ridgeline.models.remat import Remat
+from ridgeline.models.rope import apply_rotary
+from ridgeline.sharding.manual import on_shards
 
 RotaryTable = tuple[jax.Array, jax.Array]
 AttendWith = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

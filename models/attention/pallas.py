@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from models.attention.interface import AttentionRequest
-from planner.flops import mean_keys_per_query
+from ridgeline.models.attention.interface import AttentionRequest
+from ridgeline.planner.flops import mean_keys_per_query
 
 WIDTHS = (32, 64, 128)
 """Head widths: powers of two, as Triton's tiles are; 256 leaves a block too little shared memory."""
@@ -169,7 +169,7 @@ def _parameters(width: int) -> triton.CompilerParams:
 
 
 def _flops(plan: Plan, q_BTNH: jax.Array, products: int) -> dict[str, str]:
-    """Tell readers of the compiled module (perf/hlo_roofline.py) what a kernel multiplies at most, which they cannot see."""
+    """Tell readers of the compiled module (hlo/roofline.py) what a kernel multiplies at most, which they cannot see."""
     return {"flops": str(round(2.0 * products * plan.keys * q_BTNH.size))}
 
 

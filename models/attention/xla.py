@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention.interface import AttentionRequest
-from models.attention.masks import whole_mask, zero_padding
+from ridgeline.models.attention.interface import AttentionRequest
+from ridgeline.models.attention.masks import whole_mask, zero_padding
 
 
 class Xla:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.cluster import ClusterConfig, cluster_names, load_cluster
-from configs.compose import CLUSTERS
-from configs.dump import to_yaml
-from configs.errors import UserError
+from ridgeline.configs.cluster import ClusterConfig, cluster_names, load_cluster
+from ridgeline.configs.compose import CLUSTERS
+from ridgeline.configs.dump import to_yaml
+from ridgeline.configs.errors import UserError
 
 SHIPPED = {"mn5-acc", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "dgx-a100", "generic", "local"}
 MINIMAL = """\

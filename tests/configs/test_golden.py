@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.compose import shipped_names
-from configs.dump import to_yaml
-from configs.load import load
+from ridgeline.configs.compose import shipped_names
+from ridgeline.configs.dump import to_yaml
+from ridgeline.configs.load import load
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import UserError
-from configs.load import load
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from configs import names
-from configs.compose import family_names
-from models import attention, registry, remat
-from trainer import optimizers, schedules
+from ridgeline.configs import names
+from ridgeline.configs.compose import family_names
+from ridgeline.models import attention, registry, remat
+from ridgeline.trainer import optimizers, schedules
 
 
 def test_configs_know_exactly_what_is_implemented() -> None:

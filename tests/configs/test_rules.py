@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import UserError
-from configs.load import load
-from configs.rules import SHARDED_OVER, check_config, check_devices, divisors
-from configs.schema import Config
-from sharding.rules import Rules
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.configs.rules import SHARDED_OVER, check_config, check_devices, divisors
+from ridgeline.configs.schema import Config
+from ridgeline.sharding.rules import Rules
 
 
 @pytest.fixture(autouse=True)

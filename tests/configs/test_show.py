@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from configs.compose import CLUSTERS, FAMILIES, PACKAGE, shipped_names
-from configs.diff import MISSING, classify_changes, diff
-from configs.dump import to_yaml
-from configs.errors import UserError
-from configs.fields import schema_keys
-from configs.json_schema import json_schema
-from configs.load import from_resolved, load
-from configs.schema import MESH_AXES, Config
-from configs.show import to_commented_yaml, to_json
+from ridgeline.configs.compose import CLUSTERS, FAMILIES, PACKAGE, shipped_names
+from ridgeline.configs.diff import MISSING, classify_changes, diff
+from ridgeline.configs.dump import to_yaml
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.fields import schema_keys
+from ridgeline.configs.json_schema import json_schema
+from ridgeline.configs.load import from_resolved, load
+from ridgeline.configs.schema import MESH_AXES, Config
+from ridgeline.configs.show import to_commented_yaml, to_json
 
 TEXT = st.text(min_size=1, max_size=12)
 NAMES = st.builds(

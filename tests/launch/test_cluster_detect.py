@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import UserError
-from launch import exit_codes
-from launch.cluster import slurm
-from launch.cluster.detect import FIRST_PORT, LAST_PORT, PORT_TRIES, Cluster, Flags, describe, explain
-from launch.cluster.hostlist import expand
+from ridgeline import PACKAGE
+from ridgeline.configs.errors import UserError
+from ridgeline.launch import exit_codes
+from ridgeline.launch.cluster import slurm
+from ridgeline.launch.cluster.detect import FIRST_PORT, LAST_PORT, PORT_TRIES, Cluster, Flags, describe, explain
+from ridgeline.launch.cluster.hostlist import expand
+from ridgeline.rundir.provenance import PACKAGES
 
 NO_FLAGS = Flags()
 ROOT = Path(__file__).parents[2]
@@ -246,6 +248,5 @@ def test_gpu_trouble_is_carried_to_the_roll_call() -> None:
 def test_slurms_variables_are_read_in_one_file() -> None:
     # a variable is read where its name stands alone in quotes, or env is asked with it; text of job scripts and messages is no reading
     pattern = re.compile(r"""(environ|env)\w*(\.get\(|\[)\s*f?["']SLURM|getenv\(\s*["']SLURM|["']SLURM_[A-Z_]+["']\s*in\s""")
-    rooms = ("configs", "planner", "sharding", "models", "loaders", "perf", "trainer", "launch")
-    readers = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).rglob("*.py") if pattern.search(path.read_text())}
-    assert readers == {str(Path(slurm.__file__).relative_to(ROOT))}
+    files = [path for package in PACKAGES for path in (PACKAGE / package).rglob("*.py")]
+    assert {str(path) for path in files if pattern.search(path.read_text())} == {slurm.__file__}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import exit_codes
-from launch.cluster.devices import LocalDevices, choose, gpus_present
+from ridgeline.launch import exit_codes
+from ridgeline.launch.cluster.devices import LocalDevices, choose, gpus_present
 
 
 def chosen(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.cluster.hostlist import expand, expand_counts
+from ridgeline.launch.cluster.hostlist import expand, expand_counts
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from launch import exit_codes
-from launch.cluster import network, rollcall_client
-from launch.cluster.card import Card
-from launch.cluster.detect import Cluster, derive_ports
-from launch.cluster.join import ClusterError, own_addresses
-from launch.cluster.rollcall import Stopped, Verdict
-from launch.cluster.rollcall_server import Server, listen
+from ridgeline.launch import exit_codes
+from ridgeline.launch.cluster import network, rollcall_client
+from ridgeline.launch.cluster.card import Card
+from ridgeline.launch.cluster.detect import Cluster, derive_ports
+from ridgeline.launch.cluster.join import ClusterError, own_addresses
+from ridgeline.launch.cluster.rollcall import Stopped, Verdict
+from ridgeline.launch.cluster.rollcall_server import Server, listen
 
 LOOPBACK = "127.0.0.1"
 CARD = Card(

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from launch.cli import run
-from launch.exit_codes import BAD_NODE, DONE, LOST_PEER, PREEMPTED, USAGE
-from launch.preflight.report import read_bad_nodes
+from ridgeline.cli.main import run
+from ridgeline.launch.exit_codes import BAD_NODE, DONE, LOST_PEER, PREEMPTED, USAGE
+from ridgeline.launch.preflight.report import read_bad_nodes
 
 RIDGE = Path(sys.executable).with_name("ridge")
 CPUS = """\
@@ -174,7 +174,7 @@ def test_another_library_version_on_one_node_is_named(tmp_path: Path, cpus: Path
 
 
 def test_a_process_that_dies_at_its_devices_is_named(tmp_path: Path, cpus: Path) -> None:
-    body = "event == 'import' and args[0] == 'launch.preflight.measure' and os.kill(os.getpid(), signal.SIGKILL)"
+    body = "event == 'import' and args[0] == 'ridgeline.measure.node' and os.kill(os.getpid(), signal.SIGKILL)"
     codes, report, _ = together(cpus, planted={"n2": hook(tmp_path / "dies", body)})
     assert codes == [BAD_NODE] * 3
     assert list(report["unfit"]) == ["n2"]
@@ -183,7 +183,7 @@ def test_a_process_that_dies_at_its_devices_is_named(tmp_path: Path, cpus: Path)
 
 @pytest.mark.slow
 def test_of_nodes_hanging_in_a_collective_the_one_that_stopped_is_named(tmp_path: Path, cpus: Path) -> None:
-    body = "event == 'import' and args[0] == 'launch.preflight.collectives' and os.kill(os.getpid(), signal.SIGSTOP)"
+    body = "event == 'import' and args[0] == 'ridgeline.measure.collectives' and os.kill(os.getpid(), signal.SIGSTOP)"
     codes, report, err = together(cpus, "--timeout", 45, planted={"n1": hook(tmp_path / "stops", body)})
     assert codes == [BAD_NODE] * 3, err
     assert list(report["unfit"]) == ["n1"]
@@ -194,8 +194,8 @@ def test_of_nodes_hanging_in_a_collective_the_one_that_stopped_is_named(tmp_path
 
 @pytest.mark.slow
 def test_processes_that_never_come_or_fall_silent_are_named(tmp_path: Path, cpus: Path) -> None:
-    from launch.cluster.detect import Flags, describe
-    from launch.preflight.exchange import Member
+    from ridgeline.launch.cluster.detect import Flags, describe
+    from ridgeline.launch.preflight.exchange import Member
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         where = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.preflight.exchange import Centre, LostCentre, Member, free_port
-from launch.preflight.host import control_group, measure_disk
+from ridgeline.launch.preflight.exchange import Centre, LostCentre, Member, free_port
+from ridgeline.launch.preflight.host import control_group, measure_disk
 
 HERE = "127.0.0.1"
 

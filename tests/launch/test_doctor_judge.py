@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from configs.cluster import ClusterConfig, load_cluster
-from launch.preflight.checks import GPU_LIMITS, Check, Expected, Verdict, judge_rate
-from launch.preflight.host import HostFacts
-from launch.preflight.judge_answers import judge_joint_failures
-from launch.preflight.judge_devices import DeviceContext, DeviceFacts, judge_devices, judge_joint
-from launch.preflight.judge_gpu import judge_gpus
-from launch.preflight.judge_host import GIB, HostContext, judge_hosts
-from launch.preflight.nvml import GpuFacts, GpuReport, merge_load, visible
-from launch.preflight.report import conclude
-from launch.preflight.watch import ProbeOutcome
-from planner.calibration import load_calibration
+from ridgeline.configs.cluster import ClusterConfig, load_cluster
+from ridgeline.launch.preflight.checks import GPU_LIMITS, Check, Expected, Verdict, judge_rate
+from ridgeline.launch.preflight.host import HostFacts
+from ridgeline.launch.preflight.judge_answers import judge_joint_failures
+from ridgeline.launch.preflight.judge_devices import DeviceContext, DeviceFacts, judge_devices, judge_joint
+from ridgeline.launch.preflight.judge_gpu import judge_gpus
+from ridgeline.launch.preflight.judge_host import GIB, HostContext, judge_hosts
+from ridgeline.launch.preflight.nvml import GpuFacts, GpuReport, merge_load, visible
+from ridgeline.launch.preflight.report import conclude
+from ridgeline.launch.preflight.watch import ProbeOutcome
+from ridgeline.planner.calibration import load_calibration
 
 NODES = ("n0", "n1", "n2", "n3")
 DGX = load_cluster("dgx-h100").config
@@ -128,7 +128,7 @@ def test_without_cluster_file_or_figure_nothing_passes_unjudged() -> None:
 
 def test_a_cpu_is_judged_by_the_calibration_of_the_machine() -> None:
     shipped = load_calibration()
-    from planner.calibration import Calibration, MatmulPoint, MemoryPoint
+    from ridgeline.planner.calibration import Calibration, MatmulPoint, MemoryPoint
 
     matmul = MatmulPoint(device="cpu", dtype="float32", m=1024, n=1024, k=1024, tflop_per_s=0.2, source="here")
     memory = MemoryPoint(device="cpu", gb_per_s=20.0, source="here")

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from configs.cluster import cluster_names, load_cluster
-from configs.errors import UserError
-from configs.load import load
-from configs.schema import Config
-from launch.cache_dir import check_cache_dir
-from launch.cluster import Cluster
-from launch.cluster.devices import LocalDevices
-from launch.environment import GENERATIONS, Host, Setting, apply, choose, generation_of, gpu_generation, lines, prepare
-from launch.overlap_flags import overlap_flags
-from launch.xla_flags import split_flags, unknown_flags
-from planner.host_memory import pool_limit_gib
+from ridgeline.configs.cluster import cluster_names, load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import Config
+from ridgeline.launch.cache_dir import check_cache_dir
+from ridgeline.launch.cluster import Cluster
+from ridgeline.launch.cluster.devices import LocalDevices
+from ridgeline.launch.environment import GENERATIONS, Host, Setting, apply, choose, generation_of, gpu_generation, lines, prepare
+from ridgeline.launch.overlap_flags import overlap_flags
+from ridgeline.launch.xla_flags import split_flags, unknown_flags
+from ridgeline.planner.host_memory import pool_limit_gib
 
 CONFIG = Config()
 WITH_CACHE = Config.model_validate({"runtime": {"compilation_cache": Path("cache")}, "compute": {"remat": {"policy": "full"}}})
@@ -237,8 +237,8 @@ def test_a_limit_of_the_users_that_is_too_small_is_refused_and_a_larger_one_stay
 
 
 def test_a_run_asks_its_mesh_and_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.environment.gpu_generation", lambda: "hopper")
-    monkeypatch.setattr("launch.environment.memory_bytes", lambda: 2 * 10**12)
+    monkeypatch.setattr("ridgeline.launch.environment.gpu_generation", lambda: "hopper")
+    monkeypatch.setattr("ridgeline.launch.environment.memory_bytes", lambda: 2 * 10**12)
     here = Cluster("test", 64, 0, "id", local_processes=8, devices=LocalDevices((0,), "given"))
     env: dict[str, str] = {"JAX_PLATFORMS": "cuda"}
     prepare(offloading("mesh.fsdp=64"), here, env)

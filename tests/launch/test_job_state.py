@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from configs.dump import to_yaml
-from configs.errors import UserError
-from configs.load import load
-from launch import cli
-from launch.commands.status import describe_progress
-from launch.slurm import logs, places, state
-from launch.slurm.places import JobRecord, record_job
-from launch.slurm.progress import run_progress
-from launch.slurm.state import FORGOTTEN, JobState, expand_indices, job_states, parse_scontrol
+from ridgeline.cli import main as cli
+from ridgeline.cli.commands.status import describe_progress
+from ridgeline.configs.dump import to_yaml
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.launch.slurm import logs, state
+from ridgeline.launch.slurm.progress import run_progress
+from ridgeline.launch.slurm.state import FORGOTTEN, JobState, expand_indices, job_states, parse_scontrol
+from ridgeline.rundir import jobs as places
+from ridgeline.rundir.jobs import JobRecord, record_job
 
 RUNNING = (
     "JobId=7 JobName=a b UserId=me(1) Priority=1 JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 ExitCode=0:0 "

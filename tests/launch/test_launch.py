@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from launch import exit_codes, local
-from launch.cluster.devices import VISIBLE
-from loaders.prepare import PrepareSettings, prepare
-from perf.events import Event, event_file, read_events
-from perf.timeline import phases
+from ridgeline.launch import exit_codes, local
+from ridgeline.launch.cluster.devices import VISIBLE
+from ridgeline.loaders.prepare import PrepareSettings, prepare
+from ridgeline.rundir.events import Event, event_file, read_events
+from ridgeline.rundir.phases import phases
 
 ROOT = Path(__file__).parents[2]
-FAULTS = ROOT / "tests" / "perf" / "faults.py"
+FAULTS = ROOT / "tests" / "explain" / "faults.py"
 CONFIG = """\
 name: launch
 run_dir: {run_dir}
@@ -42,7 +42,7 @@ ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED"
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("corpus")
-    (directory / "text.txt").write_text((ROOT / "launch" / "cli.py").read_text())
+    (directory / "text.txt").write_text((ROOT / "cli" / "main.py").read_text())
     prepare(PrepareSettings((directory / "text.txt",), directory / "c", "bytes"), workers=1)
     return directory / "c"
 
@@ -55,7 +55,7 @@ def config(corpus: Path, tmp_path: Path) -> Path:
 
 
 def ridge(*words: object, env: Mapping[str, str] = ENV, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launch", *map(str, words)]
+    command = [sys.executable, "-m", "ridgeline", *map(str, words)]
     return subprocess.Popen(command, env=env, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -175,7 +175,7 @@ def test_a_process_lost_during_a_save_is_named_without_waiting_for_the_save(conf
     for process, fault in enumerate(faults):
         file = tmp_path / f"{process}.json"
         file.write_text(json.dumps(fault))
-        command = [sys.executable, FAULTS, file, tmp_path / "cache", "-m", "launch", *flags, "--process", process]
+        command = [sys.executable, FAULTS, file, tmp_path / "cache", "-m", "ridgeline", *flags, "--process", process]
         environment = {**ENV, "PYTHONPATH": str(ROOT)}
         ranks.append(
             subprocess.Popen([*map(str, command)], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -205,9 +205,8 @@ def test_other_settings_or_code_in_one_process_are_refused_by_all(config: Path, 
         exit_codes.USAGE,
         "config trainer.steps is 4 on process 0 on",
     )
-    for room in ("configs", "planner", "sharding", "models", "loaders", "perf", "trainer", "launch"):
-        shutil.copytree(ROOT / room, tmp_path / "other" / room, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "other" / "trainer" / "loop.py").open("a").write("\n# changed\n")
+    shutil.copytree(ROOT / "ridgeline", tmp_path / "other" / "ridgeline", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "other" / "ridgeline" / "trainer" / "loop.py").open("a").write("\n# changed\n")
     port = local.free_port()
     ends(
         [train(config, 2, 0, port), train(config, 2, 1, port, cwd=tmp_path / "other")],

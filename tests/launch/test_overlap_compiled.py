@@ -5,12 +5,12 @@ from functools import cache
 
 import pytest
 
-from configs.cluster import load_cluster
-from configs.load import load
-from launch.commands.compile import flags_of_a_run
-from trainer.aot import Compiled, Request, compile_many
-from trainer.aot_report import Report, build_report
-from trainer.compare_overlap import compared
+from ridgeline.cli.commands.compile import flags_of_a_run
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.load import load
+from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
+from ridgeline.trainer.aot.overlap import compared
+from ridgeline.trainer.aot.report import Report, build_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("overlap")]  # its steps are compiled once, in one process
 PLACE = load_cluster("dgx-h100").config

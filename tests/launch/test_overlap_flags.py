@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs.load import load
-from launch.overlap_flags import overlap_flags
+from ridgeline.configs.load import load
+from ridgeline.launch.overlap_flags import overlap_flags
 
 LAYER_8B = 2 * 4096 * (32 + 8) * 128 + 3 * 4096 * 14336 + 2 * 4096 + 4096 // 32
 """Attention, MLP, norms, and a layer's share of the final norm."""

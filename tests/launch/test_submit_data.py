@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from launch import cli
-from launch.commands.data_prepare import prepare
+from ridgeline.cli import main as cli
+from ridgeline.cli.commands.data_prepare import prepare
 
 SUBMIT = ["submit-data", "-c", "local", "--slices", "2"]
 OPTIONS = [

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.cluster import cluster_names, load_cluster
-from configs.load import load
-from launch import exit_codes
-from launch.slurm.script import job_script
-from launch.slurm.shape import job_shape
-from launch.slurm.submit import Submitter, training_job
+from ridgeline.configs.cluster import cluster_names, load_cluster
+from ridgeline.configs.load import load
+from ridgeline.launch import exit_codes
+from ridgeline.launch.slurm.script import job_script
+from ridgeline.launch.slurm.shape import job_shape
+from ridgeline.launch.slurm.submit import Submitter, training_job
 
 GOLDEN = Path(__file__).parent / "golden" / "submit"
 GUIDE = Path(__file__).parents[2] / "docs/guides/slurm.md"

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from configs.cluster import ClusterConfig, cluster_names, load_cluster
-from configs.load import load
-from configs.schema import Config
-from launch.slurm import filesystems, lint
-from launch.slurm.filesystems import Mount
-from launch.slurm.lint import Finding
-from launch.slurm.shape import job_shape, placed, with_mesh
-from launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
+from ridgeline.configs.cluster import ClusterConfig, cluster_names, load_cluster
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import Config
+from ridgeline.launch.slurm import filesystems, lint
+from ridgeline.launch.slurm.filesystems import Mount
+from ridgeline.launch.slurm.lint import Finding
+from ridgeline.launch.slurm.shape import job_shape, placed, with_mesh
+from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
 
 SHARED = [Mount(Path("/"), "overlay"), Mount(Path("/gpfs"), "gpfs"), Mount(Path("/home"), "ext4"), Mount(Path("/ram"), "tmpfs")]
 

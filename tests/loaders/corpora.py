@@ -11,8 +11,8 @@ from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordReader
 
-from loaders.manifest import Manifest
-from loaders.record_codec import decode_record
+from ridgeline.loaders.manifest import Manifest
+from ridgeline.loaders.record_codec import decode_record
 
 
 def write_records(path: Path, count: int, seed: int = 0, words: int = 40) -> Path:

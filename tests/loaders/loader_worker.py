@@ -12,8 +12,8 @@ import sys
 
 import numpy as np
 
-from configs.schema import DataConfig
-from loaders.loader import build_loader
+from ridgeline.configs.schema import DataConfig
+from ridgeline.loaders.loader import build_loader
 
 
 def row_digests(data: DataConfig, rows: np.ndarray, start_step: int, steps: int, vocab_size: int = 50) -> dict[tuple[int, int], str]:

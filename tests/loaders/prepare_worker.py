@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from configs.errors import UserError
-from loaders.holdout import parse_holdouts
-from loaders.prepare import PrepareSettings, Slice, prepare
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.holdout import parse_holdouts
+from ridgeline.loaders.prepare import PrepareSettings, Slice, prepare
 
 
 def main() -> None:

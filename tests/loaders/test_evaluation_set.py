@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loaders.evaluation import open_evaluation_set
-from loaders.manifest import CorpusError
+from ridgeline.loaders.evaluation import open_evaluation_set
+from ridgeline.loaders.manifest import CorpusError
 from tests.loaders.token_corpora import random_docs, write_corpus
 
 

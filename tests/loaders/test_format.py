@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from loaders.format import TokenReader, TokenWriter, verify_shards
-from loaders.manifest import CorpusError, Manifest
-from loaders.record_codec import TokenRecord, decode_record, encode_record
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.format import TokenReader, TokenWriter, verify_shards
+from ridgeline.loaders.manifest import CorpusError, Manifest
+from ridgeline.loaders.record_codec import TokenRecord, decode_record, encode_record
 from tests.loaders.token_corpora import Doc, random_docs, write_corpus
 
 SHARDS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 12)), min_size=1, max_size=3)

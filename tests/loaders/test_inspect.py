@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loaders.inspect import length_statistics, load_corpus_tokenizer, sample_rows
-from loaders.manifest import CorpusError, Manifest
-from loaders.tokenizers import ByteTokenizer
+from ridgeline.loaders.inspect import length_statistics, load_corpus_tokenizer, sample_rows
+from ridgeline.loaders.manifest import CorpusError, Manifest
+from ridgeline.loaders.tokenizers import ByteTokenizer
 from tests.loaders.token_corpora import Doc, random_docs, write_corpus
 
 TEXTS = ["first document", "zweites größeres Dokument", "3", "def four():\n    return 4\n" * 5]

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 import pytest
 
-from configs.errors import UserError
-from configs.schema import DataConfig
-from loaders.loader import Loader, StepRows, build_loader
-from loaders.manifest import CorpusError
-from loaders.mixture import Order
-from loaders.rows import Rows, RowSource
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import DataConfig
+from ridgeline.loaders.loader import Loader, StepRows, build_loader
+from ridgeline.loaders.manifest import CorpusError
+from ridgeline.loaders.mixture import Order
+from ridgeline.loaders.rows import Rows, RowSource
 from tests.loaders.loader_worker import row_digests
 from tests.loaders.token_corpora import random_docs, write_corpus
 
@@ -192,8 +192,8 @@ def test_workers_outlast_the_signals_that_reach_a_whole_job(data: DataConfig) ->
 ORPHANS = """
 import json, multiprocessing, sys, time
 import numpy as np
-from configs.schema import DataConfig
-from loaders.loader import build_loader
+from ridgeline.configs.schema import DataConfig
+from ridgeline.loaders.loader import build_loader
 loader = build_loader(DataConfig(**json.loads(sys.argv[1])), seed=0, vocab_size=50, rows=np.arange(8))
 next(loader), next(loader)
 print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loaders.manifest import CorpusError, Manifest, check_tokenizer
+from ridgeline.loaders.manifest import CorpusError, Manifest, check_tokenizer
 from tests.loaders.token_corpora import random_docs, tokenizer_info, write_corpus
 
 

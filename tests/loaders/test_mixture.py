@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from loaders.mixture import MAX_ROWS, Order
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.mixture import MAX_ROWS, Order
 
 
 @settings(max_examples=25, deadline=None)

@@ -19,17 +19,17 @@ from typing import Any
 
 import pytest
 
-from configs.errors import UserError
-from loaders import inputs
-from loaders import prepare as module
-from loaders.format import verify_shards
-from loaders.holdout import parse_holdouts
-from loaders.inputs import InputOptions, Unit
-from loaders.manifest import Manifest
-from loaders.prepare import PrepareSettings, Slice, Summary, divide, prepare
-from loaders.records import RecordFields
-from loaders.shard_work import gzip9_size_bytes
-from loaders.tokenizers import load_tokenizer
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders import inputs
+from ridgeline.loaders import prepare as module
+from ridgeline.loaders.format import verify_shards
+from ridgeline.loaders.holdout import parse_holdouts
+from ridgeline.loaders.inputs import InputOptions, Unit
+from ridgeline.loaders.manifest import Manifest
+from ridgeline.loaders.prepare import PrepareSettings, Slice, Summary, divide, prepare
+from ridgeline.loaders.records import RecordFields
+from ridgeline.loaders.shard_work import gzip9_size_bytes
+from ridgeline.loaders.tokenizers import load_tokenizer
 from tests.loaders.corpora import manifest, read_documents, texts_of, tree_digests, write_records
 
 WORKER = Path(__file__).with_name("prepare_worker.py")

@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from configs.errors import UserError
-from loaders import inputs
-from loaders.inputs import InputOptions, Unit, list_inputs
-from loaders.readers import Item, read_unit
-from loaders.records import BadRecord, Document, RecordFields
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders import inputs
+from ridgeline.loaders.inputs import InputOptions, Unit, list_inputs
+from ridgeline.loaders.readers import Item, read_unit
+from ridgeline.loaders.records import BadRecord, Document, RecordFields
 
 
 def read(*paths: Path, fields: RecordFields | None = None, **options: Any) -> list[Item]:

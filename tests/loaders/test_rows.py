@@ -12,11 +12,11 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from loaders.format import WRITER_OPTIONS
-from loaders.manifest import Manifest, ShardInfo
-from loaders.record_codec import TokenRecord, edge_crc32, encode_record
-from loaders.rows import Rows, RowSource
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.format import WRITER_OPTIONS
+from ridgeline.loaders.manifest import Manifest, ShardInfo
+from ridgeline.loaders.record_codec import TokenRecord, edge_crc32, encode_record
+from ridgeline.loaders.rows import Rows, RowSource
 from tests.loaders.token_corpora import Doc, random_docs, tokenizer_info, write_corpus
 
 NAMES = ("tokens", "targets", "positions", "segment_ids", "weights")

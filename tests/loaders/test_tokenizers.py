@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from loaders.tokenizers import KINDS, Tokenizer, load_tokenizer
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.tokenizers import KINDS, Tokenizer, load_tokenizer
 
 CORPUS = ["def main():\n    return 0\n", "for i in range(10):\n    print(i)\n", "Grüße, 世界! 🙂 x = x + 1\n"] * 4
 # U+2581 is SentencePiece's own mark for a space; NUL ends its strings.

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from loaders import train_tokenizer as module
-from loaders.holdout import parse_holdouts, set_of
-from loaders.records import RecordFields
-from loaders.tokenizers import Tokenizer, load_tokenizer
-from loaders.train_tokenizer import TokenizerSettings, train_tokenizer
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders import train_tokenizer as module
+from ridgeline.loaders.holdout import parse_holdouts, set_of
+from ridgeline.loaders.records import RecordFields
+from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
+from ridgeline.loaders.train_tokenizer import TokenizerSettings, train_tokenizer
 from tests.loaders.corpora import texts_of, write_records
 
 

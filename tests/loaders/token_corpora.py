@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from loaders.format import TokenWriter
-from loaders.manifest import Manifest, TokenizerInfo
-from loaders.record_codec import token_dtype
+from ridgeline.loaders.format import TokenWriter
+from ridgeline.loaders.manifest import Manifest, TokenizerInfo
+from ridgeline.loaders.record_codec import token_dtype
 
 BOS, EOS = 0, 1
 

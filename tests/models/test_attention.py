@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.errors import UserError
-from configs.schema import AttentionConfig, MeshConfig, ModelConfig
-from models.attention import AttentionRequest, attend, backend_names, dispatch, pallas, resolve_backend
-from models.attention.layer import Attention
-from models.attention.masks import visible
-from models.params import ParamFactory
-from models.projection import Projector
-from models.remat import Remat
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner
-from sharding.rules import Rules
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import AttentionConfig, MeshConfig, ModelConfig
+from ridgeline.models.attention import AttentionRequest, attend, backend_names, dispatch, pallas, resolve_backend
+from ridgeline.models.attention.layer import Attention
+from ridgeline.models.attention.masks import visible
+from ridgeline.models.params import ParamFactory
+from ridgeline.models.projection import Projector
+from ridgeline.models.remat import Remat
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
 
 CHUNK = 16
 MASKS = {"causal": (True, None), "causal window": (True, 10), "full": (False, None), "symmetric window": (False, 7)}

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import fp8
-from models.block_scaled import FORMATS, MXFP8, NVFP4, Scaled, dequantise, product, quantise
-from sharding.partition import Partitioner
+from ridgeline.models import fp8
+from ridgeline.models.block_scaled import FORMATS, MXFP8, NVFP4, Scaled, dequantise, product, quantise
+from ridgeline.sharding.partition import Partitioner
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -11,12 +11,12 @@ import pytest
 import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
-from configs.errors import UserError
-from configs.schema import MeshConfig, ModelConfig
-from models.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
-from models.safetensors_stream import read_header
-from models.tensor_map import TensorRule
-from sharding.mesh import build_mesh
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import MeshConfig, ModelConfig
+from ridgeline.models.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
+from ridgeline.models.safetensors_stream import read_header
+from ridgeline.models.tensor_map import TensorRule
+from ridgeline.sharding.mesh import build_mesh
 
 LLAMA = ModelConfig(vocab_size=40, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=4, head_dim=6, mlp_dim=48, max_seq_len=64)
 GPT2 = ModelConfig.model_validate(
@@ -296,7 +296,7 @@ def test_weights_too_large_for_float16_are_refused(tmp_path):
 
 
 def test_column_blocks_read_little_more_than_a_buffer(tmp_path, monkeypatch):
-    import models.safetensors_stream as stream
+    import ridgeline.models.safetensors_stream as stream
 
     values = write_hf(tmp_path, LLAMA)
     monkeypatch.setattr(stream, "BLOCK_BYTES", 256)

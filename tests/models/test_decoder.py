@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import models
-from configs.errors import UserError
-from configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig
-from models.registry import FAMILIES
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner, state_shardings
+from ridgeline import models
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig
+from ridgeline.models.registry import FAMILIES
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner, state_shardings
 
 PRESETS = Path(__file__).parents[2] / "configs" / "models"
 FLOAT32 = PrecisionConfig(compute="float32")
@@ -194,7 +194,7 @@ def operations(layers: int, compute: ComputeConfig) -> int:
 
 
 def test_program_size_does_not_depend_on_depth() -> None:
-    """What makes compile time independent of depth; tests/bench/compile_depth.py has the seconds."""
+    """What makes compile time independent of depth; benchmarks/compile_depth.py has the seconds."""
     assert operations(4, ComputeConfig()) == operations(64, ComputeConfig()) > 100
     assert operations(8, ComputeConfig(scan_layers=False)) > 1.5 * operations(4, ComputeConfig(scan_layers=False))
 

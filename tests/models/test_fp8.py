@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.errors import UserError
-from configs.schema import MeshConfig
-from models import fp8
-from models.projection import Projector, Weight, _project
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner
-from sharding.rules import Rules
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import MeshConfig
+from ridgeline.models import fp8
+from ridgeline.models.projection import Projector, Weight, _project
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
 
 EPS = {fp8.VALUES: 2.0**-4, fp8.GRADIENTS: 2.0**-3}
 """Half a unit in the last place, relative: 3 and 2 bits of mantissa."""

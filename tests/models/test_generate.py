@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import models
-from configs.errors import UserError
-from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from models.generate import Sampling, advance, generate, init_cache, sample
-from sharding.partition import Partitioner
+from ridgeline import models
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.models.generate import Sampling, advance, generate, init_cache, sample
+from ridgeline.sharding.partition import Partitioner
 
 FP32 = PrecisionConfig(params="float32", compute="float32")
 SMALL = {"vocab_size": 61, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "mlp_dim": 48, "max_seq_len": 96, "init_std": 0.3}

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import MeshConfig
-from models.loss import LossSums, cross_entropy
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner
+from ridgeline.configs.schema import MeshConfig
+from ridgeline.models.loss import LossSums, cross_entropy
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner
 
 B, T, D, V = 4, 24, 16, 50
 

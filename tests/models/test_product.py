@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.schema import MeshConfig
-from models.product import product, weight_gradient
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner
+from ridgeline.configs.schema import MeshConfig
+from ridgeline.models.product import product, weight_gradient
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner
 
 
 @pytest.mark.parametrize(("mesh", "accumulated"), [({}, "f32"), ({"fsdp": 2}, "f32"), ({"tensor": 2}, "bf16")])

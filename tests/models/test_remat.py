@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.errors import UserError
-from configs.schema import AttentionConfig, ComputeConfig, ModelConfig, RematConfig
-from models.decoder import Decoder
-from models.remat import NAMES, POLICIES, Remat
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, ModelConfig, RematConfig
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.remat import NAMES, POLICIES, Remat
 from tests.models.tiny import BASE, build, tokens, value_and_grad
 
 LAYERS, ROWS, LENGTH = 3, 2, 16

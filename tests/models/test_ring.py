@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import pytest
 
-from configs.schema import Config, RematConfig
-from perf.collectives import collectives
-from perf.hlo import parse
-from planner.collectives import as_compiled_for_cpu, planned_collectives
+from ridgeline.configs.schema import Config, RematConfig
+from ridgeline.hlo.collectives import collectives
+from ridgeline.hlo.parse import parse
+from ridgeline.planner.collectives import as_compiled_for_cpu, planned_collectives
 from tests.sharding import test_collective_budget as budgets
 from tests.sharding.test_equality import compare, make_config, reference, run
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import models
-from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from models.decoder import Decoder
-from models.loss import LossSums, cross_entropy
-from sharding.partition import Partitioner
+from ridgeline import models
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.loss import LossSums, cross_entropy
+from ridgeline.sharding.partition import Partitioner
 
 BASE: dict[str, Any] = {
     "vocab_size": 61,

@@ -12,11 +12,11 @@ import torch
 import transformers
 from flax import nnx
 
-import models
-from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from models.convert import HfCheckpoint, open_hf
-from models.decoder import Decoder
-from sharding.partition import Partitioner
+from ridgeline import models
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.models.convert import HfCheckpoint, open_hf
+from ridgeline.models.decoder import Decoder
+from ridgeline.sharding.partition import Partitioner
 
 FP32 = PrecisionConfig(params="float32", compute="float32")
 COMPUTE = ComputeConfig.model_validate({"attention": {"backend": "reference"}})

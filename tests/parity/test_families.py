@@ -11,9 +11,9 @@ import pytest
 import torch
 from flax import nnx
 
-from models.convert import export_weights, hf_config, open_hf, parameter_shapes
-from models.loss import cross_entropy
-from sharding.partition import Partitioner
+from ridgeline.models.convert import export_weights, hf_config, open_hf, parameter_shapes
+from ridgeline.models.loss import cross_entropy
+from ridgeline.sharding.partition import Partitioner
 from tests.parity.hugging_face import VARIANTS, load_ours, load_theirs, random_tokens, save_random_model
 
 pytestmark = pytest.mark.parity

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flax import nnx
 
-from models.generate import Sampling, generate
+from ridgeline.models.generate import Sampling, generate
 from tests.parity.hugging_face import VARIANTS, load_ours, random_tokens, save_random_model
 
 pytestmark = pytest.mark.parity

@@ -1,9 +1,9 @@
 """Hand-made clusters whose best layout is known."""
 
-from configs.cluster import ClusterConfig, LinkLevel
-from configs.load import load
-from configs.schema import DataConfig
-from planner.calibration import load_calibration
+from ridgeline.configs.cluster import ClusterConfig, LinkLevel
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import DataConfig
+from ridgeline.planner.calibration import load_calibration
 
 CALIBRATION = load_calibration()
 

@@ -14,14 +14,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from configs.cluster import load_cluster
-from configs.errors import UserError
-from configs.load import load
-from configs.schema import Config
-from launch.commands.compile import flags_of_a_run
-from perf.collectives import collectives
-from perf.hlo import parse
-from trainer.aot import Compiled, Request, compile_many
+from ridgeline.cli.commands.compile import flags_of_a_run
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import Config
+from ridgeline.hlo.collectives import collectives
+from ridgeline.hlo.parse import parse
+from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
 
 CLUSTER, DEVICES_PER_NODE = "dgx-h100", 8
 SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")

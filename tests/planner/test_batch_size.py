@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from planner.batch_size import batch_estimate, fit_critical_batch
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.calculators.batch_size import batch_estimate, fit_critical_batch
 
 
 def test_at_the_critical_batch_steps_and_examples_are_twice_their_least():

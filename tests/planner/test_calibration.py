@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from planner.calibration import load_calibration
-from planner.curve import Curve
-from planner.hardware import catalogue, hardware
-from planner.matmul import explained_share, intensity_flops_per_byte
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.curve import Curve
+from ridgeline.planner.hardware import catalogue, hardware
+from ridgeline.planner.matmul import explained_share, intensity_flops_per_byte
 
 SHIPPED = load_calibration()
 MEASURED = [point for point in SHIPPED.file.matmul if point.tflop_per_s is not None]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import load
-from configs.schema import (
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import (
     MESH_AXES,
     ComputeConfig,
     Config,
@@ -18,7 +18,7 @@ from configs.schema import (
     RematConfig,
     TrainerConfig,
 )
-from planner.collectives import as_compiled_for_cpu, as_compiled_for_gpu, bytes_per_step, planned_collectives, recomputed
+from ridgeline.planner.collectives import as_compiled_for_cpu, as_compiled_for_gpu, bytes_per_step, planned_collectives, recomputed
 
 D, F, N, K, H, V, L = 64, 160, 8, 4, 8, 512, 3
 HERE = Path(__file__).parent

@@ -5,14 +5,14 @@ from functools import cache
 
 import pytest
 
-from perf.collectives import collectives
-from perf.hlo import parse
-from planner.collectives import as_compiled_for_gpu, bytes_per_step, planned_collectives
+from ridgeline.hlo.collectives import collectives
+from ridgeline.hlo.parse import parse
+from ridgeline.planner.collectives import as_compiled_for_gpu, bytes_per_step, planned_collectives
+from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
+from ridgeline.trainer.aot.record import collective_json
+from ridgeline.trainer.aot.report import build_report
+from ridgeline.trainer.aot.traffic import payload_bytes
 from tests.trainer.gpu_models import QUICK, SHAPES, cluster, small
-from trainer.aot import Compiled, Request, compile_many
-from trainer.aot_report import build_report
-from trainer.compile_record import collective_json
-from trainer.traffic import payload_bytes
 
 LAYOUTS = {
     "data8": ("mesh.data=8",),

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from configs.cluster import load_cluster
-from configs.errors import UserError
-from planner.calibration import load_calibration
-from planner.communication import OPS, bus_factor, hop_s, time_s
-from planner.links import CommGroup, Fabric, Link, Span
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.communication import OPS, bus_factor, hop_s, time_s
+from ridgeline.planner.links import CommGroup, Fabric, Link, Span
 
 NVLINK = Link("nvlink", "nvlink", 450e9, 2e-6)
 NETWORK = Link("network", "network", 50e9, 5e-6)

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from planner.economics import LEAST_INTERVAL_S, estimate_run, state_bytes
-from planner.hardware import hardware
-from planner.layouts import Layout
-from planner.local import LocalSizes
-from planner.parameters import count_parameters
-from planner.plan import make_plan
-from planner.scaling import LEAST_MARGINAL_EFFICIENCY, scaling_table, worth_until
-from planner.search import Limits, search
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.economics import LEAST_INTERVAL_S, estimate_run, state_bytes
+from ridgeline.planner.hardware import hardware
+from ridgeline.planner.layouts import Layout
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.parameters import count_parameters
+from ridgeline.planner.plan import make_plan
+from ridgeline.planner.scaling import LEAST_MARGINAL_EFFICIENCY, scaling_table, worth_until
+from ridgeline.planner.search import Limits, search
 from tests.planner.clusters import CALIBRATION, cluster, config
 
 TOKENS = 1e11

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from planner.failures import DEFAULT_NODE_MTBF_HOURS, checkpoint_plan, checkpoint_save_s, fleet_mtbf_s, goodput, overhead_fraction
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.calculators.failures import (
+    DEFAULT_NODE_MTBF_HOURS,
+    checkpoint_plan,
+    checkpoint_save_s,
+    fleet_mtbf_s,
+    goodput,
+    overhead_fraction,
+)
 
 
 def test_rates_add():

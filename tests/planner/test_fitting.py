@@ -2,10 +2,10 @@
 
 import pytest
 
-from configs.load import load
-from configs.schema import MESH_AXES
-from planner.fitting import fitting_changes
-from planner.memory import memory_per_device
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import MESH_AXES
+from ridgeline.planner.fitting import fitting_changes
+from ridgeline.planner.memory import memory_per_device
 
 MODEL = ("models/llama-3.2-1b", ("data.seq_len=2048", "data.batch_size=64", "precision.compute=bfloat16", "mesh.fsdp=1"))
 

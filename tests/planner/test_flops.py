@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-import models
-from configs.compose import FAMILIES
-from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from models.loss import cross_entropy
-from perf import hlo
-from planner.flops import flops_per_token_6n, mean_keys_per_query, train_flops_per_token
-from planner.parameters import count_parameters
-from sharding.partition import Partitioner
+from ridgeline import models
+from ridgeline.configs.compose import FAMILIES
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.hlo import parse as hlo
+from ridgeline.models.loss import cross_entropy
+from ridgeline.planner.flops import flops_per_token_6n, mean_keys_per_query, train_flops_per_token
+from ridgeline.planner.parameters import count_parameters
+from ridgeline.sharding.partition import Partitioner
 
 LLAMA_3_2_1B = ModelConfig(
     vocab_size=128256, num_layers=16, embed_dim=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_dim=8192, tie_embeddings=True

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from configs.errors import UserError
-from planner.hardware import catalogue, check_block_scaled, find_hardware, hardware, matmul_dtype, peak_flops
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.hardware import catalogue, check_block_scaled, find_hardware, hardware, matmul_dtype, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 
-from configs.cluster import load_cluster
-from configs.errors import UserError
-from configs.load import load
-from configs.schema import MESH_AXES, RematConfig
-from planner.calibration import Calibration, add_layer, load_calibration
-from planner.hardware import hardware
-from planner.layer_costs import LayerPoint, LayerShape, PolicyCost
-from planner.layouts import MEMORY_LADDER
-from planner.local import LocalSizes
-from planner.plan import make_plan, plan_json
-from planner.search import search_scale
-from planner.step_time import step_time
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import MESH_AXES, RematConfig
+from ridgeline.planner.calibration import Calibration, add_layer, load_calibration
+from ridgeline.planner.hardware import hardware
+from ridgeline.planner.layer_costs import LayerPoint, LayerShape, PolicyCost
+from ridgeline.planner.layouts import MEMORY_LADDER
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.plan import make_plan, plan_json
+from ridgeline.planner.search import search_scale
+from ridgeline.planner.step_time import step_time
 
 CLUSTER, SHIPPED, ONE = load_cluster("dgx-h100").config, load_calibration(), dict.fromkeys(MESH_AXES, 1)
 POLICIES = [remat for remat in MEMORY_LADDER if remat.policy != "offload"] + [RematConfig(policy="attention-only")]

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.cluster import ClusterConfig, LinkLevel, load_cluster
-from configs.errors import UserError
-from configs.schema import MESH_AXES
-from planner.links import Fabric, axis_strides
+from ridgeline.configs.cluster import ClusterConfig, LinkLevel, load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import MESH_AXES
+from ridgeline.planner.links import Fabric, axis_strides
 
 RAILS = ClusterConfig(
     name="rails",
@@ -101,7 +101,7 @@ def test_a_cluster_whose_last_level_is_too_small_is_refused():
 
 @pytest.mark.parametrize("name", ["mn5-acc", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "dgx-a100", "generic", "local"])
 def test_shipped_clusters_agree_with_the_hardware_catalogue(name):
-    from planner.hardware import hardware
+    from ridgeline.planner.hardware import hardware
 
     cluster = load_cluster(name).config
     device = hardware(cluster.device)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from configs.cluster import load_cluster
-from configs.load import load
-from launch import cli
-from planner.calibration import load_calibration
-from planner.loss_chunk import better_chunk
-from planner.memory import memory_per_device
-from planner.search import capacity_bytes, search_scale
-from planner.step_time import Machine, step_time
+from ridgeline.cli import main as cli
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.load import load
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.loss_chunk import better_chunk
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.search import capacity_bytes, search_scale
+from ridgeline.planner.step_time import Machine, step_time
 
 CLUSTER, RATES = load_cluster("dgx-h200").config, load_calibration()
 BATCH = ("data.batch_size=64", "data.seq_len=4096", "data.document_masking=false")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.load import load
-from configs.schema import (
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import (
     MESH_AXES,
     AttentionConfig,
     ComputeConfig,
@@ -21,9 +21,9 @@ from configs.schema import (
     RematConfig,
     TrainerConfig,
 )
-from planner.local import LocalSizes, attention_backend
-from planner.memory import memory_per_device
-from planner.parameters import count_parameters
+from ridgeline.planner.local import LocalSizes, attention_backend
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.parameters import count_parameters
 
 HERE = Path(__file__).parent
 
@@ -194,7 +194,7 @@ def test_the_runtimes_own_share_is_not_part_of_the_compiled_size():
 def test_auto_attention_is_what_the_models_choose(precision, width, packed, length):
     import jax.numpy as jnp
 
-    from models.attention import AttentionRequest, resolve_backend
+    from ridgeline.models.attention import AttentionRequest, resolve_backend
 
     chosen = config(head_dim=width).model_copy(
         update={

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import load
-from launch.commands.compile import flags_of_a_run
-from perf.collectives import collectives
-from perf.hlo import parse
-from planner.memory import memory_per_device
+from ridgeline.cli.commands.compile import flags_of_a_run
+from ridgeline.configs.load import load
+from ridgeline.hlo.collectives import collectives
+from ridgeline.hlo.parse import parse
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
 from tests.trainer.gpu_models import cluster
-from trainer.aot import Compiled, Request, compile_ahead, compile_many
 
 TABLE = json.loads((Path(__file__).parent / "compiled_steps_overlap.json").read_text())["cases"]
 AGAIN = {"models/llama-3.2-1b": 8, "models/llama-3.1-70b": 1024}

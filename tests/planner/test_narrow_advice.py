@@ -2,15 +2,15 @@
 
 import pytest
 
-from configs.cluster import load_cluster
-from configs.errors import UserError
-from configs.load import load
-from planner.calibration import load_calibration
-from planner.memory import memory_per_device
-from planner.narrow_state import choices, narrow_enough
-from planner.plan import make_plan
-from planner.search import capacity_bytes, search_scale
-from planner.step_time import Machine
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.narrow_state import choices, narrow_enough
+from ridgeline.planner.plan import make_plan
+from ridgeline.planner.search import capacity_bytes, search_scale
+from ridgeline.planner.step_time import Machine
 
 CLUSTER, CALIBRATION = load_cluster("dgx-h100").config, load_calibration(None)
 BASE = ("data.seq_len=8192", "data.batch_size=64", "data.document_masking=false", "precision.compute=bfloat16")

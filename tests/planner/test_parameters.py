@@ -7,11 +7,11 @@ import jax
 import pytest
 from flax import nnx
 
-import models
-from configs.load import load
-from configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from planner.parameters import count_parameters
-from sharding.partition import Partitioner
+from ridgeline import models
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.planner.parameters import count_parameters
+from ridgeline.sharding.partition import Partitioner
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.yaml"))
 

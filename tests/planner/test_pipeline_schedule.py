@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from planner.pipeline_schedule import pipeline_estimate
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.calculators.pipeline_schedule import pipeline_estimate
 
 
 def test_8_stages_and_64_microbatches_take_2130_ms_at_90_1_percent():

@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from launch import cli
+from ridgeline.cli import main as cli
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "planning.md"
 BLOCK = re.compile(r"```console\n\$ ridge (.*)\n((?:.*\n)*?)```")

@@ -1,8 +1,8 @@
-"""Published runs reproduced; `python -m planner.published > docs/PLANNED_VS_PUBLISHED.md` renews the page."""
+"""Published runs reproduced; `python -m ridgeline.planner.published > docs/PLANNED_VS_PUBLISHED.md` renews the page."""
 
 from pathlib import Path
 
-from planner.published import AIM, markdown, predictions
+from ridgeline.planner.published import AIM, markdown, predictions
 
 PAGE = Path(__file__).parents[2] / "docs" / "PLANNED_VS_PUBLISHED.md"
 POWER_CAPPED = "500 W"
@@ -20,4 +20,4 @@ def test_a_part_capped_below_the_catalogues_is_predicted_too_fast():
 
 
 def test_the_page_shows_what_the_model_says_now():
-    assert PAGE.read_text() == markdown(), "run: python -m planner.published > docs/PLANNED_VS_PUBLISHED.md"
+    assert PAGE.read_text() == markdown(), "run: python -m ridgeline.planner.published > docs/PLANNED_VS_PUBLISHED.md"

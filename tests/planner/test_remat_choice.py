@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from configs.cluster import load_cluster
-from configs.load import load
-from planner.calibration import load_calibration
-from planner.collectives import recomputed
-from planner.search import evaluate, search_scale
-from planner.step_time import Machine
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.load import load
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.collectives import recomputed
+from ridgeline.planner.search import evaluate, search_scale
+from ridgeline.planner.step_time import Machine
 
 CLUSTER = load_cluster("dgx-h100").config
 CONFIG = load(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from configs.errors import UserError
-from planner.hardware import hardware
-from planner.ridge import ridge_estimate
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.calculators.ridge import ridge_estimate
+from ridgeline.planner.hardware import hardware
 
 
 def test_h100_data_parallelism_needs_2200_tokens_per_gpu_inside_a_node():

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from planner.hardware import hardware
-from planner.run_cost import compute_optimal_tokens, run_cost
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.calculators.run_cost import compute_optimal_tokens, run_cost
+from ridgeline.planner.hardware import hardware
 
 H100 = 990e12
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from configs.cluster import load_cluster
-from configs.errors import UserError
-from configs.load import load
-from configs.rules import check_config, check_devices
-from configs.schema import OptimizerConfig, RematConfig
-from planner.advice import alternatives, binding
-from planner.layouts import Layout, accumulations, meshes, remat_choices
-from planner.memory import memory_per_device
-from planner.search import Limits, capacity_bytes, evaluate, ranked, search, search_scale, within
-from planner.step_time import Machine, step_time
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.configs.rules import check_config, check_devices
+from ridgeline.configs.schema import OptimizerConfig, RematConfig
+from ridgeline.planner.advice import alternatives, binding
+from ridgeline.planner.layouts import Layout, accumulations, meshes, remat_choices
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.search import Limits, capacity_bytes, evaluate, ranked, search, search_scale, within
+from ridgeline.planner.step_time import Machine, step_time
 from tests.planner.clusters import CALIBRATION, cluster, config, links
 
 TOKENS = 1e11

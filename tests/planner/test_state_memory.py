@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs.errors import UserError
-from planner.state_memory import POLICIES, state_bytes
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.state_memory import POLICIES, state_bytes
 
 P = 7_000_000_000
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.cluster import load_cluster
-from configs.load import load
-from configs.schema import MESH_AXES, RematConfig
-from planner.activations import stacked_bytes
-from planner.flops import train_flops_per_token
-from planner.hardware import hardware
-from planner.kernels import Kernels
-from planner.layouts import Layout
-from planner.local import LocalSizes
-from planner.overlap import ETA, Communication, exposed_s
-from planner.step_time import Machine, host_input_s, step_parts, step_time
-from planner.update import update_bytes
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import MESH_AXES, RematConfig
+from ridgeline.planner.activations import stacked_bytes
+from ridgeline.planner.flops import train_flops_per_token
+from ridgeline.planner.hardware import hardware
+from ridgeline.planner.kernels import Kernels
+from ridgeline.planner.layouts import Layout
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.overlap import ETA, Communication, exposed_s
+from ridgeline.planner.step_time import Machine, host_input_s, step_parts, step_time
+from ridgeline.planner.update import update_bytes
 from tests.planner.clusters import CALIBRATION, cluster, config, links
 
 NODES = st.sampled_from((1, 2, 4))
@@ -147,7 +147,7 @@ def test_an_input_pipeline_that_is_too_slow_is_the_ceiling():
 
 
 def test_every_shipped_cluster_can_be_predicted():
-    from configs.cluster import cluster_names
+    from ridgeline.configs.cluster import cluster_names
 
     for name in cluster_names():
         made = load_cluster(name).config
@@ -183,7 +183,7 @@ KERNELS = (
     ("models/llama-3.2-1b", {"fsdp": 8}, (4096, 128, 2, "full"), (), 6.1, 14.3),
 )
 """Model, mesh, (tokens, rows, microbatches, remat), precision; GB that kernels of the compiled step move in the optimizer, and into, as
-zeros into and between the stacks of the layers' scan (GPU backend, jax 0.10.2, as perf.hlo_roofline counts them)."""
+zeros into and between the stacks of the layers' scan (GPU backend, jax 0.10.2, as hlo.roofline counts them)."""
 
 
 @pytest.mark.parametrize(("model", "mesh", "shape", "precision", "update_gb", "stacks_gb"), KERNELS)

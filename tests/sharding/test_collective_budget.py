@@ -6,15 +6,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.schema import AttentionConfig, ComputeConfig, Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainerConfig
-from perf.collectives import Collective, collectives
-from perf.hlo import is_backward, parse
-from planner.collectives import as_compiled_for_cpu, planned_collectives
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner, param_shardings
-from trainer.optimizers import build_optimizer
-from trainer.state import abstract_state, model_spec
-from trainer.step import loss_sums, make_train_step
+from ridgeline.configs.schema import (
+    AttentionConfig,
+    ComputeConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    PrecisionConfig,
+    TrainerConfig,
+)
+from ridgeline.hlo.collectives import Collective, collectives
+from ridgeline.hlo.parse import is_backward, parse
+from ridgeline.planner.collectives import as_compiled_for_cpu, planned_collectives
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner, param_shardings
+from ridgeline.trainer.optimizers import build_optimizer
+from ridgeline.trainer.state import abstract_state, model_spec
+from ridgeline.trainer.step import loss_sums, make_train_step
 
 LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from configs.schema import (
+from ridgeline.configs.schema import (
     AttentionConfig,
     ComputeConfig,
     Config,
@@ -20,12 +20,12 @@ from configs.schema import (
     PrecisionConfig,
     TrainerConfig,
 )
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner
-from sharding.rules import Rules
-from trainer.optimizers import build_optimizer
-from trainer.state import abstract_state, init_state, model_spec
-from trainer.step import make_train_step
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
+from ridgeline.trainer.optimizers import build_optimizer
+from ridgeline.trainer.state import abstract_state, init_state, model_spec
+from ridgeline.trainer.step import make_train_step
 
 FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
 BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from configs.errors import UserError
-from configs.schema import MESH_AXES, MeshConfig
-from sharding.mesh import abstract_mesh, build_mesh, describe_mesh, node_of, order_devices, resolve_sizes, straddling_axes
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import MESH_AXES, MeshConfig
+from ridgeline.sharding.mesh import abstract_mesh, build_mesh, describe_mesh, node_of, order_devices, resolve_sizes, straddling_axes
 
 
 @dataclass(frozen=True)

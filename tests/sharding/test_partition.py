@@ -8,12 +8,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from configs.errors import UserError
-from configs.schema import ComputeConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner, optimizer_state_shardings, param_axes, param_shardings, state_shardings
-from trainer.optimizers import build_optimizer
-from trainer.state import abstract_state, init_state, initial_state, model_spec
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import ComputeConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, param_axes, param_shardings, state_shardings
+from ridgeline.trainer.optimizers import build_optimizer
+from ridgeline.trainer.state import abstract_state, init_state, initial_state, model_spec
 
 
 @pytest.fixture(scope="module")

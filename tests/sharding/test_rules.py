@@ -3,9 +3,9 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from configs.errors import UserError
-from configs.schema import MeshConfig
-from sharding.rules import LOGICAL_AXES, PARAMETER_AXES, Rules, matrix_sides
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import MeshConfig
+from ridgeline.sharding.rules import LOGICAL_AXES, PARAMETER_AXES, Rules, matrix_sides
 
 
 def test_defaults_translate_parameters_and_activations():

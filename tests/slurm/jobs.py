@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from loaders.prepare import PrepareSettings, prepare
-from perf.events import Event, event_file, read_events
-from perf.timeline import phases
+from ridgeline.loaders.prepare import PrepareSettings, prepare
+from ridgeline.rundir.events import Event, event_file, read_events
+from ridgeline.rundir.phases import phases
 
 STRIKE = Path(__file__).with_name("strike.py")
 RIDGE = Path(sys.executable).with_name("ridge")

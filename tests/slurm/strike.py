@@ -81,8 +81,8 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
 
 def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
     """Wrap the places a strike may happen at, without loading JAX."""
-    from perf.events import EventLog
-    from trainer.stop import Stop
+    from ridgeline.rundir.events import EventLog
+    from ridgeline.trainer.stop import Stop
 
     take_over = Stop.install
 
@@ -92,7 +92,7 @@ def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
 
     Stop.install = found  # type: ignore[method-assign]
 
-    wrap(importlib.import_module("launch.cluster.join"), "_roll_call", lambda: strike.at("rendezvous"))
+    wrap(importlib.import_module("ridgeline.launch.cluster.join"), "_roll_call", lambda: strike.at("rendezvous"))
     phase = EventLog.phase
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
 
 def install_loop(strike: Strike, pace_s: float, hold_at: int | None) -> None:
     """Wrap the places of the loop: it is loaded by now."""
-    from trainer.loop import Loop
+    from ridgeline.trainer.loop import Loop
 
     calls = {"data_wait": 0, "step": 0}
 
@@ -139,7 +139,7 @@ def main() -> None:
     strike = Strike(plan, path.with_suffix(".strikes"))
     strike.at("start")
     install(strike, plan["pace_s"], plan["hold_at"])
-    from launch.cli import main as ridge
+    from ridgeline.cli.main import main as ridge
 
     ridge()
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch import exit_codes
-from launch.cluster import hostlist
-from loaders.prepare import PrepareSettings, prepare
-from perf.events import Event, event_file, read_events
-from perf.timeline import phases
+from ridgeline.launch import exit_codes
+from ridgeline.launch.cluster import hostlist
+from ridgeline.loaders.prepare import PrepareSettings, prepare
+from ridgeline.rundir.events import Event, event_file, read_events
+from ridgeline.rundir.phases import phases
 
 ROOT = Path(__file__).parents[2]
 RIDGE = Path(sys.executable).with_name("ridge")
@@ -48,7 +48,7 @@ runtime: {{platform: cpu}}
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     directory = tmp_path_factory.mktemp("detection")
-    (directory / "text.txt").write_text((ROOT / "launch" / "cli.py").read_text())
+    (directory / "text.txt").write_text((ROOT / "cli" / "main.py").read_text())
     prepare(PrepareSettings((directory / "text.txt",), directory / "c", "bytes"), workers=1)
     file = directory / "config.yaml"
     file.write_text(CONFIG.format(corpus=directory / "c", programs=programs))

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.exit_codes import BAD_NODE
-from launch.preflight.report import read_bad_nodes
+from ridgeline.launch.exit_codes import BAD_NODE
+from ridgeline.launch.preflight.report import read_bad_nodes
 
 RIDGE = Path(sys.executable).with_name("ridge")
 NODES = ("node01", "node02", "node03", "node04")

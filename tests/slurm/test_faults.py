@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.exit_codes import DONE, HANG, LOST_PEER
+from ridgeline.launch.exit_codes import DONE, HANG, LOST_PEER
 from tests.slurm import jobs
 
 STEPS, PACE_S = jobs.STEPS, 0.05

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.exit_codes import DONE, PREEMPTED
+from ridgeline.launch.exit_codes import DONE, PREEMPTED
 from tests.slurm import jobs
 
 STEPS, PACE_S = jobs.STEPS, 0.05

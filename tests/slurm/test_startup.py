@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from perf.events import event_file, read_events
-from perf.timeline import phases
+from ridgeline.rundir.events import event_file, read_events
+from ridgeline.rundir.phases import phases
 
 RIDGE = Path(sys.executable).with_name("ridge")
 ENV = {"XLA_FLAGS": ""}

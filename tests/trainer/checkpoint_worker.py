@@ -16,10 +16,10 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{port}", count, process)
 
-from configs.errors import UserError  # noqa: E402
-from configs.schema import CheckpointConfig  # noqa: E402
-from trainer.checkpoint import Checkpointer  # noqa: E402
-from trainer.finite import NumericalFailure  # noqa: E402
+from ridgeline.configs.errors import UserError  # noqa: E402
+from ridgeline.configs.schema import CheckpointConfig  # noqa: E402
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer  # noqa: E402
+from ridgeline.trainer.checkpoint.finite import NumericalFailure  # noqa: E402
 
 mesh = jax.make_mesh((2 * count,), ("fsdp",), axis_types=(AxisType.Auto,))
 sharded, replicated = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())

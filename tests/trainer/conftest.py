@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import CheckpointConfig
-from trainer.checkpoint import Checkpointer
+from ridgeline.configs.schema import CheckpointConfig
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Small models of three families, shaped as GPU kernels want them, and clusters to compile them for."""
 
-from configs.cluster import ClusterConfig, LinkLevel
-from configs.load import load
+from ridgeline.configs.cluster import ClusterConfig, LinkLevel
+from ridgeline.configs.load import load
 
 COMMON = ("mesh.fsdp=1", "precision.compute=bfloat16", "data.seq_len=512", "data.batch_size=16")
 QUICK = ("--xla_gpu_enable_triton_gemm=false",)

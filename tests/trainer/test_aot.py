@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import UserError
-from launch.commands.compile import flags_of_a_run
-from planner.collectives import product_weights
-from planner.hardware import catalogue, hardware
+from ridgeline.cli.commands.compile import flags_of_a_run
+from ridgeline.configs.errors import UserError
+from ridgeline.planner.collectives import product_weights
+from ridgeline.planner.hardware import catalogue, hardware
+from ridgeline.trainer.aot import compile as aot
+from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
+from ridgeline.trainer.aot.report import build_report
+from ridgeline.trainer.aot.target import compute_capability, target_config
 from tests.trainer.gpu_models import QUICK, cluster, small
-from trainer import aot
-from trainer.aot import Compiled, Request, compile_ahead, compile_many
-from trainer.aot_report import build_report
-from trainer.gpu_target import compute_capability, target_config
 
 pytestmark = pytest.mark.xdist_group("aot")  # the steps are compiled once
 GPUS = [device.name for device in catalogue() if device.name != "cpu"]
@@ -55,8 +55,8 @@ EVERY_GPU = """
 import sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
-from planner.hardware import hardware
-from trainer.gpu_target import target_config
+from ridgeline.planner.hardware import hardware
+from ridgeline.trainer.aot.target import target_config
 
 for name in sys.argv[1:]:
     target = target_config(hardware(name))
@@ -264,5 +264,5 @@ def test_the_childs_flags_are_the_requests_and_not_those_of_the_user(tmp_path):
 
 
 def test_the_parent_never_loads_jax():
-    code = "import sys, trainer.aot, trainer.aot_report; sys.exit('jax' in sys.modules)"
+    code = "import sys, trainer.aot.compile, trainer.aot.report; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,16 +15,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from configs.schema import Config
-from perf.events import EventLog
-from perf.metrics import StepTimer
-from trainer import checkpoint_dirs, integrity
-from trainer.checkpoint import Checkpointer
-from trainer.grace import Grace
-from trainer.loop import Loop, NumericalFailure
-from trainer.seal import METADATA
-from trainer.stop import Stop
-from trainer.watchdog import Watchdog
+from ridgeline.configs.schema import Config
+from ridgeline.observe.step_timer import StepTimer
+from ridgeline.rundir.events import EventLog
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint import integrity
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.checkpoint.finite import NumericalFailure
+from ridgeline.trainer.checkpoint.seal import METADATA
+from ridgeline.trainer.grace import Grace
+from ridgeline.trainer.loop import Loop
+from ridgeline.trainer.stop import Stop
+from ridgeline.trainer.watchdog import Watchdog
 
 KINDS = (np.nan, np.inf, -np.inf)
 

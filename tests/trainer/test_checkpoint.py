@@ -17,10 +17,11 @@ import pytest
 from jax.sharding import Mesh
 from orbax.checkpoint._src.path import async_path
 
-from configs.errors import UserError
-from perf.events import EventLog
-from trainer import checkpoint_dirs, integrity, payload
-from trainer.checkpoint import Checkpointer
+from ridgeline.configs.errors import UserError
+from ridgeline.rundir.events import EventLog
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint import integrity, payload
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 
 Make = Callable[..., Any]
 

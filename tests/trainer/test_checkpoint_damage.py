@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from configs.errors import UserError
-from trainer import checkpoint_dirs, integrity, payload
-from trainer.checkpoint import CheckpointError
+from ridgeline.configs.errors import UserError
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint import integrity, payload
+from ridgeline.trainer.checkpoint.checkpointer import CheckpointError
 
 Make = Callable[..., Any]
 KINDS = ["flip"] * 60 + ["truncate"] * 20 + ["delete"] * 20

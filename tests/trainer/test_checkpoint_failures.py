@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from trainer import checkpoint_dirs, integrity
-from trainer.checkpoint import Checkpointer, CheckpointError
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint import integrity
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer, CheckpointError
 
 Make = Callable[..., Any]
 
@@ -24,8 +25,8 @@ PRELUDE = """
 import os, sys
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, numpy as np
-from configs.schema import CheckpointConfig
-from trainer.checkpoint import Checkpointer, CheckpointError
+from ridgeline.configs.schema import CheckpointConfig
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer, CheckpointError
 def state(seed, size_bytes):
     return {"w": jax.device_put(np.random.default_rng(seed).integers(1 << 32, size=(8, size_bytes // 32), dtype=np.uint32))}
 directory = sys.argv[1]
@@ -168,7 +169,7 @@ def test_a_deletion_that_fails_is_told_and_does_not_fail_the_save(
 KILLED = """
 import signal, threading
 from pathlib import Path
-from trainer import integrity
+from ridgeline.trainer.checkpoint import integrity
 from orbax.checkpoint._src.path import async_path
 where = sys.argv[2]
 def die(*arguments, **named): os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer import checkpoint_dirs, integrity
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint import integrity
 
 Make = Callable[..., Any]
 COUNT = 4
@@ -31,8 +32,8 @@ def values(seed: int) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What one process prepares, four find and leave behind."""
-    from configs.schema import CheckpointConfig
-    from trainer.checkpoint import Checkpointer
+    from ridgeline.configs.schema import CheckpointConfig
+    from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 
     root = tmp_path_factory.mktemp("four")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from configs.errors import UserError
-from configs.load import load
-from trainer.compare_overlap import compared, other_overlap
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.trainer.aot.overlap import compared, other_overlap
 
 
 def report(step_s: float, *, fits: bool = True) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from configs.errors import UserError
-from configs.schema import Config
-from trainer.config_guard import check_resume, check_tokenizer
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.trainer.config_guard import check_resume, check_tokenizer
 
 
 def dump(**sections: Any) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from perf.events import EventLog
-from trainer import checkpoint_dirs
-from trainer.loop import NumericalFailure
+from ridgeline.rundir.events import EventLog
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint.finite import NumericalFailure
 
 Make = Callable[..., Any]
 KINDS = {"NaN": np.nan, "+inf": np.inf, "-inf": -np.inf}

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, Config
-from models import fp8
-from trainer.checkpoint import Checkpointer
-from trainer.run import Prepared, prepare
+from ridgeline.configs.schema import CheckpointConfig, Config
+from ridgeline.models import fp8
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.run import Prepared, prepare
 
 pytestmark = pytest.mark.xdist_group("fp8-training")  # the steps are compiled once
 MODEL = {"vocab_size": 256, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}

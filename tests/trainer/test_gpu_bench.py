@@ -12,12 +12,12 @@ from types import ModuleType
 
 import pytest
 
-from configs.cluster import load_cluster
-from planner.calibration import load_calibration
-from planner.search import capacity_bytes
-from planner.step_time import Machine
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.search import capacity_bytes
+from ridgeline.planner.step_time import Machine
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_row_has_a_layout_that_fits_one_gpu_and_uses_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

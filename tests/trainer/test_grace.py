@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from perf.events import EventLog
-from trainer.grace import Grace, last_write_s
+from ridgeline.rundir.events import EventLog
+from ridgeline.trainer.grace import Grace, last_write_s
 
 
 def test_a_save_that_does_not_fit_is_said_once():

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import integrity
-from trainer.integrity import FileDigest
+from ridgeline.trainer.checkpoint import integrity
+from ridgeline.trainer.checkpoint.integrity import FileDigest
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.schema import OptimizerConfig, PrecisionConfig
-from trainer import eight_bit, rounding
-from trainer.optimizers import build_optimizer
+from ridgeline.configs.schema import OptimizerConfig, PrecisionConfig
+from ridgeline.trainer import eight_bit, rounding
+from ridgeline.trainer.optimizers import build_optimizer
 
 FEATURES, OUTPUTS, ROWS, STEPS, RATE = 128, 8, 512, 1500, 1e-3
 AXES = {"weights": ("mlp", "embed")}

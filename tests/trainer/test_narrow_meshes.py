@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.rules import check_config
-from configs.schema import Config
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner
-from sharding.rules import Rules
-from trainer.optimizers import build_optimizer
-from trainer.schedules import build_schedule
-from trainer.state import abstract_state, init_state, model_spec
-from trainer.step import make_train_step
+from ridgeline.configs.rules import check_config
+from ridgeline.configs.schema import Config
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
+from ridgeline.trainer.optimizers import build_optimizer
+from ridgeline.trainer.schedules import build_schedule
+from ridgeline.trainer.state import abstract_state, init_state, model_spec
+from ridgeline.trainer.step import make_train_step
 
 ROWS, LENGTH, VOCAB, STEPS = 8, 16, 64, 3
 MESHES = {

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from planner.scales import block_width
-from trainer.eight_bit import Blocks, decode_first, decode_second, encode_first, encode_second, scale_by_eight_bit_adam
-from trainer.rounding import to_bfloat16
+from ridgeline.planner.scales import block_width
+from ridgeline.trainer.eight_bit import Blocks, decode_first, decode_second, encode_first, encode_second, scale_by_eight_bit_adam
+from ridgeline.trainer.rounding import to_bfloat16
 
 
 def keys(count):

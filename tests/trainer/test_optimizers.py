@@ -6,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from configs.errors import UserError
-from configs.names import OPTIMIZERS as NAMES
-from configs.schema import MeshConfig, OptimizerConfig, PrecisionConfig
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner, optimizer_state_shardings, param_shardings
-from trainer.optimizers import OPTIMIZERS, build_optimizer, decays, uses_muon
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.names import OPTIMIZERS as NAMES
+from ridgeline.configs.schema import MeshConfig, OptimizerConfig, PrecisionConfig
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, param_shardings
+from ridgeline.trainer.optimizers import OPTIMIZERS, build_optimizer, decays, uses_muon
 
 D, N, H, F, V, L = 128, 8, 16, 256, 160, 2
 SHAPES = {

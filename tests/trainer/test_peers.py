@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.checkpoint import CheckpointError
-from trainer.peers import lost_peer
+from ridgeline.trainer.checkpoint.checkpointer import CheckpointError
+from ridgeline.trainer.peers import lost_peer
 
 GONE = [
     (

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import models
-from configs.dump import to_yaml
-from configs.errors import UserError
-from configs.schema import CheckpointConfig, ComputeConfig, Config, ModelConfig, PrecisionConfig
-from loaders.tokenizers import ByteTokenizer
-from models.convert import export_weights, hf_config
-from sharding.mesh import build_mesh
-from sharding.partition import Partitioner
-from sharding.rules import Rules
-from trainer.checkpoint import Checkpointer
-from trainer.pretrained import load_params, open_source, start_from
-from trainer.state import TrainState, model_spec
+from ridgeline import models
+from ridgeline.configs.dump import to_yaml
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import CheckpointConfig, ComputeConfig, Config, ModelConfig, PrecisionConfig
+from ridgeline.loaders.tokenizers import ByteTokenizer
+from ridgeline.models.convert import export_weights, hf_config
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.pretrained import load_params, open_source, start_from
+from ridgeline.trainer.state import TrainState, model_spec
 
 MODEL = ModelConfig(vocab_size=258, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=48, max_seq_len=64)
 

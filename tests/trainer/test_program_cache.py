@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from configs.diff import flatten
-from configs.schema import Config
-from perf.compilation import COMPILED, JAX_CACHE, LOADED
-from perf.events import EventLog, event_file
-from perf.provenance import code_hash
-from perf.recompile import CompilerWatch
-from sharding.mesh import build_mesh
-from trainer import program_cache
-from trainer.program_cache import NOT_IN_PROGRAM, ProgramCache, program_facts
-from trainer.run import abstract_batch, prepare
+from ridgeline.configs.diff import flatten
+from ridgeline.configs.schema import Config
+from ridgeline.observe.recompile import CompilerWatch
+from ridgeline.rundir.events import COMPILED, JAX_CACHE, LOADED, EventLog, event_file
+from ridgeline.rundir.provenance import code_hash
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.trainer import program_cache
+from ridgeline.trainer.program_cache import NOT_IN_PROGRAM, ProgramCache, program_facts
+from ridgeline.trainer.run import abstract_batch, prepare
 
 TINY = {"vocab_size": 64, "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "max_seq_len": 16}
 CONFIG = Config.model_validate({"model": TINY, "data": {"batch_size": 8, "seq_len": 16}, "mesh": {"data": 8}})
@@ -145,7 +144,7 @@ def test_whatever_a_program_is_made_from_is_looked_at(
     elif change == "source":
         (tmp_path / "models").mkdir()
         (tmp_path / "models" / "mlp.py").write_text("edited")
-        monkeypatch.setattr(program_cache, "code_hash", lambda rooms: code_hash(tmp_path, rooms))
+        monkeypatch.setattr(program_cache, "code_hash", lambda names: code_hash(tmp_path, names))
     elif change == "package":
         monkeypatch.setattr(program_cache, "makers", lambda search: {"jaxlib": "99"})
     elif change == "flag":

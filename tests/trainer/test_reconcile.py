@@ -5,14 +5,14 @@ import time
 
 import pytest
 
-from perf.collectives import Collective
-from perf.hlo import Source
-from planner.flops import train_flops_per_token
-from planner.memory import memory_per_device
+from ridgeline.hlo.collectives import Collective
+from ridgeline.hlo.parse import Source
+from ridgeline.planner.flops import train_flops_per_token
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.trainer.aot.traffic import Traffic
+from ridgeline.trainer.reconcile import memory_rows, record_plan, traffic_rows
+from ridgeline.trainer.run import abstract_batch, prepare
 from tests.trainer.gpu_models import small
-from trainer.reconcile import memory_rows, record_plan, traffic_rows
-from trainer.run import abstract_batch, prepare
-from trainer.traffic import Traffic
 
 SETTINGS = ("mesh.fsdp=4", "mesh.data=2", "compute.attention.backend=xla", "precision.compute=float32")
 """float32, since XLA's CPU backend moves half precision as float32."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import CheckpointConfig
-from trainer.agreement import Agreement
-from trainer.retention import Cadence, steps_to_delete
+from ridgeline.configs.schema import CheckpointConfig
+from ridgeline.trainer.agreement import Agreement
+from ridgeline.trainer.checkpoint.retention import Cadence, steps_to_delete
 
 
 class Clock:

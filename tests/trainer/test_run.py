@@ -17,20 +17,20 @@ import jax
 import numpy as np
 import pytest
 
-from configs.errors import UserError
-from configs.schema import Config
-from launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE, USAGE
-from loaders.prepare import PrepareSettings, prepare
-from perf.compilation import COMPILED, LOADED
-from perf.events import event_file, read_events
-from perf.goodput import run_ledger
-from perf.metrics import metric
-from perf.recompile import recompilations
-from perf.startup import startup_parts
-from perf.timeline import phases
-from perf.writers import read_metrics
-from trainer.loop import Loop, NumericalFailure
-from trainer.run import train
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE, USAGE
+from ridgeline.loaders.prepare import PrepareSettings, prepare
+from ridgeline.observe.writers import read_metrics
+from ridgeline.rundir.events import COMPILED, LOADED, event_file, read_events
+from ridgeline.rundir.goodput import run_ledger
+from ridgeline.rundir.metrics import metric
+from ridgeline.rundir.phases import phases
+from ridgeline.rundir.recompilation import recompilations
+from ridgeline.rundir.startup import startup_parts
+from ridgeline.trainer.checkpoint.finite import NumericalFailure
+from ridgeline.trainer.loop import Loop
+from ridgeline.trainer.run import train
 
 ROOT = Path(__file__).parents[2]
 LENGTH, ROWS, STEPS = 32, 8, 6
@@ -270,7 +270,7 @@ def test_a_profile_is_captured_where_asked_with_the_program_beside_it(corpus: Pa
 
 
 def test_a_batch_whose_shape_drifts_is_compiled_for_and_named(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer import run as module
+    from ridgeline.trainer import run as module
 
     put, count = module.to_global, [0]
 
@@ -318,11 +318,11 @@ def environment() -> dict[str, str]:
 
 
 def command(config: Config, directory: Path, *arguments: str) -> list[str]:
-    from configs.dump import to_yaml
+    from ridgeline.configs.dump import to_yaml
 
     file = directory / "config.yaml"
     file.write_text(to_yaml(config))
-    return [sys.executable, "-m", "launch", "train", str(file), *arguments]
+    return [sys.executable, "-m", "ridgeline", "train", str(file), *arguments]
 
 
 def test_ctrl_c_saves_and_the_same_command_resumes(corpus: Path, tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_learning_rate_that_ruins_a_run_costs_no_checkpoint_and_the_run_goes_o
 def test_a_preemption_within_a_streak_leaves_the_last_good_step(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    from trainer import run as module
+    from ridgeline.trainer import run as module
 
     put, count = module.to_global, [0]
 

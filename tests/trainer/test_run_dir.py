@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import pytest
 
-from configs.errors import UserError
-from configs.load import from_resolved
-from configs.schema import CheckpointConfig, Config
-from trainer import run_dir
-from trainer.checkpoint import Checkpointer
-from trainer.run_dir import RunDir, open_run_dir
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import from_resolved
+from ridgeline.configs.schema import CheckpointConfig, Config
+from ridgeline.trainer import run_dir
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.run_dir import RunDir, open_run_dir
 
 Make = Callable[..., Any]
 

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from configs.errors import UserError
-from configs.names import SCHEDULES as NAMES
-from configs.schema import ScheduleConfig
-from trainer.schedules import SCHEDULES, build_schedule
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.names import SCHEDULES as NAMES
+from ridgeline.configs.schema import ScheduleConfig
+from ridgeline.trainer.schedules import SCHEDULES, build_schedule
 
 PEAK = 2e-3
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import Config
-from perf.hlo import parse
-from sharding.partition import Partitioner
-from trainer.optimizers import build_optimizer
-from trainer.schedules import build_schedule
-from trainer.state import TrainState, abstract_state, init_state, model_spec
-from trainer.step import make_evaluation_step, make_train_step, split_rows
+from ridgeline.configs.schema import Config
+from ridgeline.hlo.parse import parse
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.trainer.optimizers import build_optimizer
+from ridgeline.trainer.schedules import build_schedule
+from ridgeline.trainer.state import TrainState, abstract_state, init_state, model_spec
+from ridgeline.trainer.step import make_evaluation_step, make_train_step, split_rows
 
 ROWS, LENGTH, VOCAB = 8, 16, 61
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.stop import Stop, StopAsked, in_thread
+from ridgeline.trainer.stop import Stop, StopAsked, in_thread
 
 ROOT = Path(__file__).parents[2]
 

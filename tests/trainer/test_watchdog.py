@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.watchdog import USUAL_STEPS, Watchdog
+from ridgeline.trainer.watchdog import USUAL_STEPS, Watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +78,7 @@ def test_a_closed_watchdog_does_nothing(watched):
 def test_a_process_stuck_outside_python_is_ended(tmp_path):
     code = f"""
 import json, pathlib, sys, time
-from trainer.watchdog import Watchdog
+from ridgeline.trainer.watchdog import Watchdog
 log = lambda kind, **fields: pathlib.Path({str(tmp_path)!r}, "event").write_text(json.dumps([kind, fields]))
 Watchdog(0.2, pathlib.Path({str(tmp_path)!r}, "stacks"), 71, log).step(None)
 time.sleep(600)

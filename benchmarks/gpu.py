@@ -1,0 +1,371 @@
+"""Speed on one real GPU: every row predicted by the planner, trained by us, PyTorch and MaxText in the same run, held against its target.
+
+`python benchmarks/gpu.py [ROW ...] [--output DIR] [--limit-s 600] [--continue] [--no-peer] [--no-profile] [--tiny]`
+
+Needs one NVIDIA GPU and no network. Without row names the rows are done in the order of their importance (gpu_budget.py), and what is not
+expected to fit into the limit is left out and named; `--continue` measures that in a second call. Each row runs in a process of its own
+(memory is not shared, a crash is a row of the table); the matmul ceilings are measured first, in the same run. A peer that is not
+installed is named and left out. `--tiny` trains toy shapes on the CPU: a check of the script itself. After every part gpu.json is written
+anew; a row's profile with its step ledger lies beside it. The last thing printed is the table. Exit code: 1 when a row missed its target
+or failed, else 3 when something was left out, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import gpu_needs  # noqa: F401  # first: says what is missing
+from gpu_budget import OURS, PEERS, Budget, Part, expected_s, in_order
+from gpu_peers import OUT_OF_TIME, absent, last_line, measure_peer
+from gpu_rows import EIGHT_BIT_KERNEL, ROWS, Row, choose, flops_per_token, least_s_per_token, row_config
+
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.schema import Config
+from ridgeline.launch import environment
+from ridgeline.launch.cluster.detect import describe
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.hardware import find_hardware
+
+HERE = Path(__file__).resolve().parent
+CEILING = """
+import json, sys
+from measure.calibration import matmul_flops_per_s, memory_bytes_per_s
+import jax
+size = int(sys.argv[1])
+rate = max(matmul_flops_per_s("bfloat16", (size,) * 3) for _ in range(3))
+bandwidth = memory_bytes_per_s(size * size * 16)
+print(json.dumps({"device": jax.local_devices()[0].device_kind, "matmul_flops_per_s": rate, "memory_bytes_per_s": bandwidth}))
+"""
+CEILING_8_BIT = f"""
+import functools, json, sys
+import jax
+from measure.kernels import NARROW
+from measure.calibration import time_s
+from ridgeline.models import fp8
+size = int(sys.argv[1])
+make = jax.jit(lambda seed: fp8.quantise(jax.random.normal(jax.random.key(seed), (size, size), "bfloat16"), fp8.VALUES))
+left, right = make(0), make(1)
+multiply = jax.jit(functools.partial(NARROW["float8"], jax.default_backend())).lower(left, right).compile()
+rate = max(2 * size**3 / time_s(lambda: multiply(left, right)) for _ in range(3))
+print(json.dumps({{"rate": rate, "kernel": "{EIGHT_BIT_KERNEL}" in multiply.as_text()}}))
+"""
+RECORD = "gpu.json"
+CEILING_TIMEOUT_S = 60.0
+"""Without a ceiling no row means anything: it gets this long whatever the limit."""
+ATTEMPTS = 3
+"""Our own row is tried with fewer rows per step when it runs out of memory."""
+
+
+class Bench:
+    """One run of the script: its clock, its directory and what it found."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.budget = args, Budget(args.limit_s, time.monotonic)
+        self.output: Path = args.output
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.ceiling: dict[str, Any] = {}
+        self.results: list[dict[str, Any]] = []
+        self.absent = {side: why for side in PEERS if (why := absent(side)) is not None and not args.no_peer}
+        """Peers that this machine does not have, and why."""
+        self.configs: dict[str, tuple[Config, dict[str, float]]] = {}
+        """Of each row: what is trained, and what is predicted."""
+
+    def say(self, words: str) -> None:
+        """Print a line of progress."""
+        print(f"[{self.budget.spent_s:4.0f} s] {words}", flush=True)
+
+    def child(
+        self, program: list[str], job: dict[str, Any] | None, env: dict[str, str], least_s: float = 5.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a child with what is left of the budget."""
+        text = None if job is None else json.dumps(job)
+        path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        try:
+            return subprocess.run(
+                [sys.executable, *program], input=text, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, **env},
+                timeout=max(least_s, self.budget.left_s), check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(program, 124, "", OUT_OF_TIME)
+
+    def measure_ceiling(self, rows: Sequence[Row]) -> None:
+        """Measure what the device can do at best: an 8192-cubed matmul in bf16, in float8 where a row needs it, and the memory."""
+        size = "512" if self.args.tiny else "8192"
+        done = self.child(["-c", CEILING, size], None, {}, CEILING_TIMEOUT_S)
+        if done.returncode:
+            raise SystemExit(f"no device to measure: {last_line(done.stderr)}")
+        self.ceiling = json.loads(done.stdout.strip().splitlines()[-1])
+        rates = self.ceiling["matmul_flops_per_s"] / 1e12, self.ceiling["memory_bytes_per_s"] / 1e9
+        self.say(f"{self.ceiling['device']}: matmul {rates[0]:.0f} TFLOP/s, memory {rates[1]:.0f} GB/s")
+        narrow = [row for row in rows if "precision.matmul=fp8" in row.overrides]
+        if narrow:
+            _, env = environment_of(row_config(narrow[0]))
+            done = self.child(["-c", CEILING_8_BIT, size], None, env, CEILING_TIMEOUT_S)
+            found = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {"error": last_line(done.stderr)}
+            if found.get("kernel") or self.args.tiny:
+                self.ceiling["float8_flops_per_s"] = found["rate"]
+                self.say(f"matmul in float8 {found['rate'] / 1e12:.0f} TFLOP/s")
+            else:
+                self.say(f"no ceiling in float8: {found.get('error', 'XLA made no 8-bit kernel of the product')}")
+
+    def run_part(self, part: Part) -> None:
+        """Measure one side of a row, or leave it out."""
+        row = part.row
+        config, predicted = self.configs.setdefault(row.name, self.planned(row))
+        result = self.result_of(row)
+        step_s = predicted.get("step_s", 1.0)
+        profile = row.leading and not self.args.no_profile
+        expected = expected_s(part, layers=config.model.num_layers, step_s=step_s, profile=profile, tiny=self.args.tiny)
+        why = self.unmeasurable(part) or self.budget.refusal(part.side, expected)
+        if why:
+            self.budget.leave_out(part.name, why)
+            self.say(f"{part.name}: left out, {why}")
+            return
+        begun = self.budget.spent_s
+        if part.side == OURS:
+            result |= self.train(row, config, profile)
+        else:
+            peer = self.train_peer(part, self.trained(row))
+            result.setdefault("peers", {})[part.side] = peer
+            result["peer"] = max(result["peers"].values(), key=lambda each: each.get("tokens_per_s", 0.0))
+        self.budget.finished(part.side, expected, self.budget.spent_s - begun)
+
+    def unmeasurable(self, part: Part) -> str | None:
+        """Say what keeps a part from meaning anything; None: nothing."""
+        if part.side != OURS and "tokens_per_s" not in self.result_of(part.row):
+            return "ours was not measured"
+        base = None if self.args.rows else part.row.over  # a row that was asked for is measured whatever it is held against
+        if part.side == OURS and base is not None and not any(r["row"] == base[0] and "tokens_per_s" in r for r in self.results):
+            return f"{base[0]}, which it is held against, was not measured"
+        return None
+
+    def failed(self, row: Row, why: str) -> None:
+        """Note that a row could not even be begun, or ended in an error of this script."""
+        if not any(r["row"] == row.name for r in self.results):
+            self.results.append({"row": row.name, "target": row.target})
+        self.result_of(row)["error"] = why
+
+    def result_of(self, row: Row) -> dict[str, Any]:
+        """Return the row's entry, made at the first call; the row has been planned."""
+        found = next((r for r in self.results if r["row"] == row.name), None)
+        if found is None:
+            config, predicted = self.configs[row.name]
+            self.results.append(found := {
+                "row": row.name, "target": row.target, "rows": config.data.batch_size, "seq_len": config.data.seq_len,
+                "layers": config.model.num_layers, "remat": config.compute.remat.policy, "predicted": predicted,
+            })  # fmt: skip
+        return found
+
+    def trained(self, row: Row) -> Config:
+        """Return the config that ours was trained with: fewer rows than planned where memory ran out."""
+        config = self.configs[row.name][0]
+        return config.model_copy(update={"data": config.data.model_copy(update={"batch_size": self.result_of(row)["rows"]})})
+
+    def planned(self, row: Row) -> tuple[Config, dict[str, float]]:
+        """Choose layers, rows and rematerialisation, and predict."""
+        if self.args.tiny:
+            return row_config(row, rows=2, tiny=True), {}
+        cluster = load_cluster(self.args.cluster).config.model_copy(update={"devices_per_node": 1, "links": []})
+        config, best = choose(row, cluster, load_calibration(self.args.calibration))
+        predicted = {
+            "tokens_per_s": best.step.tokens_per_s,
+            "step_s": best.step.step_s,
+            "mfu": best.step.mfu,
+            "memory_bytes": best.memory.total_bytes,
+        }
+        return config, predicted
+
+    def train(self, row: Row, config: Config, profiled: bool) -> dict[str, Any]:
+        """Train our model in a child; with fewer rows where memory runs out."""
+        predicted = self.configs[row.name][1]
+        expected = f", predicted {predicted['tokens_per_s']:,.0f} tokens/s" if predicted else ""
+        shape = f"{config.model.num_layers} layers, {config.data.batch_size} x {config.data.seq_len}"
+        self.say(f"{row.name}: {shape}, remat {config.compute.remat.policy}{expected}")
+        settings, env = environment_of(config)
+        for attempt in range(ATTEMPTS):
+            output = self.output / f"{row.name}.json"
+            output.unlink(missing_ok=True)
+            profile = str(self.output / row.name) if profiled else None
+            job = {"config": config.model_dump(mode="json"), "output": str(output), "profile": profile, "steps": self.args.steps}
+            done = self.child([str(HERE / "gpu_rows.py")], job, env)
+            if done.returncode == 0:
+                found = json.loads(output.read_text())
+                tokens = config.data.batch_size * config.data.seq_len
+                return found | {
+                    "rows": config.data.batch_size, "tokens_per_s": tokens / found["step_s"], "attempts": attempt + 1,
+                    "environment": [f"{s.name}={s.value}" for s in settings if s.chosen == "ridge"],
+                    "achieved_flops_per_s": flops_per_token(config) * tokens / found["step_s"],
+                }  # fmt: skip
+            if "RESOURCE_EXHAUSTED" not in done.stderr or config.data.batch_size == 1:
+                break
+            fewer = max(1, config.data.batch_size * 3 // 4)
+            self.say(f"{row.name}: out of memory with {config.data.batch_size} rows; trying {fewer}")
+            config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": fewer})})
+        (self.output / f"{row.name}.err").write_text(done.stderr)
+        return {"error": last_line(done.stderr)}
+
+    def train_peer(self, part: Part, config: Config) -> dict[str, Any]:
+        """Train the same shapes with a peer; the rows per step are ours, or what fits."""
+        hardware = find_hardware(self.ceiling["device"])
+        _, env = environment_of(config)
+        return {"software": part.side} | measure_peer(
+            self, part, config, step_s=self.result_of(part.row)["step_s"], env=env, tiny=self.args.tiny, steps=self.args.steps,
+            memory_bytes=hardware.memory_bytes if hardware is not None and not self.args.tiny else None,
+        )  # fmt: skip
+
+    def judge(self, row: Row, result: dict[str, Any]) -> None:
+        """Add MFU, share of the ceiling, ratios, and what was missed."""
+        if "tokens_per_s" not in result:
+            result["missed"] = [result["error"]] if "error" in result else []
+            return
+        ceilings = {"bfloat16": self.ceiling["matmul_flops_per_s"], "float8": self.ceiling.get("float8_flops_per_s")}
+        known = {dtype: rate for dtype, rate in ceilings.items() if rate}
+        narrow = self.configs[row.name][0].precision.eight_bit
+        least_s = None if narrow and "float8" not in known else least_s_per_token(self.configs[row.name][0], known)
+        result["ceiling"] = least_s and least_s * result["tokens_per_s"]
+        hardware = find_hardware(self.ceiling["device"])
+        achieved = result["achieved_flops_per_s"]
+        result["mfu"] = None if hardware is None or "bfloat16" not in hardware.peak_flops else achieved / hardware.peak_flops["bfloat16"]
+        for found in result.get("peers", {}).values():
+            if "tokens_per_s" in found and result["mfu"] is not None:
+                found["mfu"] = result["mfu"] * found["tokens_per_s"] / result["tokens_per_s"]
+        peer = result.get("peer", {}).get("tokens_per_s")
+        result["against_peer"] = result["tokens_per_s"] / peer if peer else None
+        reached = {"tokens_per_s": row.tokens_per_s, "mfu": row.mfu, "ceiling": row.ceiling, "against_peer": 1.0 if peer else None}
+        missed = [
+            f"{key} {number(result[key], 0, '.4g')} < {least:.4g}" for key, least in reached.items() if least and (result[key] or 0) < least
+        ]
+        if row.over is not None:
+            other = next((r.get("tokens_per_s") for r in self.results if r["row"] == row.over[0]), None)
+            result["over"] = result["tokens_per_s"] / other if other else None
+            if result["over"] is None or result["over"] < row.over[1]:
+                missed.append(f"{row.over[0]}: " + (f"ratio {result['over']:.2f} < {row.over[1]}" if other else "not measured in this run"))
+        if result.get("eight_bit_kernels") == 0 and not self.args.tiny:
+            missed.append("no 8-bit kernel in the compiled step: it multiplied in 16 bits")
+        result["missed"] = missed
+
+    def table(self) -> str:
+        """Return the short table that is printed last."""
+        figures = f"{'tok/s':>10}{'planned':>10}{'MFU':>7}{'ceiling':>9}{'GB':>6}{'peer':>10}{'ratio':>7}"
+        head = f"{'row':14}{'shape':>16}{'remat':>8}{figures}  target"
+        lines = [head]
+        for r in self.results:
+            shape = f"{r.get('layers', '')}L {r.get('rows', '')}x{r.get('seq_len', '')}"
+            planned = (r.get("predicted") or {}).get("tokens_per_s")
+            peak = r.get("peak_bytes")
+            cells = [
+                f"{r['row']:14}{shape:>16}{r.get('remat', ''):>8}", number(r.get("tokens_per_s"), 10, ",.0f"), number(planned, 10, ",.0f"),
+                number(r.get("mfu"), 7, ".1%"), number(r.get("ceiling"), 9, ".1%"), number(peak and peak / 1e9, 6, ".0f"),
+                number((r.get("peer") or {}).get("tokens_per_s"), 10, ",.0f"), number(r.get("against_peer"), 7, ".2f"),
+            ]  # fmt: skip
+            missed = r.get("missed", [])
+            reached = "  reached: " + r["target"] if "tokens_per_s" in r else "  left out"
+            lines.append("".join(cells) + (reached if not missed else "  MISSED: " + "; ".join(missed)))
+        lines += [f"left out: {part}: {why}" for part, why in self.budget.left_out]
+        lines += [peer_line(r, side, peer) for r in self.results for side, peer in r.get("peers", {}).items()]
+        lines += [f"{side}: not measured, {why}" for side, why in self.absent.items()]
+        return "\n".join(lines)
+
+    def save(self) -> None:
+        """Write everything."""
+        versions = {}
+        for name in ("jax", "jaxlib", "flax", "optax", "torch", "transformers", "maxtext"):
+            try:
+                versions[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                versions[name] = None
+        record = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": sys.argv, "python": platform.python_version(),
+            "versions": versions, "ceiling": self.ceiling, "rows": self.results, "left_out": self.budget.left_out,
+            "absent": self.absent,
+        }  # fmt: skip
+        (self.output / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+    def take_up(self) -> None:
+        """Begin with the rows that an earlier call measured, as they were written. Their ceiling is that of their own call."""
+        record = json.loads((self.output / RECORD).read_text())
+        self.results += [r for r in record["rows"] if "tokens_per_s" in r]
+
+
+def number(value: float | None, width: int, form: str) -> str:
+    """Format a figure, or a dash."""
+    return f"{'-' if value is None else format(value, form):>{width}}"
+
+
+def peer_line(result: dict[str, Any], side: str, peer: dict[str, Any]) -> str:
+    """Say what a peer did in a row, and how."""
+    name = f"{result['row']}, {side}:"
+    if "tokens_per_s" not in peer:
+        return f"{name} {peer['error']}"
+    how = ", ".join(str(peer[key]) for key in ("attention", "remat") if key in peer)
+    return (
+        f"{name} {peer['rows']} rows{how and ', ' + how}: {peer['tokens_per_s']:,.0f} tokens/s,"
+        f" MFU {number(peer.get('mfu'), 0, '.1%')}, ours {result['tokens_per_s'] / peer['tokens_per_s']:.2f} times that"
+    )
+
+
+def environment_of(config: Config) -> tuple[list[environment.Setting], dict[str, str]]:
+    """Return what is chosen for a run of this config, and the variables it starts with."""
+    settings = environment.prepare(config, describe({}), env := dict(os.environ))
+    return settings, env
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the rows; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(row.name for row in ROWS)}; default: all")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench-gpu"))
+    parser.add_argument("--limit-s", type=float, default=600.0, help="what is not expected to fit is left out")
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="measure what an earlier call with this --output left out")
+    parser.add_argument("--cluster", default="dgx-h200", help="cluster file whose device is planned for")
+    parser.add_argument("--calibration", help="calibration of this machine (ridge calibrate); default: published figures")
+    parser.add_argument("--steps", type=int, help="measured steps per row; default: about eight seconds")
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes on the CPU")
+    args = parser.parse_args(arguments)
+    known = {row.name: row for row in ROWS}
+    for name in args.rows:
+        if name not in known:
+            parser.error(f"no row '{name}'; there are {', '.join(known)}")
+    if args.tiny:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if args.go_on and not (args.output / RECORD).is_file():
+        parser.error(f"--continue: there is no {args.output / RECORD}")
+    bench, rows = Bench(args), [known[name] for name in args.rows] or list(ROWS)
+    if args.go_on:
+        bench.take_up()
+    measured = {r["row"] for r in bench.results}
+    bench.measure_ceiling(rows)
+    peers = [] if args.no_peer else [side for side in PEERS if side not in bench.absent]
+    for part in in_order(rows, peers=peers, explicit=bool(args.rows)):
+        if part.row.name in measured and (part.side == OURS or part.side in bench.result_of(part.row).get("peers", {})):
+            continue
+        try:
+            bench.run_part(part)
+        except Exception as error:  # one row must not take the others with it
+            bench.failed(part.row, f"{type(error).__name__}: {error}")
+        result = bench.result_of(part.row)
+        bench.judge(part.row, result)
+        bench.save()
+        if part.side == OURS and not any(part.name == name for name, _ in bench.budget.left_out):
+            rate = result.get("tokens_per_s")
+            bench.say(f"{part.row.name}: " + (f"{rate:,.0f} tokens/s" if rate else result.get("error", "?")))
+    print(bench.table())
+    return 1 if any(result.get("missed") for result in bench.results) else 3 if bench.budget.left_out else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What of `benchmarks/gpu.py` fits into its time: the order of its parts, what each is expected to take, and what is left out.
+
+A part is one side of a row: ours, PyTorch's with its parameters in float32 (as ours) or in bfloat16, or MaxText's. The expected seconds are
+predictions until a GPU has measured them; as parts finish, the expectations of the rest are corrected by what those of their side took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gpu_rows import LEAST_STEPS, MEASURED_S, WARMUP_STEPS, Row
+
+OURS, TORCH, TORCH_BF16, MAXTEXT = "ours", "PyTorch autocast", "PyTorch bf16", "MaxText"
+PEERS = (TORCH, MAXTEXT, TORCH_BF16)
+START_S = 14.0
+"""Import, start of the device, state."""
+COMPILE_S, COMPILE_UNROLLED_S = 30.0, 75.0
+"""Deviceless on two cores 10 to 20 s; a GPU adds autotuning. Unrolled layers are compiled each."""
+CAPTURE_S = 8.0
+"""Two profiled steps, and reading their trace."""
+TORCH_START_S, TORCH_COMPILE_LAYER_S, TORCH_COMPILE_S = 15.0, 2.0, 25.0
+"""torch.compile traces and compiles every layer of a model."""
+TORCH_STEPS_S = 9.0
+MAXTEXT_START_S, MAXTEXT_COMPILE_S, MAXTEXT_STEPS_S = 30.0, 40.0, 7.0
+"""It imports twice what we do, and compiles one layer, as ours; once."""
+MARGIN_S = 5.0
+"""Kept for the table and the files."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One side of a row."""
+
+    row: Row
+    side: str
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        return f"{self.row.name}, {self.side}"
+
+
+def in_order(rows: Sequence[Row], *, peers: Sequence[str], explicit: bool) -> list[Part]:
+    """Return the parts, the most important first.
+
+    Our leading rows, PyTorch's, our rows with a target, MaxText's leading ones, the other peers, our other rows, other forms of PyTorch's.
+    peers: the sides beside ours that can be measured. Rows that were named (`explicit`) are done one after another, each with its peers.
+    """
+    parts = [Part(row, side) for row in rows for side in (OURS, *peers) if side == OURS or row.peer]
+    return parts if explicit else sorted(parts, key=_rank)
+
+
+def _rank(part: Part) -> int:
+    row, side = part.row, part.side
+    if side == OURS:
+        return 0 if row.leading else 2 if row.over is None else 5
+    return {TORCH: 1, MAXTEXT: 3, TORCH_BF16: 6}[side] if row.leading else {TORCH: 4, MAXTEXT: 4, TORCH_BF16: 7}[side]
+
+
+def expected_s(part: Part, *, layers: int, step_s: float, profile: bool, tiny: bool = False) -> float:
+    """Return the seconds a part is expected to take; `step_s` as predicted for ours."""
+    if tiny:
+        return 1.0
+    if part.side == MAXTEXT:
+        return MAXTEXT_START_S + MAXTEXT_COMPILE_S + MAXTEXT_STEPS_S + 4 * step_s
+    if part.side != OURS:
+        return TORCH_START_S + TORCH_COMPILE_S + TORCH_COMPILE_LAYER_S * layers + TORCH_STEPS_S + 4 * step_s
+    compile_s = COMPILE_UNROLLED_S if "compute.scan_layers=false" in part.row.overrides else COMPILE_S
+    steps_s = WARMUP_STEPS * step_s + max(MEASURED_S, LEAST_STEPS * step_s)
+    return START_S + compile_s + steps_s + (CAPTURE_S if profile else 0.0)
+
+
+@dataclass
+class Budget:
+    """The time there is, and what the parts have taken of it."""
+
+    limit_s: float
+    clock: Callable[[], float]
+    begun: float = field(init=False)
+    took: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Side -> seconds expected and taken by its finished parts."""
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    """(part, why)."""
+
+    def __post_init__(self) -> None:
+        """Start the clock."""
+        self.begun = self.clock()
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the start."""
+        return self.clock() - self.begun
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left for parts."""
+        return self.limit_s - MARGIN_S - self.spent_s
+
+    def corrected_s(self, side: str, seconds: float) -> float:
+        """Return an expectation, corrected by the finished parts of its side."""
+        expected, taken = self.took.get(side, (0.0, 0.0))
+        return seconds * taken / expected if expected else seconds
+
+    def refusal(self, side: str, seconds: float) -> str | None:
+        """Say why a part of this expectation is left out; None when it fits."""
+        needed = self.corrected_s(side, seconds)
+        return (
+            None if needed <= self.left_s else f"needs about {needed:.0f} s, {max(0.0, self.left_s):.0f} s are left of {self.limit_s:.0f}"
+        )
+
+    def leave_out(self, part: str, why: str) -> None:
+        """Note what is not measured."""
+        self.left_out.append((part, why))
+
+    def finished(self, side: str, expected: float, taken: float) -> None:
+        """Note what a part took."""
+        before = self.took.get(side, (0.0, 0.0))
+        self.took[side] = before[0] + expected, before[1] + taken

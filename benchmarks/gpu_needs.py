@@ -1,0 +1,48 @@
+"""Ends the benchmark with one line where a package is missing that it cannot do without; imported before anything that needs them.
+
+A machine without a network can be carried what is missing (pure Python but for one wheel of 2 MB), on one that has it:
+`pip download --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels pydantic ruamel.yaml`, and there:
+`pip install --no-index --find-links wheels pydantic ruamel.yaml`.
+
+MaxText can be carried as well, 58 MB of wheels with the above, if its own requirements (hundreds, half a cloud) are not asked for: beside
+JAX, flax, optax, orbax and transformers it imports `MAXTEXT` before its first step on random tokens. `python benchmarks/gpu_needs.py`
+prints them: `pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 --platform
+manylinux_2_27_x86_64 --platform manylinux_2_28_x86_64 -d wheels $(python benchmarks/gpu_needs.py)`, and there `pip install --no-index
+--no-deps --target site wheels/*.whl`, with site in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+NEEDED = {"jax": "jax", "flax": "flax", "optax": "optax", "pydantic": "pydantic", "ruamel.yaml": "ruamel.yaml"}
+"""Module -> what to install. No loader, checkpoint or writer runs here: grain, orbax and tensorboard are not needed."""
+MAXTEXT = (
+    "annotated-types==0.8.0", "aqtp==0.9.0", "array-record==0.8.6", "drjax==0.2.1", "einshape==1.0", "fastapi==0.165.0", "fire==0.7.1",
+    "grain==0.2.18", "immutabledict==4.3.1", "maxtext==0.2.5", "ml-collections==1.1.0", "omegaconf==2.4.0", "opentelemetry-api==1.45.2",
+    "pathwaysutils==0.1.13", "portpicker==1.6.0", "pydantic==2.14.3", "pydantic-core==2.50.4", "qwix==0.1.8", "ruamel.yaml==0.19.1",
+    "starlette==1.10.0", "termcolor==3.3.0", "tokamax==0.0.17", "typing-extensions==4.16.0", "typing-inspection==0.4.5", "uvicorn==0.54.0",
+    "xprof==2.24.2",
+)  # fmt: skip
+"""What trained a step of MaxText's with Python 3.12, jax 0.11.2, flax 0.12.12, optax 0.2.8, orbax-checkpoint 0.12.8, transformers 5.23.0,
+etils, tiktoken, sentencepiece, sympy and pillow. xprof (32 MB) is imported by tokamax, maxtext itself is 14 MB (tokenizers)."""
+
+
+def missing(needed: dict[str, str] = NEEDED) -> list[str]:
+    """Return what to install of the needed modules, in their order."""
+    return [package for module, package in needed.items() if not _found(module)]
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package a submodule is in
+        return False
+
+
+if __name__ == "__main__":
+    print("\n".join(MAXTEXT))
+elif lacking := missing():
+    print(f"gpu.py: not installed: {', '.join(lacking)} (pip install {' '.join(lacking)}; without a network: {__file__})", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,79 @@
+"""Our training step against PyTorch's on a CPU, in turn in one run.
+
+`python benchmarks/step_vs_torch.py [--dtype float32|bfloat16] [--steps 5] [--compile] [--set KEY=VALUE ...]`
+
+PyTorch trains transformers' Llama of the same shape with its own fused attention, AdamW and clipping (bf16: autocast, as ours keeps fp32
+masters). Random tokens; the machine may be shared, so the figures are medians over steps taken in turn, and the claim is a ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import torch
+from gpu_torch import build
+from step_vs_handwritten import SHAPES, WARMUP, batches, contenders, shape_config
+
+from ridgeline.configs.schema import Config
+
+
+def torch_step(config: Config, dtype: str, compiled: bool) -> Callable[[Any], float]:
+    """Return a step on tokens [B, T] (a torch tensor) that gives the loss."""
+    m = config.model
+    model: Any = build({**m.model_dump(), "num_kv_heads": m.kv_heads, "head_dim": m.head_width}, config.data.seq_len, "autocast")
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    run = torch.compile(model) if compiled else model
+
+    def step(tokens: Any) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print medians of wall and processor time and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="reference")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of ours, as in `compute.loss_chunk=512`")
+    args = parser.parse_args(arguments)
+    config = shape_config(args.shape, args.dtype, args.set)
+    torch.manual_seed(0)
+    theirs = torch_step(config, args.dtype, args.compile)
+    state, ours = contenders(config, [])["ours"]
+    times: dict[str, list[tuple[float, float]]] = {"ours": [], "PyTorch": []}
+    for batch in batches(config, args.steps + WARMUP):
+        tokens = torch.from_numpy(jax.device_get(batch["tokens"]).astype("int64"))
+        begun, cpu = time.perf_counter(), time.process_time()
+        state, loss = ours(state, batch)
+        jax.block_until_ready((state, loss))
+        times["ours"].append((time.perf_counter() - begun, time.process_time() - cpu))
+        begun, cpu = time.perf_counter(), time.process_time()
+        theirs(tokens)
+        times["PyTorch"].append((time.perf_counter() - begun, time.process_time() - cpu))
+    medians = {name: [statistics.median(t[i] for t in found[WARMUP:]) for i in (0, 1)] for name, found in times.items()}
+    print(f"{args.shape}, {args.dtype}, median of {args.steps} steps in turn, torch {torch.__version__}, jax {jax.__version__}")
+    for name, (wall, cpu) in medians.items():
+        print(f"{name:10}{wall * 1e3:10.0f} ms{cpu * 1e3:10.0f} ms of processor")
+    print(f"ours / PyTorch: {medians['ours'][0] / medians['PyTorch'][0]:.2f} (processor {medians['ours'][1] / medians['PyTorch'][1]:.2f})")
+
+
+if __name__ == "__main__":
+    main()

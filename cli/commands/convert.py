@@ -1,0 +1,150 @@
+"""`ridge convert from-hf DIR --output RUN` and `ridge convert to-hf RUN DIR`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ridgeline.cli.options import json_option
+from ridgeline.configs.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@click.command("from-hf")
+@click.argument("directory", metavar="HF_DIR", type=click.Path(path_type=Path))
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory to make; it must not exist.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Parameter dtype (default: as stored).")
+@json_option
+def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
+    """Import a Hugging Face directory as a run directory with one checkpoint: its parameters.
+
+    Weights stream through, one layer's tensor at a time. Train from the result with init_from=OUTPUT, evaluate it, sample from it.
+    """
+    import numpy as np
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed: a GPU would only be held
+    from ridgeline.configs.dump import to_yaml
+    from ridgeline.configs.schema import Config, DataConfig, PrecisionConfig
+    from ridgeline.loaders.hf_files import copy_files
+    from ridgeline.models.convert import open_hf
+    from ridgeline.models.safetensors_stream import FLOAT_DTYPES
+    from ridgeline.trainer.checkpoint.param_slices import write_params_only
+    from ridgeline.trainer.run_dir import open_run_dir
+
+    start_s = time.perf_counter()
+    checkpoint = open_hf(directory)
+    kept = dtype or checkpoint.stored_dtype
+    kind = next(known for known in FLOAT_DTYPES.values() if known.name == kept)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.absolute().name).lstrip("._-") or "imported"
+    data = DataConfig(seq_len=min(DataConfig().seq_len, checkpoint.model.max_seq_len))
+    config = Config(name=name, run_dir=output, model=checkpoint.model, precision=PrecisionConfig(params=kept, compute=kept), data=data)
+
+    def slices() -> Iterator[tuple[str, int | None, np.ndarray]]:
+        for path, shape in checkpoint.shapes.items():
+            for layer in range(shape[0]) if path.startswith("blocks.") else (None,):
+                yield path, layer, checkpoint.read_layer(path, layer, kind)
+
+    with _new_directory(output) as target:
+        open_run_dir(config.model_copy(update={"run_dir": target}), command=sys.argv, log=lambda line: click.echo(line, err=True))
+        (target / "config.yaml").write_text(to_yaml(config))
+        copied = copy_files(directory, target / "tokenizer")
+        size_bytes = write_params_only(target / "checkpoints", checkpoint.shapes, kind, slices(), {"source": str(directory.absolute())})
+    parameters = sum(int(np.prod(shape)) for shape in checkpoint.shapes.values())
+    result = {
+        "output": str(output),
+        "family": checkpoint.model.family,
+        "parameters": parameters,
+        "dtype": kept,
+        "bytes": size_bytes,
+        "tokenizer": copied,
+        "seconds": round(time.perf_counter() - start_s, 2),
+    }
+    _report(result, as_json)
+
+
+@click.command("to-hf")
+@click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="HF_DIR", type=click.Path(path_type=Path))
+@click.option("--step", type=int, help="Checkpoint to export (default: the newest good one).")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the weights (default: that of the parameters).")
+@click.option("--max-shard-gb", type=float, default=5.0, show_default=True, help="Largest weights file, in GB (1e9 bytes).")
+@json_option
+def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb: float, as_json: bool) -> None:
+    """Export a run's checkpoint as a Hugging Face directory: safetensors, config.json and the tokenizer.
+
+    Weights stream through, one tensor at a time.
+    """
+    if not max_shard_gb > 0:
+        raise UserError(f"--max-shard-gb {max_shard_gb} must be above 0")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from ridgeline.loaders.hf_files import special_ids, write_tokenizer
+    from ridgeline.loaders.tokenizers import load_tokenizer
+    from ridgeline.models.convert import CONFIG_NAME, export_weights, hf_config, parameter_shapes
+    from ridgeline.trainer.checkpoint.param_slices import ParamReader
+    from ridgeline.trainer.pretrained import open_source
+
+    start_s = time.perf_counter()
+    source = open_source(run)
+    if source.hf is not None:
+        raise UserError(f"{run} is a Hugging Face directory already; to-hf takes a run directory")
+    place = source.tokenizer_dir
+    tokenizer = None if place is None else load_tokenizer(place)
+    kept = dtype or source.config.precision.params
+    description = hf_config(source.config.model, kept, special_ids(tokenizer))
+    reader = ParamReader(run / "checkpoints", step)
+    if reader.shapes != parameter_shapes(source.config.model):
+        raise UserError(f"the checkpoint of step {reader.step} in {run} is not of the model its config.yaml describes")
+    with _new_directory(directory) as target:
+        count = export_weights(source.config.model, reader.read, target, kept, int(max_shard_gb * 1e9))
+        (target / CONFIG_NAME).write_text(json.dumps(description, indent=2) + "\n")
+        written = [] if tokenizer is None or place is None else write_tokenizer(tokenizer, place, target)
+    if tokenizer is not None and len(written) < 2:
+        click.echo(f"note: Hugging Face has no file for a tokenizer of kind {tokenizer.kind}; the export has none", err=True)
+    result = {
+        "output": str(directory),
+        "architecture": description["architectures"][0],
+        "step": reader.step,
+        "tensors": count,
+        "dtype": kept,
+        "tokenizer": written,
+        "seconds": round(time.perf_counter() - start_s, 2),
+    }
+    _report(result, as_json)
+
+
+@contextlib.contextmanager
+def _new_directory(path: Path) -> Iterator[Path]:
+    """Give a directory to fill that becomes `path` when all has gone well, and vanishes otherwise. Raises UserError."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists and is not empty: choose another output directory")
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _report(result: dict[str, Any], as_json: bool) -> None:
+    from ridgeline.cli.tables import print_json
+
+    if as_json:
+        print_json(result)
+        return
+    for key, value in result.items():
+        text = (", ".join(value) or "none") if isinstance(value, list) else f"{value:,}" if isinstance(value, int) else str(value)
+        click.echo(f"{key:<13}{text}")

@@ -1,0 +1,97 @@
+"""`ridge status RUN`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ridgeline.cli.options import json_option
+from ridgeline.cli.tables import Column, print_json, print_table
+
+if TYPE_CHECKING:
+    from ridgeline.launch.slurm.progress import RunProgress
+    from ridgeline.launch.slurm.state import JobState
+    from ridgeline.rundir.jobs import JobRecord
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@json_option
+def status(run: Path, as_json: bool) -> None:
+    """Show the jobs of RUN, a run directory that was submitted, and how far training is.
+
+    On the directory of a sweep: the table of its points.
+    """
+    from ridgeline.launch.slurm import sweep
+    from ridgeline.launch.slurm.progress import run_progress
+
+    if sweep.is_sweep(run):
+        from ridgeline.cli.commands.sweep import print_results
+
+        print_results(run, as_json=as_json)
+        return
+    records = sweep.jobs_of(run)
+    states = [(record, state) for record in records for state in _states(run, record)]
+    progress = None if records[-1].kind == "data" else run_progress(run)
+    if as_json:
+        jobs = [_row(record, state) for record, state in states]
+        print_json({"run": str(run), "jobs": jobs, "progress": progress and dataclasses.asdict(progress)})
+        return
+    columns = [
+        Column("job"),
+        Column("state"),
+        Column("nodes"),
+        Column("elapsed_s", "elapsed", _duration),
+        Column("limit_s", "limit", _duration),
+        Column("restarts"),
+        Column("exit_code", "exit"),
+        Column("reason"),
+        Column("submitted"),
+    ]
+    print_table(columns, [_row(record, state) for record, state in states])
+    if progress is not None:
+        click.echo(describe_progress(progress, time.time()))
+
+
+def _states(run: Path, record: JobRecord) -> list[JobState]:
+    """Ask Slurm; of a job it has forgotten the run's own record says how it ended."""
+    from ridgeline.launch.slurm.progress import job_exit_code
+    from ridgeline.launch.slurm.state import FORGOTTEN, job_states
+
+    states = job_states(record.job, record.slurm_cluster)
+    if [state.state for state in states] == [FORGOTTEN]:
+        return [dataclasses.replace(states[0], exit_code=job_exit_code(run, record.job))]
+    return states
+
+
+def _row(record: JobRecord, state: JobState) -> dict[str, Any]:
+    return {**dataclasses.asdict(state), "submitted": record.time, "kind": record.kind}
+
+
+def _duration(seconds: float) -> str:
+    from ridgeline.configs.format import format_duration
+
+    return format_duration(seconds)
+
+
+def describe_progress(progress: RunProgress, now_s: float) -> str:
+    """Say in a line how far a run is."""
+    from ridgeline.configs.format import format_count, format_duration
+
+    if progress.logged_at_s is None:
+        return "training has not begun"
+    ago = format_duration(max(0.0, now_s - progress.logged_at_s))
+    starts = f", start {progress.starts}" if progress.starts > 1 else ""
+    if progress.step is None:
+        return f"no step yet{starts} (last sign of life {ago} ago)"
+    parts = [f"step {progress.step:,}" + ("" if progress.steps is None else f"/{progress.steps:,}")]
+    parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
+    parts += [f"{format_count(progress.tokens_per_s)} tokens/s"] if progress.tokens_per_s is not None else []
+    if progress.finished:
+        return f"{', '.join(parts)}{starts}: finished"
+    parts += [f"eta {format_duration(progress.eta_s)}"] if progress.eta_s is not None else []
+    return f"{', '.join(parts)}{starts} (last sign of life {ago} ago)"

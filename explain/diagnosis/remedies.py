@@ -1,0 +1,151 @@
+"""What to do, exactly: overrides computed from a run's figures, and command lines where no key helps.
+
+An override is a `key=value` of the config; a command begins with variables or `srun` where it needs them, then `ridge`. Numbers say what
+would bring the cause below its threshold, if what does not scale with them stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.explain.diagnosis.facts import Facts
+from ridgeline.explain.diagnosis.finding import THRESHOLDS
+
+MOST_WORKERS = 32
+MOST_TIMES = 64
+"""No batch is proposed that is larger than so many of the present ones."""
+LEAST_HANG_S = 60.0
+
+
+def workers(facts: Facts, waiting: float) -> str:
+    """Return the reader processes that would deliver a batch per step, at the rate of those there are; `waiting`: share of the step."""
+    config = facts.config
+    now = max(1, config.data.workers) if config is not None else 1
+    return f"data.workers={min(MOST_WORKERS, max(2, math.ceil(now / max(1 - waiting, 1e-3))))}"
+
+
+def batch(facts: Facts, overhead: float, limit: str) -> str | None:
+    """Return the batch at which a part of the step that does not grow with it falls to a threshold; a power of two times the present one.
+
+    overhead: its share now. None where the config is not known.
+    """
+    if facts.config is None:
+        return None
+    share = THRESHOLDS[limit][0]
+    times = overhead / max(1 - overhead, 1e-3) * (1 - share) / share
+    return f"data.batch_size={facts.config.data.batch_size * min(MOST_TIMES, 2 ** max(1, math.ceil(math.log2(max(times, 1e-9)))))}"
+
+
+def longer(facts: Facts, before_s: float) -> str | None:
+    """Return the steps from which on the time before them is below its threshold; None where no step was timed."""
+    share = THRESHOLDS["cold_start"][0]
+    return f"trainer.steps={math.ceil(before_s * (1 / share - 1) / facts.step_s)}" if facts.step_s else None
+
+
+def cache(facts: Facts) -> str | None:
+    """Return a compilation cache beside the run directory; None where one is set."""
+    if facts.config is None or facts.config.runtime.compilation_cache is not None:
+        return None
+    return f"runtime.compilation_cache={facts.config.directory.parent / 'compilation-cache'}"
+
+
+def rarer_saves(facts: Facts, share: float) -> str | None:
+    """Return the interval of saves at which they take their threshold of the time; None where saves do not go by steps."""
+    every = facts.config.checkpoint.every if facts.config is not None else 0
+    return f"checkpoint.every={every * max(2, math.ceil(share / THRESHOLDS['checkpoint'][0]))}" if every else None
+
+
+def oftener_saves(facts: Facts) -> str | None:
+    """Return the interval that loses least to failures and saves: sqrt(2 * save * time between failures) (Young 1974), in steps.
+
+    At most half of the present one. None without a step time.
+    """
+    if facts.config is None or not facts.step_s:
+        return None
+    save_s = max(sorted(facts.saves_s)[len(facts.saves_s) // 2] if facts.saves_s else 0.0, 0.01 * facts.step_s)
+    between_s = facts.ledger.wall_s / max(1, facts.ledger.starts - 1)
+    best = math.sqrt(2 * save_s * between_s) / facts.step_s
+    every = facts.config.checkpoint.every or facts.config.trainer.steps
+    return f"checkpoint.every={max(1, min(every // 2, round(best)))}"
+
+
+def earlier_verdict(facts: Facts) -> str:
+    """Return a bound of the watchdog that ends a hang after 20 usual steps, a minute at least; half of the present one if that is lower."""
+    bound_s = facts.config.trainer.hang_timeout_s if facts.config is not None else None
+    wanted_s = max(LEAST_HANG_S, math.ceil(20 * (facts.step_s or 0.0)))
+    if bound_s is not None and bound_s <= wanted_s:
+        wanted_s = bound_s / 2
+    return f"trainer.hang_timeout_s={wanted_s:g}"
+
+
+def less_memory(facts: Facts) -> str | None:
+    """Return the next of: microbatches half as large, then recomputation; None where both are done."""
+    if facts.config is None:
+        return None
+    rows, parts = facts.config.data.batch_size, facts.config.trainer.accumulation
+    shards = facts.config.mesh.data * facts.config.mesh.fsdp
+    if rows % (2 * parts * abs(shards)) == 0:
+        return f"trainer.accumulation={2 * parts}"
+    policy = {"none": "dots", "attention-only": "dots", "dots": "full"}.get(facts.config.compute.remat.policy)
+    return None if policy is None else f"compute.remat.policy={policy}"
+
+
+def shorter_rows(facts: Facts, padding: float) -> str | None:
+    """Return the row length that holds the targets of a row of today, in multiples of 8."""
+    return None if facts.config is None else f"data.seq_len={max(8, 8 * math.ceil(facts.config.data.seq_len * (1 - padding) / 8))}"
+
+
+def rescaled(facts: Facts, devices: int) -> tuple[str, ...]:
+    """Return the mesh of this many devices: the axis that grew takes the change, else data or fsdp; () where it cannot."""
+    if facts.config is None:
+        return ()
+    sizes = facts.config.mesh.sizes
+    axis = facts.axis or ("data" if sizes["data"] > 1 else "fsdp")
+    others = math.prod(size for name, size in sizes.items() if name != axis and size > 0)
+    return (f"mesh.{axis}={devices // others}",) if devices % others == 0 else ()
+
+
+def train(facts: Facts, *settings: str) -> str:
+    """Return the command that goes on with the run."""
+    return shlex.join(["ridge", "train", _config(facts), *settings])
+
+
+def of_run(facts: Facts, command: str) -> str:
+    """Return a command of ours on the run directory."""
+    return shlex.join(["ridge", command, str(facts.path or facts.name)])
+
+
+def without_nodes(facts: Facts, hosts: Sequence[str]) -> str:
+    """Return the command that runs it without some nodes: a submission as it was made, or srun's own option."""
+    option = f"--exclude={','.join(hosts)}"
+    if facts.submitted is None:
+        return shlex.join(["srun", option, "ridge", "train", _config(facts)])
+    try:
+        before = load_cluster(facts.submitted).config.slurm.options
+    except UserError:
+        before = []
+    options = ", ".join([*before, option])
+    command = ["ridge", "submit", _config(facts), "--cluster", facts.submitted, "--nodes", str(facts.nodes)]
+    return shlex.join([*command, "--cluster-set", f"slurm.options=[{options}]"])
+
+
+def with_variables(facts: Facts, **variables: str) -> str:
+    """Return the command that runs it with variables set."""
+    if facts.submitted is None:
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), train(facts)])
+    command = ["ridge", "submit", _config(facts), "--cluster", facts.submitted, "--nodes", str(facts.nodes)]
+    sets = [word for name, value in variables.items() for word in ("--cluster-set", f"software.environment.{name}={value}")]
+    return shlex.join([*command, *sets])
+
+
+def compared(facts: Facts, scales: Sequence[int], *options: str) -> str:
+    """Return the command of a study of the same work."""
+    return shlex.join(["ridge", "scale", _config(facts), "--devices", ",".join(map(str, scales)), *options])
+
+
+def _config(facts: Facts) -> str:
+    return str(facts.path / "config.yaml") if facts.path is not None else facts.name

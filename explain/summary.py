@@ -1,0 +1,99 @@
+"""The few lines printed at the end of a run: what was trained, how fast, and where the time of process 0 went, restarts included."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.configs.format import format_count, format_duration
+from ridgeline.rundir.events import PHASES, Event
+from ridgeline.rundir.phases import Phase, phases
+
+OTHER = "other"
+"""Time that no phase covers."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one process did and where its time went, summed over its restarts."""
+
+    wall_s: float
+    """From the first moment an event tells of (the process start, when `launch` is recorded) to the last, summed over starts."""
+    starts: int
+    seconds: dict[str, float]
+    """Phase name (or "other") to the time spent in it and in no phase inside it, in the order of PHASES. Sums to `wall_s` as long as
+    phases recorded as totals do not overlap each other."""
+    counts: dict[str, int]
+    """How often each phase was entered."""
+    last_step: int
+    tokens: float | None
+    """Tokens of the whole run at its last logged step."""
+    tokens_per_s: float | None
+    """Harmonic mean over the log windows: total tokens over total step time when windows are equal."""
+    mfu: float | None
+    """Likewise; None on a device without a datasheet peak."""
+    losses: tuple[float, float] | None
+    """First and last logged training loss."""
+    skipped_steps: int
+
+
+def summarize(events: Sequence[Event], process: int = 0) -> Summary:
+    """Sum up the events of one process of a run (there must be some)."""
+    mine = [event for event in events if event.process == process]
+    assert mine, f"no events of process {process}"
+    found = phases(mine)
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for phase in found:
+        seconds[phase.name] += phase.own_s
+        counts[phase.name] += phase.count
+    restarts = {event.restart for event in mine}
+    wall_s = sum(_span_s(mine, found, restart) for restart in restarts)
+    seconds[OTHER] = max(0.0, wall_s - sum(seconds.values()))
+    steps = [event.fields for event in mine if event.kind == "step"]
+    return Summary(
+        wall_s=wall_s,
+        starts=len(restarts),
+        seconds={name: seconds[name] for name in (*PHASES, OTHER) if seconds.get(name)},
+        counts=dict(counts),
+        last_step=int(steps[-1]["step"]) if steps else 0,
+        tokens=float(steps[-1]["tokens"]) if steps and "tokens" in steps[-1] else None,
+        tokens_per_s=_harmonic_mean(steps, "tokens_per_s"),
+        mfu=_harmonic_mean(steps, "mfu"),
+        losses=(float(steps[0]["loss"]), float(steps[-1]["loss"])) if steps else None,
+        skipped_steps=sum(event.kind == "skipped_step" for event in mine),
+    )
+
+
+def _span_s(events: Sequence[Event], found: Sequence[Phase], restart: int) -> float:
+    """Time of one start, from the earliest moment its events tell of to its last event."""
+    moments = [event.mono_s for event in events if event.restart == restart]
+    return max(moments) - min(moments + [phase.start_mono_s for phase in found if phase.restart == restart])
+
+
+def _harmonic_mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [float(step[key]) for step in steps if key in step]
+    return len(values) / sum(1 / value for value in values) if values and min(values) > 0 else None
+
+
+def format_summary(summary: Summary) -> str:
+    """Render the summary as a few lines of text."""
+    starts = f" in {summary.starts} starts" if summary.starts > 1 else ""
+    lines = [f"{format_duration(summary.wall_s)}{starts}, {summary.last_step} steps"]
+    if summary.tokens is not None:
+        lines[0] += f", {format_count(summary.tokens)} tokens"
+    if summary.tokens_per_s is not None:
+        mfu = f"{summary.mfu:.1%}" if summary.mfu is not None else "n/a"
+        lines.append(f"speed: {format_count(summary.tokens_per_s)} tokens/s of step time, MFU {mfu}")
+    if summary.losses is not None:
+        lines.append(f"training loss: {summary.losses[0]:.4f} -> {summary.losses[1]:.4f}")
+    if summary.skipped_steps:
+        lines.append(f"skipped steps: {summary.skipped_steps}")
+    lines.append("where the time went:")
+    for name, time_s in sorted(summary.seconds.items(), key=lambda item: -item[1]):
+        share = time_s / summary.wall_s if summary.wall_s > 0 else 0.0
+        if share >= 0.0005:
+            lines.append(f"  {name:<11}{time_s:>10.1f} s {share:>6.1%}  {'#' * round(40 * share)}".rstrip())
+    return "\n".join(lines)

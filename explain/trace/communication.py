@@ -1,0 +1,327 @@
+"""Inside communication: what each collective moved, how fast, what compute hid of it, and who was waited for.
+
+A collective cannot move data before its last member arrives: from its own start to the start of the last member a device waits, the rest
+is time on the wire. Members are matched by step, instruction and occurrence. Clocks of different hosts are first aligned on the ends of
+collectives that span them, which all members leave together (up to the time of the last hop).
+
+Bandwidths follow nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is bytes over time, bus bandwidth is that times 2(n-1)/n for an
+all-reduce, (n-1)/n for gathers, scatters and all-to-alls, 1 for point to point. Time is that on the wire, waiting left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ridgeline.explain.trace import intervals
+from ridgeline.explain.trace.classify import COMMUNICATION
+from ridgeline.explain.trace.ledger import PS, Activity
+from ridgeline.explain.trace.program import Program, Programs, guessed_opcode
+from ridgeline.explain.trace.read import Host, Ops
+from ridgeline.explain.trace.wire import MISSING
+from ridgeline.hlo.parse import part_of, scope
+from ridgeline.planner.communication import bus_factor
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over the same axes in the same part of the model. Times and bytes per step and device."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    """None: not known, or no product of mesh axes."""
+    layer: str
+    """The named scope they come from: attention, mlp, ...; `other` outside all."""
+    phase: str
+    """forward, backward, recompute or update."""
+    count: float
+    """Runs per step and device."""
+    bytes: float | None
+    """Of the unsharded side; None where the HLO was not saved."""
+    time_s: float
+    exposed_s: float
+    """Not hidden by compute."""
+    wait_s: float | None
+    """Waiting for the last member; None where members cannot be matched."""
+    wire_s: float | None
+    group_size: int | None
+    algorithm_bandwidth: float | None
+    """bytes/s."""
+    bus_bandwidth: float | None
+    """bytes/s."""
+    instructions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A device the others waited for."""
+
+    host: str
+    device: str
+    late_s: float
+    """How much later than the median member it arrived at collectives, summed, per step."""
+    last_share: float
+    """Share of the collectives it took part in that it reached last."""
+    cost_s: float
+    """Time the others waited for it, per step and other device."""
+
+
+@dataclass
+class Communication:
+    """What analysing the collectives gave."""
+
+    traffic: list[Traffic] = field(default_factory=list)
+    stragglers: list[Straggler] = field(default_factory=list)
+    clock_offsets_s: dict[str, float] = field(default_factory=dict)
+    """Host -> how far its clock is ahead of the first host's, where collectives show it."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One device's part in the analysis."""
+
+    host: int
+    """Index of its host."""
+    label: str
+    ops: Ops
+    kinds: np.ndarray
+    step: np.ndarray
+    """int64 [n]: step number of every operation."""
+    active: Activity
+
+
+@dataclass
+class _Calls:
+    """All calls of one instruction: times [devices, calls], aligned by occurrence."""
+
+    module: str
+    op: str
+    start: np.ndarray
+    end: np.ndarray
+    exposed: np.ndarray
+    matched: bool
+    """Every device made the same calls."""
+    members: list[int]
+    """Devices, in the order of the rows."""
+    wait: np.ndarray | None = None
+
+
+_Key = tuple[str, tuple[str, ...] | None, str, str, int | None]
+"""Kind, axes, layer, pass, group size."""
+LATE_SHARE = 0.02
+"""A straggler is named when what it costs the others is at least this share of a step."""
+
+
+def communication(hosts: Sequence[Host], members: Sequence[Member], programs: Programs, *, steps: int, step_s: float) -> Communication:
+    """Analyse the collectives.
+
+    Args:
+      hosts: the traces.
+      members: the devices, in the order of the mesh's flat device list.
+      programs: the HLO saved beside.
+      steps: number of steps.
+      step_s: mean time of a step.
+    """
+    found = Communication()
+    calls = _calls(hosts, members)
+    if not calls:
+        return found
+    offsets = _clock_offsets(hosts, members, calls, programs)
+    first = hosts[min(offsets)].zero_ns
+    found.clock_offsets_s = {
+        hosts[h].name: (hosts[h].zero_ns - first) * 1e-9 + offset * PS for h, offset in offsets.items() if h != min(offsets)
+    }
+    shift = np.array([offsets.get(m.host, 0) for m in members], np.int64)
+    late: dict[int, float] = defaultdict(float)
+    cost: dict[int, float] = defaultdict(float)
+    last: dict[int, int] = defaultdict(int)
+    took: dict[int, int] = defaultdict(int)
+    for call in calls:
+        _wait(call, shift, _groups(call, programs, members), late, cost, last, took)
+    found.traffic = _traffic(calls, programs, per=1 / (len(members) * steps))
+    unmatched = sum(call.wait is None for call in calls)
+    if unmatched and len(members) > 1:
+        found.notes.append(f"{unmatched} of {len(calls)} collectives could not be matched between devices: no split of wire and waiting")
+    for d in sorted(cost, key=lambda d: -cost[d]):
+        each_s = cost[d] * PS / steps
+        if each_s >= LATE_SHARE * step_s and last[d] / max(1, took[d]) > 0.5:
+            found.stragglers.append(
+                Straggler(hosts[members[d].host].name, members[d].label, late[d] * PS / steps, last[d] / took[d], each_s)
+            )
+    return found
+
+
+def _calls(hosts: Sequence[Host], members: Sequence[Member]) -> list[_Calls]:
+    rows: dict[tuple[str, str], dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(dict)
+    for index, member in enumerate(members):
+        strings = hosts[member.host].strings
+        chosen = np.flatnonzero(member.kinds == COMMUNICATION)
+        ops = member.ops.take(chosen)
+        hidden = intervals.covered(ops.start, ops.end, member.active.compute)
+        exposed = ops.end - ops.start - hidden
+        label = np.where(ops.op == MISSING, ops.name, ops.op)
+        pairs, inverse = np.unique(np.stack([ops.module, label], axis=1), axis=0, return_inverse=True)
+        order = np.argsort(inverse.ravel(), kind="stable")
+        cuts = np.cumsum(np.bincount(inverse.ravel(), minlength=len(pairs)))[:-1].tolist()
+        for (module, op), mine in zip(pairs.tolist(), np.split(order, cuts), strict=False):  # a split makes one part of nothing
+            key = ("" if module == MISSING else strings[module], strings[op])
+            rows[key][index] = (ops.start[mine], ops.end[mine], exposed[mine], member.step[chosen][mine])
+    return [_one(key, by_device) for key, by_device in rows.items()]
+
+
+def _one(key: tuple[str, str], by_device: Mapping[int, tuple[np.ndarray, ...]]) -> _Calls:
+    devices = sorted(by_device)
+    steps = [by_device[d][3] for d in devices]
+    matched = all(len(s) == len(steps[0]) and (s == steps[0]).all() for s in steps)
+    if matched:
+        start, end, exposed = (np.stack([by_device[d][i] for d in devices]) for i in range(3))
+    else:
+        start, end, exposed = (np.concatenate([by_device[d][i] for d in devices])[None] for i in range(3))
+    return _Calls(key[0], key[1], start, end, exposed, matched, devices)
+
+
+def _groups(call: _Calls, programs: Programs, members: Sequence[Member]) -> list[list[int]] | None:
+    """Rows of a call that move data together; None when that is not known."""
+    program = programs.find(call.module)
+    if program is None:
+        return [list(range(len(call.members)))]
+    groups = program.groups.get(_instruction(program, call.op))
+    if groups is None or program.num_devices != len(members):
+        return None
+    row = {device: index for index, device in enumerate(call.members)}
+    return [[row[d] for d in group if d in row] for group in groups.tolist()]
+
+
+def _wait(
+    call: _Calls,
+    shift: np.ndarray,
+    groups: list[list[int]] | None,
+    late: dict[int, float],
+    cost: dict[int, float],
+    last: dict[int, int],
+    took: dict[int, int],
+) -> None:
+    """Split every call of an instruction into waiting and wire, and note who came last."""
+    if not call.matched or groups is None or len(call.members) < 2:
+        return
+    start = call.start - shift[call.members][:, None]
+    end = call.end - shift[call.members][:, None]
+    call.wait = np.zeros(start.shape, np.int64)
+    for group in groups:
+        if len(group) < 2:
+            continue
+        mine, devices = start[group], [call.members[row] for row in group]
+        arrival = mine.max(axis=0)
+        call.wait[group] = np.clip(np.minimum(arrival, end[group]) - mine, 0, None)
+        slowest = mine.argmax(axis=0)
+        ordered = np.sort(mine, axis=0)
+        # Only the time between the last two arrivals is the last one's fault.
+        blame = ordered[-1] - ordered[-2]
+        lateness = np.clip(mine - np.median(mine, axis=0), 0, None).sum(axis=1)
+        for row, device in enumerate(devices):
+            late[device] += float(lateness[row])
+            cost[device] += float(blame[slowest == row].sum())
+            last[device] += int((slowest == row).sum())
+            took[device] += mine.shape[1]
+
+
+def _clock_offsets(hosts: Sequence[Host], members: Sequence[Member], calls: Sequence[_Calls], programs: Programs) -> dict[int, int]:
+    """Host -> picoseconds to take off its times so that the ends of shared collectives agree. Times count from each host's own zero."""
+    offsets = dict.fromkeys(sorted({m.host for m in members}), 0)
+    if len(offsets) < 2:
+        return offsets
+    first = min(offsets)
+    differences: dict[int, list[np.ndarray]] = defaultdict(list)
+    for call in calls:
+        groups = _groups(call, programs, members)
+        if not call.matched or groups is None:
+            continue
+        for group in groups:
+            by_host: dict[int, list[int]] = defaultdict(list)
+            for row in group:
+                by_host[members[call.members[row]].host].append(row)
+            if first in by_host:
+                reference = np.median(call.end[by_host[first]], axis=0)
+                for host, rows in by_host.items():
+                    if host != first:
+                        differences[host].append(np.median(call.end[rows], axis=0) - reference)
+    for host, found in differences.items():
+        offsets[host] = round(float(np.median(np.concatenate(found))))
+    return offsets
+
+
+def _traffic(calls: Sequence[_Calls], programs: Programs, per: float) -> list[Traffic]:
+    groups: dict[_Key, list[tuple[_Calls, float | None]]] = defaultdict(list)
+    key: _Key
+    for call in calls:
+        program = programs.find(call.module)
+        known = None if program is None else program.collectives.get(_instruction(program, call.op))
+        if known is None:
+            key = (_kind(call.op), None, "other", "update", None)
+            groups[key].append((call, None))
+        else:
+            where = known.op_name
+            key = (known.kind, known.axes, scope(where) or "other", part_of(where), known.group_size)
+            groups[key].append((call, float(known.bytes)))
+    return sorted((_summed(key, found, per) for key, found in groups.items()), key=lambda t: -t.time_s)
+
+
+def _summed(key: _Key, found: Sequence[tuple[_Calls, float | None]], per: float) -> Traffic:
+    kind, axes, layer, phase, size = key
+    time_s = sum(float((c.end - c.start).sum()) for c, _ in found) * PS * per
+    exposed_s = sum(float(c.exposed.sum()) for c, _ in found) * PS * per
+    waits = [c.wait for c, _ in found]
+    wait_s = None if any(w is None for w in waits) else sum(float(w.sum()) for w in waits if w is not None) * PS * per
+    sizes = [b for _, b in found]
+    moved = None if any(b is None for b in sizes) else sum(b * c.start.size for c, b in found if b is not None) * per
+    wire_s = None if wait_s is None else time_s - wait_s
+    basis_s = wire_s if wire_s is not None else time_s
+    bandwidth = moved / basis_s if moved is not None and basis_s > 0 else None
+    return Traffic(
+        kind=kind,
+        axes=axes,
+        layer=layer,
+        phase=phase,
+        count=sum(c.start.size for c, _ in found) * per,
+        bytes=moved,
+        time_s=time_s,
+        exposed_s=exposed_s,
+        wait_s=wait_s,
+        wire_s=wire_s,
+        group_size=size,
+        algorithm_bandwidth=bandwidth,
+        bus_bandwidth=None if bandwidth is None or size is None else bandwidth * _bus_factor(kind, size),
+        instructions=tuple(sorted(c.op for c, _ in found)),
+    )
+
+
+def _bus_factor(kind: str, size: int) -> float:
+    return bus_factor(kind, size) if kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all") else 1.0
+
+
+def _instruction(program: Program, op: str) -> str:
+    """The instruction with the groups: of a start and done pair the start."""
+    if op in program.collectives:
+        return op
+    for computation in program.module.computations.values():
+        instruction = computation.by_name.get(op)
+        if instruction is None:
+            continue
+        if guessed_opcode(op).endswith("-done") and instruction.operands:
+            return _instruction(program, instruction.operands[0])
+        inner = [i.name for name in instruction.called for i in program.module.computations[name].instructions]
+        return next((name for name in inner if name in program.collectives), op)
+    return op
+
+
+def _kind(op: str) -> str:
+    """Name a collective the HLO does not know, from its instruction or kernel."""
+    lowered = guessed_opcode(op).lower().replace("-", "")
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "broadcast", "send", "recv"):
+        if kind.replace("-", "") in lowered:
+            return kind
+    return "all-reduce" if "psum" in lowered else "point to point" if "memcpy" in lowered else "unknown"

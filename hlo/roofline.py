@@ -1,0 +1,239 @@
+"""A roofline walk over a compiled module: FLOPs and bytes of every kernel, and the least time each can take.
+
+A kernel takes at least max(FLOPs / peak, bytes / bandwidth). Bytes are those that must move: what a fusion reads and writes in memory, a
+slice for an operand it only slices, an update for a buffer it updates in place. Loops count by their trip count. Collectives are no
+kernels; they are listed by hlo.collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ridgeline.hlo.parse import Computation, Instruction, Module, Shape, Source, part_of, scope
+
+_FREE = frozenset(
+    {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "iota"}
+    | {"while", "conditional", "call", "opt-barrier", "optimization-barrier", "async-start", "async-done", "async-update"}
+)
+_COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-|send|recv|ragged-all)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of the step."""
+
+    name: str
+    opcode: str
+    flops: float
+    """Of matrix products and attention, per run."""
+    bytes: float
+    """Moved to and from memory, per run."""
+    count: float
+    """Runs per step."""
+    dtype: str
+    """Of the inputs of its products, as HLO writes it; '' for a kernel without any."""
+    component: str
+    """attention, mlp, loss, ...; 'other' outside every named scope."""
+    part: str
+    """forward, backward, recompute or update."""
+    op_name: str
+    source: Source | None
+    unknown_flops: bool = False
+    """A kernel of somebody's own that does not say what it multiplies: its FLOPs are counted as none."""
+    host_copy: bool = False
+    """A copy between device and host memory, beside the compute stream; `bytes` are those read and those written."""
+
+    def seconds(self, peak_flops: float, bandwidth: float) -> float:
+        """The least time of all its runs."""
+        return self.count * max(self.flops / peak_flops, self.bytes / bandwidth)
+
+    def binds(self, peak_flops: float, bandwidth: float) -> str:
+        """`compute` or `memory`."""
+        return "compute" if self.flops / peak_flops > self.bytes / bandwidth else "memory"
+
+
+def kernels(module: Module) -> list[Kernel]:
+    """List the kernels a call of the module runs, in text order; those inside fusions belong to their fusion."""
+    return [
+        _kernel(module, computation, instruction, module.runs[computation.name])
+        for computation in _executed(module)
+        for instruction in computation.instructions
+        if instruction.opcode not in _FREE and not instruction.opcode.endswith("-done") and not _COLLECTIVE.match(instruction.opcode)
+    ]
+
+
+def total_flops(found: list[Kernel]) -> float:
+    """FLOPs of a step on one device, recomputation included."""
+    return math.fsum(kernel.flops * kernel.count for kernel in found)
+
+
+def without_flops(found: list[Kernel]) -> dict[str, float]:
+    """Kernels that may multiply and do not say so, by their path (or name), and how often a step runs them."""
+    counts: dict[str, float] = {}
+    for kernel in found:
+        if kernel.unknown_flops:
+            name = kernel.op_name or kernel.name
+            counts[name] = counts.get(name, 0.0) + kernel.count
+    return counts
+
+
+def _executed(module: Module) -> Iterator[Computation]:
+    """Computations whose instructions are launched by themselves: the entry, bodies of loops, branches, calls, asynchronous ones."""
+    inner: set[str] = set()
+    for _, instruction in module.instructions():
+        if instruction.opcode not in ("while", "conditional", "call", "async-start"):
+            inner.update(instruction.called)
+    for computation in module.computations.values():
+        if computation.name not in inner and module.runs[computation.name] > 0:
+            yield computation
+
+
+def _kernel(module: Module, computation: Computation, instruction: Instruction, count: float) -> Kernel:
+    fused = next((module.computations[name] for name in instruction.called if name in module.computations), None)
+    if instruction.opcode in ("fusion", "fusion-start") and fused is not None:  # jaxlib 0.12 splits slices and updates of scans
+        products = list(_inside(module, fused))
+        size = _fusion_bytes(computation, instruction, fused)
+    else:
+        products = [(computation, instruction)]
+        size = float(sum(s.bytes for s in computation.operand_shapes(instruction)) + instruction.bytes)
+        if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+            size = 2.0 * instruction.bytes
+        elif instruction.opcode == "dynamic-update-slice":
+            size = 2.0 * computation.operand_shapes(instruction)[1].bytes
+    flops, dtype, unknown = 0.0, "", False
+    for where, product in products:
+        counted = product_flops(where, product)
+        unknown = unknown or counted is None
+        more = counted or 0.0
+        flops += more
+        if more and not dtype:
+            dtype = where.operand_shapes(product)[0].dtype
+    name = instruction.op_name
+    return Kernel(
+        instruction.name,
+        instruction.opcode,
+        flops,
+        size,
+        count,
+        dtype,
+        scope(name) or "other",
+        part_of(name),
+        name,
+        module.source(instruction),
+        unknown,
+        instruction.in_host_memory and instruction.opcode.endswith("-start"),
+    )
+
+
+def _inside(module: Module, fused: Computation) -> Iterator[tuple[Computation, Instruction]]:
+    """Products of a fusion; Triton's are fusions of fusions."""
+    for instruction in fused.instructions:
+        if instruction.opcode in ("dot", "scaled-dot", "custom-call"):
+            yield fused, instruction
+        elif instruction.opcode == "fusion":
+            for name in instruction.called:
+                yield from _inside(module, module.computations[name])
+
+
+def product_flops(computation: Computation, instruction: Instruction) -> float | None:
+    """FLOPs of a dot, a library's matrix product or fused attention, or a kernel that says them; 0 where none are multiplied.
+
+    None for a kernel of somebody's own (Triton, Mosaic, a foreign function) that does not say them.
+    """
+    if instruction.opcode in ("dot", "scaled-dot"):
+        return _product(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
+    if instruction.opcode != "custom-call":
+        return 0.0
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    if target is None:
+        return 0.0
+    name = target.group(1)
+    if "blockScaledDot" in name:  # [1, M, K] x [1, N, K]
+        return 2.0 * math.prod(instruction.shapes[0].dims) * computation.operand_shapes(instruction)[0].dims[-1]
+    if "fmha" in name:
+        return _attention_flops(computation, instruction, name)
+    if name.startswith("__cublas") or "onednn$matmul" in name:
+        return _product(computation, instruction, r'lhs_contracting_dimensions": ?\["?([\d", ]*)\]')
+    if _OWN_KERNEL.search(name):
+        said = _SAID_FLOPS.search(instruction.attributes.replace(r"\22", '"'))
+        return float(said.group(1)) if said else None
+    return 0.0
+
+
+_OWN_KERNEL = re.compile(r"triton|mosaic|pallas|cutlass|flash|gemm|matmul|conv|^te_", re.I)
+"""Custom calls that may multiply. Others sort, copy, place and annotate."""
+_SAID_FLOPS = re.compile(r'serialized_metadata = "\{[^}]*"flops": ?"(\d+)"')
+"""In the metadata of a pallas_call: JSON inside MLIR's quotes, in which a quotation mark is written \\22."""
+
+
+def _product(computation: Computation, instruction: Instruction, contracting: str) -> float:
+    lhs = computation.operand_shapes(instruction)[0]
+    contracted = re.search(contracting, instruction.attributes)
+    dims = [int(d) for d in re.findall(r"\d+", contracted.group(1))] if contracted else []
+    return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[d] for d in dims)
+
+
+def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float | None:
+    """Two products forward (QK, PV), five backward; half under a causal mask, which the kernel skips."""
+    scores = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.attributes)
+    if not scores:
+        return None
+    elements = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1)))
+    width = computation.operand_shapes(instruction)[0].dims[-1]
+    products = 5 if "Backward" in target else 2
+    causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes else 1.0
+    return 2.0 * elements * width * products * causal
+
+
+def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Computation) -> float:
+    """What a fusion must read and write: a slice of what it only slices, the update of what it updates in place."""
+    parameters = {i.parameter_number: i for i in fused.instructions if i.opcode == "parameter"}
+    users: dict[str, list[Instruction]] = {}
+    for inner in fused.instructions:
+        for operand in inner.operands:
+            users.setdefault(operand, []).append(inner)
+    total = 0.0
+    updated: set[str] = set()
+    root = fused.instructions[-1]
+    roots = [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    for item in roots:
+        origin = _through(fused, item)
+        if origin.opcode == "dynamic-update-slice":
+            total += fused.by_name[origin.operands[1]].bytes
+            updated.add(_through(fused, fused.by_name[origin.operands[0]]).name)
+        else:
+            total += item.bytes
+    for number, name in enumerate(instruction.operands):
+        inner_parameter = parameters.get(number)
+        if inner_parameter is None:
+            total += _bytes(computation.by_name[name].shapes)
+            continue
+        if inner_parameter.name in updated:
+            continue
+        uses = _real_users(users, inner_parameter.name)
+        if uses and all(use.opcode in ("dynamic-slice", "slice", "gather") and use.operands[0] == taken for use, taken in uses):
+            total += sum(use.bytes for use, _ in uses)
+        else:
+            total += inner_parameter.bytes
+    return total
+
+
+def _real_users(users: dict[str, list[Instruction]], name: str) -> list[tuple[Instruction, str]]:
+    """Users of a value, seen through bitcasts, each with the name it takes it by."""
+    found: list[tuple[Instruction, str]] = []
+    for user in users.get(name, []):
+        found += _real_users(users, user.name) if user.opcode == "bitcast" else [(user, name)]
+    return found
+
+
+def _through(fused: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode in ("bitcast", "copy", "convert") and instruction.operands and instruction.operands[0] in fused.by_name:
+        instruction = fused.by_name[instruction.operands[0]]
+    return instruction
+
+
+def _bytes(shapes: tuple[Shape, ...]) -> int:
+    return sum(shape.bytes for shape in shapes)

@@ -1,0 +1,56 @@
+"""Why a run failed, in words, from what it printed and how it ended."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ridgeline.launch import exit_codes
+
+TAIL_BYTES = 1 << 16
+LONGEST = 300
+_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|CUDA_ERROR_OUT_OF_MEMORY|std::bad_alloc", re.I)
+_OWN = re.compile(r"ridge(?: \w+)?: (?:error|stopped): (.*)")
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Failure|Interrupt): .*")
+_CODES = {
+    exit_codes.HANG: "hung: the watchdog ended it",
+    exit_codes.LOST_PEER: "another process of the run was lost",
+    exit_codes.BAD_NODE: "a node was found unfit",
+    exit_codes.NUMERICAL_FAILURE: "too many non-finite steps",
+    exit_codes.SAVE_FAILURE: "checkpoints could not be written",
+}
+SIGKILL_CODE = 137
+
+
+def failure_words(log: Path, code: int) -> str:
+    """Say why a run ended with a code: memory first, then its own last words, then the last exception, then the code."""
+    lines = [re.sub(r"^ *\d+: ", "", line).strip() for line in _tail(log)]
+    memory = next((line for line in lines if _MEMORY.search(line)), None)
+    if memory is not None:
+        return _short(f"out of memory: {memory}")
+    own = [match[1] for line in lines if (match := _OWN.search(line))]
+    if own:
+        return _short(own[-1])
+    raised = [line for line in lines if _EXCEPTION.match(line)]
+    if raised:
+        return _short(raised[-1])
+    if code in _CODES:
+        return _CODES[code]
+    if code in (SIGKILL_CODE, -9):
+        return "killed (signal 9): out of host memory?"
+    return f"ended with exit code {code}"
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(max(0, size - TAIL_BYTES))
+            return stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

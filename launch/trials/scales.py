@@ -1,0 +1,133 @@
+"""The settings of a scaling study: one axis of the mesh grows, and with it the batch in weak scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.configs.mesh import WORKING_AXES
+from ridgeline.configs.rules import check_devices
+from ridgeline.configs.schema import Config
+from ridgeline.launch.trials.engine import Setting, setting_of, with_enough_lines
+from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.hardware import find_hardware
+from ridgeline.planner.step_time import step_time
+
+VARIED = ("mesh.", "runtime.cpu_devices")
+VARIED_WEAK = (*VARIED, "data.batch_size")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A study as it was asked for."""
+
+    config: str
+    overrides: tuple[str, ...]
+    devices: Sequence[int]
+    weak: bool = False
+    axis: str | None = None
+    """The axis that grows; None: the config's own -1 axis, else data where it is used, else fsdp."""
+
+    @property
+    def base(self) -> Config:
+        """The config as it is, without scale. Raises UserError."""
+        return load(self.config, self.overrides).config
+
+
+def parse_counts(text: str, option: str) -> list[int]:
+    """Read `1,2,4`. Raises UserError for anything else, and for a number that is there twice."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise UserError(f"{option} {text}: whole numbers from 1 on separated by commas, as in 1,2,4,8")
+    counts = sorted(int(part) for part in parts)
+    if len(set(counts)) < len(counts):
+        raise UserError(f"{option} {text}: a scale is there twice; repeats are asked for with --repeats")
+    return counts
+
+
+def growing_axis(config: Config, asked: str | None) -> str:
+    """Return the mesh axis that grows. Raises UserError when another one takes the devices that are left."""
+    sizes = config.mesh.sizes
+    wild = next((axis for axis, size in sizes.items() if size == -1), None)
+    if asked is None:
+        return wild if wild in WORKING_AXES and wild is not None else "data" if sizes["data"] > 1 else "fsdp"
+    if wild is not None and wild != asked:
+        raise UserError(f"--axis {asked}: mesh.{wild}=-1 takes the devices that are left; give mesh.{wild}=1 as well")
+    return asked
+
+
+def settings_of(
+    asked: Asked,
+    *,
+    check: Callable[[int], None] = lambda devices: None,
+    per_process: Callable[[int], int] | None = None,
+    nodes: Mapping[int, int] | None = None,
+) -> list[Setting]:
+    """Return a setting per scale; scales that the config or the machine cannot run say why.
+
+    Args:
+      asked: the study.
+      check: raises UserError for a scale that the machine does not have.
+      per_process: devices -> those of one process, where they are virtual ones, whose number the config says; raises UserError as `check`.
+      nodes: scale -> nodes, through Slurm.
+
+    Raises:
+      UserError: the config itself is wrong.
+    """
+    base = asked.base
+    axis = growing_axis(base, asked.axis)
+    smallest = min(asked.devices)
+
+    def config_at(devices: int) -> Config:
+        check(devices)
+        others = math.prod(size for name, size in base.mesh.sizes.items() if name != axis)
+        if devices % others:
+            raise UserError(f"{devices} devices do not divide over the other mesh axes ({others} devices)")
+        changes = [f"mesh.{axis}={devices // others}"]
+        if per_process is not None:
+            changes.append(f"runtime.cpu_devices={per_process(devices)}")
+        if asked.weak:
+            batch, rest = divmod(base.data.batch_size * devices, smallest)
+            if rest:
+                raise UserError(f"data.batch_size={base.data.batch_size} of {smallest} devices cannot be scaled to {devices}")
+            changes.append(f"data.batch_size={batch}")
+        config = load(asked.config, [*asked.overrides, *changes]).config
+        check_devices(config, devices)
+        return with_enough_lines(config)
+
+    return [
+        setting_of(f"devices-{devices}", devices, partial(config_at, devices), None if nodes is None else nodes[devices])
+        for devices in asked.devices
+    ]
+
+
+def prediction(config: Config, devices: int, kind: str, cluster: ClusterConfig | None, calibration: Calibration) -> dict[str, Any]:
+    """Return what the planner expects of a scale on devices of a kind (as JAX names them), or why it cannot say."""
+    if cluster is None:
+        return {"why_none": "no cluster file says what the devices are (--cluster, or --predict for runs on this machine)"}
+    device = find_hardware(kind)
+    if (kind.lower() if device is None else device.name) != cluster.device:
+        return {"why_none": f"{cluster.name} has {cluster.device} devices, these runs used '{kind}'", "cluster": cluster.name}
+    try:
+        expected = step_time(config, check_devices(config, devices), cluster, calibration)
+    except UserError as error:
+        return {"why_none": str(error), "cluster": cluster.name}
+    return {
+        "tokens_per_s": expected.tokens_per_s,
+        "step_s": expected.step_s,
+        "breakdown_s": expected.breakdown_s,
+        "cluster": cluster.name,
+        "rates": calibration.name,
+    }
+
+
+def output_of(base: Config, output: Path | None, what: str) -> Path:
+    """Return the directory of a study."""
+    return output if output is not None else Path("runs") / f"{base.name}-{what}"

@@ -1,0 +1,126 @@
+"""The run ledger while the run goes on: kept up event by event, without reading the log again.
+
+At a log record its seconds are those of `run_ledger` on the log up to there. What only a later start can know is missing until then:
+steps that will be done again, the time a killed process lived on beyond its last event.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ridgeline.rundir.events import Event, EventLog, event_file, read_events
+from ridgeline.rundir.goodput import CATEGORIES, OF_PHASE, Waiting, queue_waits, run_ledger
+from ridgeline.rundir.money import run_price
+
+
+@dataclass
+class _Open:
+    """A phase that runs."""
+
+    phase: str
+    start_s: float
+    depth: int
+
+
+@dataclass
+class LiveGoodput:
+    """Seconds by category up to the newest event.
+
+    Args:
+      seconds: those before, by category.
+      mono_s: up to when, by the monotonic clock of this process.
+      usd_per_s: price of all devices of the run; None: not known.
+    """
+
+    seconds: dict[str, float]
+    mono_s: float
+    usd_per_s: float | None = None
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _marks: dict[tuple[str, int | None, str], float] = field(default_factory=dict)
+    """(name, parent, category of the parent) of a sum -> the category's seconds up to the last one recorded."""
+    _before: dict[str, float] = field(default_factory=dict)
+    _window: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._before, self._window = dict(self.seconds), dict(self.seconds)
+
+    def observe(self, kind: str, mono_s: float, fields: Mapping[str, Any]) -> None:
+        """Take in one event of this process as it is written (see EventLog.observer)."""
+        with self._lock:
+            self._advance(mono_s)
+            if kind == "phase_start":
+                parent = self._open.get(fields["parent"])
+                self._open[fields["id"]] = _Open(fields["phase"], mono_s, 0 if parent is None else parent.depth + 1)
+            elif kind == "phase_end":
+                self._open.pop(fields["id"], None)
+            elif kind == "phase_total":
+                self._carve(fields)
+            elif kind == "hang" and "silent_s" in fields:
+                self._move(float(fields["silent_s"]), self._category(), "hang")
+
+    def _category(self) -> str:
+        inner = max(self._open.values(), key=lambda p: (p.start_s, p.depth), default=None)
+        return "unexplained" if inner is None else OF_PHASE[inner.phase]
+
+    def _advance(self, mono_s: float) -> None:
+        self.seconds[self._category()] += max(0.0, mono_s - self.mono_s)
+        self.mono_s = max(self.mono_s, mono_s)
+
+    def _carve(self, fields: Mapping[str, Any]) -> None:
+        parent = self._open.get(fields["parent"])
+        outside = "unexplained" if parent is None else OF_PHASE[parent.phase]
+        key = (fields["phase"], fields["parent"], outside)
+        before_s = self._marks.get(key, self._before[outside])
+        self._move(min(float(fields["duration_s"]), self.seconds[outside] - before_s), outside, OF_PHASE[fields["phase"]])
+        self._marks[key] = self.seconds[outside]
+
+    def _move(self, amount_s: float, source: str, target: str) -> None:
+        amount_s = min(max(0.0, amount_s), self.seconds[source])
+        self.seconds[source] -= amount_s
+        self.seconds[target] += amount_s
+        for key, mark_s in self._marks.items():
+            if key[2] == source:  # what is taken is the latest: more than there was since a mark lowers the mark
+                self._marks[key] = min(mark_s, self.seconds[source])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the run so far, and the goodput since the last call."""
+        with self._lock:
+            seconds = dict(self.seconds)
+        wall_s = sum(seconds.values())
+        passed_s = wall_s - sum(self._window.values())
+        done_s = seconds["productive"] - self._window["productive"]
+        self._window = seconds
+        values = {"train_goodput/goodput": seconds["productive"] / wall_s if wall_s > 0 else 0.0, "train_goodput/wall_s": wall_s}
+        if passed_s > 0:
+            values["train_goodput/goodput_now"] = done_s / passed_s
+        values |= {f"train_goodput/{name}_s": value for name, value in seconds.items() if value > 0}
+        if self.usd_per_s is not None:
+            values["train_goodput/usd"] = wall_s * self.usd_per_s
+        return values
+
+
+def watch(events: EventLog, run_dir: Path, start_step: int, devices: int) -> LiveGoodput:
+    """Begin to keep the ledger of a run that is about to train from `start_step`; its log is read this once.
+
+    Raises UserError when the log, or the record of the run's jobs, is damaged.
+    """
+    log = read_events(event_file(run_dir, events.process))
+    price_usd = run_price(run_dir)
+    live = begin(log, queue_waits(run_dir, log), start_step, None if price_usd is None else price_usd * devices / 3600)
+    events.observer = live.observe
+    return live
+
+
+def begin(log: Sequence[Event], waits: Iterable[Waiting], start_step: int, usd_per_s: float | None) -> LiveGoodput:
+    """Return the ledger of a log so far, with what a start from `start_step` makes of earlier ones."""
+    last = max((event for event in log if event.process == 0), key=lambda event: (event.restart, event.mono_s))
+    train = {"phase": "train", "id": -1, "parent": None, "start_step": start_step}
+    about = Event("phase_start", last.time_s, last.mono_s, last.run, 0, last.restart, train)
+    ledger = run_ledger([*log, about], waits)
+    assert set(ledger.seconds) == set(CATEGORIES)
+    return LiveGoodput(dict(ledger.seconds), last.mono_s, usd_per_s)

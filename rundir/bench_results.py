@@ -1,0 +1,177 @@
+"""Stored benchmark results: one JSON file each, with everything that a later reader needs to know what was measured.
+
+<results>/<task>/<UTC time>-<config name>.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.rundir.provenance import cores, cpu_model, packages, source_state, user
+
+FORMAT = 1
+RESULTS = Path("bench")
+"""Where results go by default."""
+SETTINGS = ("XLA_", "JAX_", "NCCL_", "CUDA_", "OMP_", "NPROC", "RAYON_", "LIBTPU_")
+"""Environment variables by which a measurement may differ."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What it was measured on."""
+
+    platform: str
+    kind: str
+    count: int
+    """Over all processes."""
+    processes: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A result read back."""
+
+    path: Path
+    task: str
+    name: str
+    """Of the config."""
+    series: dict[str, list[float]]
+    """Layer -> seconds, by round."""
+    config: dict[str, Any]
+    """Resolved, as plain data."""
+    provenance: dict[str, Any]
+    content: dict[str, Any]
+    """The whole file."""
+
+    @property
+    def neighbours(self) -> float:
+        """Share of the cores that other programs took while it was measured; 0 where the kernel did not say."""
+        return float(self.provenance.get("neighbours") or 0.0)
+
+    @property
+    def code(self) -> str:
+        """Names the code: commit and uncommitted changes. Two results of the same code are runs of unchanged code."""
+        code = self.provenance["code"]
+        changes = f" with changes {code['diff_sha256'][:8]}" if code.get("diff_sha256") else ""
+        return f"{(code.get('commit') or 'no commit')[:12]}{changes}"
+
+
+def provenance(config: Config, *, command: Sequence[str], overrides: Sequence[str], device: Device, now: datetime) -> dict[str, Any]:
+    """Return what a measurement was made with.
+
+    Args:
+      command: as typed; `overrides`: the config's.
+      device: of JAX.
+      now: time of the measurement, with its time zone.
+    """
+    state = source_state()
+    diff = hashlib.sha256(state.diff.encode(errors="surrogateescape")).hexdigest() if state.diff else None
+    installed = packages()
+    return {
+        "time": now.isoformat(timespec="seconds"),
+        "command": list(command),
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "user": user(),
+        "code": {**state.facts, "diff_sha256": diff},
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": installed,
+        "device": dataclasses.asdict(device),
+        "cpu": {"model": cpu_model(), "cores": cores()},
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
+        "config_sha256": config_sha256(config),
+        "overrides": list(overrides),
+    }
+
+
+def config_sha256(config: Config) -> str:
+    """Digest of the resolved config."""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+
+
+def default_path(results: Path, task: str, name: str, now: datetime) -> Path:
+    """Name the file of a new result."""
+    return results / task / f"{now:%Y%m%dT%H%M%S}-{name}.json"
+
+
+def as_stored(path: Path, found: Mapping[str, Any], config: Config, made_with: Mapping[str, Any]) -> Stored:
+    """Return a fresh result as `read` would return it."""
+    content = _content(found, config, made_with)
+    return Stored(path, content["task"], config.name, content["series"], content["config"], content["provenance"], content)
+
+
+def _content(found: Mapping[str, Any], config: Config, made_with: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "name": config.name, **found, "config": config.model_dump(mode="json"), "provenance": dict(made_with)}
+
+
+def write(path: Path, found: Mapping[str, Any], config: Config, made_with: Mapping[str, Any]) -> Path:
+    """Write a result to a file that does not exist yet; return where it went.
+
+    Raises UserError where it cannot be written.
+    """
+    content = _content(found, config, made_with)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x") as file:
+            file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    except FileExistsError:
+        raise UserError(f"{path} exists already: a stored result is never overwritten") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    return path
+
+
+def read(path: Path) -> Stored:
+    """Read a stored result. Raises UserError, one line, for what is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{path} is no result of ridge bench: not JSON, or cut off") from None
+    if not isinstance(content, dict) or not {"format", "task", "series", "config", "provenance", "name"} <= content.keys():
+        raise UserError(f"{path} is no result of ridge bench: it lacks what one holds (format, task, series, config, provenance)")
+    if content["format"] != FORMAT:
+        raise UserError(f"{path} has format {content['format']}; this version of ridge reads format {FORMAT}")
+    series = content["series"]
+    if not isinstance(series, dict) or not all(_is_series(values) for values in series.values()):
+        raise UserError(f"{path} is damaged: a series is not a list of seconds")
+    if not _has_provenance(content["provenance"]):
+        raise UserError(f"{path} is damaged: its provenance is not whole")
+    return Stored(path, content["task"], content["name"], series, content["config"], content["provenance"], content)
+
+
+def read_all(path: Path) -> list[Stored]:
+    """Read one result, or all of a directory (and below it), oldest first. Raises UserError when there is none."""
+    if not path.is_dir():
+        if not path.exists():
+            raise UserError(f"{path} not found: give a stored result of ridge bench, or a directory of them")
+        return [read(path)]
+    found = [read(file) for file in sorted(path.rglob("*.json"))]
+    if not found:
+        raise UserError(f"{path} holds no result of ridge bench (*.json)")
+    return sorted(found, key=lambda stored: stored.provenance["time"])
+
+
+def _is_series(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+
+
+def _has_provenance(found: Any) -> bool:
+    wanted = {"time": str, "code": dict, "device": dict, "cpu": dict, "packages": dict, "xla_flags": str}
+    return isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in wanted.items())

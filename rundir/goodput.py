@@ -1,0 +1,312 @@
+"""The run ledger: where the wall time of a run went, over all its starts, in parts that sum to the whole.
+
+Process 0 speaks for the run: all processes wait for each other at every step, so its time is everybody's. Its events are laid on one
+line of stretches that do not overlap, each of one of CATEGORIES (DIAGNOSIS: the run ledger).
+
+Goodput is productive time over wall time (Google, "ML Productivity Goodput", 2023). Time between two starts by hand is nobody's and not
+part of the wall time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ridgeline.configs.errors import UserError
+from ridgeline.rundir.events import Event
+from ridgeline.rundir.jsonl import read_jsonl
+from ridgeline.rundir.phases import Phase, phases
+
+CATEGORIES = {
+    "queue": "From submission, or the end of the start before, to the start of the next one by the scheduler.",
+    "startup": "Launch, imports, rendezvous, init, the first step (which pays for loading the program and for first touches).",
+    "restore": "Reading the checkpoint.",
+    "compile": "Tracing, lowering and compiling, or loading what an earlier start compiled.",
+    "productive": "Steps that count.",
+    "data_wait": "The loop waiting for the loader.",
+    "evaluation": "Evaluation sets.",
+    "checkpoint": "Saves holding up the loop.",
+    "profile": "Starting, stopping and writing a capture.",
+    "lost": "Steps done again by a later start, or never saved; with what was evaluated and waited for among them.",
+    "hang": "From the last sign of life to the watchdog's verdict.",
+    "teardown": "Closing files, waiting for the last save.",
+    "unexplained": "Nothing above.",
+}
+"""Category -> what it holds."""
+
+OF_PHASE = {
+    "launch": "startup",
+    "import": "startup",
+    "rendezvous": "startup",
+    "init": "startup",
+    "first_step": "startup",
+    "restore": "restore",
+    "compile": "compile",
+    "train": "productive",
+    "data_wait": "data_wait",
+    "evaluation": "evaluation",
+    "save": "checkpoint",
+    "profile": "profile",
+    "teardown": "teardown",
+}
+"""Phase of the event log -> category."""
+_REDONE = frozenset({"productive", "data_wait", "evaluation", "profile"})
+"""Categories that turn into `lost` when a later start resumes from before them."""
+_TOLERANCE_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A piece of wall time of one category."""
+
+    start_s: float
+    """Wall clock, seconds since 1970."""
+    end_s: float
+    category: str
+    restart: int
+    in_loop: bool = False
+    """Inside the training loop."""
+
+    @property
+    def duration_s(self) -> float:
+        """Length in seconds."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The wall time of a run by category."""
+
+    seconds: dict[str, float]
+    """Category -> seconds; every category of CATEGORIES is there, and they sum to `wall_s`."""
+    wall_s: float
+    starts: int
+    steps: int
+    """Last step reached."""
+    lost_steps: int
+    """Steps done again, or done and never saved."""
+    tokens: float | None
+    """Tokens of the steps that count."""
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def goodput(self) -> float:
+        """Productive share of the wall time; 0 for a run without any."""
+        return self.seconds["productive"] / self.wall_s if self.wall_s > 0 else 0.0
+
+    def over_time(self, points: int = 50) -> list[tuple[float, float]]:
+        """Return (seconds of wall time since the beginning, goodput up to then), evenly spaced, the end last."""
+        if self.wall_s <= 0:
+            return []
+        curve, marks = [], [self.wall_s * (i + 1) / points for i in range(points)]
+        elapsed_s = productive_s = 0.0
+        pieces = iter(self.stretches)
+        piece = next(pieces, None)
+        for mark_s in marks:
+            while piece is not None and elapsed_s + piece.duration_s <= mark_s + _TOLERANCE_S:
+                elapsed_s += piece.duration_s
+                productive_s += piece.duration_s if piece.category == "productive" else 0.0
+                piece = next(pieces, None)
+            part_s = max(0.0, mark_s - elapsed_s) if piece is not None and piece.category == "productive" else 0.0
+            curve.append((mark_s, (productive_s + part_s) / mark_s))
+        return curve
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Time in a scheduler's queue before one start."""
+
+    start_s: float
+    """Wall clock: when the job was submitted, or the start before it ended."""
+    restart: int
+    """The start it ended with."""
+    granted_s: float | None = None
+    """When the job's script began: what is between that and the start is start-up (the preflight); None: not known, all of it is queue."""
+    previous_end_s: float | None = None
+    """When the job's script says that the start before ended: later than its last event where it was killed."""
+
+
+def queue_waits(run_dir: Path, events: Sequence[Event]) -> list[Waiting]:
+    """Find what each start waited for in Slurm's queue, from the submissions (slurm/jobs.jsonl) and the starts of the job script
+    (attempts.jsonl) that a run directory records; [] for a run that was never submitted.
+
+    A start that belongs to no submission waited for nobody. Raises UserError for a damaged record.
+    """
+    submitted = [
+        (str(record["job"]), datetime.fromisoformat(str(record["time"])).timestamp())
+        for record in _records(run_dir / "slurm" / "jobs.jsonl")
+    ]
+    attempts = sorted(_records(run_dir / "attempts.jsonl"), key=lambda record: float(record["begin"]))
+    starts: dict[int, float] = {}
+    for event in events:
+        if event.process == 0:
+            starts[event.restart] = min(starts.get(event.restart, event.time_s), event.time_s)
+    waits = []
+    for restart, start_s in starts.items():
+        # seconds are whole in the job's record
+        during = next((a for a in attempts if float(a["begin"]) - 1 <= start_s <= float(a["end"]) + 1), None)
+        before = [float(a["end"]) for a in attempts if float(a["end"]) <= start_s and (during is None or a["job"] == during["job"])]
+        asked = [time_s for job, time_s in submitted if time_s <= start_s and (during is None or job == str(during["job"]))]
+        since = [*before[-1:], *asked[-1:]]
+        if since:
+            granted_s = None if during is None else max(float(during["begin"]), max(since))
+            waits.append(Waiting(max(since), restart, granted_s, before[-1] if before else None))
+    return waits
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [record for _, record in read_jsonl(path)] if path.is_file() else []
+
+
+def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger:
+    """Account for the wall time of a run.
+
+    Args:
+      events: of all processes and starts (rundir.events.read_events); a start that was killed at any byte of its log counts to its last
+        whole event.
+      waits: queueing times, from what the scheduler or the submission recorded.
+
+    Raises:
+      UserError: there are no events of process 0.
+    """
+    mine = [event for event in events if event.process == 0]
+    if not mine:
+        raise UserError("no events of process 0: the run never started, or its events.jsonl is lost")
+    found = phases(mine)
+    restarts = sorted({event.restart for event in mine})
+    waiting = {wait.restart: wait for wait in waits}
+    line: list[Stretch] = []
+    for restart in restarts:
+        log = [event for event in mine if event.restart == restart]
+        start = _start_line(log, [phase for phase in found if phase.restart == restart])
+        ended_s = line[-1].end_s if line else None
+        wait = waiting.get(restart)
+        if wait is not None:
+            if ended_s is not None and wait.previous_end_s is not None and ended_s < wait.previous_end_s <= start[0].start_s:
+                # a killed start worked on beyond its last event: nothing of that was kept
+                line.append(Stretch(ended_s, wait.previous_end_s, "lost" if line[-1].in_loop else "unexplained", line[-1].restart))
+            begin_s = wait.start_s if ended_s is None else max(wait.start_s, ended_s)
+            granted_s = _clip(start[0].start_s if wait.granted_s is None else wait.granted_s, begin_s, max(begin_s, start[0].start_s))
+            if begin_s < granted_s:
+                line.append(Stretch(begin_s, granted_s, "queue", restart))
+            if granted_s < start[0].start_s:
+                line.append(Stretch(granted_s, start[0].start_s, "startup", restart))
+        line += start
+    line, lost_steps = _with_losses(line, mine, found)
+    return _ledger(line, mine, found, lost_steps, len(restarts))
+
+
+def _ledger(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase], lost_steps: int, starts: int) -> Ledger:
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for stretch in line:
+        seconds[stretch.category] += stretch.duration_s
+    wall_s = sum(stretch.duration_s for stretch in line)
+    assert abs(sum(seconds.values()) - wall_s) <= _TOLERANCE_S * max(1.0, wall_s), "the parts must sum to the wall time"
+    steps = [event for event in mine if event.kind == "step"]
+    saves = [int(phase.fields["step"]) for phase in found if phase.name == "save" and "step" in phase.fields]
+    reached = max([int(event.fields["step"]) for event in steps[-1:]] + saves[-1:], default=0)
+    per_step = next((float(e.fields["tokens"]) / int(e.fields["step"]) for e in reversed(steps) if "tokens" in e.fields), None)
+    return Ledger(
+        seconds=seconds,
+        wall_s=wall_s,
+        starts=starts,
+        steps=reached,
+        lost_steps=lost_steps,
+        tokens=None if per_step is None else per_step * reached,
+        stretches=tuple(line),
+    )
+
+
+def _start_line(log: Sequence[Event], found: Sequence[Phase]) -> list[Stretch]:
+    """Cut the time of one start into stretches: at every moment the innermost phase that runs, then the summed ones carved out of it."""
+    to_wall_s = log[0].time_s - log[0].mono_s  # one clock for the start: the wall clock may jump
+    whole = [phase for phase in found if not phase.summed]
+    sums = sorted((phase for phase in found if phase.summed), key=lambda phase: phase.written)
+    begin_s = min([log[0].mono_s] + [phase.start_mono_s for phase in found if phase.parent is None])
+    end_s = max(event.mono_s for event in log)
+    cuts = sorted({begin_s, end_s, *(_clip(t, begin_s, end_s) for p in whole for t in (p.start_mono_s, p.start_mono_s + p.duration_s))})
+    whole.sort(key=lambda p: p.start_mono_s)
+    line, running, coming = [], list[Phase](), 0
+    for left_s, right_s in pairwise(cuts):
+        while coming < len(whole) and whole[coming].start_mono_s <= left_s:
+            running.append(whole[coming])
+            coming += 1
+        running = [p for p in running if p.start_mono_s + p.duration_s >= right_s]
+        inner = max(running, key=lambda p: (p.start_mono_s, -p.duration_s), default=None)
+        category = "unexplained" if inner is None else OF_PHASE[inner.name]
+        in_loop = any(p.name == "train" for p in running)
+        line.append(Stretch(left_s, right_s, category, log[0].restart, in_loop))
+    previous_s: dict[tuple[str, int], float] = {}
+    for phase in sums:
+        recorded_s = phase.start_mono_s + phase.duration_s
+        outside = "unexplained" if phase.parent is None else OF_PHASE[phase.parent.name]
+        key = (phase.name, id(phase.parent))
+        _carve(line, previous_s.get(key, begin_s), recorded_s, phase.duration_s, outside, OF_PHASE[phase.name])
+        previous_s[key] = recorded_s
+    for event in log:
+        if event.kind == "hang" and "silent_s" in event.fields:
+            _carve(line, begin_s, event.mono_s, float(event.fields["silent_s"]), None, "hang")
+    return [replace(s, start_s=s.start_s + to_wall_s, end_s=s.end_s + to_wall_s) for s in line]
+
+
+def _carve(line: list[Stretch], from_s: float, to_s: float, amount_s: float, out_of: str | None, category: str) -> None:
+    """Turn the last `amount_s` seconds of category `out_of` (None: of any) between two moments into another category, in place."""
+    first = max(0, bisect_right(line, from_s, key=lambda s: s.start_s) - 1)
+    last = bisect_left(line, to_s, key=lambda s: s.start_s)
+    result: list[Stretch] = []
+    left_s = amount_s
+    for stretch in reversed(line[first:last]):
+        low_s, high_s = max(stretch.start_s, from_s), min(stretch.end_s, to_s)
+        take_s = min(left_s, high_s - low_s) if out_of in (None, stretch.category) else 0.0
+        if take_s <= 0:
+            result.append(stretch)
+            continue
+        left_s -= take_s
+        pieces = [
+            replace(stretch, end_s=high_s - take_s),
+            replace(stretch, start_s=high_s - take_s, end_s=high_s, category=category),
+            replace(stretch, start_s=high_s),
+        ]
+        result += [piece for piece in reversed(pieces) if piece.duration_s > 0]
+    line[first:last] = result[::-1]
+
+
+def _with_losses(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase]) -> tuple[list[Stretch], int]:
+    """Mark as lost what a later start did again: the loop's time after the save it resumed from. Return also how many steps that were."""
+    resumed = {p.restart: int(p.fields["start_step"]) for p in found if p.name == "train" and "start_step" in p.fields}
+    offsets = {e.restart: e.time_s - e.mono_s for e in reversed(mine)}
+    saved: dict[int, dict[int, float]] = defaultdict(dict)
+    for p in found:
+        if p.name == "save" and "step" in p.fields and p.outcome == "ok":
+            saved[int(p.fields["step"])][p.restart] = offsets[p.restart] + p.start_mono_s + p.duration_s
+    reached: dict[int, int] = {}
+    for e in mine:
+        if e.kind == "step" or (e.kind == "phase_start" and e.fields["phase"] == "save" and "step" in e.fields):
+            reached[e.restart] = max(reached.get(e.restart, 0), int(e.fields["step"]))
+    lost_steps = 0
+    for previous, restart in pairwise(sorted(resumed)):
+        step = resumed[restart]
+        before = {r: end_s for r, end_s in saved.get(step, {}).items() if r < restart}
+        kept_s = before[max(before)] if before else -float("inf")
+        line = [piece for s in line for piece in (_lose(s, kept_s) if s.restart < restart and s.in_loop else [s])]
+        lost_steps += max(0, reached.get(previous, 0) - step)
+    return line, lost_steps
+
+
+def _lose(stretch: Stretch, kept_s: float) -> list[Stretch]:
+    """Split a stretch of the loop at the moment up to which it was kept; what comes later is lost."""
+    if stretch.category not in _REDONE or stretch.end_s <= kept_s:
+        return [stretch]
+    cut_s = _clip(kept_s, stretch.start_s, stretch.end_s)
+    pieces = [replace(stretch, end_s=cut_s), replace(stretch, start_s=cut_s, category="lost")]
+    return [piece for piece in pieces if piece.duration_s > 0]
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

@@ -1,0 +1,110 @@
+"""What is measured: the one table of metric names, the step timer and the evaluation metrics. No JAX here.
+
+Conventions. Loss is in nats per target token. Tokens are the positions of the batch (rows x seq_len), padding included, because
+they cost the same. MFU = model FLOPs / (step time x datasheet peak of the matmul dtype). Model FLOPs are those of `planner.flops`
+(causal attention counted as half, no recomputation); the peak is the dense one of `planner.hardware` for precision.compute, also where the
+layers read float8: `mfu` then compares with that of a run in bfloat16 and may pass 1, and `mfu_float8` has the float8 peak below the line.
+On a device without a datasheet figure MFU does not exist: it is absent, never a guess. TensorBoard opens the first two groups in
+alphabetical order, hence the names: `eval` and `train` are what one looks at first.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from ridgeline.rundir.goodput import CATEGORIES
+from ridgeline.rundir.startup import PARTS as STARTUP_PARTS
+
+
+class Metric(NamedTuple):
+    """One row of the table."""
+
+    unit: str
+    description: str
+
+
+METRICS: dict[str, Metric] = {
+    "train/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the step, without z-loss."),
+    "train/z_loss": Metric("nats/token", "Weighted z-loss term added to the objective (only when loss.z_loss > 0)."),
+    "train/accuracy": Metric("fraction", "Target tokens that were the model's first choice."),
+    "train/grad_norm": Metric("1", "Global L2 norm of the gradient before clipping."),
+    "train/param_norm": Metric("1", "Global L2 norm of the parameters."),
+    "train/learning_rate": Metric("1", "Learning rate used in the step."),
+    "train/tokens": Metric("tokens", "Tokens (batch positions) of all steps of the run so far."),
+    "train/target_tokens": Metric("tokens", "Target tokens (sum of weights) in the step."),
+    "train/skipped_steps": Metric("steps", "Steps of the run whose update was skipped because loss or gradient was not finite."),
+    "train_speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time, over all devices."),
+    "train_speed/tokens_per_s_per_device": Metric("tokens/s", "Tokens per second of step time and device."),
+    "train_speed/step_time_mean_s": Metric(
+        "s", "Mean step time over the log window. Evaluations, saves and the start and end of captures are not step time."
+    ),
+    "train_speed/step_time_p50_s": Metric("s", "Median step time of the log window."),
+    "train_speed/step_time_p95_s": Metric("s", "95th percentile of the step times of the log window."),
+    "train_speed/step_time_max_s": Metric("s", "Longest step time of the log window."),
+    "train_speed/data_wait_s": Metric("s", "Mean time per step spent waiting for the next batch (a part of the step time)."),
+    "train_speed/data_wait_fraction": Metric("fraction", "Share of the step time spent waiting for the next batch."),
+    "train_speed/tflop_per_s_per_device": Metric(
+        "TFLOP/s", "Model FLOPs (causal attention counted as half, no recomputation) per second and device, in 1e12."
+    ),
+    "train_speed/mfu": Metric(
+        "fraction", "Model FLOP/s over the datasheet's dense peak of the matmul dtype; absent on a device without one."
+    ),
+    "train_speed/mfu_float8": Metric(
+        "fraction", "The same over the dense float8 peak; only where precision.matmul is narrower than 16 bits."
+    ),
+    "train_memory/peak_bytes": Metric(
+        "bytes", "Peak device memory in use since the start, the largest over this process's devices; absent where not reported."
+    ),
+    "train_memory/limit_bytes": Metric("bytes", "Device memory the allocator may use; absent where the backend does not report it."),
+    "train_device/clock_mhz": Metric("MHz", "Lowest clock of this process's devices at the log line before (CPU: mean of its cores)."),
+    "train_device/power_w": Metric("W", "Power of this process's GPUs at the log line before."),
+    "train_device/temperature_c": Metric("C", "Highest temperature of this process's GPUs at the log line before."),
+    "train_device/stopped_share": Metric(
+        "fraction", "Share of the time for which the control group had used up its CPU time. What a device does not offer is absent."
+    ),
+    "train_step_ledger/total_s": Metric("s", "A profiled step, mean over devices. The next parts but the overlapped one sum to it."),
+    "train_step_ledger/compute_s": Metric("s", "Time of a profiled step in which the device computed."),
+    "train_step_ledger/exposed_communication_s": Metric("s", "Time in which it communicated and did not compute."),
+    "train_step_ledger/overlapped_communication_s": Metric("s", "Time in which it communicated and computed (a part of compute_s)."),
+    "train_step_ledger/exposed_copy_s": Metric("s", "Time in which it only copied memory."),
+    "train_step_ledger/idle_s": Metric("s", "Time in which it did nothing."),
+    "train_goodput/goodput": Metric("fraction", "Productive share of the run's wall time so far, over all starts, queue included."),
+    "train_goodput/goodput_now": Metric("fraction", "Productive share of the time since the record before."),
+    "train_goodput/wall_s": Metric("s", "Wall time of the run so far; the categories sum to it."),
+    **{f"train_goodput/{name}_s": Metric("s", f"So far: {meaning[0].lower()}{meaning[1:]}") for name, meaning in CATEGORIES.items()},
+    "train_goodput/usd": Metric("USD", "Money so far: wall time of all devices at the price of the cluster the run was submitted to."),
+    **{f"train_startup/{name}_s": Metric("s", f"Of this start: {text}") for name, text in STARTUP_PARTS.items()},
+    "train_startup/total_s": Metric("s", "From the start of the process to the end of the first step; the parts sum to it. Written once."),
+    "train_save/blocking_s": Metric("s", "Time a save held up the training loop."),
+    "train_save/failures": Metric("saves", "Saves that failed so far."),
+    "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set."),
+    "eval/<set>/perplexity": Metric("1", "exp(loss)."),
+    "eval/<set>/bits_per_byte": Metric("bits/byte", "Total cross-entropy in bits over the bytes of text the target tokens stand for."),
+    "eval/<set>/accuracy": Metric("fraction", "Target tokens of the set that were the model's first choice."),
+    "eval/<set>/tokens": Metric("tokens", "Target tokens evaluated."),
+    "eval/<set>/duration_s": Metric("s", "Time the evaluation of the set took."),
+}
+"""Every name a run may write, with its unit and meaning. docs/METRICS.md is generated from it; writers refuse any other name."""
+
+_SET_NAME = re.compile(r"^eval/[^/]+/")
+
+
+def metric(name: str) -> Metric:
+    """Look up a metric name; `eval/<anything>/x` is `eval/<set>/x`. An unknown name is a bug in the caller."""
+    row = METRICS.get(name) or METRICS.get(_SET_NAME.sub("eval/<set>/", name))
+    assert row is not None, f"metric '{name}' is not in rundir.metrics.METRICS"
+    return row
+
+
+def metrics_table() -> str:
+    """Render the table as the Markdown of docs/METRICS.md."""
+    assert __doc__ is not None
+    rows = [f"| `{name}` | {row.unit} | {row.description} |" for name, row in METRICS.items()]
+    conventions = " ".join(__doc__.split("Conventions. ")[1].split())
+    head = "Generated from `rundir/metrics.py`: `python -m ridgeline.rundir.metrics > docs/METRICS.md`."
+    return "\n".join(["# Metrics", "", head, "", conventions, "", "| name | unit | meaning |", "|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    print(metrics_table(), end="")

@@ -1,0 +1,110 @@
+"""Is it faster, slower, or can nobody tell? Two sets of timings under a noise model.
+
+Timings of one run scatter around their median, and the median of a run scatters around the truth: another neighbour on the machine,
+another clock, another placement. The second kind does not shrink with more samples, so it is a figure of its own (`between_runs`), taken
+from repeated runs of unchanged code where there are any (`run_to_run_noise`), else assumed.
+
+The interval of the ratio of medians is a percentile bootstrap (Efron 1979) over the samples widened by the noise between runs of both
+sides. A verdict other than "cannot tell" needs the whole interval on one side of 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ridgeline.configs.errors import UserError
+
+UNKNOWN_NOISE = 0.02
+"""Relative noise between runs that is assumed where none was measured."""
+LEAST_NOISE = 0.002
+"""Clocks and temperature move a quiet GPU by this much; no measurement of three runs makes it less."""
+_RESAMPLES = 2000
+_Z = 2.576  # two-sided 99 %: a guard that cries wolf once in a hundred times
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The verdict on two sets of timings (lower is better)."""
+
+    verdict: Literal["faster", "slower", "cannot tell"]
+    ratio: float
+    """Median of the new timings over median of the old ones."""
+    low: float
+    """Lower end of the 99 % interval of the ratio."""
+    high: float
+    samples: tuple[int, int]
+    between_runs: float
+    """Relative noise between runs that was assumed."""
+
+    def describe(self) -> str:
+        """Say it in words."""
+        change = self.ratio - 1
+        interval = f"99 % interval {self.low - 1:+.1%} to {self.high - 1:+.1%}, noise between runs {self.between_runs:.1%}"
+        if self.verdict == "cannot tell":
+            return f"cannot tell: {change:+.1%} ({interval})"
+        return f"{self.verdict} by {abs(change):.1%} ({interval})"
+
+
+def compare(old: Sequence[float], new: Sequence[float], *, between_runs: float = UNKNOWN_NOISE, seed: int = 0) -> Comparison:
+    """Compare timings of two versions, in the same unit, warm-up excluded.
+
+    Args:
+      old: timings of the baseline, at least three.
+      new: timings of what is judged, at least three.
+      between_runs: relative standard deviation of a run's median around the truth (see `run_to_run_noise`).
+      seed: of the bootstrap, so that the verdict is a function of the figures.
+
+    Raises:
+      UserError: too few timings, or one that is not positive and finite.
+    """
+    for name, values in (("baseline", old), ("new", new)):
+        if len(values) < 3:
+            raise UserError(f"{len(values)} timings of the {name} version cannot be told from noise: take at least 3")
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            raise UserError(f"timings of the {name} version must be positive and finite; got {list(values)}")
+    noise = max(between_runs, LEAST_NOISE)
+    rng = np.random.default_rng(seed)
+    logs = [np.log(np.asarray(values, dtype=float)) for values in (old, new)]
+    ratio = float(np.median(logs[1]) - np.median(logs[0]))
+    draws = [np.median(rng.choice(log, size=(_RESAMPLES, len(log))), axis=1) for log in logs]
+    within = float(np.std(draws[1] - draws[0], ddof=1))
+    half = _Z * math.sqrt(within**2 + 2 * noise**2)
+    low, high = ratio - half, ratio + half
+    verdict: Literal["faster", "slower", "cannot tell"] = "faster" if high < 0 else "slower" if low > 0 else "cannot tell"
+    return Comparison(verdict, math.exp(ratio), math.exp(low), math.exp(high), (len(old), len(new)), noise)
+
+
+def run_to_run_noise(runs: Sequence[Sequence[float]]) -> float:
+    """Return the relative standard deviation of the medians of repeated runs of unchanged code; UNKNOWN_NOISE for fewer than three runs."""
+    if len(runs) < 3:
+        return UNKNOWN_NOISE
+    medians = np.log([float(np.median(run)) for run in runs])
+    return max(LEAST_NOISE, float(np.std(medians, ddof=1)))
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """Linear-interpolated percentile of an ascending, non-empty list; `share` in [0, 1] (numpy's default method)."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the relative half-width of repeats around their median; 0 for one value."""
+    if len(values) < 2:
+        return 0.0
+    middle = median(values)
+    return (max(values) - min(values)) / 2 / middle if middle > 0 else 0.0
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median (the mean of the middle two of an even number)."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else math.fsum(ordered[middle - 1 : middle + 1]) / 2

@@ -1,0 +1,88 @@
+"""Phases as intervals, made from the events of a run: what ran when, in which process, inside what, and how it ended."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ridgeline.rundir.events import Event
+
+
+@dataclass
+class Phase:
+    """One stretch of one process's time."""
+
+    name: str
+    process: int
+    restart: int
+    start_s: float
+    """Wall clock at the start. Of several stretches summed: as if they were one that ended when they were recorded."""
+    start_mono_s: float
+    """The same on the monotonic clock of this process and restart."""
+    duration_s: float
+    """By the monotonic clock."""
+    outcome: str
+    """ok, error, interrupted, or cut: the process was killed inside, and the phase counts up to its last event."""
+    count: int = 1
+    """Stretches summed in it."""
+    summed: bool = False
+    """Recorded as a total: `start_s` and `start_mono_s` are those of one stretch of this length that ended when it was recorded."""
+    written: int = 0
+    """Which line of its log first told of it."""
+    parent: Phase | None = None
+    children_s: float = 0.0
+    """Time of the phases directly inside it."""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def own_s(self) -> float:
+        """Time in the phase but in none inside it."""
+        return max(0.0, self.duration_s - self.children_s)
+
+
+def phases(events: Iterable[Event]) -> list[Phase]:
+    """Build the phases of one or more processes and restarts, in order of their start.
+
+    A phase whose end is missing (the process was killed) ends at the last event of its process and restart.
+    """
+    logs: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        logs[event.process, event.restart].append(event)
+    return sorted((phase for log in logs.values() for phase in _of_one_log(log)), key=lambda phase: phase.start_s)
+
+
+def _of_one_log(log: list[Event]) -> list[Phase]:
+    found: list[Phase] = []
+    started: dict[int, Phase] = {}
+    for line, event in enumerate(log):
+        values = dict(event.fields)
+        if event.kind == "phase_start":
+            phase = Phase(values.pop("phase"), event.process, event.restart, event.time_s, event.mono_s, math.nan, "cut")
+            key, parent = values.pop("id"), values.pop("parent")
+            phase.parent, phase.written = started.get(parent), line
+            phase.fields = values
+            started[key] = phase
+            found.append(phase)
+        elif event.kind == "phase_end":
+            phase = started[values["id"]]
+            phase.duration_s, phase.outcome = values["duration_s"], values["outcome"]
+            phase.fields.update({k: v for k, v in values.items() if k not in ("phase", "id", "parent", "duration_s", "outcome")})
+        elif event.kind == "phase_total":
+            duration_s, parent, ago_s = values.pop("duration_s"), values.pop("parent"), values.pop("ago_s", 0.0)
+            start_s, start_mono_s = event.time_s - duration_s - ago_s, event.mono_s - duration_s - ago_s
+            phase = Phase(
+                values.pop("phase"), event.process, event.restart, start_s, start_mono_s, duration_s, "ok", values.pop("count"), True
+            )
+            phase.fields = values
+            phase.parent, phase.written = started.get(parent), line
+            found.append(phase)
+    for phase in started.values():
+        if math.isnan(phase.duration_s):
+            phase.duration_s = log[-1].mono_s - phase.start_mono_s
+    for phase in found:
+        if phase.parent is not None:
+            phase.parent.children_s += phase.duration_s
+    return found

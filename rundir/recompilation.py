@@ -1,0 +1,69 @@
+"""Programs that were compiled again during training, as the event log records them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ridgeline.configs.format import format_seconds
+from ridgeline.rundir.events import Event
+
+EVENT = "recompilation"
+"""Kind of the event."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An argument that differs from the compilation before."""
+
+    argument: str
+    """Its path, such as `batch['tokens']`."""
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.argument} {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class Recompilation:
+    """A program that was compiled again during training."""
+
+    program: str
+    step: int | None
+    """The step that waited for it."""
+    duration_s: float
+    arguments: tuple[Change, ...]
+    """Empty when it is not known what changed."""
+    source: str | None
+    """`file:line` that called it; None when not known."""
+    time_s: float = 0.0
+    """When it was done, seconds since 1970."""
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        at = "" if self.step is None else f"step {self.step}: "
+        where = "" if self.source is None else f" at {self.source}"
+        changed = [str(change) for change in self.arguments]
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        why = (
+            ", ".join(changed[:3]) + more if changed else "shapes and dtypes are the same: a sharding, a layout, or a function defined anew"
+        )
+        took = format_seconds(self.duration_s)
+        return f"{at}{self.program} was compiled again{where} in {took}: {why}"
+
+
+def recompilations(events: Sequence[Event], process: int) -> list[Recompilation]:
+    """Return the recompilations in the log of one process."""
+    return [
+        Recompilation(
+            str(event.fields["program"]),
+            event.fields.get("step"),
+            float(event.fields["duration_s"]),
+            tuple(Change(**change) for change in event.fields.get("arguments", ())),
+            event.fields.get("source"),
+            event.time_s,
+        )
+        for event in events
+        if event.kind == EVENT and event.process == process
+    ]

@@ -1,0 +1,183 @@
+"""What a user can get wrong, end to end: one line on stderr that names it, exit code 2, nothing lost, no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from ridgeline.cli.main import run
+from ridgeline.launch.exit_codes import DONE, USAGE
+from ridgeline.loaders.prepare import PrepareSettings, prepare
+
+Write = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small corpora of byte tokens and one of another tokenizer."""
+    from ridgeline.loaders.train_tokenizer import TokenizerSettings, train_tokenizer
+
+    directory = tmp_path_factory.mktemp("corpora")
+    texts = directory / "texts"
+    texts.mkdir()
+    for number in range(6):
+        (texts / f"{number}.txt").write_text(f"text number {number}\n" * 40)
+    tokenizer = directory / "tokenizer.json"
+    train_tokenizer(TokenizerSettings((texts,), tokenizer, 300))
+    prepare(PrepareSettings((texts,), directory / "bytes", "bytes"), workers=1)
+    prepare(PrepareSettings((texts,), directory / "bpe", str(tokenizer)), workers=1)
+    return directory
+
+
+@pytest.fixture
+def write(tmp_path: Path, corpora: Path) -> Write:
+    """Write a config that is right but for the given sections; return its path."""
+
+    def make(**sections: object) -> str:
+        content: dict[str, object] = {
+            "name": "bad",
+            "run_dir": str(tmp_path / "run"),
+            "model": {"vocab_size": 258, "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "max_seq_len": 32},
+            "precision": {"compute": "float32"},
+            "data": {"train": [{"path": str(corpora / "bytes")}], "seq_len": 32, "batch_size": 8},
+            "trainer": {"steps": 2, "log_every": 1},
+            "logging": {"tensorboard": False},
+        }
+        for name, values in sections.items():
+            old = content.get(name)
+            content[name] = {**old, **values} if isinstance(old, dict) and isinstance(values, dict) else values
+        file = tmp_path / "config.yaml"
+        with file.open("w") as stream:
+            YAML().dump(content, stream)
+        return str(file)
+
+    return make
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """Run the command; return its error line after checking its form."""
+    capsys.readouterr()
+    code = run(list(arguments))
+    captured = capsys.readouterr()
+    assert code == USAGE, captured.out + captured.err
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("ridge: error: ")
+    assert "Traceback" not in captured.err
+    return lines[0]
+
+
+OVERRIDES = [
+    ("trainer.stpes=3", "did you mean 'steps'"),
+    ("trainer.steps=many", "trainer.steps"),
+    ("trainer.steps=-1", "trainer.steps"),
+    ("optimizer.learning_rate=-1", "optimizer.learning_rate"),
+    ("optimizer.learning_rate=.nan", "optimizer.learning_rate"),
+    ("mesh.fsdp=4", "mesh"),
+    ("model.num_heads=3", "num_heads"),
+    ("data.batch_size=6", "data.batch_size"),
+    ("trainer.accumulation=3", "accumulation"),
+    ("data.seq_len=64", "seq_len"),
+    ("data.train=[{path: nowhere}]", "nowhere"),
+    ("data.train=[]", "data.train is empty"),
+    ("evaluation.sets={held: nowhere}", "nowhere"),
+    ("model.vocab_size=100", "model.vocab_size"),
+    ("model.family=lama", "did you mean 'llama'"),
+    ("compute.attention.backend=flash_attention", "backend"),
+    ("compute.attention.backend=cudnn", "cudnn"),
+    ("compute.remat.policy=ful", "did you mean 'full'"),
+    ("optimizer.kind=adam", "did you mean 'adamw'"),
+    ("schedule.kind=cosin", "did you mean 'cosine'"),
+    ("precision.compute=float8", "precision.compute"),
+    ("precision.compute=float16", "loss scaling"),
+    ("run_dir=/proc/no", "/proc/no"),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), OVERRIDES, ids=[override for override, _ in OVERRIDES])
+def test_a_bad_setting_is_named_before_anything_is_made(
+    override: str, expected: str, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert expected in refused(capsys, "train", write(), override)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_config_is_named(capsys: pytest.CaptureFixture) -> None:
+    assert "nowhere.yaml" in refused(capsys, "train", "nowhere.yaml")
+
+
+def test_corpora_of_different_tokenizers_are_refused(write: Write, corpora: Path, capsys: pytest.CaptureFixture) -> None:
+    both = [{"path": str(corpora / name)} for name in ("bytes", "bpe")]
+    assert "tokenizer" in refused(capsys, "train", write(data={"train": both}, model={"vocab_size": 300}))
+    held = {"sets": {"held": str(corpora / "bpe")}}
+    assert "tokenizer" in refused(capsys, "train", write(evaluation=held, model={"vocab_size": 300}))
+
+
+def test_a_corrupt_shard_is_named(write: Write, corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpora / "bytes", copy)
+    (shard,) = copy.glob("*.array_record")
+    data = bytearray(shard.read_bytes())
+    stored = [place for place, byte in enumerate(data) if byte]  # a small shard is mostly block padding
+    data[stored[len(stored) // 2]] ^= 0x10
+    shard.write_bytes(data)
+    assert shard.name in refused(capsys, "train", write(data={"train": [{"path": str(copy)}]}))
+    shard.unlink()
+    assert shard.name in refused(capsys, "train", write(data={"train": [{"path": str(copy)}]}))
+
+
+def test_directories_of_others_are_left_alone(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    foreign = tmp_path / "run"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("mine")
+    assert "thesis.tex" in refused(capsys, "train", write())
+    assert (foreign / "thesis.tex").read_text() == "mine"
+    assert sorted(p.name for p in foreign.iterdir()) == ["thesis.tex"]
+    assert "no model" in refused(capsys, "evaluate", str(foreign))
+    assert "no model" in refused(capsys, "generate", str(foreign), "--prompt", "x")
+
+
+def test_a_run_is_not_continued_as_another_nor_from_damage(
+    write: Write, tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture
+) -> None:
+    fits_both = {"vocab_size": 300}
+    assert run(["train", write(model=fits_both)]) == DONE
+    assert "belongs to the run 'bad'" in refused(capsys, "train", write(name="other"))
+    more = ["trainer.steps=4", "model.vocab_size=300"]
+    assert "model.mlp_dim" in refused(capsys, "train", write(model={"mlp_dim": 64}), *more)
+    assert "optimizer.kind" in refused(capsys, "train", write(), *more, "optimizer.kind=lion")
+    others = {"train": [{"path": str(corpora / "bpe")}]}
+    assert "the data's tokenizer" in refused(capsys, "train", write(data=others), *more)
+    steps = tmp_path / "run" / "checkpoints"
+    (step,) = steps.glob("step_*")
+    payload = max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(payload.read_bytes())
+    data[len(data) // 2] ^= 1
+    payload.write_bytes(data)
+    assert payload.name in refused(capsys, "train", write(), *more)
+    assert [p.name for p in steps.iterdir() if p.name.startswith(step.name)] != [step.name]
+
+
+def test_hugging_face_directories_with_missing_tensors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    source = tmp_path / "hf"
+    source.mkdir()
+    fields = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 10,
+        "n_positions": 8,
+        "n_embd": 4,
+        "n_layer": 1,
+        "n_head": 2,
+    }
+    (source / "config.json").write_text(json.dumps(fields))
+    save_file({"transformer.wte.weight": np.zeros((10, 4), np.float32)}, source / "model.safetensors")
+    assert "wpe" in refused(capsys, "convert", "from-hf", str(source), "--output", str(tmp_path / "out"))

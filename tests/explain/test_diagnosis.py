@@ -1,0 +1,404 @@
+"""Every rule on planted facts, and a healthy run that accuses nobody. Planted real runs are in tests/explain/test_diagnosis_runs.py."""
+
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ridgeline.cli.commands.diagnose import _facts
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.explain.diagnosis.expected import Expected, expect
+from ridgeline.explain.diagnosis.facts import Facts, stored_ladder
+from ridgeline.explain.diagnosis.finding import THRESHOLDS, ceiling, gain_text
+from ridgeline.explain.diagnosis.knobs import Knob, Rival
+from ridgeline.explain.diagnosis.last_word import last_word
+from ridgeline.explain.diagnosis.ranks import host_of, slowest
+from ridgeline.explain.diagnosis.remedies import rescaled, without_nodes
+from ridgeline.explain.diagnosis.rules import CATALOGUE, RULES, diagnose
+from ridgeline.explain.diagnosis.terms import largest, terms
+from ridgeline.explain.study.scaling import Point, analyse
+from ridgeline.rundir.bench_results import RESULTS, write
+from ridgeline.rundir.goodput import CATEGORIES, Ledger
+from ridgeline.rundir.noise import compare
+from tests.explain.remedies import check_remedies
+
+CONFIG = load("quickstart").config
+POSITIONS = CONFIG.data.batch_size * CONFIG.data.seq_len
+
+
+def ledger(**seconds):
+    values = dict.fromkeys(CATEGORIES, 0.0) | {
+        "productive": 900.0,
+        "startup": 20.0,
+        "compile": 20.0,
+        "evaluation": 50.0,
+        "checkpoint": 10.0,
+    }
+    values |= seconds
+    return Ledger(values, sum(values.values()), 1, 1000, 0, 1e6, ())
+
+
+def step_record(**values):
+    healthy = {
+        "step_time_p50_s": 0.9,
+        "step_time_mean_s": 0.9,
+        "data_wait_s": 0.001,
+        "target_tokens": POSITIONS * 0.99,
+        "peak_bytes": 60e9,
+        "limit_bytes": 75e9,
+    }
+    return healthy | values
+
+
+def device(name="0", **values):
+    healthy = {"device": name, "total_s": 1.0, "compute_s": 0.85, "exposed_communication_s": 0.03, "idle_by_cause": {"launch": 0.01}}
+    return healthy | values
+
+
+def analysis(*, components=(), collectives=(), hosts=(), devices=(), **values):
+    devices = devices or (device("0", **values), device("1", **values))
+    return {
+        "devices": devices,
+        "steps": [{"devices": devices}] * 4,
+        "components": components,
+        "collectives": collectives,
+        "hosts": hosts,
+    }
+
+
+def syncs(idle_after_s):
+    return [{"host": "a", "span_s": 4.0, "syncs": [{"what": "wait", "source": "loop.py:10", "count": 4, "idle_after_s": idle_after_s}]}]
+
+
+def traffic(compiled_bytes):
+    planned = {"kind": "all-reduce", "axes": ["data"], "planned_bytes": 1e9, "compiled_bytes": 1e9, "agrees": True, "explanation": ""}
+    other = {"kind": "all-gather", "axes": ["tensor"], "planned_bytes": 1e8, "compiled_bytes": compiled_bytes}
+    agrees = compiled_bytes == 1e8
+    return {"communication": [planned, other | {"agrees": agrees, "explanation": "more than planned: the largest is at mlp.py:50"}]}
+
+
+def component(time_s, phase):
+    return {"component": "mlp", "phase": phase, "time_s": time_s}
+
+
+HEALTHY = Facts(
+    name="healthy",
+    ledger=ledger(),
+    config=CONFIG,
+    steps=[step_record()] * 5,
+    compiles=[("train_step", 15.0, False), ("evaluation_step", 5.0, True)],
+    saves_s=[1.0] * 10,
+    analysis=analysis(
+        components=[component(0.6, "forward"), component(0.02, "recompute")],
+        collectives=[
+            {
+                "kind": "all-gather",
+                "axes": ["fsdp"],
+                "bus_bandwidth": 300e9,
+                "planned_bus_bandwidth": 330e9,
+                "time_s": 0.2,
+                "exposed_s": 0.03,
+                "wait_s": 0.01,
+                "bytes": 1e8,
+            }
+        ],
+        hosts=[{"host": "a", "span_s": 4.0, "syncs": []}],
+    ),
+    plan=traffic(1e8),
+    study=analyse([Point(p, 1000.0 / p + 1.0, 1e5 * p) for p in (1, 2, 4)]),
+)
+
+SCALES = (1, 2, 4, 8)
+KNOBS = (
+    Knob("compute.scan_unroll", 4, 1),
+    Knob("compute.loss_chunk", 512, 1024),
+    Knob("--xla_cpu_enable_fast_math", "true", "(absent)"),
+)
+
+
+def rival(own_s, knobs=KNOBS):
+    return Rival("plain", knobs, compare([1.0, 1.01, 0.99, 1.0], [own_s, own_s * 1.01, own_s * 0.99, own_s]))
+
+
+PLANTED = {
+    "input pipeline": {"steps": [step_record(data_wait_s=0.3)] * 5},
+    "start-up and compilation not amortised": {"ledger": ledger(compile=300.0)},
+    "recompilation in steady state": {"compiles": [("train_step", 30.0, True)] * 4},
+    "host-bound steps": {"analysis": analysis(idle_by_cause={"launch": 0.3, "other": 0.1})},
+    "host synchronisation in the step": {"analysis": analysis(idle_by_cause={"launch": 0.01, "other": 0.3}, hosts=syncs(1.2))},
+    "straggler": {
+        "analysis": analysis(devices=(device("0", exposed_communication_s=0.5), device("1"), device("2", exposed_communication_s=0.5)))
+    },
+    "exposed communication": {"analysis": analysis(exposed_communication_s=0.4)},
+    "accidental resharding": {"plan": traffic(9e8), "analysis": analysis(exposed_communication_s=0.14)},
+    "padding waste": {"steps": [step_record(target_tokens=POSITIONS * 0.5)] * 5},
+    "needless rematerialisation": {
+        "config": load("quickstart", ["compute.remat.policy=full"]).config,
+        "steps": [step_record(peak_bytes=30e9)] * 5,
+        "analysis": analysis(components=[component(0.6, "forward"), component(0.3, "recompute")]),
+    },
+    "checkpoint stalls": {"ledger": ledger(checkpoint=200.0), "saves_s": [20.0] * 10},
+    "steps lost to failures": {"ledger": ledger(lost=200.0)},
+    "hang": {"ledger": ledger(hang=600.0)},
+    "memory near the limit": {"steps": [step_record(peak_bytes=74e9)] * 5},
+    "clocks throttled": {
+        "analysis": analysis(devices=(device("0"), device("1", compute_s=0.2, exposed_communication_s=0.7), device("2", compute_s=0.2)))
+    },
+    "link slower than planned": {
+        "analysis": analysis(
+            exposed_communication_s=0.3,
+            collectives=[
+                {
+                    "kind": "all-reduce",
+                    "axes": ["data"],
+                    "bus_bandwidth": 5e9,
+                    "planned_bus_bandwidth": 45e9,
+                    "time_s": 0.3,
+                    "exposed_s": 0.3,
+                }
+            ],
+        )
+    },
+    "throughput flat as the batch grows": {"batch_study": analyse([Point(b, rate=r) for b, r in ((8, 90.0), (16, 100.0), (32, 101.0))])},
+    "batch too small": {
+        "batch_study": analyse([Point(b, rate=r) for b, r in ((CONFIG.data.batch_size, 50.0), (2 * CONFIG.data.batch_size, 90.0))])
+    },
+    "fixed overheads at scale": {"study": analyse([Point(p, 300.0 + 240.0 / p, 240.0 * p) for p in (*SCALES, 16, 32)])},
+    "parallel efficiency falls": {"study": analyse([Point(p, rate=100.0 * p**0.6) for p in SCALES])},
+    "large models scale better than small": {
+        "size_studies": {
+            size: analyse([Point(p, rate=100.0 * p**slope) for p in SCALES]) for size, slope in ((1_000_000, 0.4), (100_000_000, 0.95))
+        }
+    },
+    "faster but fragile": {"simpler": rival(0.98)},
+    "best configuration is also the dearest": {"study": analyse([Point(1, 100.0, 10.0), Point(2, 80.0, 20.0)])},
+    "the verdict depends on the metric": {
+        "study": analyse([Point(1, 100.0, 10.0), Point(2, 54.0, 19.9), Point(4, 36.0, 36.0), Point(8, 29.0, 52.0), Point(16, 24.0, 70.0)])
+    },
+}
+
+
+def test_a_healthy_run_accuses_nobody():
+    assert diagnose(HEALTHY) == []
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_the_planted_constraint_is_named_first(rule):
+    found = [finding.rule for finding in diagnose(replace(HEALTHY, **PLANTED[rule]))]
+    assert found[:1] == [rule]
+
+
+def test_every_rule_has_a_planted_case():
+    firing = {rule.__name__ for case in PLANTED.values() for rule in RULES if rule(replace(HEALTHY, **case)) is not None}
+    assert firing == {rule.__name__ for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_findings_carry_figures_an_action_and_what_comes_next(rule):
+    finding = next(f for f in diagnose(replace(HEALTHY, **PLANTED[rule])) if f.rule == rule)
+    assert any(character.isdigit() for character in " ".join(finding.evidence))
+    assert finding.action
+    assert finding.measure_next
+    assert finding.next_bottleneck
+    assert finding.gain >= 0
+    check_remedies(asdict(finding), "quickstart")
+
+
+def test_a_run_without_a_profile_is_diagnosed_by_its_ledger():
+    bare = Facts(name="bare", ledger=ledger(checkpoint=500.0))
+    assert [f.rule for f in diagnose(bare)] == ["checkpoint stalls"]
+
+
+def test_loading_programs_that_a_cache_had_is_no_compilation_to_amortise():
+    drawn_out = replace(HEALTHY, ledger=ledger(productive=60.0, compile=12.0), compiles=[("train_step", 12.0, False)])
+    assert [finding.rule for finding in diagnose(drawn_out)][:1] == ["start-up and compilation not amortised"]
+    assert "start-up and compilation not amortised" not in {finding.rule for finding in diagnose(replace(drawn_out, cached_s=12.0))}
+
+
+@pytest.mark.parametrize(
+    ("own_s", "knobs", "fires"), [(1.0, KNOBS, True), (1.3, KNOBS, True), (0.5, KNOBS, False), (1.0, KNOBS[:1], False)]
+)
+def test_settings_are_fragile_when_many_of_them_buy_little(own_s, knobs, fires):
+    found = diagnose(replace(HEALTHY, simpler=rival(own_s, knobs)))
+    assert [f.rule for f in found] == (["faster but fragile"] if fires else [])
+    if fires:
+        assert "compute.scan_unroll=1 compute.loss_chunk=1024; unset --xla_cpu_enable_fast_math" in found[0].action
+        assert found[0].gain == pytest.approx(max(0.0, own_s - 1), rel=0.1)
+
+
+def test_models_that_scale_alike_or_well_are_not_told_apart():
+    for slopes in ((0.5, 0.53), (0.95, 1.0)):
+        studies = {10**i: analyse([Point(p, rate=100.0 * p**slope) for p in SCALES]) for i, slope in enumerate(slopes)}
+        assert diagnose(replace(HEALTHY, size_studies=studies)) == []
+
+
+def test_the_ceiling_of_a_gain_is_that_of_removing_a_share():
+    assert ceiling(0.5) == pytest.approx(1.0)
+    assert ceiling(0.0) == 0.0
+    (finding,) = diagnose(replace(HEALTHY, ledger=ledger(checkpoint=1000.0)))
+    assert finding.gain == pytest.approx(1000.0 / 990.0)
+
+
+def test_a_ceiling_is_told_as_a_factor_where_it_is_one():
+    assert [gain_text(gain) for gain in (0.0, 0.25, 0.994, 1.0, 7.44)] == [
+        "no gain in speed",
+        "gain at most 25%",
+        "gain at most 99%",
+        "gain up to 2x",
+        "gain up to 8.4x",
+    ]
+
+
+def test_what_is_to_be_done_follows_from_the_figures():
+    def overrides(**planted):
+        return diagnose(replace(HEALTHY, **planted))[0].overrides
+
+    assert overrides(steps=[step_record(data_wait_s=0.63)] * 5) == ("data.workers=4",)  # 0.7 of a step of 0.9 s
+    batch = CONFIG.data.batch_size
+    assert overrides(analysis=analysis(idle_by_cause={"launch": 0.5})) == (f"data.batch_size={8 * batch}",)  # 0.5 to 0.15 of the step
+    assert overrides(ledger=ledger(checkpoint=200.0)) == (f"checkpoint.every={4 * CONFIG.checkpoint.every}",)  # 17 to 5 % of the time
+    sync = load("quickstart", ["checkpoint.asynchronous=false"]).config
+    assert overrides(ledger=ledger(checkpoint=200.0), config=sync) == ("checkpoint.asynchronous=true",)
+    own_rules = load("quickstart", ["mesh.rules={act_mlp: []}"]).config
+    assert overrides(plan=traffic(9e8), config=own_rules) == ("mesh.rules={}",)
+    two = load("quickstart", ["mesh.data=2", "mesh.fsdp=4"]).config
+    assert rescaled(replace(HEALTHY, config=two), 12) == ("mesh.data=3",)
+    assert rescaled(replace(HEALTHY, config=two), 6) == ()
+
+
+def test_a_node_is_left_out_by_the_command_that_submitted_the_run(tmp_path):
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(Path("configs/clusters/local.yaml").read_text().replace("slurm:\n", "slurm:\n  options: [--mail-type=END]\n"))
+    submitted = replace(HEALTHY, path=tmp_path, submitted=str(cluster), nodes=4)
+    command = without_nodes(submitted, ["node7"])
+    assert command.startswith(f"ridge submit {tmp_path}/config.yaml --cluster {cluster} --nodes 4")
+    assert "slurm.options=[--mail-type=END, --exclude=node7]" in command
+    assert load_cluster(str(cluster), [shlex.split(command)[-1]]).config.slurm.options == ["--mail-type=END", "--exclude=node7"]
+    assert without_nodes(replace(submitted, submitted=None), ["a", "b"]) == f"srun --exclude=a,b ridge train {tmp_path}/config.yaml"
+    assert [host_of(device) for device in ("node7-p00001/gpu:0", "node7/gpu:3")] == ["node7", "node7"]
+
+
+def test_a_stored_ladder_of_the_same_work_is_found_and_told(tmp_path):
+    devices = {"platform": "cpu", "kind": "cpu", "count": 1}
+    made_with = {"time": "", "code": {}, "device": devices | {"processes": 1}, "cpu": {}, "packages": {}, "xla_flags": ""}
+    results = tmp_path / RESULTS / "all"
+    other = CONFIG.model_copy(update={"data": CONFIG.data.model_copy(update={"batch_size": 99})})
+    for day, (config, step_s) in enumerate(((CONFIG, 0.3), (CONFIG, 0.4), (other, 0.5)), 1):
+        series = {"loader": [0.8, 0.9, 1.0], "step": [step_s] * 3, "matmul": [0.25] * 3}
+        write(results / f"2026110{day}T000000-x.json", {"task": "all", "series": series}, config, made_with)
+    (results / "20261109T000000-torn.json").write_text("{")
+    found = stored_ladder(tmp_path, CONFIG, devices)
+    assert found["step"] == [0.4] * 3  # the newest of the same work
+    assert stored_ladder(tmp_path, CONFIG, devices | {"count": 2}) == {}
+    (finding,) = diagnose(replace(HEALTHY, bench=found, steps=[step_record(data_wait_s=0.3)] * 5))
+    assert "alone, the loader takes 900 ms for a batch and the step 400 ms (ridge bench)" in finding.evidence
+
+
+def test_thresholds_are_declared_with_their_meaning():
+    assert all(value > 0 and meaning for value, meaning in THRESHOLDS.values())
+    used = " ".join(Path(module.__file__).read_text() for module in _rule_modules())
+    assert [name for name in THRESHOLDS if f'"{name}"' not in used] == []
+
+
+def _rule_modules():
+    from ridgeline.explain.diagnosis import held_down, run_rules, step_rules, study_rules
+
+    return held_down, run_rules, step_rules, study_rules
+
+
+def test_the_facts_are_figures_of_the_steps_after_warm_up():
+    slow_first = [step_record(step_time_p50_s=9.0), *[step_record()] * 3]
+    assert replace(HEALTHY, steps=slow_first).step_s == pytest.approx(0.9)
+    assert replace(HEALTHY, steps=[]).data_wait_share is None
+
+
+def test_the_catalogue_names_each_rule_as_its_findings_do():
+    for rule, case in PLANTED.items():
+        (row,) = (row for row in CATALOGUE if row.name == rule)
+        finding = row.check(replace(HEALTHY, **case))
+        assert finding is not None
+        assert finding.rule == rule
+
+
+def test_noise_of_single_steps_makes_nobody_slow():
+    even = (device("0"), device("1"))
+    odd = (device("0"), device("1", compute_s=0.4, exposed_communication_s=0.5))
+    steps = [{"devices": even}, {"devices": odd}, {"devices": even}, {"devices": even}]
+    assert diagnose(replace(HEALTHY, analysis=analysis() | {"steps": steps})) == []
+    found = slowest(analysis() | {"steps": steps[1:2] * 3 + steps[:1]})
+    assert found is not None
+    assert found.device == "0"
+    assert found.slow_s > 0.1
+
+
+def test_parts_of_a_late_device_are_its_compute_and_the_rest():
+    found = slowest(analysis(devices=(device("a", compute_s=0.2, exposed_communication_s=0.7), device("b", compute_s=0.6))))
+    assert found is not None
+    assert found.device == "b"
+    assert found.slow_s == pytest.approx(0.4)
+    assert found.late_s == pytest.approx(0.67 - 0.4)
+    assert slowest(analysis(devices=(device("a"),))) is None
+    assert slowest(None) is None
+
+
+MESH = {"pipeline": 1, "data": 2, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
+
+
+def test_planned_terms_stand_beside_measured_ones_and_the_largest_is_explained():
+    assert terms(Facts(name="bare", ledger=ledger())) == []
+    cluster = load_cluster("local").config
+    breakdown = {"compute": 0.5, "hbm": 0.1, "optimizer": 0.05, "network": 0.05, "bubble": 0.0, "host_input": 0.0}
+    steps = [step | {"idle_by_cause": {"launch": 0.01}, **SUMS} for step in analysis()["steps"]]
+    facts = replace(HEALTHY, expected=Expected(cluster, MESH, breakdown), analysis=HEALTHY.analysis | {"steps": steps})
+    found = {term.name: term for term in terms(facts)}
+    assert found["step"].planned == pytest.approx(0.7)
+    assert found["step"].measured == pytest.approx(0.9)
+    assert found["compute"].planned == pytest.approx(0.65)
+    assert found["exposed communication"].ratio == pytest.approx(4.0)
+    assert found["data wait"].explanation == "as planned"
+    assert found["bus bandwidth: all-gather over fsdp"].explanation == "as planned"
+    worst = largest(list(found.values()))
+    assert worst is not None
+    assert worst.name == "exposed communication"
+    assert "all-gather over ['fsdp']" in worst.explanation
+
+
+SUMS = {"compute_s": 0.66, "exposed_communication_s": 0.2, "exposed_copy_s": 0.01, "idle_s": 0.01}
+
+
+def test_what_to_expect_comes_from_the_cluster_a_run_was_submitted_to(tmp_path):
+    plan = {"mesh": MESH}
+    assert expect(tmp_path, CONFIG, plan) is None
+    (tmp_path / "slurm" / "1").mkdir(parents=True)
+    (tmp_path / "slurm" / "1" / "cluster.yaml").write_text(Path("configs/clusters/local.yaml").read_text())
+    found = expect(tmp_path, CONFIG, plan)
+    assert found is not None
+    assert found.capacity_bytes == 8 * 2**30
+    assert found.step_s is not None
+    assert found.bus_bandwidth("all-reduce", 1e8, ["data"]) == pytest.approx(1e9, rel=0.5)
+    assert found.bus_bandwidth("send", 1e8, ["data"]) is None
+    assert found.bus_bandwidth("all-reduce", 1e8, ["elsewhere"]) is None
+    rates = tmp_path / "rates.yaml"
+    rates.write_text("links: [{kind: network, device: cpu, measured: [[1.0e+8, 0.25]], source: measured}]")
+    calibrated = expect(tmp_path, CONFIG, plan, calibration=rates)
+    assert calibrated is not None
+    assert calibrated.bus_bandwidth("all-reduce", 1e8, ["data"]) == pytest.approx(0.25e9, rel=0.01)
+    with pytest.raises(UserError, match="did you mean 'local'"):
+        expect(tmp_path, CONFIG, plan, "locl")
+
+
+def test_the_last_word_of_a_run_never_fails(tmp_path):
+    assert last_word(tmp_path).startswith("diagnosis: none (")
+    (tmp_path / "events.jsonl").write_bytes(b'{"broken\n{}\n')
+    said = last_word(tmp_path)
+    assert said.startswith("diagnosis: none (UserError")
+    assert said.endswith(f"ridge diagnose {tmp_path}")
+    assert "\n" not in said
+
+
+def test_a_cluster_is_refused_for_several_runs(tmp_path):
+    with pytest.raises(UserError, match="--cluster and --calibration are for one run"):
+        _facts((tmp_path / "a", tmp_path / "b"), "local")

@@ -1,0 +1,229 @@
+"""Compile the actual train step for GPUs that are not here: exact buffers and collectives, before the queue.
+
+The compile runs in a process of its own (trainer/aot/child.py). It needs no driver and no GPU, but XLA's CUDA plugin, ptxas with libdevice,
+cuBLAS and cuDNN from PyPI: the extra `aot`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ridgeline import PACKAGE
+from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.dump import to_yaml
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
+from ridgeline.planner.hardware import Hardware, hardware
+from ridgeline.trainer.aot.target import target_config
+
+INSTALL = "pip install 'ridgeline[aot]'"
+NEEDED = {"nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12", "nvidia.cudnn": "nvidia-cudnn-cu12", "nvidia.cublas": "nvidia-cublas-cu12"}
+"""Module to package. The CUDA 13 packages share one module, nvidia.cu13."""
+TIMEOUT_S = 1800.0
+BETWEEN = "---- ridge: end of a request ----\n"
+"""What the child writes into its log after each request."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compile for."""
+
+    config: Config
+    device: Hardware
+    nodes: int
+    devices_per_node: int
+    xla_flags: tuple[str, ...] = ()
+    optimization_level: str | None = None
+    """JAX_OPTIMIZATION_LEVEL of the run; O1 pipelines collectives over loop iterations, for more memory."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of the run."""
+        return self.nodes * self.devices_per_node
+
+    @staticmethod
+    def on(config: Config, cluster: ClusterConfig, nodes: int, **settings: Any) -> Request:
+        """Ask for a config on nodes of a cluster. Raises UserError when its device cannot be compiled for, or it has fewer nodes."""
+        device = hardware(cluster.device)
+        target_config(device)
+        if cluster.nodes is not None and nodes > cluster.nodes:
+            raise UserError(f"--nodes {nodes}: {cluster.name} has {cluster.nodes} nodes")
+        return Request(config, device, nodes, cluster.devices_per_node, **settings)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came out, all sizes per device."""
+
+    argument_bytes: int
+    """State and batch."""
+    output_bytes: int
+    alias_bytes: int
+    """Outputs that take the place of donated arguments."""
+    temp_bytes: int
+    """Everything that lives only within the step."""
+    peak_bytes: int
+    """The most at one time, arguments and outputs included."""
+    trace_s: float
+    lower_s: float
+    compile_s: float
+    mesh: dict[str, int]
+    leaves: list[dict[str, Any]]
+    """name, shape, local_shape and bytes of every array of the train state."""
+    versions: dict[str, str]
+    hlo_text: str
+    """The scheduled, optimised module."""
+    buffers_text: str | None
+    """XLA's buffer assignment as text; None where it was not dumped."""
+    live_ranges_text: str | None
+    warnings: tuple[str, ...] = ()
+    """What XLA said of memory it could not save."""
+
+
+def compile_ahead(request: Request, *, timeout_s: float = TIMEOUT_S) -> Compiled:
+    """Lower and compile the train step of a config for its target.
+
+    Raises:
+      UserError: packages are missing; the config does not fit the mesh; the compiler failed or took too long.
+    """
+    (result,) = compile_many([request], timeout_s=timeout_s)
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def compile_many(requests: Sequence[Request], *, timeout_s: float = TIMEOUT_S) -> list[Compiled | UserError]:
+    """Compile several requests in one process, which is started and loads JAX once; they must share their flags.
+
+    Returns one result or error per request. Raises UserError when packages are missing or all together take longer than timeout_s.
+    """
+    assert len({(request.xla_flags, request.optimization_level) for request in requests}) == 1, "flags belong to the process"
+    check_packages()
+    with _directory() as directory:
+        for number, request in enumerate(requests):
+            place = directory / str(number)
+            place.mkdir()
+            (place / "config.yaml").write_text(to_yaml(request.config))
+            asked = {"device": request.device.name, "nodes": request.nodes, "devices_per_node": request.devices_per_node}
+            (place / "request.json").write_text(json.dumps(asked))
+        with (directory / "log").open("wb") as log:
+            try:
+                child = subprocess.run(
+                    [sys.executable, "-m", "ridgeline.trainer.aot.child", str(directory), str(len(requests))],
+                    env=child_environment(os.environ, requests[0], directory),
+                    cwd=directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=timeout_s,
+                )
+            except subprocess.TimeoutExpired:
+                raise UserError(f"the compile took longer than {timeout_s:g} s and was ended") from None
+        text = (directory / "log").read_text(errors="replace")
+        logs = text.split(BETWEEN)
+        return [_collect(directory / str(n), child.returncode, logs[n] if n < len(logs) else logs[-1]) for n in range(len(requests))]
+
+
+def _collect(place: Path, exit_code: int, log: str) -> Compiled | UserError:
+    """Read what the child left of one request."""
+    if not (place / "result.json").exists():
+        return UserError(f"the compiler failed ({_ending(exit_code)}): {_last_words(log)}")
+    result = json.loads((place / "result.json").read_bytes())
+    if "error" in result:
+        return UserError(result["error"])
+    return Compiled(
+        **result,
+        hlo_text=(place / "step.hlo.txt").read_text(),
+        buffers_text=_dumped(place, "*buffer-assignment.txt"),
+        live_ranges_text=_dumped(place, "*live-range.txt"),
+        warnings=tuple(line.split("] ", 1)[-1] for line in log.splitlines() if "Can't reduce memory use below" in line),
+    )
+
+
+def check_packages() -> None:
+    """Refuse to start without what XLA needs: without ptxas and libdevice it would crash instead of saying so. Raises UserError."""
+    missing = [] if any(_found(f"jax_cuda{major}_plugin") for major in (12, 13)) else ["jax-cuda12-plugin"]
+    missing += [package for name, package in NEEDED.items() if not _found(name) and not _found("nvidia.cu13")]
+    if not missing and tool_directory() is None:
+        missing = ["ptxas"]
+    if missing:
+        raise UserError(f"compiling for GPUs without one needs {', '.join(missing)}: {INSTALL}")
+
+
+def tool_directory() -> Path | None:
+    """Return the directory that holds bin/ptxas and nvvm/libdevice, from the installed CUDA wheels; None where there is none."""
+    for name in ("nvidia.cuda_nvcc", "nvidia.cu13"):
+        spec = find_spec(name) if _found(name) else None
+        for place in (spec.submodule_search_locations or []) if spec is not None else []:
+            if (Path(place) / "bin" / "ptxas").is_file():
+                return Path(place)
+    return None
+
+
+def child_environment(environment: Mapping[str, str], request: Request, directory: Path) -> dict[str, str]:
+    """Return the child's environment: CPU as JAX's platform, the flags of the target, XLA's dump of this one module."""
+    tools = tool_directory()
+    assert tools is not None, "check_packages comes first"
+    flags = [
+        *request.xla_flags,
+        f"--xla_gpu_cuda_data_dir={tools}",
+        f"--xla_dump_to={directory / 'dump'}",
+        "--xla_dump_hlo_module_re=.*train_step.*",
+        "--xla_dump_hlo_as_text",
+    ]
+    env = {name: value for name, value in environment.items() if name not in ("XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL", "JAX_NUM_CPU_DEVICES")}
+    code = str(PACKAGE.parent)
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join(flags),
+        "PATH": os.pathsep.join([str(tools / "bin"), environment.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join([code, *([environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else [])]),
+        "JAX_COMPILATION_CACHE_DIR": "",
+    }
+    if request.optimization_level is not None:
+        env["JAX_OPTIMIZATION_LEVEL"] = request.optimization_level
+    return env
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ridge-aot-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _dumped(directory: Path, pattern: str) -> str | None:
+    files = sorted(directory.glob(pattern), key=lambda path: path.stat().st_size)
+    return files[-1].read_text() if files else None
+
+
+def _found(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _last_words(log: str) -> str:
+    """Return the line of a crashed compiler that says most: an error of Python or XLA, else the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    telling: Sequence[str] = [line for line in lines if "Error" in line or "Unknown flag" in line or "Check failed" in line]
+    unknown = [line for line in telling if "Unknown flag" in line]  # what follows says only that flags could not be read
+    return (unknown or telling or lines or ["no output"])[-1][:400]

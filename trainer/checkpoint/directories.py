@@ -1,0 +1,129 @@
+"""Step directories on disk: names, listing, setting aside, deleting, and mending what a kill left behind.
+
+step_00000100/                          Orbax payload, metadata.json, integrity.json (complete only with the last)
+step_00000100.orbax-checkpoint-tmp/     Orbax is writing, or was killed while writing
+step_00000100.deleting/                 retention is deleting, or was killed while deleting
+step_00000100.bad-<reason>/             set aside; nothing here ever deletes it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ridgeline.configs.errors import UserError
+from ridgeline.trainer.checkpoint.integrity import MANIFEST, write_atomically
+
+MARKER = "ridge-checkpoints.json"
+"""Says that a directory holds our checkpoints: nothing is renamed or deleted in one without it."""
+
+_STEP = re.compile(r"step_(\d{8,})$")
+_ASIDE = re.compile(r"step_(\d{8,})\.bad-(.+)$")
+_ORBAX_LEFTOVER = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*$")
+_DELETING = ".deleting"
+
+
+def step_dir(root: Path, step: int) -> Path:
+    """Name the directory of a step."""
+    return root / f"step_{step:08d}"
+
+
+def create(root: Path) -> None:
+    """Make the checkpoint directory and mark it as ours. Raises OSError, or UserError for a directory of something else."""
+    check_ours(root)
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / MARKER).exists():
+        write_atomically(root / MARKER, b'{"format": 1}\n')
+
+
+def check_ours(root: Path) -> None:
+    """Refuse a directory that cannot be read or holds something else than our checkpoints. A missing or empty one is fine."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"checkpoint directory {root} cannot be read: {error.strerror}") from error
+    if names and MARKER not in names and not any(_STEP.match(name) and (root / name / MANIFEST).exists() for name in names):
+        raise UserError(f"{root} is not a checkpoint directory of ridge (it holds {', '.join(sorted(names)[:3])}, but no complete step)")
+
+
+def steps(root: Path) -> list[int]:
+    """Return all step directories, complete or not, in ascending order. Raises OSError."""
+    return sorted(int(match[1]) for match in map(_STEP.match, _names(root)) if match)
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Return the steps that have a manifest, in ascending order. Raises OSError."""
+    return [step for step in steps(root) if (step_dir(root, step) / MANIFEST).exists()]
+
+
+def check_complete(root: Path, step: int) -> None:
+    """Refuse a step that is not there or has no manifest, naming those that can be had. Raises UserError."""
+    if step not in (complete := complete_steps(root)):
+        raise UserError(f"{root} has no complete checkpoint of step {step} (complete: {', '.join(map(str, complete)) or 'none'})")
+
+
+def damaged_steps(root: Path) -> list[str]:
+    """Return the names of steps set aside although they had once been complete. Raises OSError."""
+    matches = [match for match in map(_ASIDE.match, _names(root)) if match]
+    return sorted(match[0] for match in matches if not match[2].startswith(("incomplete", "superseded")))
+
+
+def set_aside(root: Path, step: int, reason: str) -> Path:
+    """Rename a step directory so that no restore takes it and no retention deletes it; return its new place. Raises OSError."""
+    old = step_dir(root, step)
+    new, number = old.with_name(f"{old.name}.bad-{reason}"), 1
+    while new.exists():
+        number += 1
+        new = old.with_name(f"{old.name}.bad-{reason}-{number}")
+    os.rename(old, new)
+    return new
+
+
+def delete(root: Path, step: int) -> None:
+    """Delete a step: renamed first, so that a kill in the middle leaves nothing that looks like a checkpoint. Raises OSError."""
+    old = step_dir(root, step)
+    doomed = old.with_name(old.name + _DELETING)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    os.rename(old, doomed)
+    shutil.rmtree(doomed)
+
+
+def discard_unfinished(root: Path, step: int) -> None:
+    """Delete what a failed save of `step` left; a complete step is not touched. Raises OSError."""
+    path = step_dir(root, step)
+    for name in _names(root):
+        if _ORBAX_LEFTOVER.match(name) and name.startswith(path.name + "."):
+            shutil.rmtree(root / name)
+    if path.exists() and not (path / MANIFEST).exists():
+        shutil.rmtree(path)
+
+
+def mend(root: Path) -> list[str]:
+    """Finish what a killed run left: end its deletions, drop payloads Orbax never committed, set incomplete steps aside.
+
+    For the one process that writes here, before it writes. Returns a line for each thing found. Raises OSError.
+    """
+    said = []
+    for name in sorted(_names(root)):
+        if name.endswith(_DELETING) and _STEP.match(name.removesuffix(_DELETING)):
+            shutil.rmtree(root / name)
+            said.append(f"finished the interrupted deletion of {name.removesuffix(_DELETING)}")
+        elif _ORBAX_LEFTOVER.match(name):
+            shutil.rmtree(root / name)
+            said.append(f"{name.split('.')[0]} is incomplete (its save was interrupted): removed what was written")
+    for step in sorted(set(steps(root)) - set(complete_steps(root))):
+        new = set_aside(root, step, "incomplete")
+        said.append(f"{step_dir(root, step).name} is incomplete (it has no {MANIFEST}): set aside as {new.name}")
+    return said
+
+
+def _names(root: Path) -> list[str]:
+    try:
+        return os.listdir(root)
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,122 @@
+"""A pytree of arrays as Orbax stores it: a flat dict of named arrays, so that the names on disk do not depend on Python classes.
+
+`params.layers.query` names a leaf by the keys on its path. Typed PRNG keys are stored as their raw uint32 key data; everything else
+keeps its dtype. Orbax itself would cast a checkpoint to another dtype without a word, so shapes and dtypes are compared here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from orbax.checkpoint import v1 as ocp
+
+from ridgeline.configs.errors import UserError
+
+_TIMEOUT_S = 1200
+"""How long Orbax lets the processes of one save wait for each other."""
+_DATA_FILE_BYTES = 128 << 20
+"""Payload files of about this size: sha256 cannot be split within a file, so this is the grain of parallel verification."""
+_STACKED = "params.blocks."
+"""Parameters with a leading dim of layers (models/params.py)."""
+_LAYER_CHUNKS_ABOVE_BYTES = 32 << 20
+_MAX_NAMED = 5
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a pytree by the dotted path of their keys."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    assert len(named) == len(leaves), "two leaves of the state have the same name"
+    return named
+
+
+def describe(tree: Any) -> dict[str, dict[str, Any]]:
+    """Return name -> {"shape", "dtype"} of arrays or ShapeDtypeStructs, as metadata.json stores it."""
+    return {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in named_leaves(tree).items()}
+
+
+def check_matches(stored: Mapping[str, Mapping[str, Any]], wanted: Any, *, partial: bool, where: str) -> None:
+    """Refuse a state that is not the stored one, naming the first differences. `partial`: the stored one may hold more."""
+    expected = describe(wanted)
+    lines = [f"{name} is missing in the checkpoint" for name in expected if name not in stored]
+    if not partial:
+        lines += [f"{name} is only in the checkpoint" for name in stored if name not in expected]
+    for name, leaf in expected.items():
+        if name in stored and dict(stored[name]) != leaf:
+            lines.append(f"{name} is {_text(stored[name])} in the checkpoint, {_text(leaf)} in the config")
+    if lines:
+        more = f"; and {len(lines) - _MAX_NAMED} more" if len(lines) > _MAX_NAMED else ""
+        raise UserError(f"{where} does not fit this config: " + "; ".join(lines[:_MAX_NAMED]) + more)
+
+
+def save_async(path: Path, state: Any) -> ocp.AsyncResponse[None]:
+    """Copy the state to the host and start writing it to `path`; the arrays may be donated as soon as this returns.
+
+    (On the CPU platform there is no copy: the buffers stay referenced until they are written, and a donation makes XLA allocate.)
+    """
+    with _context():
+        return ocp.save_async(path, {name: _raw(leaf) for name, leaf in named_leaves(state).items()})
+
+
+def load(path: Path, abstract_state: Any, *, partial: bool) -> Any:
+    """Read the state into the shapes, dtypes and shardings of `abstract_state` (ShapeDtypeStructs with NamedShardings)."""
+    wanted = named_leaves(abstract_state)
+    with _context(partial=partial):
+        loaded = ocp.load(path, {name: _raw_abstract(leaf) for name, leaf in wanted.items()})
+    leaves = [
+        jax.random.wrap_key_data(loaded[name], impl=_key_impl(leaf)) if _is_key(leaf) else loaded[name] for name, leaf in wanted.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def _context(partial: bool = False) -> ocp.Context:
+    context = ocp.Context()
+    # Trained weights hardly compress, and (de)compressing is slower than most disks.
+    context.array_options.saving.use_compression = False
+    context.array_options.saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
+    context.array_options.saving.scoped_storage_options_creator = _storage
+    context.async_options.timeout_secs = _TIMEOUT_S
+    # The checkpointer has made sure that the step does not exist; Orbax would wait for all processes to look.
+    context.file_options.skip_sync_file_validations = True
+    context.pytree_options.loading.partial_load = partial
+    return context
+
+
+def _storage(keys: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
+    """Store large stacked parameters in chunks of one layer: an export reads layer by layer, and must not hold the whole stack."""
+    shard = leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+    stacked = jax.tree_util.keystr(keys, simple=True, separator=".").startswith(_STACKED)
+    large = math.prod(shard) * leaf.dtype.itemsize > _LAYER_CHUNKS_ABOVE_BYTES
+    return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,)) if stacked and large else None
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_impl(leaf: Any) -> Any:
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)  # key_impl takes tracers, but no ShapeDtypeStruct
+    return found[0]
+
+
+def _raw(leaf: Any) -> jax.Array:
+    assert isinstance(leaf, jax.Array), f"a checkpoint holds jax.Arrays, not {type(leaf).__name__}"
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _raw_abstract(leaf: Any) -> Any:
+    if not _is_key(leaf):
+        return leaf
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    assert isinstance(leaf.sharding, NamedSharding)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
+def _text(leaf: Mapping[str, Any]) -> str:
+    return f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"

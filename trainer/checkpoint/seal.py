@@ -1,0 +1,82 @@
+"""Sealing a step with its manifest, and checking the seal: the work split over all processes, the verdict the same in each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ridgeline.trainer.agreement import Agreement
+from ridgeline.trainer.checkpoint import integrity
+from ridgeline.trainer.checkpoint.integrity import Damage, FileDigest
+
+METADATA = "metadata.json"
+JUDGED = "finite"
+"""Key of metadata.json: true where the state was found finite before it was sealed. Earlier versions did not judge and have no such key."""
+
+
+class DamagedError(Exception):
+    """A step is not what its manifest says."""
+
+    def __init__(self, damage: list[Damage]) -> None:
+        super().__init__(str(damage[0]))
+        self.damage = damage
+
+
+def seal(path: Path, metadata: Mapping[str, Any], agreement: Agreement) -> int:
+    """Write metadata.json, hash every file (each process its share), write the manifest last; return the bytes of the step.
+
+    Raises OSError (with one process) or PeerError.
+    """
+
+    def list_payload() -> dict[str, int]:
+        integrity.write_atomically(path / METADATA, (json.dumps(metadata, indent=1) + "\n").encode())
+        return integrity.list_files(path)
+
+    sizes = agreement.first(list_payload)
+    mine = integrity.share(sizes, agreement.process, agreement.count)
+    shares = agreement.each(lambda: integrity.digest_files(path, mine, threads=integrity.default_threads(), sync=True))
+    digests = {name: sha256 for share in shares for name, sha256 in share.items()}  # empty but in process 0
+    agreement.first(lambda: integrity.write_manifest(path, {name: FileDigest(sizes[name], digests[name]) for name in sizes}))
+    return sum(sizes.values())
+
+
+def is_judged(path: Path) -> bool:
+    """Whether the state of a sealed step was found finite. What cannot be read counts as not judged."""
+    try:
+        return json.loads((path / METADATA).read_bytes()).get(JUDGED) is True
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def check_names(path: Path, agreement: Agreement) -> dict[str, FileDigest]:
+    """Return the manifest of a step whose files have the listed names and sizes. Raises DamagedError."""
+
+    def check() -> dict[str, Any]:
+        try:
+            manifest = integrity.read_manifest(path)
+        except integrity.ManifestDamage as error:
+            return {"damage": [["manifest", integrity.MANIFEST, str(error)]]}
+        damage = integrity.check_listing(path, manifest)
+        return {"damage": [_fields(d) for d in damage], "files": {n: [f.size_bytes, f.sha256] for n, f in manifest.items()}}
+
+    answer = agreement.first(check)
+    _raise(answer["damage"])
+    return {name: FileDigest(*entry) for name, entry in answer["files"].items()}
+
+
+def check_digests(path: Path, manifest: Mapping[str, FileDigest], names: list[str], agreement: Agreement) -> None:
+    """Hash the named files, each process its share, and compare. Raises DamagedError."""
+    mine = integrity.share({name: manifest[name].size_bytes for name in names}, agreement.process, agreement.count)
+    found = agreement.each(lambda: [_fields(d) for d in integrity.check_digests(path, manifest, mine, threads=integrity.default_threads())])
+    _raise(agreement.first(lambda: [fields for part in found for fields in part]))
+
+
+def _raise(found: list[list[Any]]) -> None:
+    if found:
+        raise DamagedError([Damage(*fields) for fields in found])
+
+
+def _fields(damage: Damage) -> list[Any]:
+    return [damage.reason, damage.file, damage.detail]
