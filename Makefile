@@ -12,6 +12,8 @@ CORPUS := data/quickstart
 # Overrides for the quickstart run, e.g. `make quickstart ARGS="trainer.steps=100"`.
 ARGS   ?=
 INJECTIONS := tests/explain/test_diagnosis_runs.py
+# Not in `make bench`: modules that others import, benchmarks of a GPU, and one that needs a directory.
+BENCHMARKS := $(filter-out benchmarks/checkout.py benchmarks/handwritten% benchmarks/gpu% benchmarks/diagnosis_matrix.py,$(wildcard benchmarks/*.py))
 
 # What a new Python or JAX has broken or may break first, in a minute or two: settings, data, checkpoints, a run and its evaluation,
 # gradients on a mesh, what XLA makes of the step, traces, the terminal. Of what imports no JAX little: it has run on the older Python.
@@ -20,20 +22,20 @@ NEWEST_VENV  := .venv-newest
 # run-newest installs and tests, run-newest-again tests what failed last, install-newest only installs.
 NEWEST_GOAL  := run-newest
 NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parameters.py published.py step_time.py) \
-  tests/rundir/test_events.py tests/hlo tests/measure/test_work.py \
-  $(addprefix tests/observe/test_,goodput_live.py metrics.py profiler.py progress.py recompile.py writers.py) \
+  tests/rundir/test_events.py tests/hlo tests/measure/test_step_work.py \
+  $(addprefix tests/observe/test_,goodput_live.py metrics.py profiler.py progress.py compilation.py writers.py) \
   $(addprefix tests/explain/test_,report.py tensorboard_browser.py trace_*.py) \
   $(addprefix tests/sharding/test_,mesh.py rules.py partition.py collective_budget.py) \
   tests/sharding/test_equality.py::test_other_rules_equal_one_device \
   $(addprefix tests/models/test_,loss.py remat.py convert.py) \
-  $(addprefix tests/models/test_decoder.py::test_,rematerialisation_recomputes_however_the_layers_run program_size_does_not_depend_on_depth) \
+  $(addprefix tests/models/test_decoder.py::test_,rematerialization_recomputes_however_the_layers_run program_size_does_not_depend_on_depth) \
   tests/models/test_attention.py::test_chunked_keeps_no_scores \
-  $(addprefix tests/loaders/test_,format.py mixture.py rows.py packing.py readers.py tokenizers.py evaluation_set.py) \
-  $(addprefix tests/trainer/test_,checkpoint.py optimizers.py run_dir.py) \
+  $(addprefix tests/loaders/test_,token_shards.py mixture.py rows.py packing.py readers.py tokenizers.py evaluation_set.py) \
+  $(addprefix tests/trainer/test_,checkpoint.py optimizers.py start.py) \
   $(addprefix tests/cli/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: test-again test-slurm-again test-injections-again help quickstart test test-injections test-slurm test-newest lint format types check-layers bench clean install install-newest run-newest run-newest-again
+.PHONY: test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest lint format types check-layers bench clean install install-newest run-newest run-newest-again
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -50,12 +52,12 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing Ridgeline with what its tests need into $(VENV) (a few minutes the first time) ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,parity,aot]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,parity,aot]'
 	@touch $(VENV)/.installed $@
 
 install: $(VENV)/.installed  ## make .venv and install the package
 
-quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a sample, in about six minutes
+quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a sample, in a few minutes
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the test suite
@@ -112,8 +114,12 @@ types: $(VENV)/.installed-dev  ## mypy
 check-layers: $(VENV)/.installed-dev  ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.installed-dev  ## the documentation site, in build/site
+	PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(VENV)/.installed-dev  ## the benchmarks of docs/LOG.md (minutes, one after another)
-	@for b in benchmarks/*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
+	@failed=; for b in $(BENCHMARKS); do echo "== $$b"; $(BIN)/python $$b || failed="$$failed $$b"; done; \
+	  [ -z "$$failed" ] || { echo "make bench: failed or missed a required figure:$$failed" >&2; exit 1; }
 
 clean:  ## remove the environment, caches, prepared data and runs
 	rm -rf $(VENV) $(NEWEST_VENV) data runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info

@@ -1,11 +1,12 @@
-"""Time and memory of `ridge analyze` on a large GPU trace made here: `python benchmarks/analyze.py [GB] [DEVICES]`.
+"""Time and peak memory of `ridge analyze` on a large synthetic GPU trace: `python benchmarks/analyze.py [GB] [DEVICES]`.
 
-The trace has the shape of a real one: kernels with the statistics the CUDA tracer writes, a launch for each on the host, collectives on a
-stream of their own, 100 steps. The limits of the project are 60 s and 4 GB for 1 GB.
+The trace has the structure of a real one: kernels with the statistics of the CUDA tracer, one host launch per kernel, collectives on their
+own stream, 100 steps. Limits: 60 s and 4 GB of memory for a trace of 1 GB.
 """
 
 from __future__ import annotations
 
+import argparse
 import resource
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import checkout  # noqa: F401  # before ridgeline
 from jax.profiler import ProfileData
 
 HLO_OPS = 400
@@ -100,8 +102,11 @@ def make(path: Path, size_bytes: int, devices: int) -> int:
 
 
 def main() -> None:
-    size_gb = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
-    devices = int(sys.argv[2]) if len(sys.argv) > 2 else 8
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("size_gb", nargs="?", type=float, default=1.0)
+    parser.add_argument("devices", nargs="?", type=int, default=8)
+    args = parser.parse_args()
+    size_gb, devices = args.size_gb, args.devices
     with tempfile.TemporaryDirectory() as scratch:
         small = Path(scratch) / "small.xplane.pb"
         make(small, 200_000, 2)

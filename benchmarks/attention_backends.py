@@ -1,9 +1,10 @@
-"""Forward + backward time of each attention backend on this machine, in one process, rounds interleaved; the fastest of each shape last.
+"""Time of each attention backend, forward and backward, on this machine; for each shape the fastest is printed last.
 
-python benchmarks/attention_backends.py [--dtype bfloat16] [--chunks 64 128 256 512] [--documents 1 8]
+`python benchmarks/attention_backends.py [--dtype bfloat16] [--chunks 64 128 256 512] [--documents 1 8]`
 
-On a GPU every backend that takes the request is timed (cudnn, pallas, chunked, ...) on the shapes of benchmarks/gpu.py, in bfloat16, with
-one document per row and with several: whichever wins a shape is what compute.attention.backend should say there.
+All backends run in one process with alternating rounds. On a GPU, every backend that supports the request (cudnn, pallas, chunked, ...) is
+timed on the shapes of benchmarks/gpu.py in bfloat16, with one and with several documents per row. Use the fastest for
+compute.attention.backend.
 """
 
 from __future__ import annotations
@@ -11,12 +12,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import checkout  # noqa: F401  # before ridgeline
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +40,7 @@ def compile_gradient(
 
 
 def packed(batch: int, length: int, documents: int) -> jax.Array | None:
-    """Segment ids of rows of so many documents of log-normal length; None for one: the row is its document."""
+    """Return segment ids of rows with this many documents of log-normal length; None for one document per row."""
     if documents == 1:
         return None
     source = np.random.default_rng(0)
@@ -68,8 +66,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16" if gpu else "float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--chunks", type=int, nargs="+", default=[512] if gpu else [64, 128, 256, 512])
-    parser.add_argument("--documents", type=int, nargs="+", default=[1, 8], help="per row")
-    parser.add_argument("--backends", nargs="+", help="default: all that can; on a GPU without those that store scores")
+    parser.add_argument("--documents", type=int, nargs="+", default=[1, 8], help="documents per row")
+    parser.add_argument("--backends", nargs="+", help="default: all that support the request, without those that store scores on a GPU")
     args = parser.parse_args()
     for shape, documents in itertools.product(GPU_SHAPES if gpu else CPU_SHAPES, args.documents):
         batch, length, heads, kv_heads, width = shape

@@ -1,14 +1,14 @@
-"""Checkpoint speed against the disk it is on: `python benchmarks/checkpoint.py [--gb 1] [--directory DIR] [--repeats 5]`.
+"""Checkpoint speed relative to the disk: `python benchmarks/checkpoint.py [--gb 1] [--directory DIR] [--repeats 5]`.
 
-Everything is measured in one run on the same files. The disk's sequential read speed is the better of buffered and direct reads of the
-checkpoint's own files, one after another. Page caches are dropped before every reading; where that is not permitted, the caches of the
-checkpoint's files are (POSIX_FADV_DONTNEED), and the report says so.
+All measurements use the same files in the same run. The sequential read speed of the disk is the faster of buffered and direct reads of the
+checkpoint's own files. Page caches are dropped before every read, or, where that is not permitted, those of the checkpoint's files
+(POSIX_FADV_DONTNEED); the report states which.
 
-The machine may be shared, so every figure is the best of its repeats, the disk's as well as ours, after one round that is not counted
-(the first touch of memory is slow on a virtual machine).
+The machine may be shared, so every result is the best of its repeats, after one round that is not counted (the first access to memory is
+slow on a virtual machine).
 
-Required: restore and manifest verification each at >= 50 % of the sequential read speed (bytes of the checkpoint / wall time). What a
-resume does, both at once over one reading of the disk, is bound by the cores rather than the disk where there are few; it is reported.
+Required: restore and manifest verification each reach at least 50 % of the sequential read speed (checkpoint bytes / wall time). A resume
+does both in one pass over the files, and is limited by the cores rather than the disk on small machines; its speed is only reported.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import checkout  # noqa: F401  # before ridgeline
 import jax
 import jax.numpy as jnp
 
@@ -40,7 +41,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def drop_caches(files: list[Path]) -> str:
-    """Make the next reading of the files come from the disk; return how."""
+    """Drop the page cache, so that the next read comes from the disk; return the method."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
@@ -94,7 +95,7 @@ def sha256_bytes_per_s(threads: int) -> float:
 
 
 def measure(directory: Path, size_bytes: int, repeats: int) -> dict[str, object]:
-    """Return all figures: seconds are the best, speeds are bytes of the checkpoint per second."""
+    """Return all results: best seconds, and speeds in checkpoint bytes per second."""
     state = make_state(size_bytes)
     device = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), jax.sharding.PartitionSpec())
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
@@ -147,7 +148,7 @@ def measure(directory: Path, size_bytes: int, repeats: int) -> dict[str, object]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the state in GB (1e9 bytes)")
-    parser.add_argument("--directory", type=Path, default=None, help="where the disk to measure is; default: a temporary directory here")
+    parser.add_argument("--directory", type=Path, default=None, help="directory on the disk to measure; default: a temporary one here")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory or Path.cwd(), prefix=".bench-checkpoint-") as temporary:

@@ -1,9 +1,9 @@
-"""How long a 70B-shaped step takes to compile: `python benchmarks/compile_70b.py [--repeats 1]`.
+"""Compile time of a 70B train step: `python benchmarks/compile_70b.py [--repeats 1]`.
 
-`ridge compile` of Llama 3.1 70B for 64 H100 (8 nodes, rows of 8,192 tokens, blocks recomputed), with the flags of a run, for two layouts,
-each repeat in a process of its own. Required: tracing, lowering and compiling take less than 120 s of wall time on two cores, and the whole
-command less than that of processor time, which neighbours on the machine disturb least. Nothing is kept for a second compile, as what XLA
-dumps of its buffers is read.
+Runs `ridge compile` for Llama 3.1 70B on 64 H100 (8 nodes, rows of 8,192 tokens, full rematerialization) with the flags of a training run,
+for two layouts, each repeat in its own process. Required: tracing, lowering and compilation take less than 120 s of wall time on two cores,
+and the whole command less than 120 s of CPU time, which other programs affect least. No compilation cache is used, because XLA's dump of
+its buffers is read.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from checkout import ROOT
+
 REQUIRED_S = 120.0
 COMMAND = (
     *("-m", "ridgeline", "compile", "models/llama-3.1-70b", "--cluster", "dgx-h100", "--nodes", "8", "--json"),
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 def compile_once(overrides: tuple[str, ...]) -> dict[str, float]:
-    """Compile; return wall and processor seconds of the whole command, and those of its parts by the compiler's own clock."""
+    """Compile; return wall and CPU seconds of the command, and the seconds of its parts as the compiler reports them."""
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run([sys.executable, *COMMAND, *overrides], capture_output=True, text=True, cwd=ROOT, check=False)
     if not done.stdout.startswith("{"):  # a step that does not fit is compiled all the same

@@ -1,6 +1,7 @@
-"""Compile time against depth: `python benchmarks/compile_depth.py [--layers 4 64]`. A training step's loss and gradients, narrow layers.
+"""Compile time by number of layers: `python benchmarks/compile_depth.py [--layers 4 64]`.
 
-Required: with scanned layers, tracing and compiling 64 layers takes at most 1.3 times as long as 4 (the best of the repeats, in turn).
+Compiles loss and gradients of a model with narrow layers. Required: with scanned layers, tracing and compiling 64 layers takes at most 1.3
+times as long as 4 layers (best of the repeats, which alternate).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import checkout  # noqa: F401  # before ridgeline
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -51,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs=2, default=[4, 64])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--loop-layers", type=int, default=16, help="depth of the comparison without scan; 0: leave it out")
+    parser.add_argument("--loop-layers", type=int, default=16, help="layers of the comparison without scan; 0: none")
     args = parser.parse_args(arguments)
     compile_s(2, True)  # one-time costs
     runs = [(args.layers[0], True), (args.layers[1], True)] + ([(args.loop_layers, False)] if args.loop_layers else [])

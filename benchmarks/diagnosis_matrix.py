@@ -1,29 +1,34 @@
-"""The confusion matrix of the diagnosis: `python benchmarks/diagnosis_matrix.py DIRECTORY [--write] [RUN...]`.
+"""Confusion matrix of the diagnosis: `python benchmarks/diagnosis_matrix.py DIRECTORY [--write] [RUN...]`.
 
-Plants every fault of tests/explain/injections.py in real runs under DIRECTORY, diagnoses each and prints the matrix as Markdown; exit code
-1 when a rule that should come first does not, or a control accuses somebody. About three minutes of CPU. --write: docs/DIAGNOSIS.md, too.
-With run names only those runs are made, and the cases they suffice for diagnosed.
+Injects every fault of tests/explain/injections.py into real runs in DIRECTORY, diagnoses each run and prints the matrix as Markdown. Exit
+code 1 when an expected rule is not the first finding, or a control run has a finding. Takes about three minutes of CPU time. --write also
+writes docs/DIAGNOSIS.md. With RUN names, only these runs and the cases that need no others are made.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from checkout import ROOT
+
 from tests.explain.injections import CASES, Bench, matrix, page
 from tests.explain.magnitudes import FAULTS
 from tests.explain.magnitudes import table as magnitudes
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "DIAGNOSIS.md"
+DOCUMENT = ROOT / "docs" / "DIAGNOSIS.md"
 
 
 def main(arguments: list[str]) -> int:
     """Run the cases and print the matrix."""
-    write = "--write" in arguments
-    directory, *rest = [argument for argument in arguments if argument != "--write"]
-    names = set(rest) or None
-    bench = Bench(Path(directory).absolute())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("runs", nargs="*", metavar="RUN")
+    parser.add_argument("--write", action="store_true", help="Also write docs/DIAGNOSIS.md.")
+    args = parser.parse_args(arguments)
+    names = set(args.runs) or None
+    bench = Bench(args.directory.absolute())
     bench.prepare()
     bench.run(names)
     cases = [case for case in CASES if names is None or set(case.needs) <= names]
@@ -31,7 +36,7 @@ def main(arguments: list[str]) -> int:
     print(table := matrix(found))
     if names is None or {fault.run for fault in FAULTS} <= names:
         print(sizes := magnitudes(bench.sizes()))
-        if write:
+        if args.write:
             DOCUMENT.write_text(page(table, sizes))
     return 1 if "WRONG" in table else 0
 

@@ -1,13 +1,13 @@
-"""Speed on one real GPU: every row predicted by the planner, trained by us, PyTorch and MaxText in the same run, held against its target.
+"""Training speed on one GPU: planner prediction, our trainer, PyTorch and MaxText in one run, each row compared with its target.
 
 `python benchmarks/gpu.py [ROW ...] [--output DIR] [--limit-s 600] [--continue] [--no-peer] [--no-profile] [--tiny]`
 
-Needs one NVIDIA GPU and no network. Without row names the rows are done in the order of their importance (gpu_budget.py), and what is not
-expected to fit into the limit is left out and named; `--continue` measures that in a second call. Each row runs in a process of its own
-(memory is not shared, a crash is a row of the table); the matmul ceilings are measured first, in the same run. A peer that is not
-installed is named and left out. `--tiny` trains toy shapes on the CPU: a check of the script itself. After every part gpu.json is written
-anew; a row's profile with its step ledger lies beside it. The last thing printed is the table. Exit code: 1 when a row missed its target
-or failed, else 3 when something was left out, else 0.
+Needs one NVIDIA GPU and no network. Without ROW names, all rows run in order of importance (gpu_budget.py). Rows that are not expected to
+fit into the time limit are skipped and listed; `--continue` runs them in a second call. Each row runs in its own process, so that memory is
+not shared and a crash is only a row of the table. Matmul ceilings are measured first, in the same run. Peers that are not installed are
+skipped and listed. `--tiny` trains toy shapes on a CPU, to test this script. gpu.json is rewritten after every part; the profile of a row
+is stored beside it. The table is printed last. Exit code: 1 when a row missed its target or failed, else 3 when something was skipped, else
+0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import gpu_needs  # noqa: F401  # first: says what is missing
+import checkout  # noqa: F401  # before ridgeline
+import gpu_needs  # noqa: F401  # first: reports missing packages
 from gpu_budget import OURS, PEERS, Budget, Part, expected_s, in_order
 from gpu_peers import OUT_OF_TIME, absent, last_line, measure_peer
 from gpu_rows import EIGHT_BIT_KERNEL, ROWS, Row, choose, flops_per_token, least_s_per_token, row_config
@@ -40,7 +41,7 @@ from ridgeline.planner.hardware import find_hardware
 HERE = Path(__file__).resolve().parent
 CEILING = """
 import json, sys
-from measure.calibration import matmul_flops_per_s, memory_bytes_per_s
+from ridgeline.measure.calibration import matmul_flops_per_s, memory_bytes_per_s
 import jax
 size = int(sys.argv[1])
 rate = max(matmul_flops_per_s("bfloat16", (size,) * 3) for _ in range(3))
@@ -50,25 +51,25 @@ print(json.dumps({"device": jax.local_devices()[0].device_kind, "matmul_flops_pe
 CEILING_8_BIT = f"""
 import functools, json, sys
 import jax
-from measure.kernels import NARROW
-from measure.calibration import time_s
-from ridgeline.models import fp8
+from ridgeline.measure.pieces import NARROW
+from ridgeline.measure.timer import median_s
+from ridgeline.models.matmul import fp8
 size = int(sys.argv[1])
-make = jax.jit(lambda seed: fp8.quantise(jax.random.normal(jax.random.key(seed), (size, size), "bfloat16"), fp8.VALUES))
+make = jax.jit(lambda seed: fp8.quantize(jax.random.normal(jax.random.key(seed), (size, size), "bfloat16"), fp8.VALUES))
 left, right = make(0), make(1)
 multiply = jax.jit(functools.partial(NARROW["float8"], jax.default_backend())).lower(left, right).compile()
-rate = max(2 * size**3 / time_s(lambda: multiply(left, right)) for _ in range(3))
+rate = max(2 * size**3 / median_s(lambda: multiply(left, right)) for _ in range(3))
 print(json.dumps({{"rate": rate, "kernel": "{EIGHT_BIT_KERNEL}" in multiply.as_text()}}))
 """
 RECORD = "gpu.json"
 CEILING_TIMEOUT_S = 60.0
-"""Without a ceiling no row means anything: it gets this long whatever the limit."""
+"""Time limit for measuring the ceiling, which every row needs, independent of --limit-s."""
 ATTEMPTS = 3
-"""Our own row is tried with fewer rows per step when it runs out of memory."""
+"""Attempts of our side; each retry after an out-of-memory error uses fewer rows per step."""
 
 
 class Bench:
-    """One run of the script: its clock, its directory and what it found."""
+    """One run of the script: its time budget, output directory and results."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.budget = args, Budget(args.limit_s, time.monotonic)
@@ -77,37 +78,36 @@ class Bench:
         self.ceiling: dict[str, Any] = {}
         self.results: list[dict[str, Any]] = []
         self.absent = {side: why for side in PEERS if (why := absent(side)) is not None and not args.no_peer}
-        """Peers that this machine does not have, and why."""
+        """Peer -> why it cannot run on this machine."""
         self.configs: dict[str, tuple[Config, dict[str, float]]] = {}
-        """Of each row: what is trained, and what is predicted."""
+        """Row name -> config, predictions."""
 
-    def say(self, words: str) -> None:
-        """Print a line of progress."""
-        print(f"[{self.budget.spent_s:4.0f} s] {words}", flush=True)
+    def log(self, line: str) -> None:
+        """Print a progress line."""
+        print(f"[{self.budget.spent_s:4.0f} s] {line}", flush=True)
 
     def child(
         self, program: list[str], job: dict[str, Any] | None, env: dict[str, str], least_s: float = 5.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a child with what is left of the budget."""
+        """Run a child process within the remaining budget."""
         text = None if job is None else json.dumps(job)
-        path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             return subprocess.run(
-                [sys.executable, *program], input=text, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, **env},
+                [sys.executable, *program], input=text, capture_output=True, text=True, env={**os.environ, **env},
                 timeout=max(least_s, self.budget.left_s), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return subprocess.CompletedProcess(program, 124, "", OUT_OF_TIME)
 
     def measure_ceiling(self, rows: Sequence[Row]) -> None:
-        """Measure what the device can do at best: an 8192-cubed matmul in bf16, in float8 where a row needs it, and the memory."""
+        """Measure the ceilings of the device: an 8192-cubed matmul in bf16, in float8 if a row needs it, and memory bandwidth."""
         size = "512" if self.args.tiny else "8192"
         done = self.child(["-c", CEILING, size], None, {}, CEILING_TIMEOUT_S)
         if done.returncode:
             raise SystemExit(f"no device to measure: {last_line(done.stderr)}")
         self.ceiling = json.loads(done.stdout.strip().splitlines()[-1])
         rates = self.ceiling["matmul_flops_per_s"] / 1e12, self.ceiling["memory_bytes_per_s"] / 1e9
-        self.say(f"{self.ceiling['device']}: matmul {rates[0]:.0f} TFLOP/s, memory {rates[1]:.0f} GB/s")
+        self.log(f"{self.ceiling['device']}: matmul {rates[0]:.0f} TFLOP/s, memory {rates[1]:.0f} GB/s")
         narrow = [row for row in rows if "precision.matmul=fp8" in row.overrides]
         if narrow:
             _, env = environment_of(row_config(narrow[0]))
@@ -115,12 +115,12 @@ class Bench:
             found = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {"error": last_line(done.stderr)}
             if found.get("kernel") or self.args.tiny:
                 self.ceiling["float8_flops_per_s"] = found["rate"]
-                self.say(f"matmul in float8 {found['rate'] / 1e12:.0f} TFLOP/s")
+                self.log(f"matmul in float8 {found['rate'] / 1e12:.0f} TFLOP/s")
             else:
-                self.say(f"no ceiling in float8: {found.get('error', 'XLA made no 8-bit kernel of the product')}")
+                self.log(f"no ceiling in float8: {found.get('error', 'XLA did not use an 8-bit kernel for the matmul')}")
 
     def run_part(self, part: Part) -> None:
-        """Measure one side of a row, or leave it out."""
+        """Measure one side of a row, or skip it."""
         row = part.row
         config, predicted = self.configs.setdefault(row.name, self.planned(row))
         result = self.result_of(row)
@@ -130,7 +130,7 @@ class Bench:
         why = self.unmeasurable(part) or self.budget.refusal(part.side, expected)
         if why:
             self.budget.leave_out(part.name, why)
-            self.say(f"{part.name}: left out, {why}")
+            self.log(f"{part.name}: skipped, {why}")
             return
         begun = self.budget.spent_s
         if part.side == OURS:
@@ -142,22 +142,22 @@ class Bench:
         self.budget.finished(part.side, expected, self.budget.spent_s - begun)
 
     def unmeasurable(self, part: Part) -> str | None:
-        """Say what keeps a part from meaning anything; None: nothing."""
+        """Return why a part has no meaning; None if it has."""
         if part.side != OURS and "tokens_per_s" not in self.result_of(part.row):
             return "ours was not measured"
-        base = None if self.args.rows else part.row.over  # a row that was asked for is measured whatever it is held against
+        base = None if self.args.rows else part.row.over  # a requested row is measured even without the row it is compared with
         if part.side == OURS and base is not None and not any(r["row"] == base[0] and "tokens_per_s" in r for r in self.results):
             return f"{base[0]}, which it is held against, was not measured"
         return None
 
     def failed(self, row: Row, why: str) -> None:
-        """Note that a row could not even be begun, or ended in an error of this script."""
+        """Record that a row could not start, or failed with an error of this script."""
         if not any(r["row"] == row.name for r in self.results):
             self.results.append({"row": row.name, "target": row.target})
         self.result_of(row)["error"] = why
 
     def result_of(self, row: Row) -> dict[str, Any]:
-        """Return the row's entry, made at the first call; the row has been planned."""
+        """Return the result of a planned row, created by the first call."""
         found = next((r for r in self.results if r["row"] == row.name), None)
         if found is None:
             config, predicted = self.configs[row.name]
@@ -168,12 +168,12 @@ class Bench:
         return found
 
     def trained(self, row: Row) -> Config:
-        """Return the config that ours was trained with: fewer rows than planned where memory ran out."""
+        """Return the config our side was trained with, which has fewer rows than planned if memory ran out."""
         config = self.configs[row.name][0]
         return config.model_copy(update={"data": config.data.model_copy(update={"batch_size": self.result_of(row)["rows"]})})
 
     def planned(self, row: Row) -> tuple[Config, dict[str, float]]:
-        """Choose layers, rows and rematerialisation, and predict."""
+        """Choose layers, rows and rematerialization policy, and predict the speed."""
         if self.args.tiny:
             return row_config(row, rows=2, tiny=True), {}
         cluster = load_cluster(self.args.cluster).config.model_copy(update={"devices_per_node": 1, "links": []})
@@ -187,11 +187,11 @@ class Bench:
         return config, predicted
 
     def train(self, row: Row, config: Config, profiled: bool) -> dict[str, Any]:
-        """Train our model in a child; with fewer rows where memory runs out."""
+        """Train our model in a child process, with fewer rows after an out-of-memory error."""
         predicted = self.configs[row.name][1]
         expected = f", predicted {predicted['tokens_per_s']:,.0f} tokens/s" if predicted else ""
         shape = f"{config.model.num_layers} layers, {config.data.batch_size} x {config.data.seq_len}"
-        self.say(f"{row.name}: {shape}, remat {config.compute.remat.policy}{expected}")
+        self.log(f"{row.name}: {shape}, remat {config.compute.remat.policy}{expected}")
         settings, env = environment_of(config)
         for attempt in range(ATTEMPTS):
             output = self.output / f"{row.name}.json"
@@ -210,13 +210,13 @@ class Bench:
             if "RESOURCE_EXHAUSTED" not in done.stderr or config.data.batch_size == 1:
                 break
             fewer = max(1, config.data.batch_size * 3 // 4)
-            self.say(f"{row.name}: out of memory with {config.data.batch_size} rows; trying {fewer}")
+            self.log(f"{row.name}: out of memory with {config.data.batch_size} rows; trying {fewer}")
             config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": fewer})})
         (self.output / f"{row.name}.err").write_text(done.stderr)
         return {"error": last_line(done.stderr)}
 
     def train_peer(self, part: Part, config: Config) -> dict[str, Any]:
-        """Train the same shapes with a peer; the rows per step are ours, or what fits."""
+        """Train the same shapes with a peer. The rows per step are ours, or as many as fit."""
         hardware = find_hardware(self.ceiling["device"])
         _, env = environment_of(config)
         return {"software": part.side} | measure_peer(
@@ -225,7 +225,7 @@ class Bench:
         )  # fmt: skip
 
     def judge(self, row: Row, result: dict[str, Any]) -> None:
-        """Add MFU, share of the ceiling, ratios, and what was missed."""
+        """Add MFU, share of the ceiling, ratios and missed targets."""
         if "tokens_per_s" not in result:
             result["missed"] = [result["error"]] if "error" in result else []
             return
@@ -256,7 +256,7 @@ class Bench:
         result["missed"] = missed
 
     def table(self) -> str:
-        """Return the short table that is printed last."""
+        """Return the final table."""
         figures = f"{'tok/s':>10}{'planned':>10}{'MFU':>7}{'ceiling':>9}{'GB':>6}{'peer':>10}{'ratio':>7}"
         head = f"{'row':14}{'shape':>16}{'remat':>8}{figures}  target"
         lines = [head]
@@ -270,15 +270,15 @@ class Bench:
                 number((r.get("peer") or {}).get("tokens_per_s"), 10, ",.0f"), number(r.get("against_peer"), 7, ".2f"),
             ]  # fmt: skip
             missed = r.get("missed", [])
-            reached = "  reached: " + r["target"] if "tokens_per_s" in r else "  left out"
+            reached = "  reached: " + r["target"] if "tokens_per_s" in r else "  skipped"
             lines.append("".join(cells) + (reached if not missed else "  MISSED: " + "; ".join(missed)))
-        lines += [f"left out: {part}: {why}" for part, why in self.budget.left_out]
+        lines += [f"skipped: {part}: {why}" for part, why in self.budget.left_out]
         lines += [peer_line(r, side, peer) for r in self.results for side, peer in r.get("peers", {}).items()]
         lines += [f"{side}: not measured, {why}" for side, why in self.absent.items()]
         return "\n".join(lines)
 
     def save(self) -> None:
-        """Write everything."""
+        """Write gpu.json."""
         versions = {}
         for name in ("jax", "jaxlib", "flax", "optax", "torch", "transformers", "maxtext"):
             try:
@@ -294,7 +294,7 @@ class Bench:
         (self.output / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
     def take_up(self) -> None:
-        """Begin with the rows that an earlier call measured, as they were written. Their ceiling is that of their own call."""
+        """Load the rows that an earlier call measured, with the ceilings of that call."""
         record = json.loads((self.output / RECORD).read_text())
         self.results += [r for r in record["rows"] if "tokens_per_s" in r]
 
@@ -305,7 +305,7 @@ def number(value: float | None, width: int, form: str) -> str:
 
 
 def peer_line(result: dict[str, Any], side: str, peer: dict[str, Any]) -> str:
-    """Say what a peer did in a row, and how."""
+    """Return the result of a peer for one row, as text."""
     name = f"{result['row']}, {side}:"
     if "tokens_per_s" not in peer:
         return f"{name} {peer['error']}"
@@ -317,20 +317,20 @@ def peer_line(result: dict[str, Any], side: str, peer: dict[str, Any]) -> str:
 
 
 def environment_of(config: Config) -> tuple[list[environment.Setting], dict[str, str]]:
-    """Return what is chosen for a run of this config, and the variables it starts with."""
+    """Return the settings of a run of this config, and its environment variables."""
     settings = environment.prepare(config, describe({}), env := dict(os.environ))
     return settings, env
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the rows; see the module."""
+    """Run the rows and print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(row.name for row in ROWS)}; default: all")
     parser.add_argument("--output", type=Path, default=Path("runs/bench-gpu"))
-    parser.add_argument("--limit-s", type=float, default=600.0, help="what is not expected to fit is left out")
-    parser.add_argument("--continue", dest="go_on", action="store_true", help="measure what an earlier call with this --output left out")
-    parser.add_argument("--cluster", default="dgx-h200", help="cluster file whose device is planned for")
-    parser.add_argument("--calibration", help="calibration of this machine (ridge calibrate); default: published figures")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="time limit; rows that are not expected to fit are skipped")
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="measure what an earlier call with this --output skipped")
+    parser.add_argument("--cluster", default="dgx-h200", help="cluster whose device is used for the prediction")
+    parser.add_argument("--calibration", help="calibration file of this machine, from `ridge calibrate`; default: published rates")
     parser.add_argument("--steps", type=int, help="measured steps per row; default: about eight seconds")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-profile", action="store_true")
@@ -355,14 +355,14 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         try:
             bench.run_part(part)
-        except Exception as error:  # one row must not take the others with it
+        except Exception as error:  # a failed row must not end the others
             bench.failed(part.row, f"{type(error).__name__}: {error}")
         result = bench.result_of(part.row)
         bench.judge(part.row, result)
         bench.save()
         if part.side == OURS and not any(part.name == name for name, _ in bench.budget.left_out):
             rate = result.get("tokens_per_s")
-            bench.say(f"{part.row.name}: " + (f"{rate:,.0f} tokens/s" if rate else result.get("error", "?")))
+            bench.log(f"{part.row.name}: " + (f"{rate:,.0f} tokens/s" if rate else result.get("error", "?")))
     print(bench.table())
     return 1 if any(result.get("missed") for result in bench.results) else 3 if bench.budget.left_out else 0
 

@@ -1,7 +1,7 @@
-"""What of `benchmarks/gpu.py` fits into its time: the order of its parts, what each is expected to take, and what is left out.
+"""Time budget of `benchmarks/gpu.py`: the order of its parts, their expected durations, and which parts to skip.
 
-A part is one side of a row: ours, PyTorch's with its parameters in float32 (as ours) or in bfloat16, or MaxText's. The expected seconds are
-predictions until a GPU has measured them; as parts finish, the expectations of the rest are corrected by what those of their side took.
+A part is one side of a row: ours, PyTorch with float32 parameters (as ours) or bfloat16 parameters, or MaxText. Expected durations are
+predictions; as parts finish, the expectations for the other parts of the same side are corrected by the measured durations.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from gpu_rows import LEAST_STEPS, MEASURED_S, WARMUP_STEPS, Row
 OURS, TORCH, TORCH_BF16, MAXTEXT = "ours", "PyTorch autocast", "PyTorch bf16", "MaxText"
 PEERS = (TORCH, MAXTEXT, TORCH_BF16)
 START_S = 14.0
-"""Import, start of the device, state."""
+"""Import, device initialization, state."""
 COMPILE_S, COMPILE_UNROLLED_S = 30.0, 75.0
-"""Deviceless on two cores 10 to 20 s; a GPU adds autotuning. Unrolled layers are compiled each."""
+"""10 to 20 s without a GPU on two cores; a GPU adds autotuning. Unrolled layers are compiled one by one."""
 CAPTURE_S = 8.0
-"""Two profiled steps, and reading their trace."""
+"""Two profiled steps and the analysis of their trace."""
 TORCH_START_S, TORCH_COMPILE_LAYER_S, TORCH_COMPILE_S = 15.0, 2.0, 25.0
 """torch.compile traces and compiles every layer of a model."""
 TORCH_STEPS_S = 9.0
 MAXTEXT_START_S, MAXTEXT_COMPILE_S, MAXTEXT_STEPS_S = 30.0, 40.0, 7.0
-"""It imports twice what we do, and compiles one layer, as ours; once."""
+"""It imports twice as much as we do and, like us, compiles one layer once."""
 MARGIN_S = 5.0
-"""Kept for the table and the files."""
+"""Reserved for the table and the files."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """As it is printed."""
+        """Name for output."""
         return f"{self.row.name}, {self.side}"
 
 
@@ -59,7 +59,7 @@ def _rank(part: Part) -> int:
 
 
 def expected_s(part: Part, *, layers: int, step_s: float, profile: bool, tiny: bool = False) -> float:
-    """Return the seconds a part is expected to take; `step_s` as predicted for ours."""
+    """Return the expected seconds of a part. `step_s`: predicted step time of our side."""
     if tiny:
         return 1.0
     if part.side == MAXTEXT:
@@ -73,13 +73,13 @@ def expected_s(part: Part, *, layers: int, step_s: float, profile: bool, tiny: b
 
 @dataclass
 class Budget:
-    """The time there is, and what the parts have taken of it."""
+    """The time limit, and the time used by the parts."""
 
     limit_s: float
     clock: Callable[[], float]
     begun: float = field(init=False)
     took: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Side -> seconds expected and taken by its finished parts."""
+    """Side -> expected and measured seconds of its finished parts."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """(part, why)."""
 
@@ -94,26 +94,26 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left for parts."""
+        """Seconds left for further parts."""
         return self.limit_s - MARGIN_S - self.spent_s
 
     def corrected_s(self, side: str, seconds: float) -> float:
-        """Return an expectation, corrected by the finished parts of its side."""
+        """Return the expected seconds, corrected by the finished parts of the same side."""
         expected, taken = self.took.get(side, (0.0, 0.0))
         return seconds * taken / expected if expected else seconds
 
     def refusal(self, side: str, seconds: float) -> str | None:
-        """Say why a part of this expectation is left out; None when it fits."""
+        """Return why a part with these expected seconds is skipped; None if it fits."""
         needed = self.corrected_s(side, seconds)
         return (
             None if needed <= self.left_s else f"needs about {needed:.0f} s, {max(0.0, self.left_s):.0f} s are left of {self.limit_s:.0f}"
         )
 
     def leave_out(self, part: str, why: str) -> None:
-        """Note what is not measured."""
+        """Record a skipped part."""
         self.left_out.append((part, why))
 
     def finished(self, side: str, expected: float, taken: float) -> None:
-        """Note what a part took."""
+        """Record the measured seconds of a part."""
         before = self.took.get(side, (0.0, 0.0))
         self.took[side] = before[0] + expected, before[1] + taken

@@ -1,8 +1,8 @@
 """The same model in MaxText: its own training loop on random tokens, timed by our clock. Run by `benchmarks/gpu.py`.
 
-MaxText (PyPI, Python 3.12 or newer) is called as its users call it, `initialize` and `run` of `maxtext.trainers.pre_train.train`, as of
-0.2.5. The function that runs one step of its loop is wrapped, so that our clock is read with the device at rest: after the warm-up and
-after each round of steps. What its loop does beside the step (batches, metrics) is in the time, as PyTorch's is.
+MaxText (PyPI, Python 3.12 or newer) is called as its users call it: `initialize` and `run` of `maxtext.trainers.pre_train.train`, as of
+0.2.5. The function that runs one step is wrapped to read our clock, with the device idle, after the warm-up and after each round of steps.
+The time includes the rest of its loop (batches, metrics), as for PyTorch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 WARMUP_STEPS, ROUNDS = 4, 3
 LEAST_TOKENS = 8192
-"""Of a step: with fewer, recomputing more is tried first."""
+"""Minimum tokens per step; before going below, policies that recompute more are tried."""
 NEEDS = ("maxtext", "transformers")
 ENVIRONMENT = {"DECOUPLE_GCLOUD": "TRUE"}
-"""MaxText's own switch: it asks for no cloud."""
+"""MaxText's own switch to run without Google Cloud."""
 POLICIES = ("minimal_with_context", "save_dot_with_context_except_mlp", "full")
-"""`remat_policy`, the fastest first: keep every product, keep those of attention, keep nothing but the layers' inputs."""
+"""`remat_policy`, the fastest first: save all matmul results, save those of attention, save only the layer inputs."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to train the shape."""
+    """One combination of settings to try."""
 
     attention: str
     remat: str
@@ -38,20 +38,20 @@ class Attempt:
 
 
 def missing() -> str | None:
-    """Say why MaxText cannot be measured here; None: it can be tried."""
+    """Return why MaxText cannot run here; None if it can."""
     if all(importlib.util.find_spec(name) is not None for name in NEEDS):
         return None
     return "not installed (Python 3.12 or newer: pip install maxtext; without a network: benchmarks/gpu_needs.py)"
 
 
 def kernels(gpu: bool) -> tuple[str, ...]:
-    """Return the values of `attention` that are tried in turn, the fastest first; Transformer Engine's only where it is installed."""
+    """Return the values of `attention` to try, the fastest first; Transformer Engine's only if it is installed."""
     engine = ("cudnn_flash_te",) if importlib.util.find_spec("transformer_engine") is not None else ()
     return (*engine, "cudnn_flash_jax", "dot_product") if gpu else ("dot_product",)
 
 
 def token_bytes(model: dict[str, Any], remat: str) -> float:
-    """Return the bytes that a token of a step takes.
+    """Return the activation bytes per token of a step.
 
     Logits in 16 bits, in float32, and both gradients (12 V); in each layer its input and what the policy keeps, in 16 bits.
     """
@@ -106,13 +106,13 @@ def arguments(model: dict[str, Any], seq_len: int, attempt: Attempt, steps: int,
 
 
 def steps_per_round(step_s: float, measured_s: float, asked: int | None) -> int:
-    """Return the steps of one of `ROUNDS`; `step_s` as ours took, which the peer's should be near."""
+    """Return the steps per round. `step_s`: step time of our side, as an estimate for the peer's."""
     return asked or max(2, min(14, round(measured_s / ROUNDS / step_s)))
 
 
 @dataclass
 class Clock:
-    """Reads the time after the first step, after the warm-up and after every round, the device at rest."""
+    """Reads the clock after the first step, after the warm-up and after every round, with the device idle."""
 
     per_round: int
     wait: Callable[[Any], Any]
@@ -137,7 +137,7 @@ class Clock:
         return timed
 
     def read(self, loss: float) -> None:
-        """Note the time and the loss."""
+        """Record the time and the loss."""
         self.losses.append(loss)
         if self.done == 1:
             self.first = self.now()
@@ -150,7 +150,7 @@ class Clock:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Train as one attempt says; return step time, spread, memory and losses."""
+    """Train with the settings of one attempt; return step time, spread, memory and losses."""
     begun = time.perf_counter()
     import jax
     import maxtext

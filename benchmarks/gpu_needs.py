@@ -1,14 +1,14 @@
-"""Ends the benchmark with one line where a package is missing that it cannot do without; imported before anything that needs them.
+"""Check the packages that `benchmarks/gpu.py` needs; import this module before anything that imports them.
 
-A machine without a network can be carried what is missing (pure Python but for one wheel of 2 MB), on one that has it:
-`pip download --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels pydantic ruamel.yaml`, and there:
-`pip install --no-index --find-links wheels pydantic ruamel.yaml`.
+If a package is missing, the process exits with one line. For a machine without a network, download the packages elsewhere (pure Python,
+except one wheel of 2 MB) with `pip download --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels pydantic
+ruamel.yaml`, and install them with `pip install --no-index --find-links wheels pydantic ruamel.yaml`.
 
-MaxText can be carried as well, 58 MB of wheels with the above, if its own requirements (hundreds, half a cloud) are not asked for: beside
-JAX, flax, optax, orbax and transformers it imports `MAXTEXT` before its first step on random tokens. `python benchmarks/gpu_needs.py`
-prints them: `pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 --platform
-manylinux_2_27_x86_64 --platform manylinux_2_28_x86_64 -d wheels $(python benchmarks/gpu_needs.py)`, and there `pip install --no-index
---no-deps --target site wheels/*.whl`, with site in PYTHONPATH.
+MaxText can be installed in the same way from 58 MB of wheels, without most of its declared requirements: besides JAX, flax, optax, orbax
+and transformers, it imports only `MAXTEXT` before its first step on random tokens. `python benchmarks/gpu_needs.py` prints that list.
+Download: `pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_27_x86_64
+--platform manylinux_2_28_x86_64 -d wheels $(python benchmarks/gpu_needs.py)`; install: `pip install --no-index --no-deps --target site
+wheels/*.whl`, and add `site` to PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import importlib.util
 import sys
 
 NEEDED = {"jax": "jax", "flax": "flax", "optax": "optax", "pydantic": "pydantic", "ruamel.yaml": "ruamel.yaml"}
-"""Module -> what to install. No loader, checkpoint or writer runs here: grain, orbax and tensorboard are not needed."""
+"""Module -> package to install. No loader, checkpoint or writer runs here, so grain, orbax and tensorboard are not needed."""
 MAXTEXT = (
     "annotated-types==0.8.0", "aqtp==0.9.0", "array-record==0.8.6", "drjax==0.2.1", "einshape==1.0", "fastapi==0.165.0", "fire==0.7.1",
     "grain==0.2.18", "immutabledict==4.3.1", "maxtext==0.2.5", "ml-collections==1.1.0", "omegaconf==2.4.0", "opentelemetry-api==1.45.2",
@@ -25,12 +25,12 @@ MAXTEXT = (
     "starlette==1.10.0", "termcolor==3.3.0", "tokamax==0.0.17", "typing-extensions==4.16.0", "typing-inspection==0.4.5", "uvicorn==0.54.0",
     "xprof==2.24.2",
 )  # fmt: skip
-"""What trained a step of MaxText's with Python 3.12, jax 0.11.2, flax 0.12.12, optax 0.2.8, orbax-checkpoint 0.12.8, transformers 5.23.0,
-etils, tiktoken, sentencepiece, sympy and pillow. xprof (32 MB) is imported by tokamax, maxtext itself is 14 MB (tokenizers)."""
+"""Packages with which MaxText trained a step on Python 3.12, with jax 0.11.2, flax 0.12.12, optax 0.2.8, orbax-checkpoint 0.12.8,
+transformers 5.23.0, etils, tiktoken, sentencepiece, sympy and pillow. tokamax imports xprof (32 MB); maxtext has 14 MB (tokenizers)."""
 
 
 def missing(needed: dict[str, str] = NEEDED) -> list[str]:
-    """Return what to install of the needed modules, in their order."""
+    """Return the packages to install, in order."""
     return [package for module, package in needed.items() if not _found(module)]
 
 

@@ -1,4 +1,4 @@
-"""Runs the peers of a row of `benchmarks/gpu.py`: the same shapes in PyTorch and MaxText, each attempt in a process of its own."""
+"""Run the peers of a row of `benchmarks/gpu.py`: the same shapes in PyTorch and MaxText, each attempt in its own process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import checkout  # noqa: F401  # before ridgeline
 import gpu_maxtext
 from gpu_budget import MAXTEXT, TORCH_BF16, Part
 
@@ -18,29 +19,29 @@ from ridgeline.configs.schema import Config
 HERE = Path(__file__).resolve().parent
 MEASURED_S = 5.0
 MOST_ATTEMPTS = 4
-"""Each that runs out of memory has compiled."""
+"""Maximum attempts; every attempt that runs out of memory costs a compilation."""
 
 
 OUT_OF_TIME = "out of time"
-"""All that a child says whose time was up."""
+"""The error of a child process that exceeded its time."""
 
 
 class Runner(Protocol):
-    """What a peer needs of the script: its children, its voice, and where files go."""
+    """What peers use of the script: child processes, progress lines, the output directory."""
 
     output: Path
 
     def child(self, program: list[str], job: dict[str, Any] | None, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        """Run a child with what is left of the budget."""
+        """Run a child process within the remaining budget."""
         ...
 
-    def say(self, words: str) -> None:
-        """Print a line of progress."""
+    def log(self, line: str) -> None:
+        """Print a progress line."""
         ...
 
 
 def absent(side: str) -> str | None:
-    """Say why a side cannot be measured on this machine; None: it can be tried."""
+    """Return why a side cannot run on this machine; None if it can."""
     if side == MAXTEXT:
         return gpu_maxtext.missing()
     lacking = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
@@ -58,7 +59,7 @@ def measure_peer(
     tiny: bool,
     steps: int | None,
 ) -> dict[str, Any]:
-    """Train the shapes of `config` with the software of the part; return what it found, with `tokens_per_s`, or `error`.
+    """Train the shapes of `config` with the software of the part; return its results, with `tokens_per_s`, or `error`.
 
     step_s: a step of ours. env: the variables that ours ran with; MaxText gets the same. memory_bytes: of the GPU; None on a CPU.
     """
@@ -74,10 +75,10 @@ def measure_peer(
         job |= {"compile": not tiny, "checkpointing": config.compute.remat.policy != "none", "steps": steps}
         found = _torch(runner, part, job)
     if "error" in found:
-        runner.say(f"{part.name}: {found['error']}")
+        runner.log(f"{part.name}: {found['error']}")
         return found
     found["tokens_per_s"] = found["rows"] * config.data.seq_len / found["step_s"]
-    runner.say(f"{part.name}: {found['rows']} rows, {found['tokens_per_s']:,.0f} tokens/s")
+    runner.log(f"{part.name}: {found['rows']} rows, {found['tokens_per_s']:,.0f} tokens/s")
     return found
 
 
@@ -87,7 +88,7 @@ def _torch(runner: Runner, part: Part, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _maxtext(runner: Runner, part: Part, job: dict[str, Any], env: dict[str, str], memory_bytes: float | None) -> dict[str, Any]:
-    """Try kernels in turn until one works, each with what should fit; less where memory runs out."""
+    """Try kernels in order until one works, each with settings that should fit, and smaller ones after an out-of-memory error."""
     job, done = job | {"directory": str(runner.output / "maxtext")}, 0
     found: dict[str, Any] = {"error": "nothing was tried"}
     for kernel in gpu_maxtext.kernels(memory_bytes is not None):
@@ -106,7 +107,7 @@ def _maxtext(runner: Runner, part: Part, job: dict[str, Any], env: dict[str, str
             found = tried | result
             if "error" not in result:
                 return found
-            runner.say(f"{part.name}: {attempt.rows} rows, {attempt.attention}, {attempt.remat}: {result['error']}")
+            runner.log(f"{part.name}: {attempt.rows} rows, {attempt.attention}, {attempt.remat}: {result['error']}")
             if words == OUT_OF_TIME:
                 return found
             if "RESOURCE_EXHAUSTED" not in words:
@@ -115,7 +116,7 @@ def _maxtext(runner: Runner, part: Part, job: dict[str, Any], env: dict[str, str
 
 
 def _run(runner: Runner, program: str, job: dict[str, Any], env: dict[str, str], name: str) -> tuple[dict[str, Any], str]:
-    """Run a child once; return what it wrote or its error, and what it said."""
+    """Run a child process once; return its result or error, and its stderr."""
     output = runner.output / f"{name}.json"
     output.unlink(missing_ok=True)
     done = runner.child([str(HERE / program)], job | {"output": str(output)}, env)
@@ -127,6 +128,6 @@ def _run(runner: Runner, program: str, job: dict[str, Any], env: dict[str, str],
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something."""
+    """Return the last non-empty line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "no word"

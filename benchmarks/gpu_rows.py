@@ -1,4 +1,4 @@
-"""The rows of `benchmarks/gpu.py`: what each trains, what it is predicted to do, and its measurement in a process of its own."""
+"""The rows of `benchmarks/gpu.py`: what each one trains, its prediction, and its measurement in its own process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkout import ROOT
+
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
@@ -19,9 +21,8 @@ from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.flops import train_flops_per_token
 from ridgeline.planner.search import Candidate, search_scale
 
-ROOT = Path(__file__).parents[1]
 MICROBATCH_TOKENS = 131_072
-"""Tokens of a microbatch up to which batches are tried."""
+"""Maximum tokens per microbatch to try."""
 WARMUP_STEPS = 3
 MEASURED_S = 8.0
 MOST_STEPS, LEAST_STEPS = 40, 5
@@ -36,20 +37,20 @@ class Row:
     model: str
     seq_len: int
     target: str
-    """What the row has to reach, in words."""
+    """The target of the row, as text."""
     tokens_per_s: float | None = None
     mfu: float | None = None
     ceiling: float | None = None
     """Share of the measured matmul rate."""
     fit_layers: bool = False
-    """As many layers as fit well: see `choose`."""
+    """Use as many layers as fit; see `choose`."""
     overrides: tuple[str, ...] = ()
     over: tuple[str, float] | None = None
-    """(row, ratio): tokens/s over those of another row."""
+    """(row, ratio): required tokens/s relative to another row."""
     peer: bool = True
     """Whether PyTorch trains the same shape in the same run."""
     leading: bool = False
-    """Measured and profiled first, and its peer before our other rows."""
+    """Measured and profiled first; its peers run before our other rows."""
 
 
 AMBITION = {"mfu": 0.55, "ceiling": 0.70, "target": "55 % causal MFU, 70 % of the ceiling"}
@@ -73,18 +74,18 @@ TINY = ("model.num_layers=2", "model.embed_dim=64", "model.num_heads=4", "model.
 
 
 def row_config(row: Row, *, layers: int | None = None, rows: int = 1, tiny: bool = False, more: tuple[str, ...] = ()) -> Config:
-    """Return the config of a row: one device, random tokens, AdamW, fp32 master parameters and bf16 arithmetic unless the row says else."""
+    """Return the config of a row: one device, random tokens, AdamW, float32 parameters, bf16 arithmetic, and the row's overrides."""
     seq_len = min(row.seq_len, 64) if tiny else row.seq_len
     settings = [
         f"data.seq_len={seq_len}", f"data.batch_size={rows}", "data.document_masking=false", "mesh.fsdp=1", "precision.compute=bfloat16",
         "schedule.kind=constant", *(TINY if tiny else ()), *row.overrides, *([f"model.num_layers={layers}"] if layers else []), *more,
-        *(["compute.attention.backend=auto"] if tiny else []),  # a script that is tried on a CPU has no GPU's kernels
+        *(["compute.attention.backend=auto"] if tiny else []),  # a CPU has no GPU kernels
     ]  # fmt: skip
     return load(ROOT / f"configs/models/{row.model}.yaml", settings).config
 
 
 def batches_per_device(seq_len: int) -> Iterator[int]:
-    """Rows per device that are tried: powers of two and halfway between them."""
+    """Return the rows per device to try: powers of two, and the values halfway between them."""
     rows = 1
     while rows * seq_len <= MICROBATCH_TOKENS:
         yield rows
@@ -94,7 +95,7 @@ def batches_per_device(seq_len: int) -> Iterator[int]:
 
 
 def choose(row: Row, cluster: ClusterConfig, calibration: Calibration) -> tuple[Config, Candidate]:
-    """Let the planner choose rows and rematerialisation on one device, and layers where the row leaves them open.
+    """Let the planner choose rows and rematerialization policy on one device, and the layers if the row does not set them.
 
     Layers: the most at which a step is within a hundredth of the best MFU, down to half the model: the last ones fit only when the whole
     forward pass is computed twice. Raises RuntimeError when nothing fits.
@@ -116,19 +117,19 @@ def choose(row: Row, cluster: ClusterConfig, calibration: Calibration) -> tuple[
 
 
 def flops_per_token(config: Config) -> float:
-    """Training FLOPs per token, causal, no recomputation."""
+    """Return the training FLOPs per token: causal, without recomputation."""
     return train_flops_per_token(config.model, config.data.seq_len).total
 
 
 def least_s_per_token(config: Config, ceilings: Mapping[str, float]) -> float:
-    """Seconds of the training FLOPs of a token at the measured ceilings, those of the layers' products at that of their own arithmetic.
+    """Return the seconds for the training FLOPs of a token at the measured ceilings, the layers' matmuls at that of their dtype.
 
     ceilings: FLOP/s by arithmetic, `bfloat16` and, where measured, `float8`. Raises KeyError for an arithmetic without one.
     """
     flops = train_flops_per_token(config.model, config.data.seq_len)
-    products = flops.attention_projections + flops.mlp
+    matmuls = flops.attention_projections + flops.mlp
     narrow = "float8" if config.precision.matmul != "compute" else "bfloat16"
-    return products / ceilings[narrow] + (flops.total - products) / ceilings["bfloat16"]
+    return matmuls / ceilings[narrow] + (flops.total - matmuls) / ceilings["bfloat16"]
 
 
 def measure(config: Config, profile: Path | None, steps: int | None) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def measure(config: Config, profile: Path | None, steps: int | None) -> dict[str
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "compiled_bytes": _compiled_bytes(compiled),
     }
-    if config.precision.eight_bit:  # XLA multiplies in 16 bits without a word where it finds no kernel
+    if config.precision.eight_bit:  # without an 8-bit kernel, XLA silently uses 16 bits
         result["eight_bit_kernels"] = compiled.as_text().count(EIGHT_BIT_KERNEL)
     assert all(np.isfinite(losses)), losses
     if profile is not None:
@@ -198,7 +199,7 @@ def measure(config: Config, profile: Path | None, steps: int | None) -> dict[str
 
 
 def random_batch(config: Config) -> dict[str, Any]:
-    """[B, T] of random tokens on the device; two documents per row where documents are masked."""
+    """Return [B, T] random tokens on the device; two documents per row if documents are masked."""
     import jax
     import numpy as np
 
@@ -225,9 +226,11 @@ def _profiled(compiled: Any, state: Any, batch: Any, config: Config, directory: 
     import jax
 
     from ridgeline.configs.schema import ProfilerConfig
-    from ridgeline.explain.trace.analysis import analyze, to_json
+    from ridgeline.explain.trace.analysis import analyze
     from ridgeline.explain.trace.capture import find_capture
+    from ridgeline.explain.trace.load import load_profile
     from ridgeline.observe.profiler import Profiler, step_annotation
+    from ridgeline.rundir.analysis import to_json
 
     profiler = Profiler(ProfilerConfig(start_step=0, num_steps=2), directory, hlo_text=compiled.as_text)
     for index in range(2):
@@ -238,7 +241,7 @@ def _profiled(compiled: Any, state: Any, batch: Any, config: Config, directory: 
     jax.block_until_ready(state)
     capture = profiler.close(2)
     assert capture is not None
-    found = to_json(analyze(dataclasses.replace(find_capture(capture), config=config)))
+    found = to_json(analyze(load_profile(dataclasses.replace(find_capture(capture), config=config))))
     (directory / "ledger.json").write_text(json.dumps(found, indent=1))
     device = found["devices"][0]
     keys = ("compute_s", "exposed_communication_s", "exposed_copy_s", "idle_s")

@@ -13,10 +13,10 @@ WARMUP_STEPS = 4
 
 
 def rows_to_try(model: dict[str, Any], seq_len: int, rows: int, mode: str, memory_bytes: float, checkpointing: bool) -> int:
-    """Return the rows to begin with, at most `rows`: each attempt that runs out of memory costs a compilation.
+    """Return the rows to start with, at most `rows`, because every attempt that runs out of memory costs a compilation.
 
     Parameters: 16 bytes each with AdamW, 8 in bf16. Per token: logits in 16 bits, in float32 and their gradient, with a copy (14 V); in a
-    layer what its products read, and their results, in 16 bits (16 D + 8 F, with checkpointing 2 D). A tenth is left to fragments.
+    layer the operands of its matmuls, and their results, in 16 bits (16 D + 8 F, with checkpointing 2 D). A tenth is left to fragments.
     """
     width, layers, vocab, hidden = model["embed_dim"], model["num_layers"], model["vocab_size"], model["mlp_dim"]
     attention = 2 * width * model["head_dim"] * (model["num_heads"] + model["num_kv_heads"])
@@ -27,7 +27,7 @@ def rows_to_try(model: dict[str, Any], seq_len: int, rows: int, mode: str, memor
 
 
 def build(model: dict[str, Any], seq_len: int, mode: str) -> Any:
-    """Return a randomly initialised Llama. mode: `autocast` keeps fp32 parameters and computes in bf16, as ours; `bf16` keeps bf16 ones."""
+    """Return a randomly initialized Llama. mode: `autocast`: float32 parameters, bf16 arithmetic (as ours); `bf16`: bf16 parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,7 +44,7 @@ def build(model: dict[str, Any], seq_len: int, mode: str) -> Any:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Train on random tokens; return step time, spread, memory and losses. The rows per step are cut by a third until they fit."""
+    """Train on random tokens; return step time, spread, memory and losses. The rows per step are reduced by a third until they fit."""
     import torch
 
     rows = job["rows"]
@@ -64,7 +64,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_rows(job: dict[str, Any], rows: int) -> dict[str, Any]:
-    """One attempt at a number of rows. Raises torch.cuda.OutOfMemoryError."""
+    """Train with a number of rows. Raises torch.cuda.OutOfMemoryError."""
     import torch
 
     cuda = torch.cuda.is_available()

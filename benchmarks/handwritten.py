@@ -1,4 +1,4 @@
-"""A Llama and its training step as one would write them down in JAX: what the benchmarks compare ours with. Imports nothing of ours.
+"""A straightforward Llama and train step in JAX, without Ridgeline: the baseline of several benchmarks.
 
 Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, G = N/K, H head width, V vocabulary.
 """
@@ -67,7 +67,7 @@ def hand_written_loss(model: ModelConfig, dtype: Any, layers: str, params: Tree,
 
 
 def hand_written_step(config: Config, layers: str) -> tuple[optax.GradientTransformation, Step]:
-    """AdamW with clipping around `hand_written_loss`; state is (params, optimiser state)."""
+    """AdamW with clipping around `hand_written_loss`; state is (params, optimizer state)."""
     o = config.optimizer
     optimizer = optax.chain(
         optax.clip_by_global_norm(o.clip_norm or 1.0),

@@ -1,6 +1,6 @@
-"""The hand-written script that `startup.py` starts: parameters, optimiser, one step; nothing of ours is imported.
+"""The hand-written script that `startup.py` starts: parameters, optimizer and one step, without Ridgeline.
 
-`python handwritten_startup.py STARTED`: prints the seconds from STARTED (wall clock, s since 1970) to the finished first step, in parts.
+`python handwritten_startup.py STARTED` prints the seconds from STARTED (wall clock, s since 1970) to the end of the first step, in parts.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""What XLA leaves: bytes that the kernels of a compiled step move, against the least each part of the model needs.
+"""Bytes that the kernels of a compiled step move, compared with the minimum that each part of the model needs.
 
-python benchmarks/kernels.py [ROW...] [--device h200-sxm] [--layers 4] [--variant NAME KEY=VALUE ...] [--kernels 20] [--json FILE]
+`python benchmarks/kernels.py [ROW...] [--device h200-sxm] [--layers 4] [--variant NAME KEY=VALUE ...] [--kernels 20] [--json FILE]`
 
-Needs no GPU: the rows of benchmarks/gpu.py are compiled for one (extra `aot`). Times are the planner's: a product at the calibrated rate
-of a cube of its FLOPs, everything else at the memory bandwidth reached. Without a GPU XLA cannot autotune, so products are what they
-are without it; the elementwise kernels, the copies of the scan and the buffers are those of a run. The least bytes of each part are
-derived in `least_bytes`. Excess is what is moved beyond them; its share is of the whole step of that many layers.
+Needs no GPU: the rows of benchmarks/gpu.py are compiled ahead of time (extra `aot`). Times are the planner's: a matmul runs at the
+calibrated rate of a cubic matmul with the same FLOPs, everything else at the achieved memory bandwidth. Without a GPU, XLA does not
+autotune matmuls; the elementwise kernels, the copies of the scan and the buffers are those of a real run. `least_bytes` derives the minimum
+of each part. Excess is the bytes above it; its share refers to the whole step of this many layers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401  # before ridgeline
 from gpu_rows import ROWS, row_config
 
 from ridgeline.cli.tables import Column, print_table
@@ -34,14 +35,14 @@ from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
 BATCHES = {"1b-1k": 64, "1b-8k": 8, "3b-4k": 8, "8b-4k": 6, "8b-8k": 3, "1b-8k-packed": 8}
 """Rows per device, as docs/PERFORMANCE.md predicts them."""
 LAYERS = 4
-PRODUCTS, STACKS, ZEROS, OTHER = "products and attention", "copies into and out of the scan's stacks", "zeros", "other"
+MATMULS, STACKS, ZEROS, OTHER = "matmuls and attention", "copies to and from the stacked arrays of the scan", "zeros", "other"
 NORM, ROTARY, GATE, LOSS, EMBED, UPDATE = "norm and residual", "rotary", "gate", "softmax of the loss", "embedding", "optimizer"
 
 
 def group(kernel: Kernel) -> str:
-    """Say which part of the model an elementwise kernel serves, by its name and named scopes."""
+    """Return the part of the model that an elementwise kernel belongs to, by its name and named scopes."""
     if kernel.flops or "xla.gpu.triton" in kernel.name or "dot_product_attention" in kernel.name:
-        return PRODUCTS
+        return MATMULS
     if re.search(r"dynamic[_-](update[_-])?slice", kernel.name):
         return STACKS
     if kernel.name.startswith("loop_broadcast"):
@@ -55,7 +56,7 @@ def group(kernel: Kernel) -> str:
 
 
 def least_bytes(config: Config) -> dict[tuple[str, str], float]:
-    """Bytes of a step by (part, forward | backward), each array read or written once in the dtype it is kept in.
+    """Bytes of a step by (part, forward | backward), each array read or written once in its stored dtype.
 
     M tokens, D width, F MLP width, V vocabulary, P parameters; e bytes of the compute dtype.
     Norm and residual, per half of a block: read stream and update, write stream and normed (4 MDe); backward: read the gradients of both
@@ -93,7 +94,7 @@ def seconds(kernel: Kernel, device: Hardware) -> float:
 
 
 def table(config: Config, compiled: Compiled, device: Hardware) -> dict[str, Any]:
-    """Return the step's totals, its parts with their excess over the least, and its kernels."""
+    """Return the totals of the step, its parts with their excess over the minimum, and its kernels."""
     found = kernels(parse(compiled.hlo_text))
     step_s = math.fsum(seconds(kernel, device) for kernel in found)
     bandwidth = load_calibration().memory_bytes_per_s(device)
@@ -101,14 +102,14 @@ def table(config: Config, compiled: Compiled, device: Hardware) -> dict[str, Any
     for kernel in found:
         part = "backward" if kernel.part == "recompute" else kernel.part
         name = group(kernel)
-        row = moved[name, "" if name in (PRODUCTS, STACKS, ZEROS, OTHER) else part]
+        row = moved[name, "" if name in (MATMULS, STACKS, ZEROS, OTHER) else part]
         row[0] += 1
         row[1] += seconds(kernel, device)
         row[2] += kernel.bytes * kernel.count
     least = least_bytes(config)
     parts = []
     for (name, part), (count, time_s, size) in sorted(moved.items(), key=lambda item: -item[1][1]):
-        excess = None if name == PRODUCTS else size - least.get((name, part), 0.0)
+        excess = None if name == MATMULS else size - least.get((name, part), 0.0)
         share = None if excess is None else excess / bandwidth / step_s
         parts.append(
             {"part": f"{name} {part}".strip(), "kernels": count, "seconds": time_s, "bytes": size, "excess": excess, "share": share}
@@ -151,7 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(BATCHES)} (default: 1b-1k and 8b-4k)")
     parser.add_argument("--device", default="h200-sxm")
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--variant", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"), help="the same, changed")
+    parser.add_argument(
+        "--variant", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"), help="also with these overrides"
+    )
     parser.add_argument("--kernels", type=int, default=0, help="list this many kernels of each step")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)

@@ -1,16 +1,19 @@
-"""What it costs the loop to be watched: `python benchmarks/observing.py`. Best of several repeats, in microseconds.
+"""Cost of observing the training loop: `python benchmarks/observing.py`. Best of several repeats, in microseconds.
 
 Required: at most 20 us per event.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import checkout  # noqa: F401  # before ridgeline
 
 from ridgeline.configs.schema import LoggingConfig, ProfilerConfig
 from ridgeline.observe.profiler import Profiler, step_annotation
@@ -34,7 +37,8 @@ def best_us(work: Callable[[], object], number: int, repeats: int = 7) -> float:
 
 
 def main() -> int:
-    """Print the table; 1 when an event is too dear."""
+    """Print the table; return 1 when an event costs more than the limit."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name)

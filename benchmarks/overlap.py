@@ -1,14 +1,15 @@
-"""What of the communication hides behind compute at scale, read from steps compiled for GPUs that are not here.
+"""Share of communication that overlaps with compute at scale, from ahead-of-time compiled steps.
 
 `python benchmarks/overlap.py [--models 8b 70b 405b] [--devices 64 512 4096] [--json FILE]`
 
-For every model and number of H100 the planner's fastest layout is compiled on this machine (`ridge compile`), with rings where it has
-tensor; where the state does not fit, that of a narrow state (NARROW), marked with a star. Columns: the share of collective bytes that
-has compute between start and done, and the GB per step and device that have none; the time compute waits when the compiled schedule is
-played with the planner's rates, and its share of the step; collectives issued per layer and microbatch, as the loops run them, against
-the least; seconds to compile.
-The least, from the plan: the parameters of a layer are gathered once forward and once backward and their gradients reduced once, over fsdp
-and again over data; tensor gathers and scatters the stream around attention and MLP, forward, backward and where it is recomputed.
+For each model and number of H100, compiles the planner's fastest layout on this machine (`ridge compile`), with ring matmuls where it uses
+tensor parallelism. Where the state does not fit, low-precision state is used (NARROW) and the row is marked with a star. Columns: the share
+of collective bytes that overlap with compute, and the exposed GB per step and device; the exposed communication time when the compiled
+schedule is simulated at the planner's rates, and its share of the step; collectives per layer and microbatch, compared with the minimum;
+compile time in seconds.
+The minimum, from the plan: the parameters of a layer are gathered once forward and once backward, and their gradients reduced once, over
+fsdp and again over data; tensor parallelism gathers and scatters the residual stream around attention and MLP, forward, backward and where
+it is recomputed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import checkout  # noqa: F401  # before ridgeline
 
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.load import load
@@ -60,7 +63,7 @@ def layout(model: str, devices: int, more: tuple[str, ...] = ()) -> tuple[Candid
 
 
 def least_per_layer(best: Candidate) -> int:
-    """Collectives that a layer of a microbatch needs: one per pass, kind and axes for all its parameters, each of those of the stream."""
+    """Return the collectives a layer needs per microbatch: one per pass, kind and axes for all parameters, and each one of the stream."""
     planned = planned_collectives(best.parts.config, best.layout.sizes)
     layer = [item for item in planned if item.where == "layer" and not item.replicated]
     streams = [item for item in layer if item.axes == ("tensor",)]
@@ -105,7 +108,7 @@ def measure(model: str, devices: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a row per model and scale; 1 when less than 95 % of the bytes have compute beside them anywhere."""
+    """Print a row per model and scale; return 1 when less than 95 % of the bytes of any row overlap with compute."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", nargs="*", type=int, default=[64, 512, 4096])

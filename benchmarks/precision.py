@@ -1,11 +1,11 @@
-"""What narrow arithmetic and narrow state cost in loss.
+"""Effect of low-precision arithmetic and optimizer state on the loss.
 
 `python benchmarks/precision.py [--steps 400] [--seeds 3] [--learning-rate 1e-3] [--variants NAME ...]`
 
-A small Llama learns the bytes of this project's own sources; for each seed all variants see the same batches from the same initial
-parameters. Printed, in nats per byte and averaged over the seeds: the training loss of the last tenth of the steps, the loss on held-out
-files, and the difference of that to bf16 with the standard error of its mean over seeds. A learning rate of 4e-3 makes runs chaotic: two
-roundings then differ by 0.03, whatever they are.
+A small Llama learns the bytes of this project's sources. For each seed, all variants use the same batches and the same initial parameters.
+Prints, in nats per byte averaged over seeds: the training loss of the last tenth of the steps, the loss on held-out files, and its
+difference to bf16 with the standard error over seeds. With a learning rate of 4e-3 runs are chaotic: any two roundings then differ by about
+0.03.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
+from checkout import ROOT
 
 from ridgeline.configs.schema import Config
 from ridgeline.sharding.mesh import build_mesh
@@ -30,7 +30,6 @@ from ridgeline.trainer.schedules import build_schedule
 from ridgeline.trainer.state import abstract_state, init_state, model_spec
 from ridgeline.trainer.step import make_evaluation_step, make_train_step
 
-ROOT = Path(__file__).parents[1]
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"compute": "float32"},
     "bf16": {},

@@ -1,11 +1,10 @@
-"""Rank rematerialisation policies by prediction and by measured steps: `python benchmarks/remat.py [--rounds 7] [--calibration FILE]`.
+"""Rank rematerialization policies by prediction and by measured steps: `python benchmarks/remat.py [--rounds 7] [--calibration FILE]`.
 
-Predicted twice: by the planner's formulas with this machine's rates (`ridge calibrate`'s measurements, taken in the same run unless a file
-is given), and with a layer measured under each policy (`ridge bench remat`'s measurement, of other programs than the steps: four layers,
-no optimiser). The steps are timed in turn, so that whatever else the machine does meets them alike, and each counts with its best round, in
-wall time or (--clock cpu, on a busy machine) in seconds of the processor. Printed: what each policy adds to `none` by both predictions and
-in the steps, and how many pairs of policies each prediction puts in the steps' order. Pairs that are measured nearer than --tie to each
-other are no disagreement.
+There are two predictions: the planner's formulas with this machine's rates (measured as by `ridge calibrate` in the same run, unless a file
+is given), and a layer measured under each policy (as by `ridge bench remat`, with four layers and no optimizer). The measured steps
+alternate between policies, so that other load affects all alike, and each policy counts with its best round, in wall time or, with --clock
+cpu on a busy machine, in CPU seconds. Prints the time that each policy adds to `none` by both predictions and by measurement, and how many
+pairs of policies each prediction orders as measured. Pairs whose measurements differ by less than --tie are ignored.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import checkout  # noqa: F401  # before ridgeline
 import jax
 import numpy as np
 
@@ -29,7 +29,8 @@ from ridgeline.configs.cluster import LinkLevel, load_cluster
 from ridgeline.configs.schema import MESH_AXES, Config, RematConfig
 from ridgeline.measure import calibration as measuring
 from ridgeline.measure.remat import measure_layer
-from ridgeline.planner.calibration import Calibration, add_layer, load_calibration
+from ridgeline.planner.calibration import Calibration, load_calibration
+from ridgeline.planner.calibration_file import add_layer
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.step_time import step_time
 from ridgeline.sharding.partition import Partitioner
@@ -61,7 +62,7 @@ def config_of(remat: dict[str, Any], rows: int, length: int) -> Config:
 
 
 def compiled_step(config: Config) -> Any:
-    """Return a function that takes a step and waits for it."""
+    """Return a function that runs one step and waits for its result."""
     partitioner = Partitioner.single()
     spec = model_spec(config, partitioner)
     optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
@@ -108,7 +109,7 @@ def compare(predicted: dict[str, float], measured: dict[str, float], tie: float)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; 1 when measured layers put a pair of policies in the wrong order."""
+    """Print the table; return 1 when the measured layers order a pair of policies differently from the steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=2)
@@ -163,7 +164,7 @@ def measure_steps(steps: dict[str, Callable[[], None]], rounds: int, clock: Call
 
 
 def more_than_none(found: dict[str, float]) -> dict[str, float]:
-    """Return what each policy takes beyond keeping everything."""
+    """Return the seconds that each policy adds to `none`."""
     return {name: seconds - found["none"] for name, seconds in found.items()}
 
 

@@ -1,10 +1,10 @@
-"""Seconds from process start to the first finished step: `python benchmarks/startup.py [--repeats 3]`.
+"""Seconds from process start to the end of the first step: `python benchmarks/startup.py [--repeats 3]`.
 
-`ridge train` and a hand-written script of the same model are started in turn, cold (no compilation cache). Required: at most 10 s for
-4 layers of width 512, vocabulary 32,000, batch 4 x 512. Then two starts of one config with one compilation cache: "first, cache" fills it,
-"second, cache" finds it. Required: what the second traces, lowers, compiles and loads takes under a tenth of what the first does, for the
-step alone and for all programs. The processor seconds of the children are printed too: other jobs disturb them least (ours include the
-whole two-step run and its last checkpoint).
+Starts `ridge train` and a hand-written script of the same model alternately, without a compilation cache. Required: at most 10 s for 4
+layers of width 512, vocabulary 32,000, batch 4 x 512. Then starts one config twice with one compilation cache: "first, cache" fills it and
+"second, cache" uses it. Required: the second start spends less than a tenth of the first's time on tracing, lowering, compiling and
+loading, for the step alone and for all programs. CPU seconds of the child processes are printed too, because other load affects them least
+(ours include the whole two-step run and its last checkpoint).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import time
 from pathlib import Path
 
 import yaml
+from checkout import ROOT
 
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import event_file, read_events
 from ridgeline.rundir.phases import phases
 from ridgeline.rundir.startup import startup_parts
 
-ROOT = Path(__file__).parents[1]
 REQUIRED_S = 10.0
 RATIO = 0.1
 PARTS = ("launch", "import", "init", "trace", "lower", "compile", "load", "first_step", "other")
@@ -55,7 +55,7 @@ def write_config(directory: Path) -> Path:
 
 
 def start(command: list[str]) -> tuple[float, float, str]:
-    """Run a child; return when it was started (wall clock, s), the processor seconds it took, and what it printed."""
+    """Run a child; return when it was started (wall clock, s), its CPU seconds, and what it printed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start_s = time.time()
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False, cwd=ROOT)
@@ -81,14 +81,14 @@ def ours(config: Path, name: str, *overrides: str) -> dict[str, float]:
 
 
 def hand_written() -> dict[str, float]:
-    """Start the hand-written script, which is told when and prints its parts."""
+    """Start the hand-written script with the current time; it prints its parts."""
     _, cpu_s, out = start([sys.executable, str(Path(__file__).with_name("handwritten_startup.py")), str(time.time())])
     parts: dict[str, float] = json.loads(out)
     return dict.fromkeys((*PARTS, "step"), 0.0) | parts | {"total": sum(parts.values()), "cpu": cpu_s}
 
 
 def main() -> int:
-    """Print medians and one JSON line; 1 when the best start of ours takes too long, or the second start makes too much anew."""
+    """Print medians and one JSON line; return 1 when our best start or the second start with a cache takes too long."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Our training step against a straightforward hand-written JAX version of the same model, alternating in one run.
+"""Our train step against a straightforward hand-written JAX version of the same model.
 
 `python benchmarks/step_vs_handwritten.py [--shape reference|quickstart] [--dtype float32|bfloat16] [--steps 5] [--set KEY=VALUE ...]`
 
-Both start from the same parameters and take the same batches; their losses are compared first. The machine may be shared, so the figures
-are medians over steps taken in turn, and the requirement is a ratio: ours / hand-written <= 1.0 (scan over layers, both). Processor
-seconds, over all threads, are printed too: other jobs disturb them least.
+Both start from the same parameters and use the same batches; their losses are compared first. The machine may be shared, so times are
+medians over alternating steps, and the requirement is a ratio: ours / hand-written <= 1.0 (both scan over layers). CPU seconds over all
+threads are printed too, because other load affects them least.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import checkout  # noqa: F401  # before ridgeline
 import jax
 import numpy as np
 import yaml

@@ -1,9 +1,9 @@
-"""Our training step against PyTorch's on a CPU, in turn in one run.
+"""Our train step against PyTorch's on a CPU, alternating in one run.
 
 `python benchmarks/step_vs_torch.py [--dtype float32|bfloat16] [--steps 5] [--compile] [--set KEY=VALUE ...]`
 
-PyTorch trains transformers' Llama of the same shape with its own fused attention, AdamW and clipping (bf16: autocast, as ours keeps fp32
-masters). Random tokens; the machine may be shared, so the figures are medians over steps taken in turn, and the claim is a ratio.
+PyTorch trains transformers' Llama of the same shape with its fused attention, AdamW and clipping (bf16: autocast, because ours keeps
+float32 parameters). Tokens are random. The machine may be shared, so times are medians over alternating steps, and the result is a ratio.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import checkout  # noqa: F401  # before ridgeline
 import jax
 import torch
 from gpu_torch import build
@@ -46,7 +47,7 @@ def torch_step(config: Config, dtype: str, compiled: bool) -> Callable[[Any], fl
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print medians of wall and processor time and their ratio."""
+    """Print medians of wall and CPU time and their ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="reference")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -71,8 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     medians = {name: [statistics.median(t[i] for t in found[WARMUP:]) for i in (0, 1)] for name, found in times.items()}
     print(f"{args.shape}, {args.dtype}, median of {args.steps} steps in turn, torch {torch.__version__}, jax {jax.__version__}")
     for name, (wall, cpu) in medians.items():
-        print(f"{name:10}{wall * 1e3:10.0f} ms{cpu * 1e3:10.0f} ms of processor")
-    print(f"ours / PyTorch: {medians['ours'][0] / medians['PyTorch'][0]:.2f} (processor {medians['ours'][1] / medians['PyTorch'][1]:.2f})")
+        print(f"{name:10}{wall * 1e3:10.0f} ms{cpu * 1e3:10.0f} ms CPU")
+    print(f"ours / PyTorch: {medians['ours'][0] / medians['PyTorch'][0]:.2f} (CPU {medians['ours'][1] / medians['PyTorch'][1]:.2f})")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The `ridge` command: one table of subcommands, each imported only when it is called, and one place for errors.
+"""The `ridge` command: one table of commands, each imported only when it is called, and the handling of errors.
 
-Every error a user can cause ends as one line on stderr and exit code 2; RIDGE_DEBUG=1 shows the traceback instead.
+An error that a user can cause is one line on stderr, with exit code 2. RIDGE_DEBUG=1 shows its traceback.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ridgeline.launch.exit_codes import DONE, INTERRUPTED, USAGE
 Table = dict[str, "tuple[str, str] | tuple[str, Table]"]
 
 _DATA: Table = {
-    "prepare": ("ridgeline.cli.commands.data_prepare:prepare", "Tokenise text into a corpus of token files."),
+    "prepare": ("ridgeline.cli.commands.data_prepare:prepare", "Tokenize text into a corpus of token files."),
     "train-tokenizer": ("ridgeline.cli.commands.data_prepare:train_tokenizer", "Train a BPE tokenizer on text."),
     "inspect": ("ridgeline.cli.commands.data:inspect", "Show a corpus: counts, shards, sample rows."),
-    "bench": ("ridgeline.cli.commands.data:bench", "Measure tokens/s and waiting time of the loader."),
+    "bench": ("ridgeline.cli.commands.data:bench", "Time the loader: tokens/s and data wait."),
 }
 _CONFIG: Table = {
-    "show": ("ridgeline.cli.commands.config:show", "The resolved config, with where each value came from."),
-    "schema": ("ridgeline.cli.commands.config:schema", "JSON Schema of a config, for editors."),
-    "diff": ("ridgeline.cli.commands.config:diff", "What differs between two configs."),
+    "show": ("ridgeline.cli.commands.config:show", "Print the resolved config with the origin of each value."),
+    "schema": ("ridgeline.cli.commands.config:schema", "Print the JSON Schema of a config, for editors."),
+    "diff": ("ridgeline.cli.commands.config:diff", "Print the differences between two configs."),
 }
 _CONVERT: Table = {
     "from-hf": ("ridgeline.cli.commands.convert:from_hf", "Import a Hugging Face directory as a checkpoint."),
@@ -36,61 +36,62 @@ _CONVERT: Table = {
 _ESTIMATE: Table = {
     "model": ("ridgeline.cli.commands.estimate_config:model", "Parameters and FLOPs per token of a config, by component."),
     "memory": ("ridgeline.cli.commands.estimate_config:memory", "Memory of one device, by component."),
-    "step": ("ridgeline.cli.commands.estimate_config:step", "Time of a training step, by ceiling."),
-    "collective": ("ridgeline.cli.commands.estimate:collective", "Time of one collective (alpha-beta model)."),
-    "run": ("ridgeline.cli.commands.estimate:run", "Days, device-hours and money of a run, or its MFU."),
-    "pipeline": ("ridgeline.cli.commands.estimate:pipeline", "Step time and bubble of a pipeline."),
-    "checkpoint": ("ridgeline.cli.commands.estimate:checkpoint", "Best checkpoint interval for a failure rate."),
-    "ridge": ("ridgeline.cli.commands.estimate:ridge", "Where computing and moving balance."),
-    "batch": ("ridgeline.cli.commands.estimate:batch", "Steps by batch size; the critical batch size."),
+    "step": ("ridgeline.cli.commands.estimate_config:step", "Time of a train step, by limiting resource."),
+    "collective": ("ridgeline.cli.commands.estimate_collective:collective", "Time of one collective (alpha-beta model)."),
+    "run": ("ridgeline.cli.commands.estimate_run:run", "Duration, device-hours and cost of a run, or its MFU."),
+    "pipeline": ("ridgeline.cli.commands.estimate_run:pipeline", "Step time and bubble of a pipeline."),
+    "checkpoint": ("ridgeline.cli.commands.estimate_run:checkpoint", "Optimal checkpoint interval for a failure rate."),
+    "ridge": ("ridgeline.cli.commands.estimate_run:ridge", "Balance of compute and communication (roofline)."),
+    "batch": ("ridgeline.cli.commands.estimate_run:batch", "Steps by batch size, and the critical batch size."),
 }
 _BENCH: Table = {
-    "matmul": ("ridgeline.cli.commands.bench:matmul", "The matrix products of the model alone."),
-    "memory": ("ridgeline.cli.commands.bench:memory", "Device memory bandwidth, and what a step moves."),
-    "collectives": ("ridgeline.cli.commands.bench:collectives", "The collectives of a step over the mesh axes, alone."),
-    "loader": ("ridgeline.cli.commands.bench:loader", "The loader alone on the real data."),
-    "step": ("ridgeline.cli.commands.bench:step", "The compiled step on synthetic data."),
+    "matmul": ("ridgeline.cli.commands.bench:matmul", "The matmuls of a step alone."),
+    "memory": ("ridgeline.cli.commands.bench:memory", "The device memory traffic of a step alone."),
+    "collectives": ("ridgeline.cli.commands.bench:collectives", "The collectives of a step alone."),
+    "loader": ("ridgeline.cli.commands.bench:loader", "The data loader alone."),
+    "step": ("ridgeline.cli.commands.bench:step", "The compiled train step on synthetic data."),
     "loop": ("ridgeline.cli.commands.bench:loop", "The training loop on real data."),
-    "checkpoint": ("ridgeline.cli.commands.bench:checkpoint", "Saves and restores of the whole state."),
-    "remat": ("ridgeline.cli.commands.bench_remat:remat", "What each rematerialisation policy costs, for ridge plan."),
-    "all": ("ridgeline.cli.commands.bench:all_layers", "The ladder: what each layer adds, and which to look at."),
-    "compare": ("ridgeline.cli.commands.bench_compare:compare", "Stored results: faster, slower, or cannot tell."),
-    "template": ("ridgeline.cli.commands.bench_compare:template", "An experiment for the lab notebook."),
-    "sweep": ("ridgeline.cli.commands.bench_sweep:sweep", "Batch sizes or remat policies side by side."),
+    "checkpoint": ("ridgeline.cli.commands.bench:checkpoint", "Saves and restores of the training state."),
+    "remat": ("ridgeline.cli.commands.bench_remat:remat", "The cost of each rematerialization policy, for ridge plan."),
+    "all": ("ridgeline.cli.commands.bench:all_layers", "All layers: how much each adds to a step."),
+    "compare": ("ridgeline.cli.commands.bench_compare:compare", "Compare stored results: faster, slower, or cannot tell."),
+    "template": ("ridgeline.cli.commands.bench_compare:template", "Write a lab-notebook section for an experiment."),
+    "sweep": ("ridgeline.cli.commands.bench_sweep:sweep", "Compare batch sizes or other values of one setting."),
 }
 COMMANDS: Table = {
-    "plan": ("ridgeline.cli.commands.plan:plan", "What a run should cost: layouts, memory, time, money, what binds."),
-    "train": ("ridgeline.cli.commands.train:train", "Train a model from a config; the same command resumes a run."),
-    "launch": ("ridgeline.cli.commands.launch:launch", "Train with several processes on this machine, without Slurm."),
-    "doctor": ("ridgeline.cli.commands.doctor:doctor", "Examine this machine, or every node of a job, before training."),
+    "init": ("ridgeline.cli.commands.init:init", "Write a commented config for a model, a corpus and a cluster."),
+    "plan": ("ridgeline.cli.commands.plan:plan", "Find the best layout: memory, step time, cost, bottleneck."),
+    "train": ("ridgeline.cli.commands.train:train", "Train a model; the same command resumes a run."),
+    "launch": ("ridgeline.cli.commands.launch:launch", "Train with several processes on this machine."),
+    "doctor": ("ridgeline.cli.commands.doctor:doctor", "Check this machine, or all nodes of a job, before training."),
     "submit": ("ridgeline.cli.commands.submit:submit", "Submit a training run as a Slurm job."),
-    "status": ("ridgeline.cli.commands.status:status", "State of a run's jobs, and how far training is."),
-    "logs": ("ridgeline.cli.commands.logs:logs", "Print or follow the log of a run's job."),
-    "cancel": ("ridgeline.cli.commands.cancel:cancel", "Cancel a run's jobs; a running one saves first."),
-    "sweep": ("ridgeline.cli.commands.sweep:sweep", "Train a grid or list of configs as a job array; a table of results."),
-    "submit-data": ("ridgeline.cli.commands.submit_data:submit_data", "Prepare a corpus as a job array."),
-    "evaluate": ("ridgeline.cli.commands.evaluate:evaluate", "Loss, perplexity and bits per byte of a run or model."),
-    "generate": ("ridgeline.cli.commands.generate:generate", "Sample text from a run or a Hugging Face model."),
-    "estimate": ("Calculators: what a model, a step or a run takes, each with its formula.", _ESTIMATE),
+    "status": ("ridgeline.cli.commands.status:status", "Show the Slurm jobs of a run and its progress."),
+    "logs": ("ridgeline.cli.commands.logs:logs", "Print or follow the log of a run's Slurm job."),
+    "cancel": ("ridgeline.cli.commands.cancel:cancel", "Cancel the Slurm jobs of a run; a running job saves first."),
+    "sweep": ("ridgeline.cli.commands.sweep:sweep", "Train a grid or list of configs as a Slurm job array."),
+    "submit-data": ("ridgeline.cli.commands.submit_data:submit_data", "Prepare a corpus as a Slurm job array."),
+    "evaluate": ("ridgeline.cli.commands.evaluate:evaluate", "Compute loss, perplexity and bits per byte of a model."),
+    "generate": ("ridgeline.cli.commands.generate:generate", "Sample text from a model."),
+    "estimate": ("Calculate parameters, memory, step time, cost and more, with formulas.", _ESTIMATE),
     "calibrate": ("ridgeline.cli.commands.calibrate:calibrate", "Measure this machine for the planner."),
-    "bench": ("Measure one layer of the stack at a time; compare with stored results.", _BENCH),
-    "data": ("Prepare, look at and time training data.", _DATA),
-    "config": ("Show, compare and describe configs.", _CONFIG),
-    "compile": ("ridgeline.cli.commands.compile:compile_command", "Compile the train step for GPUs that are not here."),
-    "analyze": ("ridgeline.cli.commands.analyze:analyze_command", "Where the time of a step went: read a captured profile."),
-    "goodput": ("ridgeline.cli.commands.goodput:goodput", "Where the wall time and the money of a run went."),
-    "diagnose": ("ridgeline.cli.commands.diagnose:diagnose", "What holds a run back, with evidence, and what to do."),
-    "report": ("ridgeline.cli.commands.report:report", "One HTML page about a run, or several side by side."),
-    "scale": ("ridgeline.cli.commands.scale:scale", "The same work at several scales, and where to stop."),
-    "timeline": ("ridgeline.cli.commands.timeline:timeline", "A run's phases as a picture or a Perfetto trace."),
-    "shardings": ("ridgeline.cli.commands.shardings:shardings", "How every parameter is divided over the devices."),
+    "bench": ("Time one layer of the stack at a time; compare with stored results.", _BENCH),
+    "data": ("Prepare, inspect and time training data.", _DATA),
+    "config": ("Print, describe and compare configs.", _CONFIG),
+    "compile": ("ridgeline.cli.commands.compile:compile_command", "Compile the train step for a cluster's GPUs, without a GPU."),
+    "analyze": ("ridgeline.cli.commands.analyze:analyze_command", "Show where the time of a step goes, from a captured profile."),
+    "goodput": ("ridgeline.cli.commands.goodput:goodput", "Show where the wall time and the cost of a run went."),
+    "diagnose": ("ridgeline.cli.commands.diagnose:diagnose", "Report the bottlenecks of a run, and what to change."),
+    "report": ("ridgeline.cli.commands.report:report", "Write an HTML page about a run, or a comparison of several."),
+    "scale": ("ridgeline.cli.commands.scale:scale", "Measure a config at several scales, and recommend one."),
+    "timeline": ("ridgeline.cli.commands.timeline:timeline", "Draw the phases of a run, or export a Perfetto trace."),
+    "shardings": ("ridgeline.cli.commands.shardings:shardings", "Show the sharding of every parameter, without the hardware."),
     "convert": ("Convert models from and to Hugging Face.", _CONVERT),
 }
 """Command -> ("module:attribute", help line), or group -> (help line, its own table)."""
 
 
 class LazyGroup(click.Group):
-    """A group that knows names and help lines from a table and imports a command's module only to run it."""
+    """A group that takes names and help lines from a table, and imports the module of a command only to run it."""
 
     def __init__(self, name: str, table: Table, help: str, **kwargs: object) -> None:
         super().__init__(name, help=help, no_args_is_help=True, **kwargs)  # type: ignore[arg-type]
@@ -113,7 +114,7 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Refuse an unknown command with the nearest name."""
+        """Resolve a command. Raises UsageError with the nearest name for an unknown one."""
         name = args[0]
         if name not in self.table and not name.startswith("-"):
             close = nearest(name, self.table)
@@ -139,7 +140,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 ridge = LazyGroup(
     "ridge",
     COMMANDS,
-    "Train language models on GPU clusters, with every second accounted for.",
+    "Plan, train and analyze language models on GPU clusters.",
     params=[
         click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version.")
     ],
@@ -159,9 +160,9 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else DONE
     except BrokenPipeError:
-        # The reader (`| head`) has what it wanted. Point stdout elsewhere so that the interpreter's own flush stays quiet.
+        # The reader (such as `| head`) is done. Redirect stdout so that the interpreter's final flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # as click does when the pipe breaks inside a command
+        return 1  # as click does for a broken pipe inside a command
     except (KeyboardInterrupt, click.Abort):
         print("ridge: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -179,7 +180,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _click_message(error: click.ClickException) -> str:
-    """Return click's own complaint in our one-line form, with where to read more."""
+    """Return click's error as one line, with the help command."""
     message = " ".join(error.format_message().split()).rstrip(".")
     if isinstance(error, click.NoSuchOption):
         message = f"no such option '{error.option_name}'"

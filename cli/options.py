@@ -1,21 +1,140 @@
-"""Command-line options shared by several commands."""
+"""Arguments, options and value types shared by several commands.
+
+Values with units: `70B` parameters, `58MiB`, `450GB/s`, `989T`, `45%`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import click
 
-Function = TypeVar("Function", bound=Callable[..., object])
+Function = TypeVar("Function", bound=Callable[..., Any])
+FAILED_CHECK = 1
+"""Exit code when a check that an option requests fails: --fail-on-slower, --fail-if-memory-above."""
 
 
 def config_arguments(function: Function) -> Function:
-    """Take `CONFIG [section.key=value]...` as the parameters `config` and `overrides`."""
+    """Add the arguments `CONFIG [section.key=value]...` as the parameters `config` and `overrides`."""
     function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
     return click.argument("config", metavar="CONFIG")(function)
 
 
 def json_option(function: Function) -> Function:
-    """Take `--json` as the parameter `as_json`."""
+    """Add `--json` as the parameter `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(function)
+
+
+def change_option(function: Function) -> Function:
+    """Add `--change KEY` as the parameter `changes`."""
+    return click.option("--change", "changes", multiple=True, metavar="KEY", help="Config key under test, which may differ; repeatable.")(
+        function
+    )
+
+
+def fail_option(function: Function) -> Function:
+    """Add `--fail-on-slower`."""
+    return click.option("--fail-on-slower", is_flag=True, help="Exit with code 1 if a layer is slower.")(function)
+
+
+def job_options(*, cluster_required: bool = True) -> Callable[[Function], Function]:
+    """Add the options that determine where and how a Slurm job runs."""
+    options = (
+        click.option("--cluster", "-c", required=cluster_required, help="Cluster: the name of a shipped one, or a YAML file."),
+        click.option("--time", help="Time limit in Slurm's format: 90, 12:00:00, 2-00:00:00."),
+        click.option("--account", help="Account to charge."),
+        click.option("--qos", help="Quality of service."),
+        click.option("--partition", help="Partition."),
+        click.option(
+            "--cluster-set",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Override a key of the cluster file, such as slurm.max_restarts=3; repeatable.",
+        ),
+        click.option("--dry-run", is_flag=True, help="Print the job script; write and submit nothing."),
+    )
+
+    def add(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+def parse_counts(option: str, text: str, *, distinct: bool = False) -> list[int]:
+    """Read `1,2,4`, the value of `option`. With `distinct`, sort the numbers and reject duplicates. Raises UserError."""
+    from ridgeline.configs.errors import UserError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise UserError(f"{option} {text}: must be whole numbers from 1, separated by commas, such as 1,2,4,8")
+    counts = [int(part) for part in parts]
+    if not distinct:
+        return counts
+    if len(set(counts)) < len(counts):
+        raise UserError(f"{option} {text}: a number is given twice; use --repeats to repeat runs")
+    return sorted(counts)
+
+
+COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+"""B is a billion here, as in 70B parameters; T a trillion, as in 2T tokens."""
+BYTES = {"": 1.0, "B": 1.0} | {
+    f"{prefix}{infix}B": base**power
+    for power, prefix in enumerate(("k", "M", "G", "T", "P"), start=1)
+    for infix, base in (("", 1000.0), ("i", 1024.0))
+} | {"KB": 1e3, "KiB": 1024.0}  # fmt: skip
+RATES = {unit + per: size for unit, size in BYTES.items() for per in ("", "/s")}
+FLOPS = {"": 1.0} | {
+    prefix + unit: 1000.0**power
+    for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E"))
+    for unit in ("", "FLOP/s", "FLOPS")
+    if prefix + unit
+}
+SHARES = {"": 1.0, "%": 0.01}
+PLAIN = {"": 1.0}
+
+_FORM = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%/]*)")
+
+
+class Quantity(click.ParamType):
+    """A finite number with an optional unit, within bounds."""
+
+    def __init__(self, name: str, units: Mapping[str, float], *, zero: bool = False, whole: bool = False, most: float = math.inf) -> None:
+        self.name, self.units, self.zero, self.whole, self.most = name, units, zero, whole, most
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float | int:
+        """Return the number in base units."""
+        if isinstance(value, (int, float)):
+            return value
+        found = _FORM.fullmatch(str(value).strip())
+        if found is None or found.group(2) not in self.units:
+            units = ", ".join(unit for unit in self.units if unit)
+            self.fail(f"'{value}' is not a number{f' with one of the units {units}' if units else ''}", param, ctx)
+        number = float(found.group(1).replace("_", "")) * self.units[found.group(2)]
+        least = "at least 0" if self.zero else "greater than 0"
+        if not math.isfinite(number) or number < 0 or (number == 0 and not self.zero):
+            self.fail(f"{value}: must be a finite number {least}", param, ctx)
+        if number > self.most:
+            hint = f" ({number:g} % is written {number:g}% or {number / 100:g})" if self.units is SHARES and number <= 100 else ""
+            self.fail(f"{value}: must be at most {self.most:g}{hint}", param, ctx)
+        if self.whole:
+            if round(number) != number:
+                self.fail(f"{value}: must be a whole number", param, ctx)
+            return round(number)
+        return number
+
+
+COUNT = Quantity("COUNT", COUNTS)
+WHOLE = Quantity("N", COUNTS, whole=True)
+BYTE = Quantity("BYTES", BYTES)
+BYTES_PER_S = Quantity("BYTES/S", RATES)
+FLOP_PER_S = Quantity("FLOP/S", FLOPS)
+SHARE = Quantity("SHARE", SHARES, most=1.0)
+SECONDS = Quantity("SECONDS", PLAIN)
+SECONDS_OR_ZERO = Quantity("SECONDS", PLAIN, zero=True)
+USD = Quantity("USD", PLAIN, zero=True)
+WATT = Quantity("WATT", PLAIN)

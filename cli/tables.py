@@ -1,4 +1,4 @@
-"""Tables on the terminal: drawn by rich on a terminal, aligned plain text when piped, JSON on request."""
+"""Output of commands: tables (drawn by rich on a terminal, aligned plain text in a pipe), JSON, and text files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: the key in each row, its heading, and how a value is written (JSON keeps the raw value)."""
+    """A column: the key in each row, its heading, and the format of its values (JSON has the raw values)."""
 
     key: str
     heading: str | None = None
@@ -19,7 +20,7 @@ class Column:
 
     @property
     def title(self) -> str:
-        """Heading with the default resolved."""
+        """The heading, by default the key."""
         return self.heading if self.heading is not None else self.key
 
 
@@ -30,7 +31,7 @@ def print_table(
     as_json: bool = False,
     title: str | None = None,
 ) -> None:
-    """Print rows. Numbers are right-aligned; None is shown as `n/a`; JSON is a list of objects with every key of the rows."""
+    """Print rows as a table: numbers right-aligned, None as `n/a`. With `as_json`, print a list of objects with all keys of the rows."""
     if as_json:
         print_json([dict(row) for row in rows])
         return
@@ -48,8 +49,18 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file. Raises UserError when it cannot be written."""
+    from ridgeline.configs.errors import UserError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+
 def plain_table(headings: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool], title: str | None = None) -> str:
-    """Return an aligned text table: two spaces between columns, no ruling, no trailing spaces."""
+    """Return an aligned text table: two spaces between columns, no lines, no trailing spaces."""
     widths = [max(len(heading), *(len(row[i]) for row in cells)) if cells else len(heading) for i, heading in enumerate(headings)]
     lines = [title] if title else []
     for row in (headings, *cells):

@@ -1,6 +1,6 @@
-"""Experiment schema, loading and overrides. Imports no JAX.
+"""Experiment and cluster schemas, loading and overrides. Imports no JAX.
 
-`Config` and `ModelConfig` are imported on first use, so that `from configs.errors import UserError` costs no pydantic.
+`Config` and `ModelConfig` are imported at first use, so that importing `configs.errors` does not import pydantic.
 """
 
 from __future__ import annotations

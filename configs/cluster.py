@@ -1,7 +1,7 @@
-"""Cluster files: what the machines are, how they are wired, what they cost, and how Slurm is asked for them.
+"""Cluster files: the machines of a cluster, their interconnect and price, and how jobs request them from Slurm.
 
-One file serves the planner (devices, links, storage, failures, price), the job scripts (`slurm`, `software`) and the preflight
-(the figures a healthy node reaches). Shipped files lie in configs/clusters; `ridge ... --cluster NAME|FILE`.
+The planner (devices, links, storage, failures, price), the job scripts (`slurm`, `software`) and the preflight (expected rates of a
+healthy node) read the same file. Shipped files are in configs/clusters; `ridge ... --cluster NAME|FILE` selects one.
 """
 
 from __future__ import annotations
@@ -19,155 +19,158 @@ from ridgeline.configs.compose import CLUSTERS, read_with_bases
 from ridgeline.configs.errors import UserError, nearest
 from ridgeline.configs.fields import Slot
 from ridgeline.configs.overrides import apply_overrides
-from ridgeline.configs.problems import validation_error
-from ridgeline.configs.schema import Fraction, LocalPath, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from ridgeline.configs.tree import Source, plain, source_of
+from ridgeline.configs.section import Fraction, LocalPath, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from ridgeline.configs.validation_errors import validation_error
+from ridgeline.configs.yaml_tree import Source, plain, source_of
 
 
 class LinkLevel(Section):
-    """One level of the interconnect; levels are listed from the innermost out."""
+    """One level of the interconnect. Levels are listed innermost first."""
 
     name: Name
-    """What it is called in plans: nvlink, pcie, network, spine, ..."""
+    """Name of the level in plans: nvlink, pcie, network, spine, ..."""
     devices: PositiveInt | None = None
-    """Devices joined by one domain of this level; null: all of the cluster (the last level)."""
+    """Devices in one domain of this level; null: all devices of the cluster (last level only)."""
     bandwidth_gb_per_s: PositiveFloat
-    """GB/s (1e9) of one device in one direction: an NVLink datasheet prints both directions together, a NIC serves its devices."""
+    """GB/s (1e9) of one device in one direction. NVLink datasheets print both directions together; a NIC is divided by its devices."""
     latency_us: NonNegativeFloat
-    """Time of one hop of a small message."""
+    """Latency of one hop in microseconds."""
     kind: Literal["nvlink", "pcie", "network", "memory"] = "network"
-    """Which achieved-bandwidth curve of the calibration applies."""
+    """Kind of link, which selects the bandwidth curve of the calibration."""
     in_switch_reduction: bool = False
-    """The switch adds up an all-reduce itself (NVLink SHARP of an NVSwitch since Hopper)."""
+    """Whether the switch computes all-reduces (NVLink SHARP of NVSwitch, since Hopper)."""
 
 
 class StorageConfig(Section):
-    """The file system that runs and data live on."""
+    """The file system of run directories and data."""
 
     read_gb_per_s: PositiveFloat = 10.0
-    """Sequential read of the whole job, GB/s (1e9)."""
+    """Sequential read bandwidth of the whole job, GB/s (1e9)."""
     write_gb_per_s: PositiveFloat = 5.0
-    """Sequential write of the whole job, GB/s (1e9)."""
+    """Sequential write bandwidth of the whole job, GB/s (1e9)."""
 
 
 class ContainerConfig(Section):
-    """Run inside a container."""
+    """A container that tasks run in."""
 
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """pyxis: `srun --container-image` (enroot). apptainer: `apptainer exec`."""
     image: str
-    """Image file or URI."""
+    """Image file or URI of the container."""
     mounts: list[str] = []
-    """HOST:CONTAINER[:OPTIONS] binds beside the run directory and the project."""
+    """Additional bind mounts HOST:CONTAINER[:OPTIONS]; the run directory and the project are always mounted."""
     arguments: list[str] = []
-    """Further arguments of the container runtime."""
+    """Additional arguments of the container runtime."""
 
 
 class SoftwareConfig(Section):
-    """What a job does before its tasks start."""
+    """Software environment of a job's tasks."""
 
     modules: list[str] = []
     """Environment modules to load, in order, after `module purge`."""
     container: ContainerConfig | None = None
-    """Run inside a container; null: on the host."""
+    """Container that tasks run in; null: none."""
     setup: list[str] = []
-    """Shell lines run before srun, such as activating an environment."""
+    """Shell lines that run before srun, e.g. to activate a virtual environment."""
     environment: dict[str, str] = {}
     """Variables exported to every task."""
     python: str | None = None
-    """Interpreter of the tasks; null: the one `ridge submit` runs in (in a container: python3)."""
+    """Python interpreter of the tasks; null: the one that runs `ridge submit` (in a container: python3)."""
 
 
 class SlurmConfig(Section):
-    """How jobs are asked for. null: not passed, the site's own default holds."""
+    """Options of Slurm jobs. A null option is not passed, so that the site's default applies."""
 
     partition: str | None = None
-    """--partition."""
+    """Value of --partition."""
     account: str | None = None
-    """--account."""
+    """Value of --account."""
     qos: str | None = None
-    """--qos."""
+    """Value of --qos."""
     requires: list[Literal["partition", "account", "qos", "time"]] = ["time"]
-    """What this site refuses a job without: checked before submitting."""
+    """Options that this site requires; checked before submission."""
     reservation: str | None = None
-    """--reservation."""
+    """Value of --reservation."""
     constraint: str | None = None
-    """--constraint."""
+    """Value of --constraint."""
     max_time: str | None = None
-    """Longest --time of the partition or QOS, as Slurm writes it (D-HH:MM:SS)."""
+    """Longest --time that the partition or QOS allows, in Slurm's format (D-HH:MM:SS)."""
     max_nodes: PositiveInt | None = None
-    """Largest job, in nodes."""
+    """Largest number of nodes of a job."""
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How GPUs are asked for: --gres=gpu[:type]:N, --gpus-per-node=[type:]N, or not at all."""
+    """How a job requests GPUs: --gres=gpu[:type]:N, --gpus-per-node=[type:]N, or none of them."""
     gpu_type: str | None = None
-    """Type in the request, as in gpu:h100:4."""
+    """GPU type in the request, e.g. h100 for gpu:h100:4."""
     tasks_per_node: PositiveInt | None = None
-    """Processes per node; null: one per device (on CPU clusters: one)."""
+    """Processes per node; null: one per device (on clusters of CPUs: one)."""
     cpus_per_task: PositiveInt | None = None
-    """null: the node's cores over its tasks."""
+    """Cores per task; null: the node's cores divided by its tasks."""
     cores_per_device: PositiveInt | None = None
-    """Cores a job must ask for per device, where the site insists; null: any number."""
+    """Cores per device that the site requires jobs to request; null: no requirement."""
     memory: str | None = None
-    """--mem, e.g. 0 for all of the node."""
+    """Value of --mem, e.g. "0" for all memory of the node."""
     exclusive: bool | None = None
-    """--exclusive; null: when the job has more than one node."""
+    """Whether to pass --exclusive; null: for jobs with more than one node."""
     requeue: bool = True
-    """Requeue after preemption, time limit, lost nodes."""
+    """Requeue the job after preemption, the time limit or a lost node."""
     max_restarts: NonNegativeInt = 20
-    """Requeues after which a job gives up."""
+    """Largest number of requeues of a job."""
     signal_grace_s: PositiveInt = 300
-    """Seconds before the time limit at which the tasks get SIGTERM."""
+    """Seconds before the time limit at which the tasks receive SIGTERM. A save must fit into them."""
     preflight_minutes: NonNegativeInt = 10
-    """Limit of the preflight (`ridge doctor`) before training; 0: none."""
+    """Time limit of the preflight (`ridge doctor`) before training, in minutes; 0: no preflight."""
     single_machine: bool = False
-    """All nodes are this machine, as in a test: any directory is shared, so none is refused."""
+    """All nodes are the same machine, as in tests, so that every directory counts as shared."""
     options: list[str] = []
-    """Further #SBATCH options, verbatim."""
+    """Additional #SBATCH options, verbatim."""
     srun_options: list[str] = []
-    """Further options of srun, verbatim."""
+    """Additional options of srun, verbatim."""
 
 
 class ClusterConfig(Section):
-    """A cluster."""
+    """One cluster."""
 
     name: Name
-    """Name in reports."""
+    """Name of the cluster in reports."""
     description: str = ""
-    """One line for people."""
+    """Description in one line."""
     device: Name
-    """Entry of the hardware catalogue (planner/hardware.yaml)."""
+    """Name of the device in the hardware catalogue (planner/hardware.yaml)."""
     devices_per_node: PositiveInt
-    """Accelerators per node; on CPU clusters the devices a node presents."""
+    """Accelerators per node; on clusters of CPUs, JAX devices per node."""
     cores_per_node: PositiveInt
     """Physical cores per node."""
     memory_per_node_gib: PositiveFloat
-    """Host memory per node."""
+    """Host memory per node in GiB."""
     nodes: PositiveInt | None = None
-    """Nodes of the cluster; null: unknown."""
+    """Number of nodes of the cluster; null: unknown."""
     links: list[LinkLevel] = Field(min_length=1)
-    """Interconnect, innermost level first; only the last may span all devices."""
+    """Levels of the interconnect, innermost first. Only the last may connect all devices (devices: null)."""
     nic_gb_per_s: PositiveFloat | None = None
-    """GB/s (1e9) of all network ports of one node in one direction; null: no network."""
+    """GB/s (1e9) of all network ports of one node together, in one direction; null: not limited by the ports."""
     storage: StorageConfig = StorageConfig()
+    """The file system of run directories and data."""
     price_per_device_hour_usd: NonNegativeFloat | None = None
-    """Price of one device for an hour; null: the catalogue's typical price."""
+    """Price of one device-hour in US dollars; null: the catalogue's typical price."""
     node_mtbf_hours: PositiveFloat | None = None
-    """Mean time between failures of one node; null: the published fleet figure the planner names."""
+    """Mean time between failures of one node, in hours; null: the published rate in planner/calculators/failures.py."""
     power_usage_effectiveness: PositiveFloat = 1.2
-    """Facility power over IT power."""
+    """Power of the facility over that of its machines (PUE)."""
     utilisation_cap: Fraction = 0.95
-    """Share of device memory a run may plan with."""
+    """Fraction of device memory that a plan may use."""
     sources: list[str] = []
-    """Where the figures come from."""
+    """Sources of the figures in this file."""
     run_root: LocalPath | None = None
-    """Directory (on a shared file system) for run directories of submitted jobs; null: the config's own."""
+    """Directory on a shared file system for the run directories of submitted jobs; null: that of the config."""
     slurm: SlurmConfig = SlurmConfig()
+    """Options of Slurm jobs."""
     software: SoftwareConfig = SoftwareConfig()
+    """Software environment of the tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedCluster:
-    """A checked cluster and the file it came from."""
+    """A valid cluster and its file."""
 
     config: ClusterConfig
     path: Path
@@ -184,7 +187,7 @@ def cluster_names() -> list[str]:
 def load_cluster(name: str, overrides: Iterable[str] = (), *, environment: Environment[str, str] | None = None) -> ResolvedCluster:
     """Load a cluster by shipped name or file, with overrides such as `slurm.account=me`.
 
-    RIDGE_CLUSTERS may name a directory of the site's own files, looked into before the shipped ones. Raises UserError naming file and line.
+    Files in the directory $RIDGE_CLUSTERS take precedence over shipped ones. Raises UserError with file and line.
     """
     env = os.environ if environment is None else environment
     roots = [Path(), *([Path(env["RIDGE_CLUSTERS"])] if env.get("RIDGE_CLUSTERS") else []), CLUSTERS]
@@ -203,22 +206,22 @@ def load_cluster(name: str, overrides: Iterable[str] = (), *, environment: Envir
 
 
 def locate_cluster(name: str, root: Path) -> Path | None:
-    """Find `name` or `name`.yaml under one directory."""
+    """Return the file `name` or `name`.yaml in a directory; None when there is none."""
     return next((path for path in (root / name, root / f"{name}.yaml") if path.is_file()), None)
 
 
 def _check(config: ClusterConfig, where: Source) -> None:
-    """Refuse an interconnect that does not nest, and two levels of one name."""
+    """Raise UserError for levels that do not nest, and for two levels with the same name."""
     names = [level.name for level in config.links]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"{where}: links: two levels are called '{twice}'; reports tell them apart by name")
+        raise UserError(f"{where}: links: two levels have the name '{twice}'; names must differ")
     inner = 1
     for index, level in enumerate(config.links):
         last = index == len(config.links) - 1
         if level.devices is None and not last:
-            raise UserError(f"{where}: links.{index}.devices: only the last level may span all devices")
+            raise UserError(f"{where}: links.{index}.devices: only the last level may be null (all devices)")
         if level.devices is not None:
             if level.devices % inner or level.devices < inner:
-                raise UserError(f"{where}: links.{index}.devices: {level.devices} is no multiple of the level inside ({inner})")
+                raise UserError(f"{where}: links.{index}.devices: {level.devices} must be a multiple of the {inner} of the previous level")
             inner = level.devices

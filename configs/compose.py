@@ -1,14 +1,14 @@
-"""Composition of config files: `base:` lists, and the family defaults underneath."""
+"""Composition of config files: the files listed in `base:`, and the defaults of the model family."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError, nearest, unknown_name
-from ridgeline.configs.tree import Items, Mapping, Scalar, Source, describe, display_path, merge_mappings, plain, read_file, source_of
+from ridgeline.configs.yaml_tree import Items, Mapping, Scalar, Source, describe, display_path, merge_mappings, plain, read_file, source_of
 
 PACKAGE = Path(__file__).parent
-"""Directory of the shipped configs: `base: [models/gpt2]` is found here from anywhere."""
+"""Directory of the shipped configs, in which `base: [models/gpt2]` is found from any working directory."""
 FAMILIES = PACKAGE / "models" / "families"
 CLUSTERS = PACKAGE / "clusters"
 DEFAULT_FAMILY = "llama"
@@ -20,13 +20,13 @@ def family_names() -> list[str]:
 
 
 def shipped_names() -> list[str]:
-    """Return the shipped configs as one writes them in `base`: `models/gpt2`, `examples/...`."""
+    """Return the names of the shipped configs as written in `base`: `models/gpt2`, `examples/...`."""
     files = (path for path in PACKAGE.rglob("*.yaml") if FAMILIES not in path.parents and CLUSTERS not in path.parents)
     return sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in files)
 
 
 def locate(name: str, directory: Path) -> Path | None:
-    """Find a config by name in `directory`, then among the shipped ones; the suffix .yaml may be left out."""
+    """Return the file of a config, in `directory` or shipped; the suffix .yaml is optional. None when there is none."""
     for root in (directory, PACKAGE):
         for candidate in (root / name, root / f"{name}.yaml"):
             if candidate.is_file():
@@ -35,12 +35,12 @@ def locate(name: str, directory: Path) -> Path | None:
 
 
 def locate_main(name: str) -> Path:
-    """Find the config named on the command line. Raises UserError when there is none."""
+    """Return the file of the config that the command line names. Raises UserError when there is none."""
     path = locate(name, Path())
     if path is None:
         if Path(name).is_dir():
             inside = Path(name) / "config.yaml"
-            raise UserError(f"config '{name}' is a directory; name " + (f"its file '{inside}'" if inside.is_file() else "a YAML file"))
+            raise UserError(f"config '{name}' is a directory; use " + (f"'{inside}'" if inside.is_file() else "a YAML file"))
         raise UserError(f"config '{name}' not found{_suggestion(name, Path())}")
     return path
 
@@ -54,7 +54,7 @@ def _suggestion(name: str, directory: Path) -> str:
 
 
 def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> Mapping:
-    """Read a file and everything under it: later bases win over earlier ones, the file wins over its bases."""
+    """Read a file merged over its bases. Later bases override earlier ones, and the file overrides all of them."""
     resolved = path.resolve()
     tree = read_file(path)
     base = tree.items.get("base")
@@ -79,12 +79,12 @@ def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> Mapping:
 
 
 def with_family_defaults(tree: Mapping) -> Mapping:
-    """Put the defaults of the chosen model family under the config. Raises UserError for an unknown family."""
+    """Merge the config over the defaults of its model family. Raises UserError for an unknown family."""
     model = tree.items.get("model")
     family = model.items.get("family") if isinstance(model, Mapping) else None
     name = family.value if isinstance(family, Scalar) else DEFAULT_FAMILY
     if not isinstance(name, str):
-        return tree  # not a name at all: the validation says so
+        return tree  # not a name: the validation reports it
     if name not in family_names():
         where: Source = source_of(tree, ("model", "family"))
         raise UserError(f"{where}: model.family: {unknown_name('model family', name, family_names())}")

@@ -1,4 +1,4 @@
-"""What differs between two resolved configs, and which differences a resume allows."""
+"""Differences between two resolved configs, and which of them a resume allows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from ridgeline.configs.load import leaves
 from ridgeline.configs.schema import Config
-from ridgeline.configs.tree import dotted
+from ridgeline.configs.yaml_tree import dotted
 
 MISSING = "(absent)"
-"""Shown for a key that exists on one side only, such as a second data source."""
+"""Stands for the value of a key that only the other config has, such as a second data source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One differing key of a resume: whether a checkpoint survives it, and why (or what follows from it)."""
+    """One changed setting of a resume, whether the resume allows it, and the reason or consequence."""
 
     key: str
     old: Any
@@ -26,13 +26,13 @@ class Change:
 
 
 def flatten(config: Config | dict[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a config by dotted key."""
+    """Return dotted key -> value for every value of a config."""
     plain = config.model_dump(mode="json") if isinstance(config, Config) else config
     return {dotted(path): value for path, value in leaves(plain)}
 
 
 def diff(old: Config | dict[str, Any], new: Config | dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, old, new) of every leaf that differs, in the order of the schema."""
+    """Return (key, old, new) of every value that differs, in the order of the schema."""
     before, after = flatten(old), flatten(new)
     sections = list(Config.model_fields)
     keys = sorted(dict.fromkeys([*before, *after]), key=lambda key: sections.index(key.partition(".")[0]))
@@ -41,24 +41,23 @@ def diff(old: Config | dict[str, Any], new: Config | dict[str, Any]) -> list[tup
 
 
 def classify_changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Judge what changed since a checkpoint was written.
+    """Return the settings that changed since a checkpoint was written, and whether a resume allows each.
 
-    Takes two `Config.model_dump(mode="json")`. The tokenizer is no part of the config: the trainer compares it through the
-    data manifest.
+    Takes two `Config.model_dump(mode="json")`. The tokenizer is not part of the config: the trainer compares it by the data manifest.
     """
     return [Change(key, a, b, *_judge(key, old, new)) for key, a, b in diff(old, new)]
 
 
 _REFUSED = {
-    "optimizer.kind": "the optimiser's state in the checkpoint belongs to the other kind",
-    "precision.params": "the checkpoint holds parameters of the other dtype",
-    "precision.moments": "the checkpoint holds optimiser moments of the other dtype",
+    "optimizer.kind": "the optimizer state in the checkpoint is of the other kind",
+    "precision.params": "the parameters in the checkpoint have the other dtype",
+    "precision.moments": "the optimizer moments in the checkpoint have the other dtype",
 }
 _DATA_ORDER = ("seed", "data.seed", "data.shuffle", "data.train", "data.seq_len", "data.batch_size", "data.document_masking")
 _NOTES = {
-    "model.init_std": "used at initialisation only: no effect on a resumed run",
-    "trainer.accumulation": "same update up to rounding",
-    "trainer.steps": "the schedule is stretched to the new length",
+    "model.init_std": "used only at initialization: no effect on a resumed run",
+    "trainer.accumulation": "the same update, except for rounding",
+    "trainer.steps": "the learning-rate schedule changes to the new length",
 }
 
 
@@ -67,26 +66,26 @@ _DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "model.head_dim": lambda model: model["head_dim"] or model["embed_dim"] // model["num_heads"],
     "model.pad_vocab_to": lambda model: model["pad_vocab_to"] or model["vocab_size"],
 }
-"""Keys whose null stands for a value that follows from others."""
+"""Keys whose null means a value derived from other keys."""
 
 
 def _judge(key: str, old: dict[str, Any], new: dict[str, Any]) -> tuple[bool, str]:
     if key in _NOTES:
         return True, _NOTES[key]
     if key == "model.max_seq_len" and all(config.get("model", {}).get("position") == "rope" for config in (old, new)):
-        return True, "rotary positions have no table: parameters stay as they are"
+        return True, "rotary positions have no parameters: the checkpoint fits"
     if key in _DERIVED and _DERIVED[key](old["model"]) == _DERIVED[key](new["model"]):
-        return True, "the same value, left out or spelt out"
+        return True, "the same value, given or derived"
     if key in ("precision.matmul", "precision.amax_history") and "fp8_delayed" in (c["precision"]["matmul"] for c in (old, new)):
-        return False, "fp8_delayed goes on from magnitudes in the checkpoint, which the other setting does not keep there"
+        return False, "fp8_delayed needs the amax history in the checkpoint, which the other setting does not have"
     if _under(key, ["model"]):
-        return False, "the checkpoint's parameters belong to the other model"
+        return False, "the parameters in the checkpoint belong to the other model"
     if key in _REFUSED:
         return False, _REFUSED[key]
     if _under(key, _DATA_ORDER):
-        return True, "the rows of the coming steps change: the run no longer continues the same data order"
+        return True, "the data of the next steps changes: the run does not continue the same data order"
     if _under(key, ["mesh", "compute", "precision", "runtime"]):
-        return True, "same mathematics, other rounding: no longer bitwise equal to the uninterrupted run"
+        return True, "the same computation with other rounding: not bitwise equal to the uninterrupted run"
     return True, ""
 
 

@@ -1,4 +1,4 @@
-"""The one error type for what a user can cause. The command line turns it into one line and exit code 2."""
+"""The error type for everything that a user can cause. The command line prints its message and exits with code 2."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something the user can mend: one line saying what is wrong, where, and what is allowed."""
+    """An error that the user can correct. The message has what is wrong and where, what is allowed, and what to type instead."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name closest to `name`, or None when nothing is close."""
+    """Return the allowed name closest to `name`; None when none is similar."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UserError:
-    """Build the error for a name outside a closed set, naming the nearest and all allowed ones."""
+    """Return the error for a name outside a closed set, with the nearest and all allowed names."""
     names = sorted(allowed)
     close = nearest(name, names)
     hint = f"; did you mean '{close}'?" if close else ""

@@ -1,4 +1,4 @@
-"""Questions about the schema by dotted key: which keys a section has, what a key holds, what it means."""
+"""Look-ups in the schema by dotted key: the keys of a section and the type of each."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from ridgeline.configs.errors import nearest
-from ridgeline.configs.schema import Config, Section
-from ridgeline.configs.tree import Path
+from ridgeline.configs.schema import Config
+from ridgeline.configs.section import Section
+from ridgeline.configs.yaml_tree import Path
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in the schema: a section, a list, an open mapping (user-named keys) or a single value."""
+    """A place in the schema: a section, a list, an open mapping (keys chosen by the user) or a single value."""
 
     annotation: Any
     env_interpolation: bool = False
 
     @property
     def section(self) -> type[Section] | None:
-        """The section class held here, or None."""
+        """The class of the section; None for anything else."""
         return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, Section) else None
 
     @property
     def is_list(self) -> bool:
-        """Whether a list stands here."""
+        """Whether this is a list."""
         return get_origin(self.annotation) is list
 
     @property
     def is_open_mapping(self) -> bool:
-        """Whether the keys here are the user's own names."""
+        """Whether this is a mapping whose keys the user chooses."""
         return get_origin(self.annotation) is dict
 
     def step(self, part: str | int) -> Slot | None:
@@ -74,7 +75,7 @@ def slot_at(path: Path, root: Slot = ROOT) -> Slot | None:
 
 
 def split_key(key: str) -> Path:
-    """Split a dotted key that the schema has: list indices become integers, and a user's own name may hold dots."""
+    """Split a dotted key of the schema: list indices become integers, and keys of open mappings may contain dots."""
     path: Path = ()
     slot: Slot | None = ROOT
     parts = key.split(".")
@@ -88,7 +89,7 @@ def split_key(key: str) -> Path:
 
 
 def schema_keys(slot: Slot = ROOT, prefix: str = "") -> Iterator[tuple[str, Slot]]:
-    """Yield every key of the schema with its slot; list elements read `[]`, user-named keys `<name>`."""
+    """Yield every key of the schema with its slot; list elements are written `[]`, keys of open mappings `<name>`."""
     if slot.section is not None:
         for name in slot.section.model_fields:
             following = slot.step(name)
@@ -103,12 +104,12 @@ def schema_keys(slot: Slot = ROOT, prefix: str = "") -> Iterator[tuple[str, Slot
 
 
 def env_keys() -> list[str]:
-    """Return the keys that may hold `${env:NAME}`."""
+    """Return the keys whose values may contain `${env:NAME}`."""
     return [key for key, slot in schema_keys() if slot.env_interpolation]
 
 
 def unknown_key_hint(path: Path, root: Slot = ROOT) -> str:
-    """Return the message for a key the schema lacks: the nearest key and what the section allows."""
+    """Return the message for an unknown key, with the nearest key and those that the section allows."""
     parent = slot_at(path[:-1], root)
     assert parent is not None
     assert parent.section is not None

@@ -1,4 +1,4 @@
-"""Numbers as text: counts, short times, long times."""
+"""Numbers as text: counts and times."""
 
 from __future__ import annotations
 

@@ -1,28 +1,29 @@
-"""JSON Schema (draft 2020-12) of a config file, from which editors complete and check the YAML."""
+"""JSON Schema (draft 2020-12) of config files, for completion and validation in editors."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ridgeline.configs.choices import CHOICES
 from ridgeline.configs.compose import family_names
 from ridgeline.configs.fields import env_keys
-from ridgeline.configs.names import NAMES_BY_KEY, REMAT_NAMES
+from ridgeline.configs.remat import NAMES as REMAT_NAMES
 from ridgeline.configs.schema import Config
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema of a config file: the settings, `base`, the closed name sets as enums, docstrings as descriptions."""
+    """Return the schema of config files: all settings and `base`, closed sets of names as enums, docstrings as descriptions."""
     schema = Config.model_json_schema()
     _tidy(schema)
     schema["properties"] = {
         "base": {
             "type": "array",
             "items": {"type": "string"},
-            "description": "Files underneath this one: relative to it, or shipped (models/gpt2). Later ones win; this file wins over all.",
+            "description": "Config files that this one is merged over: paths, or shipped names (models/gpt2). Later ones take precedence.",
         },
         **schema["properties"],
     }
-    enums: dict[str, list[str]] = {key: list(names) for key, (_, names) in NAMES_BY_KEY.items()}
+    enums: dict[str, list[str]] = {key: list(names) for key, (_, names) in CHOICES.items()}
     enums["model.family"] = family_names()
     for key, names in enums.items():
         _property(schema, key)["enum"] = names
@@ -36,7 +37,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _tidy(node: Any) -> None:
-    """Drop generated titles and our own marker: neither says anything to an editor."""
+    """Remove pydantic's titles and the `env_interpolation` marker, which editors do not use."""
     if isinstance(node, dict):
         if isinstance(node.get("title"), str):
             node.pop("title")

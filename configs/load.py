@@ -1,11 +1,13 @@
-"""From a YAML file and overrides to a checked `Config` in which every value knows where it came from.
+"""Loading: from a YAML file and overrides to a valid `Config`, with the source of every value.
 
-The order of precedence, lowest first: schema defaults, family defaults, `base:` files from first to last, the file, overrides.
+Precedence, lowest first: schema defaults, family defaults, `base:` files from first to last, the file, overrides. `${env:NAME}` and
+`${env:NAME,default}` are replaced in the fields that allow it (`env_allowed`), and are errors elsewhere.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as Environment
 from dataclasses import dataclass
@@ -15,23 +17,29 @@ from typing import Any
 from pydantic import ValidationError
 
 from ridgeline.configs import compose, rules
-from ridgeline.configs.fields import split_key
-from ridgeline.configs.interpolation import interpolate
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.fields import env_keys, slot_at, split_key
 from ridgeline.configs.overrides import apply_overrides
-from ridgeline.configs.problems import joined, validation_error
 from ridgeline.configs.schema import Config
-from ridgeline.configs.tree import DEFAULT, Mapping, Source, dotted, find, plain, read_file, source_of
+from ridgeline.configs.validation_errors import joined, validation_error
+from ridgeline.configs.yaml_tree import DEFAULT, Items, Mapping, Node, Scalar, Source, dotted, find, plain, read_file, source_of
+from ridgeline.configs.yaml_tree import Path as KeyPath
+
+_PLACE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A checked config with the source of every leaf (dotted key -> source; a list of plain values is one leaf)."""
+    """A valid config and the source of every value.
+
+    `sources`: dotted key -> source. A list of scalars counts as one value.
+    """
 
     config: Config
     sources: dict[str, Source]
 
     def source(self, key: str) -> Source:
-        """Return where a key's value comes from; for a section or list, its first written part."""
+        """Return the source of a key's value; for a section or list, of the first value in it that is not a default."""
         if key in self.sources:
             return self.sources[key]
         inside = [source for name, source in self.sources.items() if name.startswith(f"{key}.") and source is not DEFAULT]
@@ -39,9 +47,9 @@ class Resolved:
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), *, environment: Environment[str, str] | None = None) -> Resolved:
-    """Load a config file (or a shipped one by name, as `models/gpt2`) with overrides such as `trainer.steps=200`.
+    """Load a config file (or a shipped config by name, as `models/gpt2`) with overrides such as `trainer.steps=200`.
 
-    Raises UserError, naming file and line or override, for everything that can be known without devices.
+    Raises UserError, with file and line or override, for every error that can be found without knowing the devices.
     """
     tree = compose.read_with_bases(compose.locate_main(str(path)))
     tree = apply_overrides(tree, tuple(overrides))
@@ -50,13 +58,13 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, environment: Enviro
 
 
 def from_resolved(path: str | Path) -> Config:
-    """Read a fully resolved config, such as a run directory's config.yaml: no bases, no family defaults, no interpolation."""
+    """Read a resolved config, such as config.yaml of a run directory, without bases, family defaults or interpolation."""
     return _validated(read_file(Path(path)))
 
 
 def resolve(tree: Mapping, environment: Environment[str, str]) -> Resolved:
     """Interpolate, validate and check a composed tree."""
-    interpolated = interpolate(tree, environment)
+    interpolated = _interpolate(tree, environment)
     assert isinstance(interpolated, Mapping)
     config = _validated(interpolated)
     problems = rules.check_config(config)
@@ -64,6 +72,39 @@ def resolve(tree: Mapping, environment: Environment[str, str]) -> Resolved:
         raise joined([f"{_place(interpolated, problem.keys)}: {problem.message}" for problem in problems])
     sources = {dotted(path): _leaf_source(interpolated, path) for path, _ in leaves(config.model_dump(mode="json"))}
     return Resolved(config, sources)
+
+
+def _interpolate(node: Node, environment: Environment[str, str], path: KeyPath = ()) -> Node:
+    """Replace every `${env:...}` by its value. Raises UserError for a missing variable, or a field that does not allow it."""
+    if isinstance(node, Mapping):
+        items = {key: _interpolate(value, environment, (*path, key)) for key, value in node.items.items()}
+        return Mapping(items, node.source, node.key_sources)
+    if isinstance(node, Items):
+        return Items(tuple(_interpolate(item, environment, (*path, index)) for index, item in enumerate(node.items)), node.source)
+    if isinstance(node.value, str) and "${" in node.value:
+        return Scalar(_expand(node.value, node, environment, path), node.source)
+    return node
+
+
+def _expand(text: str, node: Scalar, environment: Environment[str, str], path: KeyPath) -> str:
+    where = f"{node.source}: {dotted(path)}"
+    slot = slot_at(path)
+    if slot is None:
+        return text  # an unknown key: the validation reports it
+    if not slot.env_interpolation:
+        raise UserError(f"{where}: '${{...}}' is not allowed here (only in: {', '.join(env_keys())})")
+    if "${" in _PLACE.sub("", text):
+        raise UserError(f"{where}: unknown interpolation in '{text}' (allowed: ${{env:NAME}} and ${{env:NAME,default}})")
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        if name in environment:
+            return environment[name]
+        if default is None:
+            raise UserError(f"{where}: the environment variable {name} is not set (give a default with ${{env:{name},default}})")
+        return str(default)
+
+    return _PLACE.sub(value, text)
 
 
 def _validated(tree: Mapping) -> Config:
@@ -74,7 +115,7 @@ def _validated(tree: Mapping) -> Config:
 
 
 def _place(tree: Mapping, keys: tuple[str, ...]) -> str:
-    """Return source and name of the key to blame: one set by an override, else the first that somebody wrote; all may be defaults."""
+    """Return source and name of the key to report: one set by an override, else the first set in a file, else the first."""
     written: list[tuple[Source, str]] = []
     for key in keys:
         path = split_key(key)
@@ -85,12 +126,12 @@ def _place(tree: Mapping, keys: tuple[str, ...]) -> str:
     return f"{source}: {key}"
 
 
-def _leaf_source(tree: Mapping, path: tuple[str | int, ...]) -> Source:
+def _leaf_source(tree: Mapping, path: KeyPath) -> Source:
     return DEFAULT if find(tree, path) is None else source_of(tree, path)
 
 
-def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield (path, value) of every leaf: scalars, empty mappings, and lists that hold no mapping."""
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (path, value) of every scalar, empty mapping, and list without mappings."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from leaves(item, (*path, key))

@@ -1,14 +1,14 @@
-"""Command-line overrides `section.key=value`, the value being YAML."""
+"""Command-line overrides `section.key=value`, where the value is YAML."""
 
 from __future__ import annotations
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.fields import ROOT, Slot, unknown_key_hint
-from ridgeline.configs.tree import Items, Mapping, Node, Path, Scalar, Source, child, dotted, merge, parse
+from ridgeline.configs.yaml_tree import Items, Mapping, Node, Path, Scalar, Source, child, dotted, merge, parse
 
 
 def apply_overrides(tree: Mapping, overrides: tuple[str, ...], root: Slot = ROOT) -> Mapping:
-    """Apply overrides from left to right. Mappings merge, lists are replaced; `data.train.0.path=x` reaches one element."""
+    """Apply overrides from left to right. Mappings are merged, lists are replaced; `data.train.0.path=x` changes one element."""
     for text in overrides:
         changed = _apply_one(tree, text, root)
         assert isinstance(changed, Mapping)
@@ -17,7 +17,7 @@ def apply_overrides(tree: Mapping, overrides: tuple[str, ...], root: Slot = ROOT
 
 
 def set_key(tree: Mapping, key: str, value: Node, source: Source, root: Slot = ROOT) -> Mapping:
-    """Set a dotted key to an already parsed value; errors name `source`. For overrides that are written in a file."""
+    """Set a dotted key to a parsed value, for overrides that are written in a file. Errors name `source`."""
     changed = _set(tree, _path_of(key, source, root), value, source, ())
     assert isinstance(changed, Mapping)
     return changed
@@ -28,15 +28,15 @@ def _apply_one(tree: Mapping, text: str, root: Slot) -> Node:
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise UserError(f"{source}: an override reads section.key=value")
+        raise UserError(f"{source}: an override has the form section.key=value")
     value = parse(value_text, source) or Scalar(None, source)
     return _set(tree, _path_of(key, source, root), value, source, ())
 
 
 def _path_of(key: str, source: Source, root: Slot) -> Path:
-    """Split a dotted key along the schema. In an open mapping the rest is the user's own name, dots included."""
+    """Split a dotted key by the schema. In an open mapping the rest is one key, dots included."""
     if key == "base" or key.startswith("base."):
-        raise UserError(f"{source}: 'base' belongs in the file; it cannot be overridden")
+        raise UserError(f"{source}: 'base' can only be set in a file")
     path: Path = ()
     slot = root
     parts = key.split(".")
@@ -45,12 +45,12 @@ def _path_of(key: str, source: Source, root: Slot) -> Path:
             return (*path, ".".join(parts[position:]))
         if slot.is_list:
             if not part.isdecimal():
-                raise UserError(f"{source}: {dotted(path)} is a list: give an index, as in {dotted(path)}.0")
+                raise UserError(f"{source}: {dotted(path)} is a list; use an index, as in {dotted(path)}.0")
             path = (*path, int(part))
         else:
             path = (*path, part)
         if slot.section is None and not slot.is_list:
-            raise UserError(f"{source}: {dotted(path[:-1])} holds a single value, it has no key '{part}'")
+            raise UserError(f"{source}: {dotted(path[:-1])} is a single value and has no key '{part}'")
         following = slot.step(part)
         if following is None:
             raise UserError(f"{source}: {dotted(path)}: {unknown_key_hint(path, root)}")
@@ -65,7 +65,7 @@ def _set(node: Node | None, path: Path, value: Node, source: Source, done: Path)
     if isinstance(part, int):
         length = len(node.items) if isinstance(node, Items) else 0
         if not isinstance(node, Items) or part >= length:
-            raise UserError(f"{source}: {dotted(done)} has {length} elements, there is no element {part}")
+            raise UserError(f"{source}: {dotted(done)} has {length} elements; {part} is out of range")
         items = list(node.items)
         items[part] = _set(items[part], path[1:], value, source, (*done, part))
         return Items(tuple(items), node.source)

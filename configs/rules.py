@@ -1,6 +1,6 @@
-"""Rules between settings, checked before JAX is imported; `check_devices` checks the rest once the device count is known.
+"""Rules between settings. `check_config` needs no devices; `check_devices` checks the others for a number of devices.
 
-Every message names the keys and the nearest settings that work.
+Every message has the keys, and the nearest settings that are valid.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ridgeline.configs.choices import CHOICES
 from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.mesh import resolve_sizes
-from ridgeline.configs.names import NAMES_BY_KEY, REMAT_NAMES
+from ridgeline.configs.remat import remat_problems
 from ridgeline.configs.schema import MESH_AXES, Config
 
 SHARDED_OVER = {
@@ -23,19 +24,19 @@ SHARDED_OVER = {
     "mlp": ("tensor",),
     "vocab": ("tensor",),
 }
-"""Logical axis -> mesh axes it is divided over, unless `mesh.rules` says otherwise (the divisible ones of sharding/rules.py)."""
+"""Logical axis -> mesh axes it is sharded over, unless `mesh.rules` changes it (as in sharding/rules.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A broken rule: the keys involved, the most telling first, and what to do."""
+    """A broken rule. `keys`: the settings involved, most specific first; `message`: what is wrong and what is valid."""
 
     keys: tuple[str, ...]
     message: str
 
 
 def check_config(config: Config) -> list[Problem]:
-    """Return every rule the config breaks that can be judged without knowing the devices."""
+    """Return every broken rule that can be found without knowing the devices."""
     sizes = {axis: size for axis, size in config.mesh.sizes.items() if size >= 1}
     return [
         *_names(config),
@@ -52,7 +53,7 @@ def check_config(config: Config) -> list[Problem]:
 
 
 def check_devices(config: Config, num_devices: int) -> dict[str, int]:
-    """Return the size of every mesh axis on `num_devices` devices. Raises UserError when mesh, model or batch do not fit them."""
+    """Return axis -> size on `num_devices` devices. Raises UserError when mesh, model or batch do not divide over them."""
     sizes = resolve_sizes(config.mesh, num_devices)
     problems = [*_divisibility(config, sizes), *_batch(config, sizes)]
     if problems:
@@ -80,27 +81,27 @@ def _multiples(value: int, of: int) -> str:
 
 
 BLOCK = 32
-"""Elements of a block of block-scaled products; nvfp4 has 16 forward, but its gradients read mxfp8."""
+"""Elements of a block of block-scaled matmuls. nvfp4 has blocks of 16 in the forward pass, but its gradients use mxfp8."""
 
 
 def _precision(config: Config) -> Iterator[Problem]:
     for key in ("params", "compute", "gradients", "moments"):
         if getattr(config.precision, key) == "float16":
-            yield Problem((f"precision.{key}",), "float16 needs loss scaling, which is not offered: use bfloat16 or float32")
+            yield Problem((f"precision.{key}",), "float16 needs loss scaling, which is not supported; use bfloat16 or float32")
     if config.precision.moments == "int8" and config.optimizer.kind != "adamw":
         yield Problem(
             ("precision.moments", "optimizer.kind"),
-            f"int8 moments are Adam's: set precision.moments=bfloat16, or optimizer.kind=adamw (it is {config.optimizer.kind})",
+            f"int8 moments need AdamW; set precision.moments=bfloat16, or optimizer.kind=adamw (it is {config.optimizer.kind})",
         )
     if config.precision.stochastic_rounding and config.precision.params != "bfloat16":
         yield Problem(
             ("precision.stochastic_rounding", "precision.params"),
-            f"only bfloat16 parameters are rounded: set precision.params=bfloat16 (it is {config.precision.params})",
+            f"only bfloat16 parameters can be rounded stochastically; set precision.params=bfloat16 (it is {config.precision.params})",
         )
     if config.precision.matmul != "compute" and config.precision.compute != "bfloat16":
         yield Problem(
             ("precision.matmul", "precision.compute"),
-            f"{config.precision.matmul} products give bfloat16 results: set precision.compute=bfloat16 (it is {config.precision.compute})",
+            f"{config.precision.matmul} matmuls have bfloat16 results; set precision.compute=bfloat16 (it is {config.precision.compute})",
         )
     if config.precision.block_scaled is not None:
         model = config.model
@@ -115,19 +116,18 @@ def _precision(config: Config) -> Iterator[Problem]:
             if width % BLOCK:
                 yield Problem(
                     ("precision.matmul", key),
-                    f"{config.precision.matmul} sums in blocks of {BLOCK}, which {width} ({key}) is no multiple of; fp8 has no blocks",
+                    f"{config.precision.matmul} needs multiples of {BLOCK}, {key} is {width}; or set precision.matmul=fp8 (no blocks)",
                 )
 
 
 def _names(config: Config) -> Iterator[Problem]:
     chosen = {
         "compute.attention.backend": config.compute.attention.backend,
-        "compute.remat.policy": config.compute.remat.policy,
         "optimizer.kind": config.optimizer.kind,
         "schedule.kind": config.schedule.kind,
     }
     for key, name in chosen.items():
-        kind, allowed = NAMES_BY_KEY[key]
+        kind, allowed = CHOICES[key]
         if name not in allowed:
             yield Problem((key,), str(unknown_name(kind, name, allowed)))
     for logical, axes in config.mesh.rules.items():
@@ -152,7 +152,7 @@ def _model(config: Config) -> Iterator[Problem]:
         )
     elif model.position == "rope" and model.head_width % 2:
         yield Problem(
-            ("model.head_dim", "model.num_heads", "model.embed_dim"), f"rotary embedding needs an even head width, it is {model.head_width}"
+            ("model.head_dim", "model.num_heads", "model.embed_dim"), f"rotary embedding needs an even head width, got {model.head_width}"
         )
     if model.pad_vocab_to is not None and model.pad_vocab_to < model.vocab_size:
         yield Problem(
@@ -166,7 +166,8 @@ def _model(config: Config) -> Iterator[Problem]:
     if config.data.seq_len > model.max_seq_len:
         yield Problem(
             ("data.seq_len", "model.max_seq_len"),
-            f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len={model.max_seq_len}; lower the one or raise the other",
+            f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len={model.max_seq_len}; "
+            "lower data.seq_len or raise model.max_seq_len",
         )
     yield from _rope(config)
 
@@ -190,16 +191,16 @@ def _mesh(config: Config) -> Iterator[Problem]:
     free = [axis for axis, size in config.mesh.sizes.items() if size == -1]
     if len(free) > 1:
         named = " and ".join(f"mesh.{axis}" for axis in free)
-        yield Problem(tuple(f"mesh.{axis}" for axis in free), f"only one mesh axis may be -1 (what is left), here {named} are")
+        yield Problem(tuple(f"mesh.{axis}" for axis in free), f"only one mesh axis may be -1 (the remaining devices), got {named}")
     for axis, size in config.mesh.sizes.items():
         if size == 0:
-            yield Problem((f"mesh.{axis}",), "must be at least 1, or -1 for what is left, got 0")
+            yield Problem((f"mesh.{axis}",), "must be at least 1, or -1 for the remaining devices, got 0")
         elif size != 1 and axis in ("pipeline", "context", "expert"):
-            yield Problem((f"mesh.{axis}",), f"must be 1 for now, got {size} (data, fsdp and tensor may be larger)")
+            yield Problem((f"mesh.{axis}",), f"only 1 is supported, got {size} (data, fsdp and tensor may be larger)")
 
 
 def _axes_of(config: Config, logical: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes of known size that a logical axis is divided over, and their product."""
+    """Return the mesh axes of known size that a logical axis is sharded over, and the product of their sizes."""
     axes = tuple(config.mesh.rules.get(logical, SHARDED_OVER[logical]))
     known = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
     return known, math.prod(sizes[axis] for axis in known)
@@ -209,7 +210,7 @@ def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
     model = config.model
     if config.precision.block_scaled is not None and sizes["tensor"] > 1:
         wanted = "set mesh.tensor=1, or precision.matmul=fp8"
-        yield Problem(("mesh.tensor",), f"{config.precision.matmul} products of parameters cut over tensor are not offered: {wanted}")
+        yield Problem(("mesh.tensor",), f"{config.precision.matmul} does not support parameters sharded over tensor; {wanted}")
     dims = {
         "heads": ("model.num_heads", model.num_heads),
         "kv_heads": ("model.num_kv_heads", model.kv_heads),
@@ -218,7 +219,7 @@ def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
         "embed": ("model.embed_dim", model.embed_dim),
         "residual_seq": ("data.seq_len", config.data.seq_len),
     }
-    heads_broken = False  # then the key/value heads, which divide them, are broken too: one message is enough
+    heads_broken = False  # then the key/value heads do not divide either: one message is enough
     for logical, (key, dim) in dims.items():
         axes, parts = _axes_of(config, logical, sizes)
         if dim % parts == 0 or (logical == "kv_heads" and heads_broken):
@@ -261,30 +262,21 @@ def _compute(config: Config) -> Iterator[Problem]:
     if compute.tensor_overlap == "ring" and config.precision.matmul != "compute":
         yield Problem(
             ("compute.tensor_overlap", "precision.matmul"),
-            f"rings multiply in precision.compute: set precision.matmul=compute (it is {config.precision.matmul}), or gather",
+            f"ring needs precision.matmul=compute (it is {config.precision.matmul}); or set compute.tensor_overlap=gather",
         )
     if compute.tensor_overlap == "ring" and config.mesh.rules:
-        yield Problem(("compute.tensor_overlap", "mesh.rules"), "rings know the default sharding rules only: drop mesh.rules, or gather")
+        yield Problem(
+            ("compute.tensor_overlap", "mesh.rules"),
+            "ring supports only the default sharding rules; remove mesh.rules, or set compute.tensor_overlap=gather",
+        )
     if compute.scan_layers and config.model.num_layers % compute.scan_unroll:
         fits = _nearest_text(compute.scan_unroll, divisors(config.model.num_layers))
         yield Problem(
             ("compute.scan_unroll", "model.num_layers"),
             f"must divide model.num_layers={config.model.num_layers}, got {compute.scan_unroll} ({fits} works)",
         )
-    remat = compute.remat
-    for name in remat.names:
-        if name not in REMAT_NAMES:
-            yield Problem(("compute.remat.names",), str(unknown_name("value to save", name, REMAT_NAMES)))
-    if remat.policy in ("names", "offload") and not remat.names:
-        yield Problem(
-            ("compute.remat.policy", "compute.remat.names"),
-            f"'{remat.policy}' needs compute.remat.names (allowed: {', '.join(REMAT_NAMES)})",
-        )
-    if remat.names and remat.policy not in ("names", "offload"):
-        yield Problem(
-            ("compute.remat.names", "compute.remat.policy"),
-            f"compute.remat.names is read by the policies names and offload only, not by {remat.policy} ([] empties it)",
-        )
+    for keys, message in remat_problems(compute.remat.policy, compute.remat.names):
+        yield Problem(keys, message)
 
 
 def _steps(config: Config) -> Iterator[Problem]:
@@ -292,13 +284,14 @@ def _steps(config: Config) -> Iterator[Problem]:
     if schedule.warmup_steps > steps:
         yield Problem(
             ("schedule.warmup_steps", "trainer.steps"),
-            f"schedule.warmup_steps={schedule.warmup_steps} is more than trainer.steps={steps}: warm up for fewer steps, or train for more",
+            f"schedule.warmup_steps={schedule.warmup_steps} is more than trainer.steps={steps}; "
+            "lower schedule.warmup_steps or raise trainer.steps",
         )
     elif schedule.kind == "wsd" and schedule.warmup_steps + schedule.decay_fraction * steps > steps:
         yield Problem(
             ("schedule.decay_fraction", "schedule.warmup_steps", "trainer.steps"),
-            f"warm-up ({schedule.warmup_steps} steps) and decay ({schedule.decay_fraction} of {steps}) overlap; "
-            f"schedule.decay_fraction={1 - schedule.warmup_steps / steps:g} is the most",
+            f"warmup ({schedule.warmup_steps} steps) and decay ({schedule.decay_fraction} of {steps} steps) overlap; "
+            f"schedule.decay_fraction may be at most {1 - schedule.warmup_steps / steps:g}",
         )
     start = config.profiler.start_step
     if start is not None and start >= steps:
@@ -316,12 +309,12 @@ def _evaluation(config: Config) -> Iterator[Problem]:
     evaluation = config.evaluation
     if evaluation.every and not evaluation.sets:
         yield Problem(
-            ("evaluation.every", "evaluation.sets"), "evaluates nothing: name at least one set in evaluation.sets, or set it to 0"
+            ("evaluation.every", "evaluation.sets"), "there is no set to evaluate; add one to evaluation.sets, or set evaluation.every=0"
         )
     first: dict[str, str] = {}
     for name, path in evaluation.sets.items():
         if str(path) in first:
-            yield Problem((f"evaluation.sets.{name}",), f"is the same directory as evaluation.sets.{first[str(path)]}: {path}")
+            yield Problem((f"evaluation.sets.{name}",), f"has the same directory as evaluation.sets.{first[str(path)]}: {path}")
         first.setdefault(str(path), name)
 
 
@@ -330,5 +323,5 @@ def _runtime(config: Config) -> Iterator[Problem]:
     if runtime.cpu_devices > 1 and runtime.platform in ("cuda", "rocm"):
         yield Problem(
             ("runtime.cpu_devices", "runtime.platform"),
-            f"virtual devices exist on the cpu platform only, runtime.platform is {runtime.platform} (set it to cpu, or cpu_devices to 1)",
+            f"virtual devices exist only on the cpu platform, runtime.platform is {runtime.platform} (set it to cpu, or cpu_devices to 1)",
         )

@@ -1,223 +1,233 @@
-"""The experiment schema: every key a config may hold, its type, range, default and meaning.
+"""The experiment schema: every key of a config with its type, range, default and meaning.
 
-Nothing here imports JAX. Two kinds of settings are kept apart because a resume treats them differently:
-`model`, `optimizer.kind`, `precision.params` and the tokenizer say *what* is trained (a checkpoint depends on them);
-`compute`, `mesh`, `trainer.accumulation`, ... say *how* (they may change at a resume).
+A resume treats two kinds of settings differently (configs/diff.py): `model`, `optimizer.kind`, `precision.params` and the tokenizer define
+what is trained, so a checkpoint fixes them; `compute`, `mesh`, `trainer.accumulation` and others define how it is computed, and may change.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field
+
+from ridgeline.configs.remat import POLICIES, policy_help
+from ridgeline.configs.section import (
+    DecayRate,
+    Fraction,
+    LocalPath,
+    MeshSize,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    env_allowed,
+)
 
 MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor", "expert")
-"""Mesh axes, slowest-varying first: `tensor` and `expert` neighbours are neighbours in the device order."""
+"""Mesh axes, slowest-varying first: neighbors along `tensor` and `expert` are neighbors in the device order."""
 
 DType = Literal["float32", "bfloat16", "float16"]
-INT32_MAX = 2**31 - 1
-"""Token ids, positions and step counters are int32 on the devices."""
-PositiveInt = Annotated[int, Field(ge=1, le=INT32_MAX)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
-PositiveFloat = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
-MeshSize = Annotated[int, Field(ge=-1, le=INT32_MAX)]
-LocalPath = Annotated[Path, Field(strict=False)]
-"""A path given as text, relative to the working directory."""
-Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-
-
-def env_allowed(**kwargs: Any) -> Any:
-    """Declare a field whose YAML value may use `${env:NAME}` or `${env:NAME,default}`."""
-    return Field(json_schema_extra={"env_interpolation": True}, **kwargs)
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys refused, values immutable, docstrings become field descriptions.
-
-    Strict: "12", 1.5 and true are no integers; an integer is a float.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True)
 
 
 class RopeScaling(Section):
-    """How rotary frequencies are stretched beyond the trained context."""
+    """Scaling of the rotary frequencies for sequences longer than the model was trained with."""
 
     kind: Literal["linear", "llama3", "yarn"] = "llama3"
-    """linear: positions divided by `factor`. llama3: the piecewise rule of Llama 3.1. yarn: arXiv 2309.00071."""
+    """linear: positions are divided by `factor`. llama3: the piecewise rule of Llama 3.1. yarn: arXiv 2309.00071."""
     factor: PositiveFloat = 8.0
-    """Context extension factor."""
+    """Extended context length over the original one. The default is that of Llama 3.1."""
     low_freq_factor: PositiveFloat = 1.0
-    """llama3 only: wavelengths above original/low are divided by `factor`."""
+    """llama3 only: wavelengths above original_max_seq_len / low_freq_factor are divided by `factor`."""
     high_freq_factor: PositiveFloat = 4.0
-    """llama3 only: wavelengths below original/high are kept."""
+    """llama3 only: wavelengths below original_max_seq_len / high_freq_factor stay unchanged."""
     original_max_seq_len: PositiveInt = 8192
-    """Context length the base model was trained with."""
+    """Context length of the original training, in tokens."""
 
 
 class ModelConfig(Section):
-    """What is computed: the architecture. A checkpoint depends on every field here."""
+    """The architecture. A checkpoint fixes all of it."""
 
     family: str = "llama"
-    """Architecture family; its defaults come from configs/models/families/<family>.yaml."""
+    """Architecture family. Its defaults are in configs/models/families/<family>.yaml."""
     vocab_size: PositiveInt = 32000
     """Number of token ids (V)."""
     pad_vocab_to: PositiveInt | None = None
-    """Rows of the embedding table when larger than vocab_size (so that it divides over `tensor`); the extra logits are masked out."""
+    """Rows of the embedding table, when more than vocab_size are needed to divide over `tensor`; null: vocab_size.
+    The logits of the padded rows are masked out."""
     num_layers: PositiveInt = 4
-    """Transformer blocks (L)."""
+    """Number of transformer blocks (L)."""
     embed_dim: PositiveInt = 256
     """Width of the residual stream (D)."""
     num_heads: PositiveInt = 4
-    """Query heads (N)."""
+    """Number of query heads (N)."""
     num_kv_heads: PositiveInt | None = None
-    """Key/value heads (K); null means num_heads (multi-head attention)."""
+    """Number of key/value heads (K); null: num_heads (multi-head attention)."""
     head_dim: PositiveInt | None = None
-    """Width of one head (H); null means embed_dim / num_heads."""
+    """Width of one head (H); null: embed_dim / num_heads."""
     mlp_dim: PositiveInt = 1024
     """Hidden width of the MLP (F)."""
     max_seq_len: PositiveInt = 2048
-    """Longest sequence the model is defined for."""
+    """Longest sequence of the model, in tokens."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation, applied before attention and MLP and at the end."""
+    """Normalization before attention, before the MLP and before the unembedding."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the variance inside the normalisation."""
+    """Added to the variance in the normalization."""
     position: Literal["rope", "learned"] = "rope"
-    """Rotary embedding, or a learned table of max_seq_len rows."""
+    """rope: rotary embedding of queries and keys. learned: a table of max_seq_len rows added to the token embeddings."""
     rope_theta: PositiveFloat = 10000.0
-    """Base of the rotary frequencies."""
+    """Base of the rotary frequencies. The default is that of RoFormer, arXiv 2104.09864."""
     rope_scaling: RopeScaling | None = None
-    """Rotary scaling for long contexts."""
+    """Rotary scaling for long contexts; null: none."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    """MLP non-linearity."""
+    """Activation function of the MLP."""
     gated_mlp: bool = True
-    """True: down(act(gate(x)) * up(x)); false: down(act(up(x)))."""
+    """true: down(act(gate(x)) * up(x)). false: down(act(up(x)))."""
     attention_bias: bool = False
-    """Bias on the query, key and value projections."""
+    """Bias in the query, key and value projections."""
     output_bias: bool = False
-    """Bias on the attention output projection."""
+    """Bias in the attention output projection."""
     mlp_bias: bool = False
-    """Bias on the MLP projections."""
+    """Bias in the MLP projections."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head (Qwen3)."""
+    """RMSNorm over each query and key head, as in Qwen3."""
     tie_embeddings: bool = False
-    """Use the embedding table as the output projection."""
+    """Use the embedding table as the output projection (unembedding)."""
     sliding_window: PositiveInt | None = None
-    """Each token attends to this many tokens, itself included; null: all earlier tokens."""
+    """Number of tokens each token attends to, itself included; null: all earlier tokens."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of the normal initialisation (what it applies to is documented per family in models/)."""
+    """Standard deviation of the normal initialization. Each family's file in models/ documents which parameters use it."""
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads with the default resolved."""
+        """Key/value heads, with the default resolved."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def head_width(self) -> int:
-        """Head dimension with the default resolved."""
+        """Width of one head, with the default resolved."""
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table."""
+        """Rows of the embedding table, padding included."""
         return self.pad_vocab_to or self.vocab_size
 
 
 class AttentionConfig(Section):
-    """Which attention implementation runs. Never changes the mathematical result."""
+    """The attention implementation. All of them compute the same function."""
 
     backend: str = "auto"
-    """auto, reference, xla, chunked, cudnn or pallas (see models/attention). auto: cudnn on a supported GPU, else chunked.
-    pallas: for packed documents on GPUs, without a mask in memory."""
+    """auto, reference, xla, chunked, cudnn or pallas (models/attention). auto: cudnn on a supported GPU, else chunked.
+    pallas: on GPUs, for packed documents without a mask in memory."""
     chunk: PositiveInt = 128
-    """chunked backend: queries and keys per block. 64-128 suit a CPU's caches; on a GPU without cuDNN try 512."""
+    """chunked backend only: queries and keys per block. 64 to 128 fit a CPU's caches; on a GPU without cuDNN try 512."""
 
 
 class RematConfig(Section):
-    """What the backward pass recomputes."""
+    """Rematerialization: which values of a block the backward pass computes again instead of keeping them (configs/remat.py)."""
 
-    policy: str = "none"
-    """none, full, dots, attention-only, names (save only `names`) or offload (save `names` in host memory)."""
+    policy: str = Field(default="none", description=policy_help())
     names: list[str] = []
-    """Checkpoint names of the model (see models/remat) for the policies `names` and `offload`."""
+    """Values to keep, for the policies `names` and `offload`."""
+
+    @property
+    def takes_names(self) -> bool:
+        """Whether `names` lists the values that are kept."""
+        return POLICIES[self.policy].takes_names
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the values that are kept are in host memory."""
+        return self.policy == "offload"
 
 
 class ComputeConfig(Section):
-    """How the step is computed. Free to change at any resume."""
+    """How the step is computed. May change at any resume."""
 
     attention: AttentionConfig = AttentionConfig()
+    """The attention implementation."""
     remat: RematConfig = RematConfig()
+    """What the backward pass recomputes."""
     scan_layers: bool = True
-    """Scan over stacked layers: compile time independent of depth."""
+    """Run the layers as a scan over stacked parameters, so that compile time does not grow with depth."""
     scan_unroll: PositiveInt = 1
-    """Layers per scan iteration (must divide num_layers)."""
+    """Layers per scan iteration; must divide model.num_layers."""
     loss_chunk: PositiveInt = 1024
-    """Tokens per chunk of the cross-entropy; [chunk, V] is the largest logits array that exists on a device."""
+    """Tokens per chunk of the cross-entropy. The largest array of logits on a device is [loss_chunk, V]."""
     tensor_overlap: Literal["gather", "ring"] = "gather"
-    """Around products that `tensor` cuts: gather the stream and scatter the sums, or pass parts of it round a ring while others are
-    multiplied (models/ring.py), which hides what moves where `tensor` is wide (4 and more) and costs more, smaller messages."""
+    """Communication of matmuls that are sharded over `tensor`. gather: all-gather the residual stream before, reduce-scatter after.
+    ring: send shards around a ring while others are multiplied (models/matmul/collective.py); this overlaps communication where `tensor`
+    is 4 or more, at the cost of more, smaller messages."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
-    """jax_default_matmul_precision: matters for float32 on GPUs (TF32)."""
+    """jax_default_matmul_precision. It affects float32 matmuls on GPUs: default and high use TF32, highest does not."""
+
+    @property
+    def reduces_unembedding_first(self) -> bool:
+        """Whether the unembedding's gradient is reduced before the layers' backward pass: less memory, but nothing to overlap it with.
+
+        So with offloading, which is chosen where memory is short.
+        """
+        return self.remat.offloads
 
 
 class PrecisionConfig(Section):
-    """The mixed-precision policy."""
+    """dtypes of parameters, activations, gradients and optimizer state."""
 
     params: DType = "float32"
     """Master parameters."""
     compute: DType = "bfloat16"
-    """Activations and matmul inputs; parameters are cast before they are gathered."""
+    """Activations and matmul inputs. Parameters are cast to it before they are gathered."""
     matmul: Literal["compute", "fp8", "fp8_delayed", "mxfp8", "nvfp4"] = "compute"
-    """Inputs of the layers' products with parameters, forward and backward: the compute dtype; float8 with a scale per tensor (e4m3,
-    gradients e5m2), taken from the tensor itself (fp8) or from the steps before (fp8_delayed); or, on NVIDIA's Blackwell and newer, blocks
-    of 32 e4m3 (mxfp8), in the forward pass of 16 e2m1 (nvfp4), with a scale each. Embedding, attention scores and unembedding stay in the
-    compute dtype."""
+    """Inputs of the layers' matmuls with parameters, forward and backward. compute: the compute dtype. fp8: float8 (e4m3, gradients e5m2)
+    with one scale per tensor, computed from the tensor. fp8_delayed: the same with scales from the amax history of earlier steps. mxfp8:
+    blocks of 32 e4m3 elements with one scale each; nvfp4: blocks of 16 e2m1 elements in the forward pass, else mxfp8 (both need NVIDIA
+    Blackwell or newer). Embedding, attention scores and unembedding stay in the compute dtype."""
     amax_history: PositiveInt = 16
-    """fp8_delayed: steps whose largest magnitudes are remembered for the scales."""
+    """fp8_delayed only: number of earlier steps whose amax (largest magnitude) determines the scale."""
     gradients: DType = "float32"
-    """Gradient accumulation and reduction across devices."""
+    """Accumulation of gradients over microbatches and their reduction over devices."""
     moments: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
-    """First moments of the optimiser; second moments stay float32. int8 (adamw): both in 8 bits with a scale per 128, for matrices."""
+    """First moments of the optimizer; second moments stay float32. int8 (adamw only): both moments of matrices in 8 bits, with one scale
+    per block of up to 128 elements."""
     stochastic_rounding: bool = False
-    """Round updated bfloat16 parameters up or down at random instead of to nearest, which loses small updates."""
+    """Round updated bfloat16 parameters stochastically. Rounding to nearest loses updates that are small relative to the parameter."""
 
     @property
     def eight_bit(self) -> bool:
-        """Whether the layers' products read float8 with a scale per tensor."""
+        """Whether the layers' matmuls use float8 with one scale per tensor."""
         return self.matmul in ("fp8", "fp8_delayed")
 
     @property
     def block_scaled(self) -> Literal["mxfp8", "nvfp4"] | None:
-        """The format of block-scaled products."""
+        """The format of block-scaled matmuls; None: they are not block-scaled."""
         return self.matmul if self.matmul in ("mxfp8", "nvfp4") else None
 
     @property
     def delayed(self) -> bool:
-        """Whether the scales of products come from earlier steps."""
+        """Whether the scales of matmul inputs come from earlier steps."""
         return self.matmul == "fp8_delayed"
 
 
 class MeshConfig(Section):
-    """Devices per mesh axis. At most one axis may be -1: it takes the devices that are left."""
+    """Devices per mesh axis. At most one axis may be -1: it gets the remaining devices."""
 
     pipeline: MeshSize = 1
-    """Pipeline stages (only 1 for now)."""
+    """Pipeline parallelism. Only 1 is supported."""
     data: MeshSize = 1
-    """Plain data parallelism: parameters replicated."""
+    """Data parallelism with replicated parameters."""
     fsdp: MeshSize = -1
-    """Fully sharded data parallelism (ZeRO-3)."""
+    """Fully sharded data parallelism (ZeRO stage 3)."""
     context: MeshSize = 1
-    """Sequence sharding for attention (only 1 for now)."""
+    """Sequence sharding inside attention. Only 1 is supported."""
     tensor: MeshSize = 1
-    """Tensor parallelism, with sequence-parallel norms."""
+    """Tensor parallelism, with the residual stream sharded along the sequence between blocks (sequence parallelism)."""
     expert: MeshSize = 1
-    """Expert parallelism (only 1 for now)."""
+    """Expert parallelism. Only 1 is supported."""
     rules: dict[str, list[str]] = {}
-    """Overrides of the logical-axis rules: logical axis -> mesh axes (see sharding/rules.py)."""
+    """Changes to the sharding rules: logical axis -> mesh axes, [] for replicated (defaults: sharding/rules.py)."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -226,48 +236,48 @@ class MeshConfig(Section):
 
 
 class DataSource(Section):
-    """One prepared corpus (a directory with manifest.json)."""
+    """One prepared corpus."""
 
     path: LocalPath = env_allowed()
-    """Directory written by `ridge data prepare`."""
+    """Directory written by `ridge data prepare` (it has a manifest.json)."""
     weight: PositiveFloat = 1.0
-    """Share of rows drawn from this source, relative to the other sources."""
+    """Share of the rows drawn from this corpus, relative to the weights of the others."""
 
 
 class DataConfig(Section):
-    """Training data and how rows are made."""
+    """Training data and how its rows are formed."""
 
     train: list[DataSource] = []
-    """Weighted mixture of prepared corpora."""
+    """Prepared corpora, mixed by weight."""
     seq_len: PositiveInt = 1024
     """Tokens per row (T)."""
     batch_size: PositiveInt = 8
-    """Rows per optimiser step over all devices (B)."""
+    """Rows per optimizer step, over all devices and microbatches (B)."""
     shuffle: bool = True
-    """Global shuffle of rows, anew each epoch."""
+    """Shuffle the rows of each corpus globally, in a new order each epoch."""
     seed: NonNegativeInt | None = None
-    """Seed of the shuffle and the mixture; null: the run's seed."""
+    """Seed of the shuffle and the mixture; null: the config's `seed`."""
     document_masking: bool = True
-    """Attention stays within a document (segment ids); false: rows are plain token streams."""
+    """true: tokens attend only within their document (segment ids). false: a row is one sequence."""
     workers: NonNegativeInt = 0
-    """Worker processes; 0 reads in threads of the training process."""
+    """Worker processes of the loader; 0: the training process reads in threads."""
     threads: PositiveInt = 4
     """Reader threads per process."""
     prefetch: PositiveInt = 4
-    """Batches prepared ahead."""
+    """Number of batches prepared ahead."""
 
 
 class EvaluationConfig(Section):
-    """Held-out sets."""
+    """Evaluation on held-out corpora."""
 
     sets: dict[Name, LocalPath] = env_allowed(default={})
-    """Name to prepared corpus."""
+    """Name of each evaluation set to the directory of its prepared corpus."""
     every: NonNegativeInt = 0
     """Steps between evaluations during training; 0: only at the end."""
     batch_size: PositiveInt | None = None
-    """Rows per evaluation step over all devices; null: data.batch_size / trainer.accumulation."""
+    """Rows per evaluation step, over all devices; null: data.batch_size / trainer.accumulation."""
     max_batches: PositiveInt | None = None
-    """Cap per set and evaluation during training; null: the whole set. The final evaluation is always whole."""
+    """Most batches per set in an evaluation during training; null: the whole set. The final evaluation always uses the whole set."""
 
 
 class OptimizerConfig(Section):
@@ -278,92 +288,94 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 3e-4
     """Peak learning rate."""
     b1: DecayRate = 0.9
-    """First-moment decay (momentum for sgd and muon)."""
+    """Decay of the first moment (momentum of sgd and muon)."""
     b2: DecayRate = 0.95
-    """Second-moment decay."""
+    """Decay of the second moment. The default is that of the GPT-3 and Llama papers."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay."""
     decay: Literal["matrices", "all", "none"] = "matrices"
-    """Which parameters decay. matrices: all but norms, biases and other vectors."""
+    """Parameters that weight decay applies to. matrices: all but norms, biases and other vectors."""
     clip_norm: PositiveFloat | None = 1.0
-    """Global gradient-norm limit; null: off."""
+    """Largest global norm of the gradient; a larger gradient is scaled down to it. null: no clipping."""
 
 
 class ScheduleConfig(Section):
-    """Learning rate over steps."""
+    """Learning rate as a function of the step."""
 
     kind: str = "cosine"
-    """constant, linear, cosine or wsd (warm-up, stable, decay)."""
+    """constant, linear, cosine or wsd (warmup, stable, decay)."""
     warmup_steps: NonNegativeInt = 0
-    """Linear warm-up from 0."""
+    """Steps of linear warmup from 0 to the peak."""
     decay_fraction: Fraction = 0.1
-    """wsd only: last share of the steps over which the rate falls."""
+    """wsd only: the last fraction of the steps, in which the learning rate falls."""
     final_fraction: Fraction = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
 
 
 class LossConfig(Section):
-    """The objective."""
+    """The training objective."""
 
     z_loss: NonNegativeFloat = 0.0
-    """Weight of log(Z)^2 per token (PaLM, arXiv 2204.02311, section 5)."""
+    """Weight of log(Z)^2 per token, which keeps the logits small (PaLM, arXiv 2204.02311, section 5); 0: off."""
 
 
 class TrainerConfig(Section):
     """The training loop."""
 
     steps: PositiveInt = 1000
-    """Optimiser steps of the whole run."""
+    """Optimizer steps of the whole run."""
     accumulation: PositiveInt = 1
-    """Microbatches per optimiser step; must divide data.batch_size."""
+    """Microbatches per optimizer step (gradient accumulation); must divide data.batch_size."""
     log_every: PositiveInt = 10
     """Steps between log lines and metric records."""
     max_bad_steps: PositiveInt = 10
-    """Stop after this many non-finite steps in a row (each is skipped and counted; none is saved)."""
+    """Stop after this many consecutive steps with a non-finite loss or gradient. Each such step is skipped and counted, and its state
+    is not saved."""
     hang_timeout_s: PositiveFloat | None = 1800.0
-    """End the process (exit code 71, stacks in the run directory) when no step finishes for this long, and for 20 usual steps; null: never.
-    Start-up, saves and the end of a run may take ten times as long."""
+    """Seconds without a finished step after which the process exits (code 71; stack traces in the run directory), but at least 20 times the
+    usual step. Start-up, saves and the end of a run may take ten times as long. null: never."""
     stop_after_s: PositiveFloat | None = None
-    """Stop cleanly (saving) after this much wall time in the loop; null: off."""
+    """Seconds in the training loop after which the run saves and stops; null: no limit."""
 
 
 class CheckpointConfig(Section):
-    """When to save and what to keep."""
+    """When checkpoints are saved, and which are kept."""
 
     every: NonNegativeInt = 500
-    """Steps between permanent-cadence saves; 0: off."""
+    """Steps between saves; 0: none by step."""
     every_minutes: NonNegativeFloat = 0.0
-    """Minutes between time-based saves; 0: off."""
+    """Minutes between additional saves by time; 0: none by time."""
     keep_last: PositiveInt = 2
-    """Most recent checkpoints kept; with 1, the one before the newest stays until the next save."""
+    """Number of most recent checkpoints to keep. Two, so that a damaged one has a predecessor; with 1, the predecessor stays until the next
+    save."""
     keep_every: NonNegativeInt = 0
-    """Also keep every checkpoint whose step is a multiple of this; 0: off."""
+    """Also keep each checkpoint whose step is a multiple of this; 0: none."""
     final: bool = True
     """Save at the last step."""
     asynchronous: bool = True
     """Write in the background while training continues."""
     verify: bool = True
-    """Verify the integrity manifest before a restore."""
+    """Verify the checksums of the integrity manifest before a restore."""
     max_failures: PositiveInt = 3
-    """Consecutive failing saves after which the run stops."""
+    """Consecutive failed saves after which the run stops."""
 
 
 class LoggingConfig(Section):
-    """Where metrics go. metrics.jsonl is always written."""
+    """Where metrics are written, in addition to metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to <run_dir>/tensorboard."""
     wandb_project: str | None = None
-    """Weights & Biases project; null: off (needs the extra `wandb`)."""
+    """Weights & Biases project (needs the extra `wandb`); null: off."""
 
 
 class ProfilerConfig(Section):
-    """XLA profile capture. On demand: SIGUSR1, or a file `profile` in the run directory."""
+    """Capture of XLA profiles. A capture can also be requested with SIGUSR1 or a file `profile` in the run directory."""
 
     start_step: NonNegativeInt | None = None
-    """First profiled step; null: only on demand."""
+    """First profiled step; null: only on request."""
     num_steps: PositiveInt = 3
     """Steps per capture."""
 
@@ -372,42 +384,56 @@ class RuntimeConfig(Section):
     """The process and its devices."""
 
     platform: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
-    """auto: what JAX finds, GPUs first."""
+    """JAX platform. auto: JAX's own choice, GPUs first."""
     cpu_devices: PositiveInt = 1
     """Virtual devices per process on the cpu platform."""
     compilation_cache: LocalPath | None = env_allowed(default=None)
-    """Directory of compiled programs, shared by all processes: a second start of the same config compiles nothing; null: off."""
+    """Directory of compiled programs, shared by all processes, from which a second start of the same config loads them; null: no cache."""
     rendezvous_timeout_s: PositiveFloat = 120.0
-    """Longest wait for the other processes of the run to report before training; who is missing is then named."""
+    """Seconds to wait for all processes of the run to report before training. After that the missing ranks are listed."""
 
 
 class Config(Section):
-    """A whole experiment."""
+    """One experiment."""
 
     name: Name = "run"
     """Name of the run."""
     seed: NonNegativeInt = 0
-    """Seed of initialisation and, unless data.seed is set, of the data order."""
+    """Seed of the initialization and, unless data.seed is set, of the data order."""
     run_dir: LocalPath | None = env_allowed(default=None)
     """Run directory; null: runs/<name>."""
     init_from: LocalPath | None = env_allowed(default=None)
-    """Start from the parameters of this run directory or Hugging Face directory (while the run has no checkpoint); null: random."""
+    """Run directory or Hugging Face directory whose parameters the run starts from, while it has no checkpoint; null: random ones."""
     model: ModelConfig = ModelConfig()
+    """The architecture."""
     compute: ComputeConfig = ComputeConfig()
+    """How the step is computed."""
     precision: PrecisionConfig = PrecisionConfig()
+    """dtypes of parameters, activations, gradients and optimizer state."""
     mesh: MeshConfig = MeshConfig()
+    """Devices per mesh axis, and sharding rules."""
     data: DataConfig = DataConfig()
+    """Training data and batch."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation sets and when they are evaluated."""
     loss: LossConfig = LossConfig()
+    """The training objective."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """The update rule."""
     schedule: ScheduleConfig = ScheduleConfig()
+    """Learning rate as a function of the step."""
     trainer: TrainerConfig = TrainerConfig()
+    """The training loop."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When checkpoints are saved, and which are kept."""
     logging: LoggingConfig = LoggingConfig()
+    """Where metrics are written."""
     profiler: ProfilerConfig = ProfilerConfig()
+    """Capture of XLA profiles."""
     runtime: RuntimeConfig = RuntimeConfig()
+    """The process and its devices."""
 
     @property
     def directory(self) -> Path:
-        """The run directory with the default resolved."""
+        """The run directory, with the default resolved."""
         return self.run_dir or Path("runs") / self.name

@@ -1,7 +1,7 @@
-"""The execution flow of a run as a picture: one row of bars per process, phases inside phases below them, starts side by side.
+"""The timeline of a run as a picture: one row of bars per process, nested phases below their parents, starts side by side.
 
-`gantt_svg` draws it without any library; `gantt_html` wraps it into a page of its own; `perfetto_trace` gives the same as the JSON that
-ui.perfetto.dev and chrome://tracing open. Time between two starts is left out of the picture and marked.
+`gantt_svg` draws an SVG, `gantt_html` wraps it in a page, and `perfetto_trace` returns the JSON for ui.perfetto.dev and chrome://tracing.
+The time between two starts is left out and marked with its length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ridgeline.configs.format import format_duration, format_seconds
 from ridgeline.rundir.events import PHASES, Event
 from ridgeline.rundir.phases import Phase, phases
 
-COLOURS = {
+COLORS = {
     "launch": "#8c8c8c",
     "import": "#c49c94",
     "rendezvous": "#b8860b",
@@ -32,7 +32,7 @@ COLOURS = {
     "profile": "#7f4f24",
     "teardown": "#5f6b7a",
 }
-assert set(COLOURS) == set(PHASES)
+assert set(COLORS) == set(PHASES)
 
 LABEL_PX, CHART_PX, GAP_PX, LANE_PX, ROW_GAP_PX, TOP_PX = 110, 1000, 14, 20, 12, 46
 STYLE = """
@@ -53,12 +53,12 @@ class _Span:
     px_per_s: float
 
     def x(self, time_s: float) -> float:
-        """Return the position of a moment of this start."""
+        """Return the horizontal position of a time of this start, px."""
         return self.x_px + (min(max(time_s, self.start_s), self.end_s) - self.start_s) * self.px_per_s
 
 
 def gantt_svg(events: Sequence[Event], title: str = "") -> str:
-    """Draw the phases of all processes and starts as an SVG picture; every bar tells its phase, length and outcome on hover."""
+    """Draw the phases of all processes and starts as an SVG picture; the tooltip of a bar has its phase, duration and outcome."""
     found = phases(events)
     spans = _spans(found, events)
     by_restart = {span.restart: span for span in spans}
@@ -84,7 +84,7 @@ def gantt_svg(events: Sequence[Event], title: str = "") -> str:
 
 
 def gantt_html(events: Sequence[Event], title: str = "") -> str:
-    """Return a page of its own with the picture; nothing is loaded from elsewhere."""
+    """Return a self-contained page with the picture."""
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
     style = "<style>body{margin:1rem;overflow-x:auto;color-scheme:light dark}</style></head><body>"
     return f"{head}{style}\n{gantt_svg(events, title)}</body></html>\n"
@@ -115,7 +115,7 @@ def perfetto_trace(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _spans(found: Iterable[Phase], events: Sequence[Event]) -> list[_Span]:
-    """Lay the starts side by side, each as wide as its share of the time."""
+    """Place the starts side by side, each as wide as its share of the time."""
     bounds: dict[int, tuple[float, float]] = {}
     moments = [(e.restart, e.time_s, e.time_s) for e in events] + [(p.restart, p.start_s, p.start_s + p.duration_s) for p in found]
     for restart, start_s, end_s in moments:
@@ -145,7 +145,7 @@ def _bar(phase: Phase, span: _Span, y_px: float) -> str:
         label = f'<text x="{left + 4:.1f}" y="{y_px + 14:.1f}" style="fill:#fff">{phase.name}</text>'
     height = LANE_PX - 2
     opacity = ' fill-opacity="0.6"' if phase.outcome != "ok" else ""
-    box = f'<rect x="{left:.2f}" y="{y_px:.1f}" width="{width:.2f}" height="{height}" fill="{COLOURS[phase.name]}"{opacity}/>'
+    box = f'<rect x="{left:.2f}" y="{y_px:.1f}" width="{width:.2f}" height="{height}" fill="{COLORS[phase.name]}"{opacity}/>'
     return f"<g><title>{tip}</title>{box}{label}</g>"
 
 
@@ -154,14 +154,14 @@ def _legend(found: Iterable[Phase]) -> list[str]:
     present = {phase.name for phase in found}
     for name in PHASES:
         if name in present:
-            parts.append(f'<rect x="{x:.0f}" y="23" width="10" height="10" fill="{COLOURS[name]}"/>')
+            parts.append(f'<rect x="{x:.0f}" y="23" width="10" height="10" fill="{COLORS[name]}"/>')
             parts.append(f'<text x="{x + 14:.0f}" y="32">{name}</text>')
             x += 26 + 7 * len(name)
     return parts
 
 
 def _axis(spans: Sequence[_Span], y_px: float) -> list[str]:
-    """Draw ticks at round times since the beginning of each start."""
+    """Draw ticks at round times since the begin of each start."""
     parts = []
     for span in spans:
         length_s = span.end_s - span.start_s

@@ -1,4 +1,4 @@
-"""The few lines printed at the end of a run: what was trained, how fast, and where the time of process 0 went, restarts included."""
+"""The summary printed at the end of a run: steps, tokens, speed, loss, and the time of process 0 by phase over all starts."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from ridgeline.rundir.events import PHASES, Event
 from ridgeline.rundir.phases import Phase, phases
 
 OTHER = "other"
-"""Time that no phase covers."""
+"""Time outside of all phases."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What one process did and where its time went, summed over its restarts."""
+    """Steps, speed and time by phase of one process, summed over its starts."""
 
     wall_s: float
-    """From the first moment an event tells of (the process start, when `launch` is recorded) to the last, summed over starts."""
+    """From the earliest recorded time (the process start, when `launch` is recorded) to the last event, summed over starts."""
     starts: int
     seconds: dict[str, float]
-    """Phase name (or "other") to the time spent in it and in no phase inside it, in the order of PHASES. Sums to `wall_s` as long as
-    phases recorded as totals do not overlap each other."""
+    """Phase name (or "other") -> seconds in it and in none of its children, in the order of PHASES. They sum to `wall_s` unless phases
+    recorded as totals overlap."""
     counts: dict[str, int]
-    """How often each phase was entered."""
+    """Phase name -> number of entries."""
     last_step: int
     tokens: float | None
     """Tokens of the whole run at its last logged step."""
     tokens_per_s: float | None
     """Harmonic mean over the log windows: total tokens over total step time when windows are equal."""
     mfu: float | None
-    """Likewise; None on a device without a datasheet peak."""
+    """Harmonic mean over the log windows; None on a device without a datasheet peak."""
     losses: tuple[float, float] | None
     """First and last logged training loss."""
     skipped_steps: int
 
 
 def summarize(events: Sequence[Event], process: int = 0) -> Summary:
-    """Sum up the events of one process of a run (there must be some)."""
+    """Summarize the events of one process of a run; there must be at least one event."""
     mine = [event for event in events if event.process == process]
     assert mine, f"no events of process {process}"
     found = phases(mine)
@@ -68,7 +68,7 @@ def summarize(events: Sequence[Event], process: int = 0) -> Summary:
 
 
 def _span_s(events: Sequence[Event], found: Sequence[Phase], restart: int) -> float:
-    """Time of one start, from the earliest moment its events tell of to its last event."""
+    """Return the time of one start, from its earliest recorded time to its last event."""
     moments = [event.mono_s for event in events if event.restart == restart]
     return max(moments) - min(moments + [phase.start_mono_s for phase in found if phase.restart == restart])
 

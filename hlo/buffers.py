@@ -1,6 +1,6 @@
-"""What fills a device's memory at the fullest moment of a compiled step: XLA's buffer assignment and live ranges, mapped to the program.
+"""Buffers that are live at the memory peak of a compiled step, from XLA's live ranges, with their origin in the program.
 
-XLA writes both beside the module when it is asked to dump it (`--xla_dump_to`): `*buffer-assignment.txt`, `*live-range.txt`.
+With `--xla_dump_to` XLA writes `*buffer-assignment.txt` and `*live-range.txt` next to the module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ridgeline.hlo.parse import Computation, Instruction, Module, Shape, Source, part_of, scope
+from ridgeline.hlo.module import Computation, Instruction, Module, Shape, Source, part_of, scope
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,21 @@ class Buffer:
     """One value that is live at the peak."""
 
     name: str
-    """Instruction, with the index of a tuple's part in braces."""
+    """Name of the instruction, with the index of the tuple element in braces."""
     bytes: int
+    """Size; after `grouped`, of all copies together."""
     dtype: str
     dims: tuple[int, ...]
     what: str
-    """parameter, optimizer state, batch, or the component and pass it belongs to."""
+    """What it is: parameter, optimizer state, batch, or the component and pass it belongs to."""
     op_name: str
     source: Source | None
     copies: int = 1
-    """How many of the same kind there are (after `grouped`)."""
+    """Number of merged buffers (after `grouped`)."""
 
 
 def live_at_peak(module: Module, live_ranges: str) -> list[Buffer]:
-    """List the values that are live at the fullest moment, the largest first; [] when the text does not tell.
+    """List the values that are live at the memory peak, largest first; [] when the text has no peak.
 
     Args:
       module: the compiled module.
@@ -61,7 +62,7 @@ def live_at_peak(module: Module, live_ranges: str) -> list[Buffer]:
 
 
 def grouped(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Merge buffers of the same origin and shape (one per layer half, double buffers, ...): sizes add up, `copies` counts them."""
+    """Merge buffers of the same origin and shape (double buffers, ...): sizes are summed, `copies` counts them. Largest first."""
     groups: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in buffers:
         groups.setdefault((buffer.what, buffer.op_name, buffer.dtype, buffer.dims), []).append(buffer)
@@ -73,7 +74,7 @@ def grouped(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 
 def describe(op_name: str) -> str:
-    """Say in words what a buffer is, from the path JAX gave the operation that makes it."""
+    """Return what a buffer is, in words, from the op_name of the instruction that computes it."""
     if op_name.startswith("state.params"):
         return f"parameter {_leaf(op_name)}"
     if op_name.startswith("state.opt_state"):
@@ -83,7 +84,7 @@ def describe(op_name: str) -> str:
     if op_name.startswith("state"):
         return f"state {op_name.partition('.')[2]}"
     part = part_of(op_name)
-    stacked = ", kept for all layers" if part == "forward" and "dynamic_update_slice" in op_name else ""
+    stacked = ", stacked over layers" if part == "forward" and "dynamic_update_slice" in op_name else ""
     return f"{scope(op_name) or 'activations'}, {part}{stacked}" if op_name else "other"
 
 
@@ -92,7 +93,7 @@ def _leaf(op_name: str) -> str:
 
 
 def _shape(instruction: Instruction, index: str, size: int) -> Shape | None:
-    """The array of an instruction that a value is, by its index, else by its size."""
+    """Return the shape of a value in the result of an instruction, by its index, else by its size."""
     if index.isdigit() and int(index) < len(instruction.shapes):
         return instruction.shapes[int(index)]
     fitting = [shape for shape in instruction.shapes if shape.bytes == size]
@@ -100,19 +101,19 @@ def _shape(instruction: Instruction, index: str, size: int) -> Shape | None:
 
 
 class _Origins:
-    """Finds the instruction that made a value: loop parameters lead back to what entered the loop."""
+    """Finds the instruction that computed a value; parameters of loops are followed to the loop's operand."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
 
     @cached_property
     def places(self) -> dict[str, tuple[Instruction, Computation]]:
-        """Instruction by name; names are unique within a module."""
+        """Instruction name -> instruction and computation; names are unique within a module."""
         return {i.name: (i, c) for c, i in self.module.instructions()}
 
     @cached_property
     def loops(self) -> dict[str, tuple[Instruction, Computation]]:
-        """Body computation to the while that runs it."""
+        """Name of a loop's body -> its while instruction and the computation of that."""
         found = {}
         for computation, instruction in self.module.instructions():
             if instruction.opcode == "while":
@@ -122,7 +123,7 @@ class _Origins:
         return found
 
     def of(self, name: str, index: str) -> Instruction | None:
-        """Follow loop parameters, tuple parts, copies and bitcasts back to an instruction with a path; the last one found otherwise."""
+        """Follow loop parameters, tuple elements, copies and bitcasts back to an instruction with an op_name, or as far as possible."""
         instruction, computation = self.places.get(name, (None, None))
         for _ in range(40):
             if instruction is None or computation is None:

@@ -1,4 +1,4 @@
-"""The collectives of a compiled module: kind, bytes, mesh axes, how often, and where in the model they come from."""
+"""The collectives of a compiled module: kind, bytes, mesh axes, executions, and their origin in the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeline.hlo.parse import Computation, Instruction, Module, Source, parse
+from ridgeline.hlo.module import Computation, Instruction, Module, Source
+from ridgeline.hlo.parse import parse
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
 
@@ -21,29 +22,33 @@ class Collective:
     kind: str
     """One of KINDS."""
     dtype: str
-    """dtype of the (first) array on the wire, as HLO writes it."""
+    """dtype of the first communicated array, as HLO writes it."""
     bytes: int
-    """Bytes of the unsharded side on one device: the operand of a reduction or permute, the result of a gather; all arrays together."""
+    """Bytes of the unsharded side on one device, all arrays together: operands of a reduction or permute, results of a gather."""
     axes: tuple[str, ...] | None
-    """Mesh axes it runs over, in mesh order; None when its groups are not a product of axes."""
+    """Mesh axes it runs over, in mesh order; None when its groups do not correspond to mesh axes."""
     group_size: int
-    """Devices that take part in one group."""
+    """Devices per group."""
     count: float
-    """Times it runs per call of the module."""
+    """Executions per call of the module."""
     name: str
+    """Name of the instruction."""
     computation: str
+    """Name of its computation."""
     op_name: str
+    """JAX's path of the operation."""
     source: Source | None
+    """Line of Python it came from; None when XLA recorded none."""
     operands: tuple[tuple[int, ...], ...]
-    """Dims of each array that goes in."""
+    """Dims of each operand."""
     asynchronous: bool
-    """Split into start and done."""
+    """Whether it is split into start and done instructions."""
     compute_between: int
-    """Fusions, products and custom calls scheduled between start and done: what can hide it."""
+    """Number of fusions, matmuls and custom calls scheduled between start and done, which can overlap it."""
 
     @property
     def total_bytes(self) -> float:
-        """Bytes over all runs."""
+        """Bytes of all executions."""
         return self.bytes * self.count
 
 
@@ -90,7 +95,7 @@ def _collective(module: Module, computation: Computation, instruction: Instructi
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Read `replica_groups=` in any of its forms as an int array [groups, members].
+    """Parse `replica_groups=` in any of its forms to an int array [groups, members].
 
     List `{{0,1},{2,3}}` (empty: all devices), iota `[4,2]<=[2,2,2]T(2,1,0)`, mesh `mesh['a'=4,'b'=2] {'b'}`. Raises ValueError otherwise.
     """
@@ -118,7 +123,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> np.ndarray:
-    """`mesh['a'=4,'b'=2] {'b'}`: groups along the named axes, or parts of them (`'a':(2)2`: size 2 after a part of size 2)."""
+    """Parse `mesh['a'=4,'b'=2] {'b'}`: groups along the named axes, or parts of them (`'a':(2)2`: size 2 after a part of size 2)."""
     found = re.match(r"mesh\[([^\]]*)\](?:,? ?device_ids=\(([^)]*(?:\([^)]*\))?)\))? ?\{([^}]*)\}", text)
     if not found:
         raise ValueError(f"cannot read replica groups '{text[:80]}'")
@@ -144,7 +149,7 @@ def _mesh_groups(text: str) -> np.ndarray:
 
 
 def _device_order(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: counting through a [2,4] grid in transposed order; otherwise a plain list of ids."""
+    """Parse `[2,4]T(1,0)`, the ids of a [2,4] grid in transposed order, or a list of ids."""
     grid = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if not grid:
         return np.array([int(n) for n in text.split(",")])
@@ -154,7 +159,7 @@ def _device_order(text: str) -> np.ndarray:
 
 
 def group_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Return the mesh axes that the groups run over; None when the groups are not exactly the lines along a set of axes."""
+    """Return the mesh axes that the groups run over; None when the groups do not correspond to a set of axes."""
     sizes, names = list(mesh_shape.values()), list(mesh_shape)
     if groups.size != math.prod(sizes):
         return None
@@ -166,7 +171,7 @@ def group_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, 
 
 
 def _permute_axes(instruction: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which some source and target differ."""
+    """Return the mesh axes along which some source and target differ."""
     text = instruction.attributes.partition("source_target_pairs=")[2]
     pairs = np.array([[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", text[: text.index("}}") + 2])])
     source, target = (np.stack(np.unravel_index(pairs[:, side], list(mesh_shape.values())), axis=-1) for side in (0, 1))
@@ -174,7 +179,7 @@ def _permute_axes(instruction: Instruction, mesh_shape: Mapping[str, int]) -> tu
 
 
 def _compute_between(computation: Computation, start: Instruction) -> int:
-    """Count the scheduled compute instructions from `start` to its done."""
+    """Count the compute instructions scheduled between `start` and its done."""
     names = [instruction.name for instruction in computation.instructions]
     first = names.index(start.name)
     done = next(i for i, other in enumerate(computation.instructions) if other.opcode.endswith("-done") and start.name in other.operands)

@@ -1,203 +1,31 @@
-"""Read the text of a compiled HLO module (`compiled.as_text()`), of the CPU or the GPU backend.
+"""Parse the text of a compiled HLO module (`compiled.as_text()`) of the CPU or GPU backend into `hlo.module.Module`.
 
-A module is computations of instructions in scheduled order. A computation runs as often as its callers make it: the body of a `while`
-with a known trip count (a scan over layers) counts that many times, so per-layer work is counted once per layer.
+Some XLA passes (peeling, unrolling) drop the trip count of a loop. It is then derived from the loop's counter: the counter starts at a
+constant, a constant is added in each iteration, and the loop runs while the counter is below a bound. The bound is a constant, or an
+element of the loop's state that starts as a constant and never changes (a count kept behind an optimization barrier: trainer/step.py).
+Other loops have no derived trip count.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import replace
 
-from ridgeline.hlo.loops import derived_trip_count
+from ridgeline.hlo.module import Computation, Instruction, Module, Shape, Source
 
-BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c128": 128}
-"""Bits per element of dtypes whose name does not end in them at once (`f32`, `s8`, `f8e4m3fn` do)."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One array: dtype as HLO writes it (`f32`, `bf16`, `s32`, `pred`) and dims."""
-
-    dtype: str
-    dims: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size in bytes, without padding."""
-        return math.prod(self.dims) * _bits(self.dtype) // 8
-
-
-@dataclass(frozen=True)
-class Source:
-    """A line of Python: the innermost frame XLA kept for an instruction."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction; `shapes` flattens tuples."""
-
-    name: str
-    opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    attributes: str
-    """Everything after the operand list, as written."""
-    parameter_number: int | None = None
-    """Of a `parameter`."""
-    constant: int | None = None
-    """Of a `constant` that is one integer."""
-    derived_trip_count: int | None = None
-    """Of a `while` whose trip count XLA does not say, but its counter does (hlo.loops)."""
-    in_host_memory: bool = False
-    """Whether a part of the result lies in host memory."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the result, all tuple elements together."""
-        return sum(shape.bytes for shape in self.shapes)
-
-    @property
-    def op_name(self) -> str:
-        """The path of jax transformations, named scopes and primitive, or '' where XLA kept none."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
-
-    @property
-    def called(self) -> tuple[str, ...]:
-        """Names of the computations this instruction runs (condition and body of a while, a fusion's, a branch's, ...)."""
-        lists = re.findall(r"(?:calls|branch_computations|called_computations)=\{([^}]*)\}", self.attributes)
-        single = re.findall(
-            r"(?:to_apply|calls|condition|body|true_computation|false_computation|async_execution)=%?([\w.\-]+)", self.attributes
-        )
-        return tuple(single) + tuple(name.strip().lstrip("%") for names in lists for name in names.split(",") if name.strip())
-
-    @property
-    def trip_count(self) -> int | None:
-        """Iterations of a while, when XLA or its counter tells them."""
-        found = re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes)
-        return int(found.group(1)) if found else self.derived_trip_count
-
-    def attribute(self, name: str) -> str | None:
-        """Return a plain attribute such as `channel_id` or `kind`."""
-        found = re.search(rf"(?:^|, ){name}=([^,\s]+)", self.attributes)
-        return found.group(1) if found else None
-
-
-@dataclass(frozen=True)
-class Computation:
-    """Instructions in scheduled order."""
-
-    name: str
-    instructions: tuple[Instruction, ...]
-
-    @cached_property
-    def by_name(self) -> dict[str, Instruction]:
-        """Instructions by name."""
-        return {instruction.name: instruction for instruction in self.instructions}
-
-    def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """Shapes of an instruction's operands, tuples flattened."""
-        return tuple(shape for name in instruction.operands for shape in self.by_name[name].shapes)
-
-
-@dataclass(frozen=True)
-class Module:
-    """A parsed HLO module."""
-
-    name: str
-    computations: dict[str, Computation]
-    entry: str
-    sources: dict[int, Source] = field(default_factory=dict)
-    """stack_frame_id to source line."""
-
-    @cached_property
-    def runs(self) -> dict[str, float]:
-        """Computation name to how often it runs per call of the module.
-
-        A while of unknown trip count counts once and is named in `unknown_loops`; every branch of a conditional counts once.
-        """
-        runs = dict.fromkeys(self.computations, 0.0)
-        for name in self._callers_first():
-            times = 1.0 if name == self.entry else runs[name]
-            runs[name] = times
-            for instruction in self.computations[name].instructions:
-                for callee in instruction.called:
-                    loops = (instruction.trip_count or 1) if instruction.opcode == "while" else 1
-                    runs[callee] += times * loops
-        return runs
-
-    @property
-    def unknown_loops(self) -> list[str]:
-        """Names of while instructions whose trip count nothing tells."""
-        return [i.name for _, i in self.instructions() if i.opcode == "while" and i.trip_count is None]
-
-    def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
-        """Every instruction with its computation."""
-        for computation in self.computations.values():
-            for instruction in computation.instructions:
-                yield computation, instruction
-
-    def source(self, instruction: Instruction) -> Source | None:
-        """The line of Python an instruction came from, when XLA kept it."""
-        direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
-        if direct:
-            return Source(direct.group(1), int(direct.group(2)), "")
-        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        return self.sources.get(int(frame.group(1))) if frame else None
-
-    def largest(self, count: int = 10) -> list[Instruction]:
-        """The instructions with the largest single array results outside fusions: what the buffers are made of."""
-        fused = {callee for _, i in self.instructions() if i.opcode in ("fusion", "reduce", "all-reduce") for callee in i.called}
-        outside = [i for c, i in self.instructions() if c.name not in fused and i.shapes]
-        return sorted(outside, key=lambda i: max(shape.bytes for shape in i.shapes), reverse=True)[:count]
-
-    def _callers_first(self) -> list[str]:
-        order: list[str] = []
-        seen: set[str] = set()
-
-        def visit(name: str) -> None:
-            if name in seen:
-                return
-            seen.add(name)
-            for instruction in self.computations[name].instructions:
-                for callee in instruction.called:
-                    visit(callee)
-            order.append(name)
-
-        visit(self.entry)
-        return order[::-1]
-
-
-def scope(op_name: str, known: tuple[str, ...] = ("embed", "attention", "mlp", "norm", "unembed", "loss", "optimizer")) -> str | None:
-    """Return the innermost known `jax.named_scope` in an op_name path (the name of a jitted function is none)."""
-    parts = re.split(r"[/()]", re.sub(r"\bjit\([^()]*\)", "", op_name))
-    return next((part for part in reversed(parts) if part in known), None)
-
-
-def is_backward(op_name: str) -> bool:
-    """Say whether an op_name belongs to the transposed (backward) part of a differentiated function."""
-    return "transpose(" in op_name
-
-
-def part_of(op_name: str) -> str:
-    """Return forward, backward, recompute or update (everything outside a differentiated function), from an operation's path."""
-    if "rematted_computation" in op_name:
-        return "recompute"
-    if is_backward(op_name):
-        return "backward"
-    return "forward" if "jvp(" in op_name else "update"
+HOST_MEMORY = ":S(5)}"
+"""Layout suffix of a shape in host memory, memory space 5 (xla/service/memory_annotations.h, xla/layout.h)."""
+_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[((?:<?=?\d+,?)*)\]")
+_HEAD = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
+Affine = tuple[int | None, int]
+"""An integer as (index, constant): element `index` of the computation's tuple parameter plus the constant; index None: the constant."""
 
 
 def parse(text: str) -> Module:
-    """Parse the text of a compiled module. Raises ValueError when it holds no entry computation."""
+    """Parse the text of a compiled module. Raises ValueError when it has no entry computation."""
     computations: dict[str, Computation] = {}
     entry = ""
     name, body = "", None  # type: tuple[str, list[Instruction] | None]
@@ -216,32 +44,24 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("no ENTRY computation: this is not the text of a compiled HLO module")
     title = re.match(r"HloModule ([^,\s]+)", text)
-    return Module(title.group(1) if title else "", _counted(computations), entry, _sources(text))
+    return Module(title.group(1) if title else "", _with_derived_trip_counts(computations), entry, _sources(text))
 
 
-def _counted(computations: dict[str, Computation]) -> dict[str, Computation]:
-    """Add the trip counts that only the counters of loops tell."""
+def _with_derived_trip_counts(computations: dict[str, Computation]) -> dict[str, Computation]:
+    """Add the trip counts that are derived from loop counters."""
     result = dict(computations)
     for computation in computations.values():
         if any(i.opcode == "while" and i.trip_count is None for i in computation.instructions):
             result[computation.name] = Computation(
                 computation.name,
                 tuple(
-                    replace(i, derived_trip_count=derived_trip_count(computations, computation, i))
+                    replace(i, derived_trip_count=_derived_trip_count(computations, computation, i))
                     if i.opcode == "while" and i.trip_count is None
                     else i
                     for i in computation.instructions
                 ),
             )
     return result
-
-
-HOST_MEMORY = ":S(5)}"
-"""Memory space 5 in the layout of a shape (xla/service/memory_annotations.h, xla/layout.h)."""
-_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
-_SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[((?:<?=?\d+,?)*)\]")
-_HEAD = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
-_OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -266,7 +86,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, opening: int) -> int:
-    """Index of the parenthesis that closes the one at `opening`."""
+    """Return the index of the parenthesis that closes the one at `opening`."""
     depth = 0
     for index in range(opening, len(line)):
         depth += {"(": 1, ")": -1}.get(line[index], 0)
@@ -279,17 +99,8 @@ def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(dim.strip("<=")) for dim in text.split(",") if dim)
 
 
-def _bits(dtype: str) -> int:
-    if dtype in BITS:
-        return BITS[dtype]
-    digits = re.match(r"[a-z]+(\d+)", dtype)
-    if not digits:
-        raise ValueError(f"unknown HLO dtype '{dtype}'")
-    return int(digits.group(1))
-
-
 def _sources(text: str) -> dict[int, Source]:
-    """Resolve the tables FileNames, FunctionNames, FileLocations and StackFrames at the head of the module."""
+    """Return stack_frame_id -> source line from the tables FileNames, FunctionNames, FileLocations and StackFrames of the module."""
     files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M)}
     functions = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FunctionNames"), re.M)}
     places = {
@@ -305,3 +116,111 @@ def _sources(text: str) -> dict[int, Source]:
 def _table(text: str, name: str) -> str:
     found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
     return found.group(1) if found else ""
+
+
+def _derived_trip_count(computations: Mapping[str, Computation], outside: Computation, loop: Instruction) -> int | None:
+    """Return the iterations of a counted `while` inside the computation `outside`; None when it is not a counted loop."""
+    condition, body = (_called(computations, loop, attribute) for attribute in ("condition", "body"))
+    if condition is None or body is None or not loop.operands:
+        return None
+    test = _comparison(computations, condition)
+    initial = outside.by_name.get(loop.operands[0])
+    if initial is not None and initial.opcode == "parameter":
+        outside, initial = _argument(computations, outside, initial)
+    update = body.instructions[-1]
+    if test is None or initial is None or initial.opcode != "tuple" or update.opcode != "tuple":
+        return None
+    counter, limit = test
+
+    def at_start(index: int) -> int | None:
+        value = _affine(computations, outside, initial.operands[index])
+        return value[1] if value is not None and value[0] is None else None
+
+    def after_iteration(index: int) -> Affine | None:
+        return _affine(computations, body, update.operands[index])
+
+    bound: int | None = limit[1]
+    if limit[0] is not None:
+        given = at_start(limit[0]) if after_iteration(limit[0]) == (limit[0], 0) else None
+        bound = None if given is None else given + limit[1]
+    start, after = at_start(counter), after_iteration(counter)
+    if start is None or bound is None or after is None or after[0] != counter or after[1] <= 0:
+        return None
+    return max(0, -((start - bound) // after[1]))
+
+
+def _argument(
+    computations: Mapping[str, Computation], called: Computation, parameter: Instruction
+) -> tuple[Computation, Instruction | None]:
+    """Return the argument that the only `call` of a computation passes for a parameter, and the calling computation.
+
+    XLA's CPU backend (jaxlib 0.12) moves small loops into calls.
+    """
+    calls = [
+        (place, each)
+        for place in computations.values()
+        for each in place.instructions
+        if each.opcode == "call" and _called(computations, each, "to_apply") is called
+    ]
+    if len(calls) != 1:
+        return called, None
+    place, call = calls[0]
+    return place, place.by_name.get(call.operands[parameter.parameter_number or 0])
+
+
+def _comparison(computations: Mapping[str, Computation], condition: Computation) -> tuple[int, Affine] | None:
+    """Return the index of the counter in the loop's state and the bound it stays below; None for any other condition."""
+    root, place = condition.instructions[-1], condition
+    arguments: dict[int, Affine | None] = {}
+    fused = _called(computations, root, "calls") if root.opcode == "fusion" else None
+    if fused is not None:
+        arguments = {number: _affine(computations, condition, name) for number, name in enumerate(root.operands)}
+        root, place = fused.instructions[-1], fused
+    if root.opcode != "compare" or len(root.operands) != 2:
+        return None
+    first, second = (_affine(computations, place, name, arguments) for name in root.operands)
+    if root.attribute("direction") == "GT":
+        first, second = second, first
+    elif root.attribute("direction") != "LT":
+        return None
+    if first is None or second is None or first[0] is None:
+        return None
+    return first[0], (second[0], second[1] - first[1])
+
+
+def _affine(
+    computations: Mapping[str, Computation], place: Computation, name: str, arguments: Mapping[int, Affine | None] | None = None
+) -> Affine | None:
+    """Return an integer value as `Affine`; None when it is not of that form.
+
+    arguments: values of the parameters of a fused computation. None: the computation has one tuple parameter, and its elements are indexed.
+    """
+    instruction = place.by_name.get(name)
+    if instruction is None:
+        return None
+    opcode = instruction.opcode
+    if opcode == "constant":
+        return None if instruction.constant is None else (None, instruction.constant)
+    if opcode == "parameter":
+        return arguments.get(instruction.parameter_number or 0) if arguments is not None else None
+    if opcode == "get-tuple-element":
+        source = place.by_name.get(instruction.operands[0])
+        index = instruction.attribute("index")
+        return (int(index), 0) if source is not None and source.opcode == "parameter" and index is not None else None
+    if opcode in ("copy", "bitcast"):
+        return _affine(computations, place, instruction.operands[0], arguments)
+    if opcode == "fusion":
+        fused = _called(computations, instruction, "calls")
+        given = {number: _affine(computations, place, operand, arguments) for number, operand in enumerate(instruction.operands)}
+        return None if fused is None else _affine(computations, fused, fused.instructions[-1].name, given)
+    if opcode == "add":
+        first, second = (_affine(computations, place, operand, arguments) for operand in instruction.operands)
+        if first is None or second is None or (first[0] is not None and second[0] is not None):
+            return None
+        return (first[0] if first[0] is not None else second[0], first[1] + second[1])
+    return None
+
+
+def _called(computations: Mapping[str, Computation], instruction: Instruction, attribute: str) -> Computation | None:
+    found = re.search(rf"\b{attribute}=%?([\w.\-]+)", instruction.attributes)
+    return computations.get(found.group(1)) if found else None

@@ -1,8 +1,8 @@
-"""A roofline walk over a compiled module: FLOPs and bytes of every kernel, and the least time each can take.
+"""Kernels of a compiled module with their FLOPs and bytes, and the lower bound of their time by the roofline.
 
-A kernel takes at least max(FLOPs / peak, bytes / bandwidth). Bytes are those that must move: what a fusion reads and writes in memory, a
-slice for an operand it only slices, an update for a buffer it updates in place. Loops count by their trip count. Collectives are no
-kernels; they are listed by hlo.collectives.
+A kernel takes at least max(FLOPs / peak, bytes / bandwidth). Bytes are the necessary memory traffic of a fusion: for an operand that it
+only slices, the slice; for a buffer that it updates in place, the update. Loops count by their trip count. Collectives are not kernels;
+hlo.collectives lists them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ridgeline.hlo.parse import Computation, Instruction, Module, Shape, Source, part_of, scope
+from ridgeline.hlo.module import Computation, Instruction, Module, Shape, Source, part_of, scope
 
 _FREE = frozenset(
     {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "iota"}
@@ -28,35 +28,37 @@ class Kernel:
     name: str
     opcode: str
     flops: float
-    """Of matrix products and attention, per run."""
+    """FLOPs of matmuls and attention, per execution."""
     bytes: float
-    """Moved to and from memory, per run."""
+    """Bytes read and written in memory, per execution."""
     count: float
-    """Runs per step."""
+    """Executions per step."""
     dtype: str
-    """Of the inputs of its products, as HLO writes it; '' for a kernel without any."""
+    """dtype of the inputs of its matmuls, as HLO writes it; '' without matmuls."""
     component: str
-    """attention, mlp, loss, ...; 'other' outside every named scope."""
+    """Named scope: attention, mlp, loss, ...; 'other' outside all of them."""
     part: str
     """forward, backward, recompute or update."""
     op_name: str
+    """JAX's path of the operation."""
     source: Source | None
+    """Line of Python it came from; None when XLA recorded none."""
     unknown_flops: bool = False
-    """A kernel of somebody's own that does not say what it multiplies: its FLOPs are counted as none."""
+    """A custom kernel without FLOPs in its metadata; they count as 0."""
     host_copy: bool = False
-    """A copy between device and host memory, beside the compute stream; `bytes` are those read and those written."""
+    """An asynchronous copy between device and host memory; `bytes` are those read plus those written."""
 
     def seconds(self, peak_flops: float, bandwidth: float) -> float:
-        """The least time of all its runs."""
+        """Return the lower bound of the time of all executions."""
         return self.count * max(self.flops / peak_flops, self.bytes / bandwidth)
 
-    def binds(self, peak_flops: float, bandwidth: float) -> str:
-        """`compute` or `memory`."""
+    def bottleneck(self, peak_flops: float, bandwidth: float) -> str:
+        """Return what bounds the kernel: `compute` or `memory`."""
         return "compute" if self.flops / peak_flops > self.bytes / bandwidth else "memory"
 
 
 def kernels(module: Module) -> list[Kernel]:
-    """List the kernels a call of the module runs, in text order; those inside fusions belong to their fusion."""
+    """List the kernels of a module in text order; instructions inside a fusion belong to the fusion."""
     return [
         _kernel(module, computation, instruction, module.runs[computation.name])
         for computation in _executed(module)
@@ -66,12 +68,12 @@ def kernels(module: Module) -> list[Kernel]:
 
 
 def total_flops(found: list[Kernel]) -> float:
-    """FLOPs of a step on one device, recomputation included."""
+    """Return the FLOPs of a step on one device, recomputation included."""
     return math.fsum(kernel.flops * kernel.count for kernel in found)
 
 
 def without_flops(found: list[Kernel]) -> dict[str, float]:
-    """Kernels that may multiply and do not say so, by their path (or name), and how often a step runs them."""
+    """Return op_name (or name) -> executions per step of the custom kernels without FLOPs in their metadata."""
     counts: dict[str, float] = {}
     for kernel in found:
         if kernel.unknown_flops:
@@ -81,7 +83,7 @@ def without_flops(found: list[Kernel]) -> dict[str, float]:
 
 
 def _executed(module: Module) -> Iterator[Computation]:
-    """Computations whose instructions are launched by themselves: the entry, bodies of loops, branches, calls, asynchronous ones."""
+    """Yield the computations whose instructions are kernels: the entry, bodies of loops, branches, calls, asynchronous ones."""
     inner: set[str] = set()
     for _, instruction in module.instructions():
         if instruction.opcode not in ("while", "conditional", "call", "async-start"):
@@ -105,7 +107,7 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
             size = 2.0 * computation.operand_shapes(instruction)[1].bytes
     flops, dtype, unknown = 0.0, "", False
     for where, product in products:
-        counted = product_flops(where, product)
+        counted = matmul_flops(where, product)
         unknown = unknown or counted is None
         more = counted or 0.0
         flops += more
@@ -129,7 +131,7 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
 
 
 def _inside(module: Module, fused: Computation) -> Iterator[tuple[Computation, Instruction]]:
-    """Products of a fusion; Triton's are fusions of fusions."""
+    """Yield the matmuls of a fusion; those of Triton are fusions of fusions."""
     for instruction in fused.instructions:
         if instruction.opcode in ("dot", "scaled-dot", "custom-call"):
             yield fused, instruction
@@ -138,10 +140,10 @@ def _inside(module: Module, fused: Computation) -> Iterator[tuple[Computation, I
                 yield from _inside(module, module.computations[name])
 
 
-def product_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """FLOPs of a dot, a library's matrix product or fused attention, or a kernel that says them; 0 where none are multiplied.
+def matmul_flops(computation: Computation, instruction: Instruction) -> float | None:
+    """Return the FLOPs of a dot, a library matmul, fused attention or a custom kernel with FLOPs in its metadata; 0 for others.
 
-    None for a kernel of somebody's own (Triton, Mosaic, a foreign function) that does not say them.
+    None for a custom kernel (Triton, Mosaic, a foreign function) without FLOPs in its metadata.
     """
     if instruction.opcode in ("dot", "scaled-dot"):
         return _product(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -158,15 +160,15 @@ def product_flops(computation: Computation, instruction: Instruction) -> float |
     if name.startswith("__cublas") or "onednn$matmul" in name:
         return _product(computation, instruction, r'lhs_contracting_dimensions": ?\["?([\d", ]*)\]')
     if _OWN_KERNEL.search(name):
-        said = _SAID_FLOPS.search(instruction.attributes.replace(r"\22", '"'))
-        return float(said.group(1)) if said else None
+        stated = _STATED_FLOPS.search(instruction.attributes.replace(r"\22", '"'))
+        return float(stated.group(1)) if stated else None
     return 0.0
 
 
 _OWN_KERNEL = re.compile(r"triton|mosaic|pallas|cutlass|flash|gemm|matmul|conv|^te_", re.I)
-"""Custom calls that may multiply. Others sort, copy, place and annotate."""
-_SAID_FLOPS = re.compile(r'serialized_metadata = "\{[^}]*"flops": ?"(\d+)"')
-"""In the metadata of a pallas_call: JSON inside MLIR's quotes, in which a quotation mark is written \\22."""
+"""Custom calls that may contain matmuls. Others sort, copy, place and annotate."""
+_STATED_FLOPS = re.compile(r'serialized_metadata = "\{[^}]*"flops": ?"(\d+)"')
+"""FLOPs in the metadata of a pallas_call: JSON inside an MLIR string, where a quotation mark is written \\22."""
 
 
 def _product(computation: Computation, instruction: Instruction, contracting: str) -> float:
@@ -177,7 +179,7 @@ def _product(computation: Computation, instruction: Instruction, contracting: st
 
 
 def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float | None:
-    """Two products forward (QK, PV), five backward; half under a causal mask, which the kernel skips."""
+    """Return the FLOPs of fused attention: two matmuls forward (QK, PV), five backward; half with a causal mask, which is skipped."""
     scores = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.attributes)
     if not scores:
         return None
@@ -189,7 +191,7 @@ def _attention_flops(computation: Computation, instruction: Instruction, target:
 
 
 def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Computation) -> float:
-    """What a fusion must read and write: a slice of what it only slices, the update of what it updates in place."""
+    """Return the necessary memory traffic of a fusion (see the module docstring)."""
     parameters = {i.parameter_number: i for i in fused.instructions if i.opcode == "parameter"}
     users: dict[str, list[Instruction]] = {}
     for inner in fused.instructions:
@@ -222,7 +224,7 @@ def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Com
 
 
 def _real_users(users: dict[str, list[Instruction]], name: str) -> list[tuple[Instruction, str]]:
-    """Users of a value, seen through bitcasts, each with the name it takes it by."""
+    """Return the users of a value, through bitcasts, each with the name of its operand."""
     found: list[tuple[Instruction, str]] = []
     for user in users.get(name, []):
         found += _real_users(users, user.name) if user.opcode == "bitcast" else [(user, name)]

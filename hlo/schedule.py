@@ -1,8 +1,8 @@
-"""Play a compiled step's schedule on three streams, that compute, communicate and copy: what is hidden, what is waited for.
+"""Simulation of a compiled step's schedule on three streams (compute, communication, host copies): overlapped and exposed time.
 
-Kernels run one after another in scheduled order. A collective begins when it is started and the one before it is done; at its done the
-compute stream waits for it. A collective that is not split into start and done blocks both streams. Copies between device and host memory
-are a stream of their own in the same way. Loop bodies are played once and repeated.
+Kernels run one after another in scheduled order. A collective runs after its start instruction and after the previous collective; at its
+done instruction the compute stream waits for it. A collective that is not split into start and done blocks both streams. Copies between
+device and host memory run in the same way on a third stream. Loop bodies are simulated once and repeated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.hlo.collectives import Collective
-from ridgeline.hlo.parse import Computation, Instruction, Module
+from ridgeline.hlo.module import Computation, Instruction, Module
 from ridgeline.hlo.roofline import Kernel
 
 HOST_COPY = "host copy"
@@ -23,13 +23,15 @@ class Schedule:
     """Times of one step on one device."""
 
     step_s: float = 0.0
+    """The whole step."""
     compute_s: float = 0.0
+    """All kernels."""
     communication_s: float = 0.0
-    """All collectives, hidden or not."""
+    """All collectives, overlapped or not."""
     exposed_s: float = 0.0
     """Time the compute stream waits for collectives and host copies."""
     exposed: dict[tuple[str, tuple[str, ...] | None], float] = field(default_factory=lambda: defaultdict(float))
-    """The same by kind and axes; HOST_COPY has none."""
+    """Exposed time by (kind, axes); host copies are (HOST_COPY, None)."""
 
     def add(self, other: Schedule, times: float) -> None:
         """Append another schedule, repeated."""
@@ -41,28 +43,28 @@ class Schedule:
             self.exposed[key] += value * times
 
 
-def play(
+def simulate(
     module: Module,
     kernels: Sequence[Kernel],
     collectives: Sequence[Collective],
     kernel_s: Callable[[Kernel], float],
     collective_s: Callable[[Collective], float],
 ) -> Schedule:
-    """Play the entry computation.
+    """Simulate the entry computation.
 
     Args:
       module: the compiled module; its text order is its schedule.
       kernels: of the module (hlo.roofline.kernels).
       collectives: of the module (hlo.collectives.collectives).
-      kernel_s: time of one run of a kernel.
-      collective_s: time of one run of a collective.
+      kernel_s: time of one execution of a kernel.
+      collective_s: time of one execution of a collective.
     """
     copies = {k.name for k in kernels if k.host_copy}
-    player = _Player(module, {k.name: kernel_s(k) for k in kernels}, {c.name: c for c in collectives}, collective_s, copies)
-    return player.run(module.computations[module.entry])
+    simulator = _Simulator(module, {k.name: kernel_s(k) for k in kernels}, {c.name: c for c in collectives}, collective_s, copies)
+    return simulator.run(module.computations[module.entry])
 
 
-class _Player:
+class _Simulator:
     def __init__(
         self,
         module: Module,
@@ -73,12 +75,12 @@ class _Player:
     ) -> None:
         self.module, self.kernel_s, self.collectives, self.collective_s = module, kernel_s, collectives, collective_s
         self.copies = copies
-        self._played: dict[str, Schedule] = {}
+        self._simulated: dict[str, Schedule] = {}
 
     def run(self, computation: Computation) -> Schedule:
-        """Play one computation from idle streams."""
-        if computation.name in self._played:
-            return self._played[computation.name]
+        """Simulate one computation, starting with idle streams."""
+        if computation.name in self._simulated:
+            return self._simulated[computation.name]
         schedule = Schedule()
         now_s = busy_until_s = copying_until_s = 0.0
         ends: dict[str, tuple[float, tuple[str, tuple[str, ...] | None]]] = {}
@@ -107,7 +109,7 @@ class _Player:
                 schedule.compute_s += duration_s
                 now_s += duration_s
         schedule.step_s = now_s
-        self._played[computation.name] = schedule
+        self._simulated[computation.name] = schedule
         return schedule
 
     def _bodies(self, instruction: Instruction) -> list[tuple[str, float]]:

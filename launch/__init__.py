@@ -1,0 +1,1 @@
+"""Starting runs: processes and their rendezvous, environment, Slurm jobs, preflight, trials of sweeps and studies."""

@@ -1,14 +1,19 @@
-"""The variables and XLA flags a run starts with: chosen by GPU generation, jaxlib and config, each with its reason; the user's own win.
+"""Environment variables and XLA flags of a run, chosen by GPU generation, jaxlib and config, each with its reason.
 
-`choose` is a pure function; `prepare` looks at the machine, applies the choice, and must run before JAX is loaded.
+Values that the user has set are kept. `choose` is a pure function; `prepare` reads the machine, applies the choice, and must run before JAX
+is loaded. It also checks the directory of the compilation cache.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import pwd
 import re
+import shlex
+import stat
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,27 +22,24 @@ from typing import Literal
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
-from ridgeline.launch import xla_flags
-from ridgeline.launch.cache_dir import check_cache_dir
 from ridgeline.launch.cluster import Cluster, slurm
 from ridgeline.launch.cluster.devices import gpus_present
-from ridgeline.launch.overlap_flags import overlap_flags
 from ridgeline.launch.preflight.host import memory_bytes
+from ridgeline.planner.hardware import generation_of, hardware
 from ridgeline.planner.host_memory import pool_limit_gib
 from ridgeline.planner.overlap import POOL_SHARE
+from ridgeline.planner.parameters import count_parameters
 
-Generation = Literal["volta", "ampere", "ada", "hopper", "blackwell", "unknown"]
-GENERATIONS: tuple[tuple[Generation, str], ...] = (
-    ("blackwell", r"\bG?B[123]00\b|RTX PRO \d000 Blackwell|RTX 50\d0"),
-    ("hopper", r"\bG?H[128]00\b|\bH20\b|\bGH200\b"),
-    ("ada", r"\bL4\b|\bL40S?\b|RTX \d000 Ada|RTX 40\d0"),
-    ("ampere", r"\bA(100|800|30|40|10|16|2)\w?\b|RTX A\d000|RTX 30\d0"),
-    ("volta", r"\bV100\b"),
-)
-"""By the model name the driver gives; the first that matches."""
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 MEMORY_FRACTION = f"{POOL_SHARE:g}"
-"""Share of a device's memory in XLA's pool: what plans may use (`utilisation_cap`) must fit into it."""
+"""Share of the device memory that XLA's pool reserves; a cluster's `utilisation_cap` must not exceed it."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+IN_FLIGHT, IN_FLIGHT_TENSOR = 3, 2
+WIDEST_TENSOR = 2
+"""Tensor parallelism above this many devices gets IN_FLIGHT_TENSOR."""
+_UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS:(.*)")
+_PARSES_FLAGS = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+_FLAGS_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -48,34 +50,34 @@ class Setting:
     value: str
     reason: str
     chosen: Literal["ridge", "user", "dropped"] = "ridge"
-    """dropped: not passed, since the installed jaxlib does not know it."""
+    """dropped: not passed, because the installed jaxlib does not support it."""
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is one of XLA_FLAGS."""
+        """Whether this is an XLA flag, not a variable."""
         return self.name.startswith("--")
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the choice depends on, beside the config."""
+    """Facts about the machine that the choice depends on."""
 
-    generation: Generation | None
+    generation: str | None
     """None: no GPU."""
     jaxlib: str
     cores: int | None
-    """Cores of this process where several share the node; None: all are its own."""
+    """Cores of this process if several share the node; None: it has the node to itself."""
     pinned_gib: int | None = None
-    """Limit that this process's pool of pinned host memory needs; None: XLA's own is enough."""
+    """Limit of the pinned host memory pool that this process needs, GiB; None: XLA's default suffices."""
 
 
 def choose(host: Host, config: Config, env: Mapping[str, str], unknown: Callable[[Sequence[str]], Sequence[str]]) -> list[Setting]:
-    """Return every setting of a run, the user's own included, XLA flags by their names.
+    """Return every setting of a run, those of the user included.
 
-    unknown: tells which of some flags jaxlib does not know; it is asked only when there are flags.
+    unknown: returns those of a list of flags that jaxlib does not support; called only if there are flags.
     """
     wanted = [*_threads(host), *_pinned(host, env), *(_gpu(host.generation, config) if host.generation is not None else [])]
-    own_flags = {xla_flags.name_of(flag): flag for flag in xla_flags.split_flags(env.get("XLA_FLAGS", ""))}
+    own_flags = {name_of(flag): flag for flag in split_flags(env.get("XLA_FLAGS", ""))}
     settings: list[Setting] = []
     for setting in wanted:
         if setting.is_flag:
@@ -89,7 +91,9 @@ def choose(host: Host, config: Config, env: Mapping[str, str], unknown: Callable
     flags = [_flag(setting) for setting in settings if setting.is_flag]
     refused = set(unknown(flags)) if flags else set()
     return [
-        Setting(setting.name, setting.value, f"jaxlib {host.jaxlib} does not know it", "dropped") if _flag(setting) in refused else setting
+        Setting(setting.name, setting.value, f"jaxlib {host.jaxlib} does not support it", "dropped")
+        if _flag(setting) in refused
+        else setting
         for setting in settings
     ]
 
@@ -97,58 +101,91 @@ def choose(host: Host, config: Config, env: Mapping[str, str], unknown: Callable
 def _threads(host: Host) -> list[Setting]:
     if host.cores is None:
         return []
-    cores, why = str(host.cores), "processes share this node: threads of the cores this one was given"
+    cores, why = str(host.cores), "cores of this process; several processes share the node"
     settings = [Setting("OMP_NUM_THREADS", cores, why), Setting("RAYON_NUM_THREADS", cores, f"{why} (tokenizers)")]
     return [Setting("NPROC", cores, f"{why} (XLA on CPU)"), *settings] if host.generation is None else settings
 
 
 def _pinned(host: Host, env: Mapping[str, str]) -> list[Setting]:
-    """The limit of XLA's pool of pinned memory. Raises UserError where the user's own is less than what the step keeps there."""
+    """Return the limit of XLA's pinned memory pool. Raises UserError if the user's value is less than the step needs."""
     if host.pinned_gib is None:
         return []
     own = env.get(PINNED_LIMIT)
     if own is not None and not (own.isdecimal() and int(own) >= host.pinned_gib):
         raise UserError(
-            f"{PINNED_LIMIT}={own}: the activations that compute.remat offloads need {host.pinned_gib}; unset it, or set it to that or more"
+            f"{PINNED_LIMIT}={own}: the activations that compute.remat offloads need {host.pinned_gib}; unset it or set at least that"
         )
-    return [Setting(PINNED_LIMIT, str(host.pinned_gib), "activations that compute.remat offloads, with a margin; XLA takes 64 by default")]
+    return [Setting(PINNED_LIMIT, str(host.pinned_gib), "offloaded activations (compute.remat) plus a margin; XLA's default is 64")]
 
 
-def _gpu(generation: Generation, config: Config) -> list[Setting]:
-    """Return the settings of a GPU generation."""
+def _gpu(generation: str, config: Config) -> list[Setting]:
+    """Return the settings for a GPU generation."""
     settings = [
         Setting(
             "XLA_PYTHON_CLIENT_MEM_FRACTION",
             MEMORY_FRACTION,
-            "XLA takes 75 % of the memory by default; the rest is for the CUDA context, NCCL and cuDNN",
+            "XLA's default is 0.75; the rest is for the CUDA context, NCCL and cuDNN",
         ),
-        Setting("JAX_OPTIMIZATION_LEVEL", "O1", "turns on the latency-hiding scheduler and pipelined collectives, off by default"),
-        Setting("NCCL_DEBUG", "WARN", "NCCL is silent about its errors by default"),
+        Setting("JAX_OPTIMIZATION_LEVEL", "O1", "enables the latency-hiding scheduler and pipelined collectives (default: off)"),
+        Setting("NCCL_DEBUG", "WARN", "NCCL prints no errors by default"),
     ]
     if generation in ("ampere", "hopper"):
-        reason = "one hardware queue: collectives start in the order of their launch, before the compute that could starve them"
+        reason = "one hardware queue: collectives start in launch order, before compute that could delay them"
         settings.append(Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", f"{reason} (slower on Blackwell)"))
     if config.runtime.compilation_cache is not None:
         settings.append(
             Setting(
                 "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY",
                 "true",
-                "without it a program with cuDNN attention is never found in the cache",
+                "without it, programs with cuDNN attention never hit the compilation cache",
             )
         )
     settings += [Setting(*flag) for flag in overlap_flags(config)]
     if config.precision.eight_bit:
-        reason = "8-bit products are cuBLASLt's: Triton's kernels would take them, widen their inputs and multiply in 16 bits"
+        reason = "8-bit matmuls run in cuBLASLt: Triton's kernels would convert the inputs and multiply in 16 bits"
         settings.append(Setting("--xla_gpu_enable_triton_gemm", "false", reason))
-        reason = "products that read the same input stay apart: merged ones read several scales, and become 16-bit products"
+        reason = "8-bit matmuls with a common input are not merged: with several scales they would become 16-bit matmuls"
         settings.append(Setting("--xla_gpu_dot_merger_threshold_mb", "0", reason))
-    reason = "compute.remat decides what is recomputed: XLA's own pass adds to it unasked, and what was planned is not what runs"
+    reason = "compute.remat decides what is rematerialized; XLA's own pass would rematerialize more than planned"
     settings.append(Setting("--xla_disable_hlo_passes", "rematerialization", reason))
     return settings
 
 
+def layer_bytes(config: Config, dtype: str) -> int:
+    """Return the bytes of one layer's parameters in a dtype after the all-gather over fsdp: sharded over tensor only."""
+    return count_parameters(config.model).non_embedding // config.model.num_layers * BYTES[dtype] // max(1, config.mesh.tensor)
+
+
+def overlap_flags(config: Config) -> list[tuple[str, str, str]]:
+    """Return XLA's flags for combining and overlapping a sharded step's collectives, as (flag, value, reason).
+
+    Empty for pure data parallelism: XLA's defaults combine and overlap its gradients. The values were chosen by simulating compiled
+    schedules (`benchmarks/overlap.py`; figures in docs/PERFORMANCE.md):
+    * A collective covers one layer. Smaller ones overlap less and pay more latency (8B on 512 H100, single parameters: 0.294 s instead of
+      0.252 s); larger ones wait for a layer whose compute has not started.
+    * Three collectives may be in flight: the all-gather of the next layer, the reduce-scatter of the previous one, and the small
+      all-reduces of norms, which would otherwise delay the all-gather (8B on 64 H100: 3.19 s instead of 3.39 s with two). With tensor
+      parallelism over more than two devices a third all-gather delays the activations' collectives, which run in start order, so two
+      (70B, tensor=8: 10.30 s instead of 10.43 s). The same holds for the transfers of a ring (405B on 64 H100, fsdp=32 x tensor=2: 170 s
+      instead of 190 s).
+    """
+    flags = []
+    fsdp, tensor = config.mesh.fsdp != 1, config.mesh.tensor != 1
+    if fsdp:
+        reason = "FSDP: combine the collectives of one layer only, so that they overlap with the previous layer"
+        gathered, reduced = (str(layer_bytes(config, dtype)) for dtype in (config.precision.compute, config.precision.gradients))
+        for kind, size in (("all_gather", gathered), ("reduce_scatter", reduced), ("all_reduce", reduced)):
+            flags.append((f"--xla_gpu_{kind}_combine_threshold_bytes", size, reason))
+    if fsdp or tensor:
+        reason = "collectives in flight: the next layer's all-gather does not wait for the previous reduce-scatter"
+        few = config.mesh.tensor > WIDEST_TENSOR or (tensor and config.compute.tensor_overlap == "ring")
+        limit = IN_FLIGHT_TENSOR if few else IN_FLIGHT
+        flags.append(("--xla_gpu_experimental_parallel_collective_overlap_limit", str(limit), reason))
+    return flags
+
+
 def apply(settings: Sequence[Setting], env: MutableMapping[str, str]) -> None:
-    """Set the chosen variables and flags. The user's own stay; flags that jaxlib does not know go."""
+    """Set the chosen variables and flags in `env`. The user's variables stay; flags that jaxlib does not support are removed."""
     for setting in settings:
         if setting.chosen == "ridge" and not setting.is_flag:
             env[setting.name] = setting.value
@@ -157,25 +194,77 @@ def apply(settings: Sequence[Setting], env: MutableMapping[str, str]) -> None:
 
 
 def prepare(config: Config, cluster: Cluster, env: MutableMapping[str, str] = os.environ) -> list[Setting]:
-    """Choose and apply the settings of this process; return them. Raises UserError for an unsafe compilation cache or unreadable flags."""
+    """Choose and apply the settings of this process; return them. Raises UserError for an unsafe compilation cache or invalid flags."""
     if config.runtime.compilation_cache is not None:
         check_cache_dir(config.runtime.compilation_cache)
     platform = config.runtime.platform if config.runtime.platform != "auto" else env.get("JAX_PLATFORMS", "auto")
     generation = gpu_generation() if platform.split(",")[0] in ("auto", "", "cuda", "gpu") else None
     pinned = _pinned_gib(config, cluster) if generation is not None and config.compute.remat.policy == "offload" else None
     host = Host(generation, importlib.metadata.version("jaxlib"), _own_cores(cluster, env), pinned)
-    settings = choose(host, config, env, xla_flags.unknown_flags)
+    settings = choose(host, config, env, unknown_flags)
     apply(settings, env)
     return settings
 
 
+def run_flags(config: Config, device: str, user_flags: Sequence[str] = ()) -> tuple[tuple[str, ...], str | None]:
+    """Return the XLA flags and JAX_OPTIMIZATION_LEVEL of a run of this config on a device of the catalogue, for compiling without it.
+
+    user_flags: flags of the user, which replace those of the same name.
+    """
+    host = Host(hardware(device).generation or "unknown", importlib.metadata.version("jaxlib"), None)
+    settings = choose(host, config, {}, unknown_flags)
+    own = {name_of(flag) for flag in user_flags}
+    flags = [_flag(setting) for setting in settings if setting.is_flag and setting.chosen != "dropped" and setting.name not in own]
+    return (*flags, *user_flags), next((s.value for s in settings if s.name == "JAX_OPTIMIZATION_LEVEL"), None)
+
+
 def lines(settings: Sequence[Setting]) -> list[str]:
-    """Say each setting with its reason."""
+    """Return the lines to print: each setting with its reason."""
     if not settings:
         return []
     width = max(len(f"{setting.name}={setting.value}") for setting in settings)
     verb = {"ridge": "", "user": "", "dropped": "NOT PASSED: "}
     return ["environment:", *(f"  {f'{s.name}={s.value}':<{width}}  {verb[s.chosen]}{s.reason}" for s in settings)]
+
+
+def split_flags(text: str) -> list[str]:
+    """Split the value of XLA_FLAGS. Raises UserError for unbalanced quotes."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"XLA_FLAGS='{text}': {error}") from None
+
+
+def name_of(flag: str) -> str:
+    """Return the name of a flag such as --xla_dump_to=/tmp."""
+    return flag.split("=", 1)[0]
+
+
+def unknown_flags(flags: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the flags that the installed jaxlib does not support. Raises UserError for an invalid value.
+
+    An unknown flag aborts the process that uses it, so another process tests them (0.15 s).
+    """
+    unknown: list[str] = []
+    left = list(flags)
+    while left:
+        done = subprocess.run(
+            [sys.executable, "-c", _PARSES_FLAGS],
+            env={**env, "XLA_FLAGS": " ".join(left), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0"},
+            capture_output=True,
+            text=True,
+            timeout=_FLAGS_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode == 0:
+            break
+        found = [flag for line in _UNKNOWN.findall(done.stderr) for flag in line.split()]
+        named = [flag for flag in left if any(name_of(flag) == name_of(other) for other in found)]
+        if not named:
+            raise UserError(f"XLA_FLAGS: the installed jaxlib rejects a value among: {' '.join(left)}")
+        unknown += named
+        left = [flag for flag in left if flag not in named]
+    return unknown
 
 
 def _flag(setting: Setting) -> str:
@@ -185,7 +274,7 @@ def _flag(setting: Setting) -> str:
 
 
 def _pinned_gib(config: Config, cluster: Cluster) -> int | None:
-    """Return the limit of this process's pool of pinned memory, from the mesh and the memory of this node."""
+    """Return the limit of this process's pinned memory pool, GiB, from the mesh and the memory of this node."""
     local = len(cluster.devices.ids) if cluster.devices.ids is not None else gpus_present() or 1
     return pool_limit_gib(
         config,
@@ -197,27 +286,22 @@ def _pinned_gib(config: Config, cluster: Cluster) -> int | None:
 
 
 def _own_cores(cluster: Cluster, env: Mapping[str, str]) -> int | None:
-    """Return the cores of this process when others of the run are on its node, or its launcher gave it a part of the node."""
+    """Return the cores of this process if it shares the node with others of the run or its launcher assigned a part; else None."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    given = slurm.cpus_per_task(env) if cluster.source == "Slurm step" else None
-    if given is not None:
-        return min(given, here)
+    assigned = slurm.cpus_per_task(env) if cluster.source == "Slurm step" else None
+    if assigned is not None:
+        return min(assigned, here)
     if cluster.local_processes is None or cluster.local_processes == 1:
         return None
     return max(1, here // cluster.local_processes)
 
 
-def gpu_generation(proc: Path = Path("/proc/driver/nvidia/gpus")) -> Generation | None:
-    """Return the generation of this machine's NVIDIA GPUs without touching them; None without any."""
+def gpu_generation(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
+    """Return the generation of this machine's NVIDIA GPUs without opening them; None without GPUs."""
     models = [_model(file) for file in sorted(proc.glob("*/information"))]
     if not models:
         models = _from_nvidia_smi()
     return generation_of(models[0]) if models else None
-
-
-def generation_of(model: str) -> Generation:
-    """Return the generation of a GPU by its model name."""
-    return next((name for name, pattern in GENERATIONS if re.search(pattern, model, re.I)), "unknown")
 
 
 def _model(file: Path) -> str:
@@ -236,3 +320,40 @@ def _from_nvidia_smi() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
+def check_cache_dir(path: Path, *, user: int | None = None) -> None:
+    """Create the compilation cache directory (mode 700) if missing; raise UserError if other users can write to it or replace it.
+
+    Compiled programs are loaded from it and run, so a writer controls what the devices execute. A world-writable parent is accepted with
+    the sticky bit (/tmp): then only the owner can replace its entries. Members of a group with write access to a parent can replace the
+    directory, but then another user owns it, and the next start refuses it.
+    """
+    me = os.geteuid() if user is None else user
+    key = f"runtime.compilation_cache={path}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.resolve(strict=True)
+        own = found.stat()
+    except OSError as error:
+        raise UserError(f"{key}: {error.strerror or error}") from None
+    if not stat.S_ISDIR(own.st_mode):
+        raise UserError(f"{key}: not a directory")
+    danger = "programs in it are executed"
+    if own.st_uid not in (me, 0):
+        raise UserError(f"{key} belongs to {_user_name(own.st_uid)}, and {danger}: use a directory of your own")
+    if own.st_mode & 0o022:
+        raise UserError(f"{key} is writable by other users (mode {stat.S_IMODE(own.st_mode):o}), and {danger}: chmod go-w {path}")
+    for parent in found.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UserError(
+                f"{key}: any user can replace it, because {parent} has mode {stat.S_IMODE(mode):o}, and {danger}: chmod o-w {parent}"
+            )
+
+
+def _user_name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"

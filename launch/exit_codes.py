@@ -1,19 +1,19 @@
-"""Exit codes of `ridge`, in one table: job scripts decide by them whether to requeue."""
+"""Exit codes of `ridge`. Job scripts use them to decide whether to requeue."""
 
 DONE = 0
-"""The run finished, or the command answered."""
+"""The run finished, or the command succeeded."""
 USAGE = 2
-"""Bad input: one line on stderr says what, where and what is allowed."""
+"""Invalid input: one line on stderr names the problem, its place, and what is allowed."""
 HANG = 71
-"""No step finished for too long: the watchdog ended this process."""
+"""No step finished within the watchdog's limit: the watchdog ended this process."""
 LOST_PEER = 72
-"""Another process of the run died or never came."""
+"""Another process of the run ended or did not start."""
 BAD_NODE = 73
-"""The preflight found this node unfit; it is named and excluded from the next start."""
+"""The preflight failed a node; it is recorded in bad_nodes and excluded from the next start."""
 NUMERICAL_FAILURE = 70
-"""Too many non-finite steps in a row, or a state that is not finite where a save is due; neither is saved."""
+"""Too many consecutive non-finite steps, or a non-finite state when a save is due; neither is saved."""
 SAVE_FAILURE = 74
-"""Checkpoints could not be written several times in a row."""
+"""Several consecutive checkpoints could not be written."""
 PREEMPTED = 75
 """Stopped by SIGTERM after saving: run the same command again to continue."""
 INTERRUPTED = 130
@@ -21,11 +21,11 @@ INTERRUPTED = 130
 
 
 _MEANINGS = {
-    DONE: "done",
-    USAGE: "usage error: one line says what is wrong",
+    DONE: "finished",
+    USAGE: "invalid input: see the last line",
     HANG: "hang: no progress, ended by the watchdog; requeued",
-    LOST_PEER: "lost peer: another process died or never came; requeued",
-    BAD_NODE: "bad node: found by the preflight, excluded; requeued",
+    LOST_PEER: "lost peer: another process ended or did not start; requeued",
+    BAD_NODE: "bad node: failed the preflight, excluded; requeued",
     NUMERICAL_FAILURE: "numerical failure: too many non-finite steps",
     SAVE_FAILURE: "checkpoints could not be written",
     PREEMPTED: "preempted: saved after SIGTERM; requeued",
@@ -34,5 +34,5 @@ _MEANINGS = {
 
 
 def table() -> list[str]:
-    """Return the table, a line per code: what job scripts and guides show."""
+    """Return the table, one line per code, as job scripts and guides show it."""
     return [f"{code:>3}  {meaning}" for code, meaning in sorted(_MEANINGS.items())]

@@ -1,4 +1,4 @@
-"""N processes of one command on this machine, without a cluster manager: start them, pass signals on, end all when one fails."""
+"""`ridge launch`: start N processes of one command on this machine, forward signals, and end all if one fails."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import IO, TextIO
 from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster.detect import FIRST_PORT, LAST_PORT, LOCAL_PROCESS, LOCAL_PROCESSES
 from ridgeline.launch.cluster.devices import VISIBLE
-from ridgeline.launch.cluster.rollcall_server import listen
+from ridgeline.launch.cluster.rendezvous_server import listen
 
 GRACE_S = 30.0
-"""After the first failure: the others have this long to end by themselves, then after a SIGTERM, before they are killed."""
+"""After the first failure: time for the others to exit, first by themselves, then after SIGTERM, before SIGKILL."""
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
 
@@ -29,13 +29,13 @@ class Ended:
     """How a group of processes ended."""
 
     code: int
-    """0, or that of the process that failed first (128 + N for signal N)."""
+    """0, or the exit code of the first process that failed (128 + N for signal N)."""
     culprit: int | None = None
-    """None when nothing failed: all finished, or stopped as asked."""
+    """Index of that process; None if all finished or stopped on request."""
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody listens on, above the ephemeral ones."""
+    """Return a free port of loopback above the ephemeral ports."""
     slots = (LAST_PORT - FIRST_PORT) // 2
     for number in range(slots):
         port = FIRST_PORT + 2 * ((os.getpid() * 7919 + number) % slots)
@@ -47,16 +47,16 @@ def free_port() -> int:
 
 
 def environments(processes: int, env: Mapping[str, str], gpus: int | None) -> list[dict[str, str]]:
-    """Return the variables of each process: an even share of the GPUs, and of the cores. Raises ValueError when the GPUs do not divide.
+    """Return the variables of each process, with an equal share of the GPUs. Raises ValueError if the GPUs are not divisible.
 
-    gpus: what the driver shows; None: none, or none wanted.
+    gpus: number of GPUs the driver shows; None: no GPUs, or not to be used.
     """
     shown = env.get(VISIBLE)
     ids = [str(number) for number in range(gpus or 0)]
     if ids and shown is not None:
         ids = [entry for entry in shown.split(",") if entry]
     if ids and len(ids) % processes:
-        raise ValueError(f"{len(ids)} GPUs do not divide over {processes} processes")
+        raise ValueError(f"{len(ids)} GPUs are not divisible by {processes} processes")
     share = len(ids) // processes
     common = {**env, "PYTHONUNBUFFERED": "1", LOCAL_PROCESSES: str(processes)}
     return [
@@ -66,16 +66,16 @@ def environments(processes: int, env: Mapping[str, str], gpus: int | None) -> li
 
 
 class Group:
-    """The running processes. Signals this process gets go to all of them.
+    """The running processes; signals are forwarded to all of them.
 
-    Ctrl-C reaches several processes as SIGTERM, on which they agree, save and stop; a second Ctrl-C kills them.
+    With several processes Ctrl-C is forwarded as SIGTERM, after which they save and stop together; a second Ctrl-C kills them.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], out: TextIO = sys.stdout) -> None:
         self._out, self._lock, self._interrupted = out, threading.Lock(), False
         self._previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
         self.processes = [
-            # a session of its own: Ctrl-C reaches each of them once, through us
+            # own session: Ctrl-C reaches each process once, through this one
             subprocess.Popen(
                 command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -86,7 +86,7 @@ class Group:
             reader.start()
 
     def wait(self, clock: Callable[[], float] = time.monotonic, grace_s: float = GRACE_S) -> Ended:
-        """Wait for all; when one fails, the others get a SIGTERM after grace_s and are killed after as long again."""
+        """Wait for all processes. If one fails, the others get SIGTERM after grace_s and SIGKILL after another grace_s."""
         first: tuple[int, int] | None = None
         failed_at, sent = 0.0, 0
         while (running := [process for process in self.processes if process.poll() is None]) or first is None:
@@ -96,7 +96,7 @@ class Group:
                     first, failed_at = bad[0], clock()
                     if running:
                         self._write(
-                            f"ridge launch: process {first[0]} ended with {_code(first[1])}; waiting {grace_s:g} s for the others\n"
+                            f"ridge launch: process {first[0]} exited with {_code(first[1])}; waiting {grace_s:g} s for the others\n"
                         )
                 elif not running:
                     break
@@ -140,7 +140,7 @@ def _code(returncode: int) -> int:
 
 
 def commands(processes: int, arguments: Sequence[str], port: int) -> list[list[str]]:
-    """Return the command line of each process: `ridge ARGUMENTS` and its place in the group."""
+    """Return the command line of each process: `ridge ARGUMENTS` and its index in the group."""
     base = [sys.executable, "-m", "ridgeline", *arguments]
     if processes == 1:
         return [[*base, "--processes", "1"]]

@@ -1,4 +1,4 @@
-"""What lies beside the weights of a Hugging Face directory: tokenizer and generation settings."""
+"""The files of a Hugging Face directory besides weights and config.json: tokenizer and generation settings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FILES = (
     "chat_template.json",
     GENERATION_CONFIG,
 )
-"""Copied as they are, in both directions."""
+"""Copied unchanged, on import and on export."""
 
 
 def copy_files(source: Path, target: Path) -> list[str]:
-    """Copy the files above that `source` has; return their names. Raises OSError."""
+    """Copy those of FILES that `source` has; return their names. Raises OSError."""
     found = [name for name in FILES if (source / name).is_file()]
     if found:
         target.mkdir(parents=True, exist_ok=True)
@@ -42,9 +42,9 @@ def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, source: Path, target: Path) -> list[str]:
-    """Write a tokenizer as Hugging Face keeps it, with a generation_config.json; return the names of the files.
+    """Write a tokenizer's Hugging Face files and a generation_config.json; return the names of the files.
 
-    A kind that Hugging Face has no file for (bytes, tiktoken) gives none but the generation settings. Raises OSError.
+    For a kind without Hugging Face files (bytes, tiktoken) only generation_config.json is written. Raises OSError.
     """
     names = copy_files(source, target) if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer) else []
     if GENERATION_CONFIG not in names:

@@ -1,6 +1,6 @@
-"""Inputs: what files hold the text, in which format, divided into units of work.
+"""Inputs of a preparation: which files contain the text, in which format, split into units of work.
 
-The list of units depends only on names, sizes and settings, never on the machine or the number of workers.
+The units depend only on names, sizes and settings, not on the machine or the number of workers.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ FORMATS = ("auto", "text", "lines", "records", "jsonl", "parquet", "arrow")
 RECORD_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 BLOCK_BYTES = 4 << 20
-"""Uncompressed JSONL and line-wise text files are divided into units of this many bytes."""
+"""Uncompressed JSONL and line-wise text files are split into units of this many bytes."""
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""How the Hugging Face hub names splits in file paths; a file with none of these words belongs to `train`."""
+"""Names of splits in file paths, as on the Hugging Face hub; a file with none of these words belongs to `train`."""
 
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How inputs are listed. `include` and `exclude` are globs on the path below a directory; without a slash, on names at any depth."""
+    """How inputs are listed. `include` and `exclude` are globs for paths below a directory; without a slash, for names at any depth."""
 
     format: str = "auto"
     """auto, text (a file is a document), lines (a line is a document), records (jsonl, parquet, arrow files), jsonl, parquet or arrow."""
@@ -43,7 +43,7 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class Unit:
-    """A file or a part of one: bytes [start, stop) for jsonl and lines, row groups for parquet; stop None means to the end."""
+    """A file or a part of one: bytes [start, stop) for jsonl and lines, row groups for parquet; stop None: to the end."""
 
     path: Path
     format: str
@@ -54,7 +54,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read, with what tells whether it changed."""
+    """A file to read, with size and modification time to detect changes."""
 
     path: Path
     name: str
@@ -65,14 +65,14 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """Everything to be read. `notes` are choices the user should hear about."""
+    """All files to read. `notes` are choices to report to the user."""
 
     files: tuple[InputFile, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when a file appears, vanishes, or has another size or modification time."""
+        """Digest of names, formats, sizes and modification times: changes when a file is added, removed or modified."""
         lines = "".join(f"{file.name}\0{file.format}\0{file.size_bytes}\0{file.mtime_ns}\n" for file in self.files)
         return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -82,16 +82,16 @@ class Listing:
         return sum(file.size_bytes for file in self.files)
 
     def units(self) -> list[Unit]:
-        """Divide the files into units. Reads the footers of Parquet files."""
-        return [unit for file in self.files for unit in _divide(file)]
+        """Split the files into units. Reads the footers of Parquet files."""
+        return [unit for file in self.files for unit in _split_into_units(file)]
 
 
 def list_inputs(paths: Sequence[Path], options: InputOptions) -> Listing:
-    """List the files behind `paths` in order. Raises UserError for a missing, empty or ambiguous input."""
+    """List the files of `paths` in order. Raises UserError for a missing, empty or ambiguous input."""
     if options.format not in FORMATS:
         raise unknown_name("format", options.format, FORMATS)
     if not paths:
-        raise UserError("no input given (name a file or a directory with --input)")
+        raise UserError("no input; add a file or directory with --input")
     files: list[InputFile] = []
     notes: list[str] = []
     for index, path in enumerate(paths):
@@ -108,10 +108,10 @@ def list_inputs(paths: Sequence[Path], options: InputOptions) -> Listing:
 def _input_file(path: Path, name: str, file_format: str) -> InputFile:
     try:
         status = path.stat()
-    except OSError as error:  # a dangling link, say
+    except OSError as error:  # such as a dangling link
         if file_format != "text":
             raise UserError(f"cannot read {path}: {error.strerror}") from error
-        return InputFile(path, name, file_format, 0, 0)  # becomes a bad record with its reason when it is read
+        return InputFile(path, name, file_format, 0, 0)  # becomes a bad record when it is read
     return InputFile(path, name, file_format, status.st_size, status.st_mtime_ns)
 
 
@@ -127,7 +127,7 @@ def _format_of(path: Path, options: InputOptions) -> str:
         return options.format
     found = _record_format(path)
     if found is None and options.format == "records":
-        raise UserError(f"{path}: not a record file (allowed: .jsonl[.gz|.zst], .ndjson, .parquet, .arrow; or say which with --format)")
+        raise UserError(f"{path}: not a record file (allowed: .jsonl[.gz|.zst], .ndjson, .parquet, .arrow; for another name set --format)")
     return found or "text"
 
 
@@ -150,23 +150,23 @@ def _list_directory(root: Path, options: InputOptions, notes: list[str]) -> Foun
         return [(path, name, "text") for path, name in walked]
     if not records:
         raise UserError(f"{root}: no .jsonl, .parquet or .arrow file")
-    strangers = [name for name in others if not _accompanies_dataset(name)]
-    if options.format == "auto" and strangers:
+    unrelated = [name for name in others if not _accompanies_dataset(name)]
+    if options.format == "auto" and unrelated:
         raise UserError(
-            f"{root} holds both records ({len(records)} files, such as {records[0][1]}) and other files"
-            f" ({len(strangers)}, such as {strangers[0]}); choose with --format records or --format text, or with --include"
+            f"{root} contains both records ({len(records)} files, such as {records[0][1]}) and other files"
+            f" ({len(unrelated)}, such as {unrelated[0]}); choose with --format records, --format text or --include"
         )
     return _choose_split(root, [found for found in records if not Path(found[1]).name.startswith("cache-")], options.split, notes)
 
 
 def _accompanies_dataset(name: str) -> bool:
-    """Files that a hub snapshot holds beside its data."""
+    """Whether a hub snapshot has this file besides its data."""
     base = Path(name).name.lower()
     return base.startswith(("readme", "license")) or base.endswith((".md", ".json", ".lock", ".yaml"))
 
 
 def _saved_dataset(root: Path, options: InputOptions, notes: list[str]) -> Found | None:
-    """List a directory written by `save_to_disk` of the datasets library, or return None when it is something else."""
+    """List a directory written by `save_to_disk` of the datasets library; None for any other directory."""
     if options.format not in ("auto", "records", "arrow"):
         return None
     if (root / "dataset_dict.json").is_file():
@@ -184,7 +184,7 @@ def _saved_dataset(root: Path, options: InputOptions, notes: list[str]) -> Found
 def _saved_arrow_files(root: Path, prefix: str) -> Found:
     state = _read_json(root / "state.json")
     if state.get("_indices_data_files"):
-        raise UserError(f"{root}: the dataset holds an indices mapping; save it again after flatten_indices()")
+        raise UserError(f"{root}: the dataset has an indices mapping; save it again after flatten_indices()")
     names = [entry["filename"] for entry in state.get("_data_files") or []]
     if not names:
         raise UserError(f"{root}: state.json lists no data files")
@@ -219,7 +219,7 @@ def _split_of(name: str) -> str:
 
 
 def _walk(root: Path, options: InputOptions) -> Iterator[str]:
-    """Yield relative paths in sorted order. Hidden names and __pycache__ are left out; links to directories are not followed."""
+    """Yield relative paths in sorted order. Hidden names and __pycache__ are skipped; links to directories are not followed."""
     include = [_glob(pattern) for pattern in options.include]
     exclude = [_glob(pattern) for pattern in options.exclude]
 
@@ -241,7 +241,7 @@ def _walk(root: Path, options: InputOptions) -> Iterator[str]:
 
 
 def _glob(pattern: str) -> Callable[[str], bool]:
-    """Compile a glob: `*` and `?` stay within a name, `**` crosses directories, no slash means the last name."""
+    """Compile a glob: `*` and `?` match within a name, `**` across directories; without a slash it matches the last name."""
     pattern = pattern.rstrip("/")
     expression = ""
     for token in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]/]+\]|.", pattern, flags=re.DOTALL):
@@ -255,7 +255,7 @@ def _glob(pattern: str) -> Callable[[str], bool]:
     return lambda name: compiled.fullmatch(name.rpartition("/")[2]) is not None
 
 
-def _divide(file: InputFile) -> Iterator[Unit]:
+def _split_into_units(file: InputFile) -> Iterator[Unit]:
     if file.format == "parquet":
         yield from _row_groups(file)
     elif file.format in ("jsonl", "lines") and file.path.suffix not in COMPRESSED_SUFFIXES:

@@ -1,4 +1,4 @@
-"""Looking at a prepared corpus: what the manifest says, how long its documents are, and what rows of it look like as text."""
+"""Inspection of a prepared corpus: document lengths, and rows as text."""
 
 from __future__ import annotations
 
@@ -14,48 +14,51 @@ from ridgeline.loaders.token_reader import Shard
 from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
 
 STATISTICS_TOKENS = 1 << 26
-"""Length statistics read whole shards until this many tokens are passed."""
+"""Length statistics read whole shards until they have this many tokens."""
 READ_RECORDS = 256
 PERCENTILES = (5, 25, 50, 75, 95)
 
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Lengths of documents in tokens, BOS and EOS included. In packed corpora: of documents and pieces of those longer than a row."""
+    """Lengths of documents in tokens, including BOS and EOS. In packed corpora, documents longer than a row count as their pieces."""
 
     shards: int
-    """Shards that were read, from the first on."""
+    """Shards read, from the first on."""
     documents: int
     mean: float
     shortest: int
     percentiles: dict[int, float]
     longest: int
     counted_share: float
-    """Share of the tokens that the loss mask lets count as targets."""
+    """Share of the tokens that count as targets."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A document, or the part of one, in a row."""
+    """A document, or a part of one, in a row."""
 
     text: str
     tokens: int
     counted: int
-    """Targets in it that count."""
+    """Targets with weight 1."""
 
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One row as a model gets it."""
+    """One row of a batch."""
 
     row: int
     segments: tuple[Segment, ...]
     padding: int
-    """Tokens of padding."""
+    """Padding tokens."""
 
 
 def length_statistics(directory: Path, manifest: Manifest, limit_tokens: int = STATISTICS_TOKENS) -> LengthStatistics:
-    """Read shards from the first on until `limit_tokens` are passed, checking every record. Raises CorpusError naming file and record."""
+    """Read shards from the first on until `limit_tokens` is reached, verifying every record.
+
+    Raises CorpusError naming file and record.
+    """
     lengths: list[np.ndarray] = []
     shards = tokens = counted = 0
     for info in manifest.shards:
@@ -77,13 +80,13 @@ def length_statistics(directory: Path, manifest: Manifest, limit_tokens: int = S
 
 
 def _lengths(directory: Path, info: ShardInfo, manifest: Manifest) -> tuple[np.ndarray, int]:
-    """Return the documents' lengths int64 [documents] of a shard, and how many of its tokens count."""
+    """Return the document lengths of a shard, int64 [documents], and the number of its tokens that count as targets."""
     shard = Shard(directory, info, manifest)
     starts: list[np.ndarray] = []
     counted = end = 0
     for first in range(0, info.records, READ_RECORDS):
         for record in shard.read(list(range(first, min(first + READ_RECORDS, info.records)))):
-            starts.append(record.doc_starts.astype(np.int64) + end)  # stored tokens only, so a packed row's padding adds no length
+            starts.append(record.doc_starts.astype(np.int64) + end)  # stored tokens only: the padding of a packed row adds no length
             end += len(record.tokens)
             counted += len(record.tokens) if record.loss_mask is None else int(record.loss_mask.sum())
     shard.close()
@@ -91,18 +94,18 @@ def _lengths(directory: Path, info: ShardInfo, manifest: Manifest) -> tuple[np.n
 
 
 def load_corpus_tokenizer(directory: Path, manifest: Manifest) -> Tokenizer:
-    """Load the copy of the tokenizer in the corpus. Raises CorpusError when it is not the one that made the tokens."""
+    """Load the corpus's copy of its tokenizer. Raises CorpusError when its sha256 is not that of the manifest."""
     tokenizer = load_tokenizer(Path(directory) / manifest.tokenizer.path, manifest.tokenizer.kind)
     if tokenizer.sha256 != manifest.tokenizer.sha256:
         raise CorpusError(
-            f"{Path(directory) / manifest.tokenizer.path} is not the tokenizer that made {directory} "
-            f"(sha256 {tokenizer.sha256[:12]}, the manifest says {manifest.tokenizer.sha256[:12]})"
+            f"{Path(directory) / manifest.tokenizer.path} is not the tokenizer of {directory} "
+            f"(its sha256 is {tokenizer.sha256[:12]}; the manifest lists {manifest.tokenizer.sha256[:12]})"
         )
     return tokenizer
 
 
 def sample_rows(directory: Path, manifest: Manifest, *, seq_len: int, count: int, seed: int = 0) -> Iterator[SampleRow]:
-    """Yield `count` random rows of `seq_len` tokens (fewer when there are fewer), cut into segments and decoded."""
+    """Yield up to `count` random rows of `seq_len` tokens, split into segments and decoded."""
     source = RowSource(directory, seq_len, manifest=manifest)
     tokenizer = load_corpus_tokenizer(directory, manifest)
     chosen = np.sort(np.random.default_rng(seed).choice(source.num_rows, min(count, source.num_rows), replace=False))

@@ -1,11 +1,14 @@
-"""The training loader: this process's rows of one step after another, read ahead by Grain.
+"""The training loader and the evaluation set: the rows of each batch that this process reads, prefetched by Grain.
 
-Row r of step s is a pure function of (manifests, seed, s, r), so the batches do not depend on the number of processes, and the step is
-all the state there is.
+Row r of step s is a pure function of (manifests, seed, s, r): element g = s * B + r of a Grain `MapDataset` of row indices. So batches do
+not depend on the number of processes, and the step is the whole state of the loader.
+
+Legend: B global batch size in rows, N rows of this process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,29 +22,31 @@ from absl import flags
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import DataConfig
 from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
-from ridgeline.loaders.mixture import Order
 from ridgeline.loaders.rows import Rows, RowSource
 from ridgeline.loaders.workers import leave_signals_to_parent
 
+MAX_ROWS = 2**32 - 1
+"""Grain's shuffle uses 32-bit indices."""
+
 
 class Loader:
-    """Iterates over local batches from `start_step` on, without end. Made by `build_loader`.
+    """Endless iterator over local batches from `start_step` on. Created by `build_loader`.
 
-    `wait_s` is the total time the caller has waited in `next`, `last_wait_s` that of the last batch.
+    `wait_s` is the total time spent in `next`, `last_wait_s` the time for the last batch.
     """
 
     def __init__(self, steps: StepRows, tokenizer: TokenizerInfo, data: DataConfig, start_step: int) -> None:
         self.tokenizer = tokenizer
         self._steps = steps
         self.rows_per_epoch = sum(source.num_rows for source in steps.sources)
-        """Rows of all corpora together."""
+        """Rows of all corpora."""
         self.wait_s = self.last_wait_s = 0.0
         dataset: Any = steps[start_step:].to_iter_dataset(
             grain.ReadOptions(num_threads=data.threads if data.workers == 0 else 1, prefetch_buffer_size=data.prefetch)
         )
         if data.workers:
             if not flags.FLAGS.is_parsed():
-                flags.FLAGS.mark_as_parsed()  # Grain reads absl flags to start workers, which fails in a program that has none
+                flags.FLAGS.mark_as_parsed()  # Grain reads absl flags when it starts workers, which fails in a program without them
             options = grain.MultiprocessingOptions(num_workers=data.workers, per_worker_buffer_size=data.prefetch)
             dataset = dataset.mp_prefetch(options, worker_init_fn=_start_worker)
         self._iterator: Any = iter(dataset)
@@ -54,14 +59,14 @@ class Loader:
         try:
             rows: Rows = next(self._iterator)
         except CorpusError as error:
-            # Without its traceback, whose frames would keep batches of the workers, and so their shared memory, until the process ends.
+            # Without the traceback: its frames would keep the workers' batches, and so their shared memory, until the process exits.
             raise error.with_traceback(None) from None
         self.last_wait_s = time.perf_counter() - start_s
         self.wait_s += self.last_wait_s
         return rows
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often each corpus (by its path) has been gone through after `step` steps."""
+        """Return corpus path -> epochs read after `step` steps."""
         return self._steps.epochs(step)
 
     def close(self) -> None:
@@ -72,7 +77,7 @@ class Loader:
 
 
 class StepRows(grain.MapDataset):
-    """Element s is this process's part of step s: one element reads all its rows with one call per shard."""
+    """Element s is this process's rows of step s, read with one call per shard."""
 
     def __init__(self, sources: Sequence[RowSource], order: Order, batch_size: int, rows: np.ndarray) -> None:
         super().__init__()
@@ -83,7 +88,7 @@ class StepRows(grain.MapDataset):
         return sys.maxsize // self._batch_size
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Rows drawn from each corpus after `step` steps, in epochs."""
+        """Return corpus path -> rows drawn after `step` steps, in epochs."""
         drawn = step * self._batch_size
         return {
             str(source.directory): drawn * share / source.num_rows for source, share in zip(self.sources, self._order.shares, strict=True)
@@ -104,8 +109,55 @@ class StepRows(grain.MapDataset):
 
 
 def _start_worker(index: int, count: int) -> None:
-    """Body of Grain's hook at the start of worker `index` of `count`."""
+    """Grain's hook at the start of worker `index` of `count`."""
     leave_signals_to_parent()
+
+
+class Order:
+    """Global row order over a weighted mixture of corpora with `num_rows` rows each.
+
+    Each corpus has a global shuffle, new in each epoch and repeated without end. A deterministic weighted mix follows, in which every
+    corpus has its share from the first rows on. Grain stores weights in hundredths of the smallest, so shares differ from the weights by
+    at most 1 %. Only indices are processed: a process looks up its own rows.
+    """
+
+    def __init__(self, num_rows: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+        for count in num_rows:
+            if count > MAX_ROWS:
+                raise UserError(f"a corpus has {count} rows; the shuffle supports {MAX_ROWS}: split it into several entries of data.train")
+        kept = [int(weight * (100 / min(weights))) for weight in weights]  # as Grain's mix does
+        self.shares = tuple(weight / sum(kept) for weight in kept)
+        """Share of each corpus in the rows."""
+        sources = [self._endless(count, index, seed, shuffle) for index, count in enumerate(num_rows)]
+        self._dataset: Any = sources[0] if len(sources) == 1 else grain.MapDataset.mix(sources, weights=list(weights))
+
+    @staticmethod
+    def _endless(count: int, index: int, seed: int, shuffle: bool) -> Any:
+        """Return one corpus as endless (corpus, row) pairs with its own shuffle."""
+        rows: Any = grain.MapDataset.range(count)
+        if shuffle:
+            rows = rows.shuffle(seed=corpus_seed(seed, index))
+        return rows.repeat().map(_Tag(index))
+
+    def lookup(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the corpus and the row of global elements [N], int64 each."""
+        pairs = [self._dataset[int(g)] for g in elements]
+        return np.array([corpus for corpus, _ in pairs]), np.array([row for _, row in pairs], np.int64)
+
+
+class _Tag(grain.transforms.Map):
+    """Adds the corpus index to a row."""
+
+    def __init__(self, corpus: int) -> None:
+        self.corpus = corpus
+
+    def map(self, row: int) -> tuple[int, int]:
+        return self.corpus, int(row)
+
+
+def corpus_seed(seed: int, index: int) -> int:
+    """Return a corpus's 32-bit shuffle seed. Grain adds the epoch to it, so seeds of different corpora must not be consecutive."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "little")
 
 
 def build_loader(data: DataConfig, *, seed: int, vocab_size: int, rows: np.ndarray, start_step: int = 0) -> Loader:
@@ -114,9 +166,9 @@ def build_loader(data: DataConfig, *, seed: int, vocab_size: int, rows: np.ndarr
     Args:
       data: corpora, sequence length, global batch size, reader settings.
       seed: of the shuffle.
-      vocab_size: of the model; a tokenizer with more ids is refused.
-      rows: the rows of the global batch that this process owns (sorted, int64 [B_local]).
-      start_step: first step to deliver.
+      vocab_size: of the model; a tokenizer with more ids raises an error.
+      rows: the rows of the global batch that this process reads (sorted, int64 [N]).
+      start_step: step of the first batch.
 
     Raises UserError for missing data, different tokenizers or ids outside the vocabulary; CorpusError for missing or damaged shards, also
     while iterating.
@@ -131,5 +183,44 @@ def build_loader(data: DataConfig, *, seed: int, vocab_size: int, rows: np.ndarr
 def read_manifests(data: DataConfig) -> list[tuple[Path, Manifest]]:
     """Read the manifests of `data.train`. Raises UserError when there is none."""
     if not data.train:
-        raise UserError("data.train is empty: name at least one prepared corpus, e.g. data.train='[{path: data/corpus}]'")
+        raise UserError("data.train is empty; set at least one prepared corpus, such as data.train='[{path: data/corpus}]'")
     return [(entry.path, read_manifest(entry.path)) for entry in data.train]
+
+
+class EvaluationSet:
+    """One pass over a corpus in order, in batches of `batch_size` global rows, of which this process reads `rows`.
+
+    The last batch is padded with rows of weight 0, so that every process has the same number of batches.
+    """
+
+    def __init__(self, source: RowSource, batch_size: int, rows: np.ndarray) -> None:
+        self._source, self._batch_size, self._rows = source, batch_size, np.asarray(rows, np.int64)
+        self.tokenizer = source.manifest.tokenizer
+        self.num_batches = -(-source.num_rows // batch_size)
+        self.text_bytes = source.manifest.text_bytes
+        self.gzip9_bytes = source.manifest.gzip9_bytes
+
+    def __iter__(self) -> Iterator[Rows]:
+        dataset = grain.MapDataset.range(self.num_batches).map(self.batch)
+        return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+
+    def batch(self, index: int) -> Rows:
+        """Read this process's rows of batch `index`; rows past the end are zero: segment 0, weight 0."""
+        wanted = int(index) * self._batch_size + self._rows
+        exists = wanted < self._source.num_rows
+        read = self._source.read(wanted[exists])
+        if exists.all():
+            return read
+        return {name: self._padded(values, exists) for name, values in read.items()}
+
+    @staticmethod
+    def _padded(values: np.ndarray, exists: np.ndarray) -> np.ndarray:
+        padded = np.zeros((len(exists), values.shape[1]), values.dtype)
+        padded[exists] = values
+        return padded
+
+
+def open_evaluation_set(path: Path, *, seq_len: int, batch_size: int, rows: np.ndarray, document_masking: bool = True) -> EvaluationSet:
+    """Open a held-out set. Raises CorpusError when it is missing or damaged."""
+    source = RowSource(path, seq_len, document_masking=document_masking, manifest=read_manifest(path))
+    return EvaluationSet(source, batch_size, rows)

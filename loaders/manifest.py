@@ -1,4 +1,4 @@
-"""The manifest of a prepared corpus: what its shards hold and how they were made. Written last, so a directory with one is complete."""
+"""The manifest of a prepared corpus: its shards and how they were made. It is written last: a directory with a manifest is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION = 1
 
 
 class CorpusError(UserError):
-    """A corpus that is missing, damaged, of another kind, or does not go with the others; the message names file and record."""
+    """A corpus that is missing, damaged, of another format, or incompatible with the others; the message names file and record."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class ShardInfo:
     """Size of the file."""
     sha256: str
     edge_crc32: int
-    """crc32 over the first and the last record: a foreign file of the same name is noticed when it is opened."""
+    """crc32 over the first and the last record: detects another file of the same name when it is opened."""
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer that made the tokens; a copy of it lies in the corpus directory."""
+    """The tokenizer that produced the tokens; the corpus directory has a copy."""
 
     kind: str
     path: str
@@ -54,7 +54,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a reader must know about a corpus. No times, no host names: same input, same bytes."""
+    """The description of a corpus that readers need. Without times and host names: the same input gives the same bytes."""
 
     tokenizer: TokenizerInfo
     dtype: str
@@ -62,37 +62,37 @@ class Manifest:
     record_tokens: int
     """Tokens per record; the last record of a shard may be shorter. Packed corpora: the row length."""
     pack_length: int | None
-    """Row length of a corpus packed ahead of time; None: a stream of documents."""
+    """Row length of a packed corpus; None: a stream of documents."""
     shards: tuple[ShardInfo, ...]
     gzip9_bytes: int | None = None
     """Sum over the documents of the size of `gzip -9` of their text; None: not measured."""
     bad_records: int = 0
-    """Input records that were left out."""
+    """Input records that were skipped."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """How the corpus was made."""
+    """Settings of the preparation."""
 
     @property
     def tokens(self) -> int:
-        """Stored tokens over all shards."""
+        """Stored tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def documents(self) -> int:
-        """Documents over all shards (pieces of one that was longer than a packed row count once)."""
+        """Documents in all shards (one that is longer than a packed row and was split counts once)."""
         return sum(shard.documents for shard in self.shards)
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of text over all shards."""
+        """UTF-8 bytes of text in all shards."""
         return sum(shard.text_bytes for shard in self.shards)
 
     def shard_length(self, shard: ShardInfo) -> int:
-        """Places in a shard's stream: its tokens, and in a packed corpus the padding of its rows."""
+        """Length of a shard in tokens, including the padding of rows in a packed corpus."""
         return shard.tokens if self.pack_length is None else shard.records * self.pack_length
 
     @property
     def stream_length(self) -> int:
-        """Places in the stream of all shards."""
+        """Length of all shards in tokens, including padding."""
         return sum(self.shard_length(shard) for shard in self.shards)
 
     @property
@@ -101,7 +101,7 @@ class Manifest:
         return None if self.pack_length is None else 1 - self.tokens / self.stream_length
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of manifest.json, with the digest that guards it."""
+        """Return the content of manifest.json, including its digest."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -123,7 +123,7 @@ class Manifest:
 
     @property
     def sha256(self) -> str:
-        """Digest of the whole content: the identity of the corpus."""
+        """Digest of the content, which identifies the corpus."""
         return str(self.to_json()["sha256"])
 
     def write(self, directory: Path) -> Path:
@@ -131,27 +131,24 @@ class Manifest:
         if not self.tokens:
             raise CorpusError(f"empty corpus: no document in {directory}")
         path = directory / MANIFEST_NAME
-        partial = path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
+        write_atomically(path, json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n")
         return path
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read a corpus's manifest. Raises CorpusError when it is missing, damaged, of another version, or lists nothing."""
+        """Read a corpus's manifest. Raises CorpusError when it is missing, damaged, of another version, or empty."""
         directory = Path(directory)
         path = directory / MANIFEST_NAME
         content = _read_json(directory, path)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CorpusError(f"{path}: not the manifest of a prepared corpus")
         if content.get("version") != VERSION:
-            raise CorpusError(f"{path}: corpus format version {content.get('version')}, this program reads {VERSION}; prepare it again")
+            raise CorpusError(
+                f"{path}: corpus format version is {content.get('version')}, supported is {VERSION}; prepare the corpus again"
+            )
         stored = content.pop("sha256", None)
         if stored != _digest(content):
-            raise CorpusError(f"{path}: was changed after it was written (its digest does not match); prepare the corpus again")
+            raise CorpusError(f"{path}: modified after it was written (the digest does not match); prepare the corpus again")
         manifest = cls(
             tokenizer=TokenizerInfo(**content["tokenizer"]),
             dtype=content["dtype"],
@@ -167,28 +164,35 @@ class Manifest:
         return manifest
 
 
+def write_atomically(path: Path, content: str) -> None:
+    """Write a text file through a temporary file, so that no reader finds a part of it. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+
+
 def read_manifest(directory: Path) -> Manifest:
     """Read a corpus's manifest. Raises CorpusError (see Manifest.read)."""
     return Manifest.read(directory)
 
 
 def check_tokenizer(manifests: Sequence[tuple[Path, Manifest]], vocab_size: int | None = None) -> TokenizerInfo:
-    """Refuse corpora that do not go together, and return the tokenizer they share.
+    """Return the tokenizer of several corpora.
 
-    All must have the same tokenizer (by sha256), and its vocabulary must fit `vocab_size` (model.vocab_size). Raises CorpusError naming
-    the corpora.
+    Raises CorpusError, naming the corpora, when their tokenizers differ (by sha256) or have more ids than `vocab_size` (model.vocab_size).
     """
     assert manifests
     (first_path, first), *others = manifests
     for path, manifest in others:
         if manifest.tokenizer.sha256 != first.tokenizer.sha256:
-            raise CorpusError(
-                f"{path} was made with another tokenizer ({_name(manifest.tokenizer)}) than {first_path} ({_name(first.tokenizer)})"
-            )
+            raise CorpusError(f"{path} has another tokenizer ({_name(manifest.tokenizer)}) than {first_path} ({_name(first.tokenizer)})")
     if vocab_size is not None and first.tokenizer.vocab_size > vocab_size:
         raise CorpusError(
-            f"{first_path} holds tokens of a vocabulary of {first.tokenizer.vocab_size}, which does not fit "
-            f"model.vocab_size={vocab_size}; set model.vocab_size={first.tokenizer.vocab_size} or more"
+            f"{first_path} has a vocabulary of {first.tokenizer.vocab_size} tokens, more than model.vocab_size={vocab_size}; "
+            f"set model.vocab_size={first.tokenizer.vocab_size} or more"
         )
     return first.tokenizer
 
@@ -203,12 +207,18 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _read_json(directory: Path, path: Path) -> Any:
     if not directory.exists():
-        raise CorpusError(f"corpus not found: {directory} (make one with `ridge data prepare`)")
+        raise CorpusError(f"corpus not found: {directory} (create it with `ridge data prepare`)")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CorpusError(f"{directory} is not a finished corpus: no {MANIFEST_NAME} (run `ridge data prepare` to its end)") from error
+        raise CorpusError(f"{directory} is not a complete corpus: it has no {MANIFEST_NAME} (run `ridge data prepare` again)") from error
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise CorpusError(f"{path}: damaged, not JSON ({error})") from error
+
+
+def check_same_tokenizer(stored: str | None, current: str | None, where: str) -> None:
+    """Refuse data made with another tokenizer than a model was trained with (both as sha256; None: unknown). Raises UserError."""
+    if stored and current and stored != current:
+        raise UserError(f"the data's tokenizer (sha256 {current[:12]}) is not the one of {where} (sha256 {stored[:12]})")

@@ -1,7 +1,7 @@
-"""Prepare a corpus: text in, sharded token files and a manifest out.
+"""Prepare a corpus: text in, token shards and a manifest out.
 
-The input is divided into shards by names and sizes alone, and a shard is made by one worker from start to end, so the output does not
-depend on the number of workers, on slices made elsewhere (a job array), or on being killed and started again.
+The input is split into shards by names and sizes alone, and one worker makes a shard from start to end. So the output does not depend on
+the number of workers, on slices made in other jobs (a job array), or on interruptions and restarts.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.format import RECORD_TOKENS, Shard
-from ridgeline.loaders.holdout import TRAIN
 from ridgeline.loaders.inputs import InputOptions, Listing, Unit, list_inputs
-from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo
-from ridgeline.loaders.prepare_state import BAD_RECORDS_FILE, State, write_atomically
-from ridgeline.loaders.record_codec import token_dtype
-from ridgeline.loaders.records import RecordFields
+from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, write_atomically
+from ridgeline.loaders.prepare_state import BAD_RECORDS_FILE, State
+from ridgeline.loaders.records import TRAIN, RecordFields
 from ridgeline.loaders.shard_work import Advance, ShardResult, ShardTask, make_shard
+from ridgeline.loaders.token_reader import Shard
+from ridgeline.loaders.token_record import token_dtype
+from ridgeline.loaders.token_writer import RECORD_TOKENS
 from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
 from ridgeline.loaders.workers import run_tasks
 
 MAX_BAD = 100
 TOKENIZER_DIRECTORY = "tokenizer"
-"""Where in a corpus the copy of its tokenizer lies."""
+"""Subdirectory of a corpus with the copy of its tokenizer."""
 BAD_EXAMPLES = 20
-"""Bad records told of in the summary; all of them are in OUTPUT/bad_records.jsonl."""
+"""Bad records in the summary; all of them are in OUTPUT/bad_records.jsonl."""
 SMALL_SHARD_BYTES = 4 << 20
 SMALL_SHARDS = 16
 LARGE_SHARD_BYTES = 256 << 20
-"""Without a given number: a shard per 4 MiB of input up to 16 shards (work for every core), and no shard above 256 MiB of input."""
+"""The default number of shards: one per 4 MiB of input up to 16 (work for every core), and none above 256 MiB of input."""
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What decides the bytes of the corpus."""
+    """The settings that determine the corpus."""
 
     inputs: tuple[Path, ...]
     output: Path
@@ -48,7 +48,7 @@ class PrepareSettings:
     options: InputOptions = field(default_factory=InputOptions)
     fields: RecordFields = field(default_factory=RecordFields)
     holdouts: Mapping[str, float] = field(default_factory=dict)
-    """Set name to its share of the documents; with holdouts the sets lie in OUTPUT/train and OUTPUT/<name>."""
+    """Set name -> share of the documents; with holdouts the sets are in OUTPUT/train and OUTPUT/<name>."""
     shards: int | None = None
     pack_length: int | None = None
     gzip_baseline: bool = False
@@ -64,7 +64,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     input_bytes: int
     total_bytes: int
@@ -85,14 +85,14 @@ class SetSummary:
     documents: int
     tokens: int
     padding_share: float | None
-    """Of packed rows."""
+    """Share of padding in packed rows; None for a stream."""
     text_bytes: int
     gzip9_bytes: int | None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a run. `sets` is empty after a slice: the corpus is complete only after the merge."""
+    """Result of a run. `sets` is empty after a slice: the corpus is complete only after the merge."""
 
     sets: tuple[SetSummary, ...]
     bad: int
@@ -113,10 +113,10 @@ def prepare(
     slice: Slice | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Summary:
-    """Prepare a corpus, continuing where an earlier run with the same settings was stopped.
+    """Prepare a corpus, continuing an interrupted run with the same settings.
 
-    With `slice` only that part of the shards is made; a run without it then merges (and makes what is missing).
-    Raises UserError for missing, empty or changed input, more than `max_bad` bad records, an output that holds something else, and an
+    With `slice` only that part of the shards is made; a run without it then merges them and makes those that are missing.
+    Raises UserError for missing, empty or changed input, more than `max_bad` bad records, an output that contains something else, and an
     output that cannot be written.
     """
     _check(settings, workers, max_bad, overwrite, slice)
@@ -136,12 +136,12 @@ def prepare(
 
 
 def available_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
 def describe(settings: PrepareSettings, listing: Listing, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Everything that decides the output's bytes, as JSON values."""
+    """Return everything that determines the output, as JSON values."""
     return {
         "inputs": [os.path.abspath(path) for path in settings.inputs],
         **asdict(settings.options),
@@ -158,7 +158,7 @@ def describe(settings: PrepareSettings, listing: Listing, tokenizer: Tokenizer) 
 
 
 def set_directories(settings: PrepareSettings) -> dict[str, Path]:
-    """Set name to its corpus directory."""
+    """Return set name -> corpus directory."""
     if not settings.holdouts:
         return {TRAIN: settings.output}
     return {name: settings.output / name for name in (TRAIN, *settings.holdouts)}
@@ -168,21 +168,21 @@ def _check(settings: PrepareSettings, workers: int | None, max_bad: int, overwri
     limits = (("shards", settings.shards, 1), ("pack length", settings.pack_length, 2), ("workers", workers, 1), ("max bad", max_bad, 0))
     for name, value, least in limits:
         if value is not None and value < least:
-            raise UserError(f"{name} must be at least {least}, not {value}")
+            raise UserError(f"{name} must be at least {least}, got {value}")
     if slice is not None and not 0 <= slice.index < slice.count:
-        raise UserError(f"slice {slice.index}/{slice.count}: the first number must lie in 0..{slice.count - 1}")
+        raise UserError(f"slice {slice.index}/{slice.count}: the first number must be in 0..{slice.count - 1}")
     if slice is not None and overwrite:
-        raise UserError("--overwrite would remove what other slices made; clear the output once before the slices start")
+        raise UserError("--overwrite with a slice would remove the shards of other slices; delete the output before the slices start")
 
 
 def divide(units: Sequence[Unit], shards: int | None) -> list[tuple[Unit, ...]]:
-    """Divide units into contiguous shards of about equal input bytes, none empty. Raises UserError for more shards than units."""
+    """Split units into contiguous shards of about equal input bytes, none empty. Raises UserError for more shards than units."""
     total = sum(unit.size_bytes for unit in units)
     if shards is None:
         wanted = max(min(SMALL_SHARDS, math.ceil(total / SMALL_SHARD_BYTES)), math.ceil(total / LARGE_SHARD_BYTES), 1)
         shards = min(wanted, len(units))
     if shards > len(units):
-        raise UserError(f"--shards {shards}: the input divides into at most {len(units)} shards")
+        raise UserError(f"--shards {shards}: the input can be split into at most {len(units)} shards")
     divided: list[tuple[Unit, ...]] = []
     start = done = 0
     for position, unit in enumerate(units, start=1):
@@ -196,7 +196,7 @@ def divide(units: Sequence[Unit], shards: int | None) -> list[tuple[Unit, ...]]:
 
 
 class _Run:
-    """One run of the command over a claimed output."""
+    """One run of the command on a locked output."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _Run:
         )
 
     def make(self, slice: Slice | None, workers: int) -> None:
-        """Make the shards of the slice, or all; those already there are verified and kept."""
+        """Make the shards of the slice, or all; existing shards are verified and kept."""
         self.mine = [task for task in self.tasks if slice is None or task.index % slice.count == slice.index]
         self.total_bytes = sum(unit.size_bytes for task in self.mine for unit in task.units)
         for directory in self.directories.values():
@@ -238,7 +238,7 @@ class _Run:
         self._report()
         run_tasks(make_shard, self.mine, workers, self._take_result, self._take_advance, self._report)
         if list_inputs(self.settings.inputs, self.settings.options).fingerprint != self.listing.fingerprint:
-            raise UserError("the input changed while it was read; run again with --overwrite once it is at rest")
+            raise UserError("the input changed while it was read; run again with --overwrite when it no longer changes")
 
     def _take_result(self, task: ShardTask, result: ShardResult) -> None:
         self.results[task.index] = result
@@ -257,12 +257,12 @@ class _Run:
         self.on_progress(Progress(now.input_bytes, self.total_bytes, now.documents, now.tokens, len(self.bad), finished, total))
 
     def slice_summary(self) -> Summary:
-        """Report a slice: its shards are on disk, the corpus is not complete."""
+        """Return the summary of a slice: its shards are written, the corpus is not complete."""
         results = [self.results[index] for index in sorted(self.results)]
         return self._summary((), results)
 
     def merge(self) -> Summary:
-        """Write the manifests over all shards and mark the output complete."""
+        """Write the manifests of all shards and mark the output complete."""
         results = [self.results[task.index] for task in self.tasks]
         for name in self.directories:
             if not any(result.sets[name].documents for result in results):
@@ -283,7 +283,7 @@ class _Run:
             raise UserError(
                 f"empty corpus: no text in {', '.join(map(str, self.settings.inputs))} ({bad} bad records, {empty} empty documents)"
             )
-        raise UserError(f"the set '{name}' got none of the {documents} documents; change the fractions of --holdout")
+        raise UserError(f"the set '{name}' has none of the {documents} documents; change the fractions of --holdout")
 
     def _write_set(self, name: str, directory: Path, results: Sequence[ShardResult]) -> SetSummary:
         parts = [part for result in results if (part := result.sets[name]).info is not None]
@@ -330,15 +330,15 @@ def _set_summary(name: str, directory: Path, manifest: Manifest) -> SetSummary:
 
 
 def _finished_summary(settings: PrepareSettings, finished: Mapping[str, Any], listing: Listing) -> Summary:
-    """Report a corpus that was already complete. Raises UserError when a file of it is gone or cut short."""
+    """Return the summary of a corpus that was already complete. Raises UserError when one of its files is missing or truncated."""
     sets = []
     for name, directory in set_directories(settings).items():
         try:
             manifest = Manifest.read(directory)
             for info in manifest.shards:
-                Shard(directory, info, manifest).close()  # looks at size and edges
+                Shard(directory, info, manifest).close()  # checks size, first and last record
         except CorpusError as error:
-            raise UserError(f"{settings.output} was complete and is now damaged ({error}); give --overwrite to make it again") from error
+            raise UserError(f"{settings.output} was complete and is now damaged ({error}); add --overwrite to prepare it again") from error
         sets.append(_set_summary(name, directory, manifest))
     examples = tuple((place, reason) for place, reason in finished["bad_examples"])
     return Summary(tuple(sets), finished["bad"], examples, finished["empty_documents"], listing.notes, already_done=True)

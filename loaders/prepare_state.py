@@ -1,7 +1,7 @@
-"""The state of a preparation on disk: what is being made, which shards are done, and who may write.
+"""The state of a preparation on disk: its settings, its finished shards, and its locks.
 
-OUTPUT/.prepare holds `state.json` (settings and a fingerprint of the input), a copy of the tokenizer, one result per finished shard and
-locks. When the corpus is complete only `state.json` stays: it lets the same command answer at once.
+OUTPUT/.prepare has `state.json` (settings and a fingerprint of the input), a copy of the tokenizer, one result per finished shard, and
+locks. When the corpus is complete only `state.json` is kept: with it the same command returns without work.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.loaders.manifest import MANIFEST_NAME, write_atomically
 
 STATE_DIRECTORY = ".prepare"
 BAD_RECORDS_FILE = "bad_records.jsonl"
@@ -26,7 +27,7 @@ SHARD_SUFFIX = ".array_record"
 
 @dataclass(frozen=True)
 class State:
-    """The state directory of one output. `described` is everything that decides the output's bytes; `sets` in it names subdirectories."""
+    """The state directory of one output. `described` has everything that determines the output; its `sets` are subdirectories."""
 
     output: Path
     described: Mapping[str, Any]
@@ -38,29 +39,29 @@ class State:
 
     @property
     def tokenizer(self) -> Path:
-        """The copy that workers load: a change of the original during the run does not matter."""
+        """The copy that workers load, so that changing the original during the run has no effect."""
         return self.work / "tokenizer"
 
     def finished(self) -> dict[str, Any] | None:
         """Return the summary of a finished preparation with the same settings and input, else None.
 
-        Raises UserError when the output holds anything but the same preparation.
+        Raises UserError when the output contains anything else.
         """
         earlier = self._earlier()
         if earlier is not None:
             self._compare(earlier)
             return earlier.get("finished")
-        self._refuse_foreign()
+        self._refuse_other_files()
         return None
 
     @contextlib.contextmanager
     def claimed(self, overwrite: bool, slice_name: str | None = None) -> Iterator[None]:
-        """Hold the output for writing: alone, or one slice of it beside other slices; `overwrite` clears it first.
+        """Lock the output for writing: exclusively, or one slice of it; `overwrite` clears it first.
 
-        Raises UserError when another process holds it, or when it holds something else.
+        Raises UserError when another process has the lock, or when the output contains something else.
         """
         if not (self.work / "state.json").exists() and not overwrite:
-            self._refuse_foreign()
+            self._refuse_other_files()
         self.work.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             self._lock(stack, "lock", fcntl.LOCK_SH if slice_name else fcntl.LOCK_EX)
@@ -80,39 +81,41 @@ class State:
                 raise UserError(f"another process is preparing {self.output}") from None
             raise UserError(f"{self.work} cannot be locked: {error.strerror}") from error
 
-    def _refuse_foreign(self) -> None:
+    def _refuse_other_files(self) -> None:
         if self.output.exists() and not self.output.is_dir():
             raise UserError(f"{self.output} is a file; --output must be a directory")
         if self.output.is_dir() and any(path.name != STATE_DIRECTORY for path in self.output.iterdir()):
-            what = "another corpus" if list(self.output.glob("**/manifest.json")) else "other files"
-            raise UserError(f"{self.output} holds {what}; choose another --output or give --overwrite")
+            what = "another corpus" if list(self.output.glob(f"**/{MANIFEST_NAME}")) else "other files"
+            raise UserError(f"{self.output} contains {what}; choose another --output or add --overwrite")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Mark the corpus complete and remove what only an unfinished one needs."""
+        """Mark the corpus complete and remove the state of the unfinished preparation."""
         write_atomically(self.work / "state.json", _dump({"described": self.described, "finished": summary}))
         for path in self.work.iterdir():
             if path.name != "state.json" and not path.name.startswith("lock"):
                 _remove(path)
 
     def discard(self) -> None:
-        """Undo an unfinished preparation that cannot be completed."""
+        """Remove an unfinished preparation that cannot be completed."""
         self._clear()
         with contextlib.suppress(OSError):
             shutil.rmtree(self.work)
             self.output.rmdir()
 
     def _clear(self) -> None:
-        """Remove a preparation, finished or not, and nothing else. Raises UserError when the output holds foreign files."""
-        known = {"manifest.json", "tokenizer", BAD_RECORDS_FILE, STATE_DIRECTORY}
+        """Remove a preparation, finished or not, and nothing else. Raises UserError when the output contains other files."""
+        known = {MANIFEST_NAME, "tokenizer", BAD_RECORDS_FILE, STATE_DIRECTORY}
         earlier = self._earlier() or {"described": {"sets": []}}
-        # Only subdirectories that this command made: OUTPUT may be a folder of other corpora by mistake.
+        # Only subdirectories created by this command: OUTPUT may be a folder of other corpora by mistake.
         sets = {path for name in earlier["described"]["sets"] if name and (path := self.output / name).is_dir()}
         for directory in {self.output, *sets}:
-            foreign = sorted(p.name for p in directory.iterdir() if p.name not in known and p.suffix != SHARD_SUFFIX and p not in sets)
-            if foreign:
-                raise UserError(f"{directory} holds files that are not a corpus's ({', '.join(foreign[:3])}); choose another --output")
+            others = sorted(p.name for p in directory.iterdir() if p.name not in known and p.suffix != SHARD_SUFFIX and p not in sets)
+            if others:
+                raise UserError(
+                    f"{directory} contains files that do not belong to a corpus ({', '.join(others[:3])}); choose another --output"
+                )
         for directory in {self.output, *sets}:
-            (directory / "manifest.json").unlink(missing_ok=True)  # first: what is left is no corpus
+            (directory / MANIFEST_NAME).unlink(missing_ok=True)  # first: without it the rest is no corpus
         for directory in sets - {self.output}:
             shutil.rmtree(directory)
         for path in [*self.output.iterdir(), *self.work.iterdir()]:
@@ -125,24 +128,23 @@ class State:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.work / 'state.json'} cannot be read ({error}); give --overwrite to start anew") from error
+            raise UserError(f"{self.work / 'state.json'} cannot be read ({error}); add --overwrite to start again") from error
 
     def _compare(self, earlier: Mapping[str, Any]) -> None:
         before, now = earlier["described"], json.loads(json.dumps(self.described))
         for key in now:
             if before.get(key) != now[key] and key != "input_fingerprint":
                 raise UserError(
-                    f"{self.output} was begun with {key} {_short(before.get(key))}, now {_short(now[key])};"
-                    " give the same settings, another --output, or --overwrite"
+                    f"{self.output} was started with {key} {_short(before.get(key))}, now {_short(now[key])};"
+                    " use the same settings, another --output, or --overwrite"
                 )
         if before.get("input_fingerprint") != now["input_fingerprint"]:
             raise UserError(
-                f"{self.output} was begun when the input was another (a file was changed, added or removed since);"
-                " give --overwrite to start anew"
+                f"{self.output} was started with other input (a file was changed, added or removed since); add --overwrite to start again"
             )
 
     def _create(self, content: Mapping[str, Any]) -> None:
-        """Create state.json unless another slice was faster; then it must say the same."""
+        """Create state.json. If another slice has created it, it must have the same content."""
         partial = self.work / f"state.{os.getpid()}"
         partial.write_text(_dump(content), encoding="utf-8")
         try:
@@ -153,16 +155,6 @@ class State:
             self._compare(earlier)
         finally:
             partial.unlink()
-
-
-def write_atomically(path: Path, content: str) -> None:
-    """Write a text file so that it is either whole or not there."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
 
 
 def _dump(content: Mapping[str, Any]) -> str:

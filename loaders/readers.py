@@ -1,6 +1,6 @@
-"""Readers: from a unit of input to its documents and bad records, in file order.
+"""Readers: the documents and bad records of a unit of input, in file order.
 
-A record that cannot be used is yielded as a `BadRecord`; a file that cannot be read further (truncated compression, missing column)
+A record that cannot be used is yielded as a `BadRecord`. A file that cannot be read to its end (truncated compression, missing column)
 raises UserError.
 """
 
@@ -21,7 +21,7 @@ from ridgeline.loaders.records import BadRecord, Document, Place, RecordFields, 
 
 Item = Document | BadRecord
 ROWS_PER_READ = 1024
-"""Table rows turned into Python objects at a time."""
+"""Table rows converted to Python objects at a time."""
 
 
 def read_unit(unit: Unit, fields: RecordFields) -> Iterator[Item]:
@@ -71,7 +71,7 @@ def _read_jsonl(unit: Unit, fields: RecordFields) -> Iterator[Item]:
             yield BadRecord(place, f"invalid UTF-8 at byte {error.start} of the line")
         except json.JSONDecodeError as error:
             yield BadRecord(place, f"invalid JSON at column {error.colno}: {error.msg}")
-        except (RecursionError, ValueError) as error:  # absurd nesting or numbers
+        except (RecursionError, ValueError) as error:  # extreme nesting or numbers
             yield BadRecord(place, f"invalid JSON: {error}")
         else:
             yield document_from_record(record, fields, place)
@@ -85,7 +85,7 @@ def _lines(unit: Unit) -> Iterator[tuple[bytes, Place]]:
         raise UserError(f"cannot read {unit.path}: {error.strerror}") from error
     with _open(unit.path, raw) as stream:
         position = 0
-        if unit.start > 0:  # the line that holds byte start - 1 belongs to the unit before, unless it ends there
+        if unit.start > 0:  # the line with byte start - 1 belongs to the previous unit, unless it ends there
             stream.seek(unit.start - 1)
             position = unit.start - 1 + len(stream.readline())
         skipped_bytes = position
@@ -97,7 +97,7 @@ def _lines(unit: Unit) -> Iterator[tuple[bytes, Place]]:
 
 
 def _open(path: Path, raw: BinaryIO) -> BinaryIO:
-    """Wrap the bytes of a file in the decompressor its name asks for."""
+    """Wrap a file in the decompressor of its suffix."""
     if path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
     if path.suffix == ".zst":
@@ -106,12 +106,12 @@ def _open(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Concatenated zstd frames as one stream. The library's own reader takes a truncated last frame for the end of the file."""
+    """Concatenated zstd frames as one stream. The library's own reader treats a truncated last frame as the end of the file."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
         self._frame: Any = None
-        self._pending = memoryview(b"")  # decompressed, not yet handed out
+        self._pending = memoryview(b"")  # decompressed, not yet returned
         self._input = b""
 
     def readable(self) -> bool:
@@ -122,7 +122,7 @@ class _ZstdReader(io.RawIOBase):
             self._input = self._input or self._raw.read(1 << 17)
             if not self._input:
                 if self._frame is not None:
-                    raise EOFError("the last zstd frame is cut short")
+                    raise EOFError("the last zstd frame is truncated")
                 return 0
             self._decompress()
         size = min(len(buffer), len(self._pending))
@@ -148,7 +148,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _guarded_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield (line, number from 1), turning a failing read into a UserError that names the last line read."""
+    """Yield (line, number from 1). Raises UserError with the last line read when a read fails."""
     number = 0
     try:
         for line in stream:
@@ -191,7 +191,7 @@ def _read_arrow(unit: Unit, fields: RecordFields) -> Iterator[Item]:
 
 
 def _arrow_batches(mapped: Any) -> Iterator[Any]:
-    """Batches of an Arrow file in either layout: the stream that `datasets` writes, or the random-access one."""
+    """Yield the batches of an Arrow file in either layout: the stream that `datasets` writes, or random access."""
     import pyarrow.ipc
 
     if mapped.read(6) == b"ARROW1":
@@ -203,7 +203,7 @@ def _arrow_batches(mapped: Any) -> Iterator[Any]:
 
 
 def _columns(path: Path, names: list[str], fields: RecordFields) -> list[str]:
-    """Choose the columns to read; a table without them is refused, since every row would be bad."""
+    """Return the columns to read. Raises UserError for a table without them, because every row would be bad."""
     if not fields.sft:
         if fields.text not in names:
             raise UserError(f"{path}: {unknown_name('text field', fields.text, names)}; choose with --text-field")
@@ -215,7 +215,7 @@ def _columns(path: Path, names: list[str], fields: RecordFields) -> list[str]:
 
 
 def _read_rows(path: Path, first_row: int, batch: Any, fields: RecordFields) -> Iterator[Item]:
-    """Turn rows into documents; text columns are read as bytes, so that invalid UTF-8 costs a row and not the file."""
+    """Yield the documents of rows. Text columns are read as bytes, so that invalid UTF-8 loses a row and not the file."""
     import pyarrow
 
     columns = {}

@@ -1,31 +1,39 @@
-"""From a record (a JSON object or a table row) to a document, and the template of supervised fine-tuning data.
+"""Documents: how a record (a JSON object or a table row) becomes one, and which documents are held out.
 
-Two layouts of fine-tuning records (`sft`), with the loss on what the model is to say and nowhere else:
+Two layouts of supervised fine-tuning records (`sft`), with loss only on the model's replies:
 
     {"prompt": P, "completion": C}                     ->  P C                     loss on C
     {"messages": [{"role": R, "content": T}, ...]}     ->  <|R|> newline T, joined by newlines; loss on the T of assistant messages
 
-The role markers are plain text, so any tokenizer can write them. An EOS token follows each text with loss, and counts: the model learns
-to stop.
+The role markers are plain text, so any tokenizer can encode them. An EOS token with loss follows each text with loss: the model learns to
+stop.
+
+Held-out sets are drawn by a hash of the document's text, the same on every machine and in every order of files. Equal documents are always
+in the same set, so no copy of a held-out document is trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.configs.errors import unknown_name
+from ridgeline.configs.errors import UserError, unknown_name
 
 ROLES = ("system", "user", "assistant", "tool")
+TRAIN = "train"
+"""The set of all documents that are not held out."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record is: `file:line` (`file:row` in tables), or just the file.
+    """Location of a record: `file:line` (`file:row` in tables), or the file.
 
-    `number` counts from 1, after the newlines of the first `skipped_bytes` of the file; those are counted only when somebody asks.
+    `number` counts from 1, after the newlines in the first `skipped_bytes` of the file; those are counted only when it is printed.
     """
 
     path: Path
@@ -40,16 +48,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Document:
-    """One document. `loss_spans` are character ranges of `text` on which the loss counts; None means everywhere."""
+    """One document. `loss_spans` are the character ranges of `text` with loss; None: all of it."""
 
     text: str
     source: Place
     loss_spans: tuple[tuple[int, int], ...] | None = None
 
     def segments(self) -> list[tuple[str, bool]]:
-        """Cut the text at the edges of its loss spans: (text, whether the loss counts), none empty.
+        """Split the text at the ends of its loss spans: (text, whether it has loss), none empty.
 
-        Segments are tokenized one by one, so no token lies on both sides of an edge.
+        Segments are tokenized one by one, so no token crosses an end.
         """
         if self.loss_spans is None:
             return [(self.text, True)] if self.text else []
@@ -64,7 +72,7 @@ class Document:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that was left out: where it is (`file:line`) and why."""
+    """A record that was skipped: its location (`file:line`) and the reason."""
 
     source: Place
     reason: str
@@ -72,14 +80,14 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class RecordFields:
-    """Which fields of a record make its document: one text field, or the fine-tuning layouts."""
+    """Which fields of a record become its document: one text field, or the fine-tuning layouts."""
 
     text: str = "text"
     sft: bool = False
 
 
 def document_from_text(text: str, source: Place, loss_spans: tuple[tuple[int, int], ...] | None = None) -> Document | BadRecord:
-    """Build a document, refusing text that has no UTF-8 form (JSON escapes can spell lone surrogates)."""
+    """Return a document, or a BadRecord for text without a UTF-8 form (JSON escapes can encode lone surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -88,7 +96,7 @@ def document_from_text(text: str, source: Place, loss_spans: tuple[tuple[int, in
 
 
 def document_from_bytes(data: bytes, source: Place) -> Document | BadRecord:
-    """Build a document from the bytes of a text file or line."""
+    """Return the document of the bytes of a text file or line."""
     try:
         return Document(data.decode(), source)
     except UnicodeDecodeError as error:
@@ -96,9 +104,9 @@ def document_from_bytes(data: bytes, source: Place) -> Document | BadRecord:
 
 
 def document_from_record(record: Any, fields: RecordFields, source: Place) -> Document | BadRecord:
-    """Build the document of a record, or say what is wrong with it."""
+    """Return the document of a record, or a BadRecord with the reason."""
     if not isinstance(record, Mapping):
-        return BadRecord(source, f"not an object but {_type_name(record)}")
+        return BadRecord(source, f"expected a JSON object, got {_type_name(record)}")
     if not fields.sft:
         return _from_text_field(record, fields.text, source)
     if "messages" in record:
@@ -167,3 +175,36 @@ def _count_newlines(path: Path, end: int) -> int:
             count += block.count(b"\n")
             end -= len(block)
     return count
+
+
+def parse_holdouts(texts: Sequence[str]) -> dict[str, float]:
+    """Parse `name=fraction` settings. Raises UserError for a malformed one, a repeated name, or nothing left to train on."""
+    holdouts: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not value:
+            raise UserError(f"holdout '{text}': expected NAME=FRACTION, such as validation=0.05")
+        if name == TRAIN or name in holdouts:
+            raise UserError(f"holdout '{text}': the name '{name}' is already taken")
+        try:
+            fraction = float(value)
+        except ValueError:
+            fraction = math.nan
+        if not 0 < fraction < 1:
+            raise UserError(f"holdout '{text}': the fraction must be between 0 and 1")
+        holdouts[name] = fraction
+    if sum(holdouts.values()) >= 1:
+        raise UserError(f"holdouts leave nothing to train on: their fractions sum to {sum(holdouts.values()):g}")
+    return holdouts
+
+
+def set_of(text: str, holdouts: Mapping[str, float]) -> str:
+    """Return the name of a document's set: `train` or a holdout, by the hash of its text, in proportion to the fractions."""
+    if not holdouts:
+        return TRAIN
+    draw = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
+    for name, fraction in holdouts.items():
+        draw -= fraction
+        if draw < 0:
+            return name
+    return TRAIN

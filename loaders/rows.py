@@ -1,10 +1,10 @@
-"""From windows of the token stream to the rows a step takes.
+"""The rows of a batch, from windows of a corpus's tokens.
 
-Row i of a corpus covers stream tokens [i*T, i*T + T): inputs, and targets one further. Documents are cut where a row ends and go on in
-the next one; nothing is dropped, every token is a target once per epoch, and only the very last row may be padded. In a corpus packed
-ahead of time a row is one packed row, and no document is cut.
+Row i of a corpus has the tokens [i*T, i*T + T) as inputs, and the tokens one further as targets. Documents are split at the end of a row
+and continue in the next one: nothing is dropped, every token is a target once per epoch, and only the last row may be padded. In a packed
+corpus a row is one packed row, and no document is split.
 
-N rows, T tokens per row.
+Legend: N rows, T tokens per row.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.format import TokenReader, Windows
 from ridgeline.loaders.manifest import Manifest, read_manifest
+from ridgeline.loaders.token_reader import TokenReader, Windows
 
 Rows = dict[str, np.ndarray]
 """tokens, targets, positions, segment_ids (int32) and weights (float32), each [N, T]."""
@@ -31,7 +31,7 @@ class RowSource:
         if packed is not None and packed != seq_len:
             raise UserError(f"{directory} is packed in rows of {packed} tokens: set data.seq_len={packed} (it is {seq_len})")
         if packed is not None and not document_masking:
-            raise UserError(f"{directory} is packed in rows of whole documents, which data.document_masking=false would ignore")
+            raise UserError(f"{directory} is packed in rows of whole documents: data.document_masking=false is not supported")
         self.reader = TokenReader(directory, self.manifest)
         length = self.manifest.stream_length
         self.num_rows = length // packed if packed is not None else -(-(length - 1) // seq_len)
@@ -44,7 +44,7 @@ class RowSource:
             windows = _with_padded_target(windows)
         vocab = self.manifest.tokenizer.vocab_size
         if int(windows.ids.max(initial=0)) >= vocab:
-            raise UserError(f"{self.directory} holds token id {int(windows.ids.max())}, its tokenizer has {vocab}")
+            raise UserError(f"{self.directory} has token id {int(windows.ids.max())}; its tokenizer has {vocab} ids")
         return rows_of(windows, self.document_masking)
 
 
@@ -60,10 +60,10 @@ def _with_padded_target(windows: Windows) -> Windows:
 
 
 def rows_of(windows: Windows, document_masking: bool) -> Rows:
-    """Turn windows of T + 1 tokens into rows.
+    """Return the rows of windows of T + 1 tokens.
 
-    Segments count the documents of a row from 1, padding is segment 0; positions restart with each segment. A target counts unless it
-    is the first token of another document, padding, or masked out; with `document_masking` off a row is one segment.
+    Segments number the documents of a row from 1; padding is segment 0. Positions restart in each segment. A target has weight 0 when it
+    is the first token of another document, padding, or masked; without `document_masking` a row is one segment.
     """
     ids, starts = windows.ids, windows.starts
     N, T = ids.shape[0], ids.shape[1] - 1

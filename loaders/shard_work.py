@@ -1,4 +1,4 @@
-"""Making one shard: read its units, tokenize, write one token file per set. Runs in a worker process."""
+"""Make one shard: read its units, tokenize, write one token file per set. Runs in a worker process."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from typing import Any
 import numpy as np
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.format import TokenWriter
-from ridgeline.loaders.holdout import set_of
 from ridgeline.loaders.inputs import Unit
 from ridgeline.loaders.manifest import ShardInfo
 from ridgeline.loaders.prepare_state import SHARD_SUFFIX
 from ridgeline.loaders.readers import read_unit
-from ridgeline.loaders.records import BadRecord, Document, RecordFields
+from ridgeline.loaders.records import BadRecord, Document, RecordFields, set_of
+from ridgeline.loaders.token_writer import TokenWriter
 from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
 
 BATCH_DOCUMENTS = 256
 BATCH_CHARACTERS = 1 << 20
-"""Documents are tokenized together until one of these is reached."""
+"""Documents are tokenized in batches of up to this many documents or characters."""
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to make. Everything here but the paths decides its bytes."""
+    """One shard to make. Its bytes depend on everything here except the paths."""
 
     index: int
     units: tuple[Unit, ...]
     sets: Mapping[str, Path]
-    """Set name to the corpus directory that holds it."""
+    """Set name -> its corpus directory."""
     holdouts: Mapping[str, float]
     fields: RecordFields
     tokenizer: tuple[Path, str]
@@ -46,12 +45,12 @@ class ShardTask:
     pack_length: int | None
     gzip_baseline: bool
     work: Path
-    """Directory of partial files and of finished shards' results."""
+    """Directory of partial files and of the results of finished shards."""
 
 
 @dataclass(frozen=True)
 class SetShard:
-    """A set's share of a shard; `info` is None when no document fell to it."""
+    """The part of a shard that belongs to one set; `info` is None when it has no document."""
 
     info: ShardInfo | None
     documents: int
@@ -61,7 +60,7 @@ class SetShard:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What a finished shard holds; kept on disk, so that a later run can take the shard over."""
+    """Content of a finished shard; stored, so that a later run can keep the shard."""
 
     index: int
     sets: dict[str, SetShard]
@@ -69,7 +68,7 @@ class ShardResult:
     """Bad records in order: (place, reason)."""
     empty_documents: int
     kept: bool = False
-    """Whether an earlier run made it."""
+    """Whether it was made by an earlier run."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ Send = Callable[[Advance], None]
 
 
 def make_shard(task: ShardTask, send: Send) -> ShardResult:
-    """Make a shard, or take over what an earlier run finished after checking its checksum."""
+    """Make a shard, or keep the one of an earlier run after verifying its checksum."""
     kept = _finished_result(task)
     if kept is not None:
         tokens = sum(part.info.tokens for part in kept.sets.values() if part.info)
@@ -106,7 +105,7 @@ def make_shard(task: ShardTask, send: Send) -> ShardResult:
 
 
 class _Shard:
-    """A shard in the making."""
+    """A shard being written."""
 
     def __init__(self, task: ShardTask, partial: Path, send: Send) -> None:
         self.task, self.partial, self.send = task, partial, send
@@ -176,18 +175,20 @@ class _Shard:
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Turn a failing write into a UserError. ArrayRecord reports a full disk as RuntimeError or ValueError."""
+    """Raise UserError for a failed write. ArrayRecord raises RuntimeError or ValueError when the disk is full."""
     try:
         yield
     except UserError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join((getattr(error, "strerror", None) or str(error)).split()).partition("; writing ")[0]  # it repeats the path
+        reason = " ".join((getattr(error, "strerror", None) or str(error)).split()).partition("; writing ")[
+            0
+        ]  # the library repeats the path
         raise UserError(reason if reason.startswith("cannot write") else f"cannot write {directory}: {reason}") from error
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield per document its ids, int32 [n] with BOS and EOS, and which of them the loss counts, bool [n] (None: all).
+    """Yield per document its ids, int32 [n] with BOS and EOS, and its loss mask, bool [n], True where the token counts (None: all).
 
     In a document with loss spans each span is followed by an EOS that counts: the model learns to stop. BOS never counts.
     """
@@ -207,7 +208,7 @@ def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Iterato
 
 
 def gzip9_size_bytes(data: bytes) -> int:
-    """Size of the file that `gzip -9 -n` makes of `data`: 10 bytes of header, deflate at level 9, 8 bytes of trailer."""
+    """Return the size of `data` compressed with `gzip -9 -n`: 10 bytes of header, deflate at level 9, 8 bytes of trailer."""
     return len(gzip.compress(data, 9, mtime=0))
 
 
@@ -217,12 +218,12 @@ def _load_tokenizer(directory: Path, kind: str) -> Tokenizer:
 
 
 def result_path(work: Path, index: int) -> Path:
-    """Where the result of a finished shard is kept."""
+    """Return the path of the result of a finished shard."""
     return work / f"finished-{index:05d}.json"
 
 
 def read_result(path: Path) -> ShardResult | None:
-    """Read a finished shard's result; None when there is none or it is damaged."""
+    """Read the result of a finished shard; None when it is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         sets = {

@@ -1,4 +1,7 @@
-"""Reading token shards: any window of a corpus's stream, every record checked."""
+"""Reading token shards: any window of a corpus's tokens, with every record verified.
+
+Legend: N windows, W tokens per window.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from ridgeline.loaders.manifest import MANIFEST_NAME, CorpusError, Manifest, ShardInfo
-from ridgeline.loaders.record_codec import TokenRecord, decode_record, edge_crc32
+from ridgeline.loaders.token_record import TokenRecord, decode_record, edge_crc32
 
 READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 READER_BUFFER_BYTES = 32768
@@ -23,7 +26,7 @@ class Shard:
     """One open shard. Safe to use from several threads."""
 
     def __init__(self, directory: Path, info: ShardInfo, manifest: Manifest) -> None:
-        """Open the file and check that it is the one the manifest lists. Raises CorpusError."""
+        """Open the file and check that it is the one listed in the manifest. Raises CorpusError."""
         self.path, self.info = Path(directory) / info.name, info
         self._vocab_size, self._size, self._packed = manifest.tokenizer.vocab_size, manifest.record_tokens, manifest.pack_length is not None
         check_size(self.path, info)
@@ -33,12 +36,12 @@ class Shard:
         except Exception as error:  # the library raises RuntimeError or ValueError, by version
             raise CorpusError(f"damaged shard: {self.path} cannot be opened ({_one_line(error)})") from error
         if records != info.records:
-            raise CorpusError(f"damaged shard: {self.path} has {records} records, the manifest says {info.records}")
+            raise CorpusError(f"damaged shard: {self.path} has {records} records; the manifest lists {info.records}")
         if edge_crc32(*self._read_bytes([0]), *self._read_bytes([records - 1])) != info.edge_crc32:
-            raise CorpusError(f"foreign shard: {self.path} is not the file the manifest lists (its first or last record differs)")
+            raise CorpusError(f"wrong shard: {self.path} is not the file listed in the manifest (its first or last record differs)")
 
     def read(self, records: list[int]) -> list[TokenRecord]:
-        """Read records by number, checking each. Raises CorpusError naming file and record."""
+        """Read and verify records by number. Raises CorpusError naming file and record."""
         return [self._decode(index, data) for index, data in zip(records, self._read_bytes(records), strict=True)]
 
     def close(self) -> None:
@@ -52,23 +55,23 @@ class Shard:
             raise CorpusError(f"damaged record {index} of {self.path}: {error}") from error
         moved = not self._packed and record.first_token != index * self._size
         if moved or record.vocab_size != self._vocab_size:
-            raise CorpusError(f"foreign record {index} of {self.path}: it belongs to another corpus or another place")
+            raise CorpusError(f"wrong record {index} of {self.path}: it belongs to another corpus or another position")
         expected = self._size if self._packed else min(self._size, self.info.tokens - index * self._size)
         if len(record.tokens) > expected or (len(record.tokens) < expected and not self._packed):
-            raise CorpusError(f"foreign record {index} of {self.path}: it holds {len(record.tokens)} tokens, not {expected}")
+            raise CorpusError(f"wrong record {index} of {self.path}: it has {len(record.tokens)} tokens, expected {expected}")
         return record
 
     def _read_bytes(self, records: list[int]) -> list[bytes]:
         try:
             found: list[bytes] = self._reader.read(records)
         except Exception as error:
-            self._name_the_bad_record(records, error)
+            self._raise_for_first_bad(records, error)
         if len(found) != len(records):
-            raise CorpusError(f"damaged shard: {self.path} gave {len(found)} of {len(records)} records asked for")
+            raise CorpusError(f"damaged shard: {self.path} returned {len(found)} of {len(records)} requested records")
         return found
 
-    def _name_the_bad_record(self, records: list[int], error: Exception) -> NoReturn:
-        """Find which of several records cannot be read; the library's message does not say."""
+    def _raise_for_first_bad(self, records: list[int], error: Exception) -> NoReturn:
+        """Raise CorpusError for the first record that cannot be read; the library's message does not name it."""
         for index in records if len(records) > 1 else []:
             self._read_bytes([index])
         raise CorpusError(f"damaged record {records[0]} of {self.path}: {_one_line(error)}") from error
@@ -76,26 +79,26 @@ class Shard:
 
 @dataclass(frozen=True)
 class Windows:
-    """N windows of W tokens of a corpus's stream. What lies past the end of the stream is padding."""
+    """Windows of a corpus's tokens; positions past the end are padding."""
 
     ids: np.ndarray
     """int32 [N, W], 0 on padding."""
     starts: np.ndarray
-    """bool [N, W]: a document or padding starts here."""
+    """bool [N, W]: True where a document or padding starts."""
     padding: np.ndarray | None
-    """bool [N, W]; None where there is none."""
+    """bool [N, W]; None: there is no padding."""
     mask: np.ndarray | None
-    """bool [N, W]: the token counts as a target; None: all do."""
+    """bool [N, W]: True where the token counts as a target; None: everywhere."""
 
 
 class TokenReader:
-    """Reads windows of a corpus's stream: its shards one after another, packed rows with their padding.
+    """Reads windows of a corpus: the tokens of its shards one after another, packed rows with their padding.
 
-    Safe to use from several threads. Picklable: shards are opened at their first use, in worker processes too.
+    Safe to use from several threads. Picklable: shards are opened on first use, also in worker processes.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, *, verify: bool = False) -> None:
-        """Look for every shard and its size (and with `verify` for its sha256). Raises CorpusError naming the file."""
+        """Check the size of every shard (with `verify` also its sha256). Raises CorpusError naming the file."""
         self.directory, self.manifest = Path(directory), manifest
         self._bases = np.concatenate([[0], np.cumsum([manifest.shard_length(shard) for shard in manifest.shards], dtype=np.int64)])
         self._shards: list[Shard | None] = [None] * len(manifest.shards)
@@ -112,7 +115,7 @@ class TokenReader:
         self.__init__(**state)  # type: ignore[misc]
 
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> Windows:
-        """Read the windows [start, start + length) with one call per shard; of a packed corpus, parts of single rows.
+        """Read the windows [start, start + length) with one call per shard. In a packed corpus a window must not cross rows.
 
         Raises CorpusError naming file and record.
         """
@@ -126,13 +129,13 @@ class TokenReader:
         for shard, numbers in wanted.items():
             order = sorted(numbers)
             records.update(zip([(shard, number) for number in order], self._shard(shard).read(order), strict=True))
-        windows = _Building(len(starts), length)
+        windows = _WindowBuffer(len(starts), length)
         for piece in pieces:
             windows.put(piece, records[piece.shard, piece.record])
         return windows.finish()
 
     def close(self) -> None:
-        """Close the shards that were opened."""
+        """Close the open shards."""
         with self._lock:
             for shard in self._shards:
                 if shard is not None:
@@ -147,7 +150,7 @@ class TokenReader:
             return shard
 
     def _pieces(self, row: int, start: int, length: int) -> Iterator[_Piece]:
-        """Cut a window at the ends of records and shards."""
+        """Split a window at the ends of records and shards."""
         size, place = self.manifest.record_tokens, 0
         stop = min(length, int(self._bases[-1]) - start)
         shard = int(np.searchsorted(self._bases, start, side="right")) - 1
@@ -161,7 +164,7 @@ class TokenReader:
 
 
 class _Piece(NamedTuple):
-    """Tokens [begin, end) of a record, at `place` of window `row`."""
+    """Tokens [begin, end) of a record, at position `place` of window `row`."""
 
     row: int
     place: int
@@ -171,7 +174,7 @@ class _Piece(NamedTuple):
     end: int
 
 
-class _Building:
+class _WindowBuffer:
     """Windows being filled."""
 
     def __init__(self, rows: int, length: int) -> None:
@@ -181,7 +184,7 @@ class _Building:
         self._filled = np.zeros(rows, np.int64)
 
     def put(self, piece: _Piece, record: TokenRecord) -> None:
-        """Copy a piece; a packed record may end before the piece does, the rest is padding."""
+        """Copy a piece; where a packed record ends before the piece, the rest is padding."""
         end = min(piece.end, len(record.tokens))
         place = slice(piece.place, piece.place + end - piece.begin)
         self._ids[piece.row, place] = record.tokens[piece.begin : end]
@@ -194,7 +197,7 @@ class _Building:
         self._filled[piece.row] = place.stop
 
     def finish(self) -> Windows:
-        """Mark the padding."""
+        """Return the windows with their padding marked."""
         length = self._ids.shape[1]
         short = np.flatnonzero(self._filled < length)
         padding = None
@@ -205,7 +208,7 @@ class _Building:
 
 
 def check_size(path: Path, info: ShardInfo) -> None:
-    """Raise CorpusError when the shard is missing or has another size than the manifest says."""
+    """Raise CorpusError when the shard is missing or its size differs from the manifest."""
     try:
         size = path.stat().st_size
     except FileNotFoundError as error:
@@ -213,7 +216,7 @@ def check_size(path: Path, info: ShardInfo) -> None:
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror}") from error
     if size != info.bytes:
-        raise CorpusError(f"damaged shard: {path} has {size} bytes, the manifest says {info.bytes}")
+        raise CorpusError(f"damaged shard: {path} has {size} bytes; the manifest lists {info.bytes}")
 
 
 def verify_shards(directory: Path, manifest: Manifest) -> None:

@@ -1,7 +1,7 @@
-"""Tokenizers behind one small interface, and the registry of their kinds.
+"""Tokenizers with one interface, and the registry of their kinds.
 
-Text is always encoded as plain text: a document that happens to contain the characters `<|endoftext|>` never yields the special token.
-BOS and EOS are added by whoever writes documents, never by `encode_batch`.
+Text is always encoded as plain text: the characters `<|endoftext|>` in a document never become the special token.
+The code that writes documents adds BOS and EOS; `encode_batch` does not.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from ridgeline.configs.errors import UserError, nearest, unknown_name
 
 BOS_NAMES = ("<|bos|>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[BOS]")
-"""Special tokens taken as BOS when the tokenizer's files do not say which it is."""
+"""Special tokens used as BOS when the tokenizer's files do not define one."""
 EOS_NAMES = ("<|eos|>", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]")
-"""Special tokens taken as EOS when the tokenizer's files do not say which it is."""
+"""Special tokens used as EOS when the tokenizer's files do not define one."""
 
 
 class Tokenizer(abc.ABC):
@@ -31,24 +31,24 @@ class Tokenizer(abc.ABC):
     bos_id: int
     eos_id: int
     sha256: str
-    """Over what decides the ids (vocabulary, merges, pattern, BOS, EOS), so two files that differ only in formatting are equal."""
+    """Of everything that determines the ids (vocabulary, merges, pattern, BOS, EOS): files that differ only in formatting are equal."""
 
     @classmethod
     @abc.abstractmethod
     def find(cls, path: Path) -> Path | None:
-        """Return the file of this kind that `path` is, or (for a directory) holds."""
+        """Return `path` if it is a file of this kind, or the file of this kind in the directory `path`; else None."""
 
     @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts as plain text: no BOS or EOS added, special tokens spelt out in the text are not recognised."""
+        """Encode texts as plain text: without BOS and EOS, and without recognizing special tokens in the text."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids; special tokens vanish, invalid UTF-8 becomes U+FFFD."""
+        """Decode ids; special tokens are dropped, invalid UTF-8 becomes U+FFFD."""
 
     @abc.abstractmethod
     def save_copy(self, directory: Path) -> Path:
-        """Write what `load_tokenizer(directory, kind)` needs to give this tokenizer again; returns the main file."""
+        """Write the files that `load_tokenizer(directory, kind)` needs for this tokenizer; return the main file."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -76,7 +76,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` of the `tokenizers` library. BOS and EOS: from tokenizer_config.json beside it, else by their usual names."""
+    """A `tokenizer.json` of the `tokenizers` library. BOS and EOS: from tokenizer_config.json in its directory, else by usual names."""
 
     kind = "huggingface"
 
@@ -89,7 +89,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
-        # The file may carry the truncation and padding of whoever saved it: they would silently cut or fill documents.
+        # The file may contain truncation and padding settings, which would silently truncate or pad documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -101,7 +101,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_token = _special("EOS", path, vocabulary, configured.get("eos_token"), EOS_NAMES)
         self.bos_token = _special("BOS", path, vocabulary, configured.get("bos_token"), BOS_NAMES)
         if self.eos_token is None:
-            raise UserError(f"{path}: no EOS token; name it as 'eos_token' in {path.parent / 'tokenizer_config.json'}")
+            raise UserError(f"{path}: no EOS token; set 'eos_token' in {path.parent / 'tokenizer_config.json'}")
         self.eos_id = vocabulary[self.eos_token]
         self.bos_id = self.eos_id if self.bos_token is None else vocabulary[self.bos_token]
         self.sha256 = _digest({"content": content, "bos": self.bos_id, "eos": self.eos_id})
@@ -125,7 +125,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model` file. What its normaliser drops (extra spaces, say) does not round-trip."""
+    """A SentencePiece `.model` file. Text that its normalizer drops (such as extra spaces) does not round-trip."""
 
     kind = "sentencepiece"
 
@@ -135,7 +135,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._proto = _read_bytes(path)
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._proto)
-        except Exception as error:  # RuntimeError or worse, by version
+        except Exception as error:  # RuntimeError or another, by version
             raise UserError(f"{path}: not a SentencePiece model ({error})") from error
         self.vocab_size = self._processor.vocab_size()
         self.eos_id = self._processor.eos_id()
@@ -163,7 +163,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A `.tiktoken` ranks file. Its split pattern and special tokens come from `FILE.json` beside it
+    """A `.tiktoken` ranks file. Its split pattern and special tokens come from `FILE.json` in the same directory
     ({"pattern": ..., "special_tokens": {name: id}}), or from tiktoken's own definitions for OpenAI's file names."""
 
     kind = "tiktoken"
@@ -183,7 +183,7 @@ class TiktokenTokenizer(Tokenizer):
                 path.stem, pat_str=self._definition["pattern"], mergeable_ranks=ranks, special_tokens=special_tokens
             )
         except Exception as error:  # ValueError for a bad pattern; a Rust panic for broken ranks
-            raise UserError(f"{path}: tiktoken refuses the ranks or the pattern ({error})") from error
+            raise UserError(f"{path}: tiktoken rejects the ranks or the pattern ({error})") from error
         self._ranks = ranks
         eos = next((name for name in EOS_NAMES if name in special_tokens), None)
         bos = next((name for name in BOS_NAMES if name in special_tokens), None)
@@ -203,7 +203,7 @@ class TiktokenTokenizer(Tokenizer):
             return _openai_definition(path.stem, ranks)
         if not sidecar.exists():
             raise UserError(
-                f"{path}: its pattern and special tokens are unknown; write {sidecar} with "
+                f"{path}: pattern and special tokens are unknown; write {sidecar} with "
                 '{"pattern": ..., "special_tokens": {"<|endoftext|>": ID}}'
             )
         try:
@@ -237,13 +237,13 @@ class TiktokenTokenizer(Tokenizer):
 KINDS: dict[str, type[Tokenizer]] = {
     cls.kind: cls for cls in (ByteTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, SentencePieceTokenizer)
 }
-"""The registry. In a directory that holds several (as Llama 2's does) the first found in this order is taken."""
+"""Kind -> class. In a directory with files of several kinds (such as Llama 2's) the first in this order is used."""
 
 
 def load_tokenizer(spec: str | Path, kind: str | None = None) -> Tokenizer:
-    """Load a tokenizer from the word `bytes`, a file, or a directory holding one.
+    """Load a tokenizer: the word `bytes`, a file, or a directory with one.
 
-    The kind follows from the name (tokenizer.json, *.model, *.tiktoken) unless given.
+    Without `kind`, the kind follows from the name (tokenizer.json, *.model, *.tiktoken).
     Raises UserError for a missing or unreadable file, an unknown kind, or a tokenizer without EOS.
     """
     if kind is not None and kind not in KINDS:
@@ -260,8 +260,8 @@ def load_tokenizer(spec: str | Path, kind: str | None = None) -> Tokenizer:
         found = path if kind is not None and path.is_file() else cls.find(path)
         if found is not None:
             return cls(found)  # type: ignore[call-arg]
-    place = "no tokenizer in directory" if path.is_dir() else "cannot tell the tokenizer kind of"
-    raise UserError(f"{place} {path} (looked for: tokenizer.json, *.tiktoken, *.model; or the word 'bytes')")
+    place = "no tokenizer in directory" if path.is_dir() else "unknown tokenizer kind:"
+    raise UserError(f"{place} {path} (allowed: tokenizer.json, *.tiktoken, *.model, or the word 'bytes')")
 
 
 def _pick(path: Path, matches: Any) -> Path | None:
@@ -270,7 +270,7 @@ def _pick(path: Path, matches: Any) -> Path | None:
         return path if matches(path.name) else None
     found = sorted(child for child in path.iterdir() if child.is_file() and matches(child.name))
     if len(found) > 1:
-        raise UserError(f"{path}: several tokenizer files ({', '.join(child.name for child in found)}); name one")
+        raise UserError(f"{path}: several tokenizer files ({', '.join(child.name for child in found)}); choose one of them")
     return found[0] if found else None
 
 
@@ -281,7 +281,7 @@ def _special(role: str, path: Path, vocabulary: dict[str, int], configured: str 
 
 
 def _configured_special_tokens(path: Path) -> dict[str, str]:
-    """Read bos_token and eos_token from the files that Hugging Face keeps beside tokenizer.json."""
+    """Read bos_token and eos_token from the Hugging Face files in the directory of tokenizer.json."""
     names: dict[str, str] = {}
     for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
         beside = path.with_name(file_name)
@@ -293,7 +293,7 @@ def _configured_special_tokens(path: Path) -> dict[str, str]:
             raise UserError(f"{beside}: not JSON ({error})") from error
         for role in ("bos_token", "eos_token"):
             value = content.get(role)
-            value = value.get("content") if isinstance(value, dict) else value  # older files hold an AddedToken object
+            value = value.get("content") if isinstance(value, dict) else value  # older files have an AddedToken object
             if isinstance(value, str):
                 names[role] = value
     return names
@@ -316,7 +316,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _openai_definition(name: str, ranks: dict[bytes, int]) -> dict[str, Any]:
-    """Take pattern and special tokens from the installed tiktoken, with its loader, which would use the network, answering `ranks`."""
+    """Return pattern and special tokens of the installed tiktoken; its loader, which would use the network, returns `ranks`."""
     from tiktoken_ext import openai_public
 
     constructor = openai_public.ENCODING_CONSTRUCTORS[name]

@@ -1,12 +1,11 @@
 """Train a byte-level BPE tokenizer on the training part of an input.
 
-Any text round-trips exactly: all 256 bytes are in the vocabulary, nothing is normalised, no space is added.
+Any text round-trips exactly: all 256 bytes are in the vocabulary, nothing is normalized, no space is added.
 The same input and settings give the same file on any machine and with any number of threads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -16,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.holdout import TRAIN, set_of
 from ridgeline.loaders.inputs import InputOptions, Listing, list_inputs
+from ridgeline.loaders.manifest import write_atomically
 from ridgeline.loaders.readers import read_unit
-from ridgeline.loaders.records import BadRecord, RecordFields
+from ridgeline.loaders.records import TRAIN, BadRecord, RecordFields, set_of
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 SPLIT_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+ *|\s+(?!\S)|\s+"
 """No merge crosses these pieces: a word with the character before it, up to three digits, punctuation, line breaks with the
-indentation after them (which code is full of), other spaces."""
+indentation after them (frequent in code), other spaces."""
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What decides the trained tokenizer."""
+    """The settings that determine the trained tokenizer."""
 
     inputs: tuple[Path, ...]
     output: Path
@@ -40,13 +39,13 @@ class TokenizerSettings:
     fields: RecordFields = field(default_factory=RecordFields)
     holdouts: Mapping[str, float] = field(default_factory=dict)
     max_bytes: int | None = None
-    """Stop reading after this much text; None reads everything."""
+    """Stop reading after this many bytes of text; None: read everything."""
     max_bad: int = 100
 
 
 @dataclass
 class TrainedTokenizer:
-    """What came of it. `reused` when the file was already there, made with the same settings from the same input."""
+    """Result of the training. `reused`: the file existed already, made with the same settings from the same input."""
 
     path: Path
     vocab_size: int
@@ -58,14 +57,14 @@ class TrainedTokenizer:
 
 
 def train_tokenizer(settings: TokenizerSettings, overwrite: bool = False) -> TrainedTokenizer:
-    """Train and write `settings.output` (a tokenizer.json) and its settings beside it.
+    """Train a tokenizer; write `settings.output` (a tokenizer.json), and its settings in a file next to it.
 
-    Raises UserError for a missing or empty input, too many bad records, a vocabulary too small, and an output made with other settings
-    (unless `overwrite`).
+    Raises UserError for a missing or empty input, too many bad records, a vocabulary that is too small, and an output made with other
+    settings (unless `overwrite`).
     """
     if settings.vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
-            f"vocab size {settings.vocab_size} is too small (256 bytes and {len(SPECIAL_TOKENS)} special tokens need {SMALLEST_VOCABULARY})"
+            f"vocab size {settings.vocab_size} is too small; the least is {SMALLEST_VOCABULARY} (256 bytes, {len(SPECIAL_TOKENS)} special)"
         )
     if settings.output.suffix != ".json":
         raise UserError(f"output {settings.output} must end in .json")
@@ -88,7 +87,7 @@ def train_tokenizer(settings: TokenizerSettings, overwrite: bool = False) -> Tra
 
 
 class _TrainingText:
-    """The training documents as an iterator of strings, with counts."""
+    """Iterator over the texts of the training documents, with counts."""
 
     def __init__(self, settings: TokenizerSettings, listing: Listing) -> None:
         self._settings, self._listing = settings, listing
@@ -144,7 +143,7 @@ def _identity(settings: TokenizerSettings, listing: Listing) -> dict[str, Any]:
 
 
 def _finished(output: Path, sidecar: Path, identity: dict[str, Any], overwrite: bool) -> dict[str, int] | None:
-    """Return the counts of an output that is already what is asked for; refuse to overwrite anything else."""
+    """Return the counts of an output made with the same settings, None when there is no output. Raises UserError for any other."""
     if overwrite or not output.exists():
         return None
     try:
@@ -153,15 +152,15 @@ def _finished(output: Path, sidecar: Path, identity: dict[str, Any], overwrite: 
     except (OSError, ValueError, KeyError):
         made_here = False
     if not made_here:
-        raise UserError(f"{output} exists and was not made by this command; choose another --output or give --overwrite")
+        raise UserError(f"{output} exists and was not made by this command; choose another --output or add --overwrite")
     for part in ("settings", "input"):
         if earlier[part] != identity[part]:
-            raise UserError(f"{output} was trained with another {part}; choose another --output or give --overwrite")
+            raise UserError(f"{output} was trained with other {part}; choose another --output or add --overwrite")
     return earlier["result"]
 
 
 def _make_writable(directory: Path) -> None:
-    """Find out before the work, not after it, that the result cannot be written."""
+    """Create the directory. Raises UserError before the work, not after it, when the result cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -171,13 +170,9 @@ def _make_writable(directory: Path) -> None:
 
 
 def _write(path: Path, content: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
+        write_atomically(path, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 

@@ -1,7 +1,7 @@
-"""A small pool of worker processes that never outlives its parent.
+"""A pool of worker processes that exit when their parent does.
 
-Processes are started by spawn, so nothing of the parent (threads, JAX, locks) is inherited. Each gets one task at a time over its own pipe
-and sends messages back; a worker whose parent vanished, even by SIGKILL, ends itself, so that no orphan writes into a resumed run.
+Processes are spawned, so they inherit nothing of the parent (threads, JAX, locks). Each receives one task at a time over its own pipe and
+sends messages back. A worker exits when its parent has exited, even by SIGKILL, so that no orphan writes into a resumed run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ridgeline.configs.errors import UserError
 
 Send = Callable[[Any], None]
 Work = Callable[[Any, Send], Any]
-"""(task, send) -> result. Must be importable by name; `send` passes messages to the parent while the task runs."""
+"""(task, send) -> result. Must be importable by name; `send` sends messages to the parent while the task runs."""
 
 
 def run_tasks(
@@ -31,9 +31,9 @@ def run_tasks(
     on_wait: Callable[[], None] = lambda: None,
     wait_s: float = 0.2,
 ) -> None:
-    """Run `work` on every task in `workers` processes; `on_result(task, result)` is called here as tasks finish, in any order.
+    """Run `work` on every task in `workers` processes; `on_result(task, result)` is called in this process as tasks finish, in any order.
 
-    A UserError in a task is raised here; all workers are gone when this returns or raises.
+    A UserError in a task is raised here. All workers have exited when this returns or raises.
     `on_wait` is called at least every `wait_s` seconds.
     """
     context = multiprocessing.get_context("spawn")
@@ -75,7 +75,7 @@ def _receive(
         processes[connection].join()
         code = processes[connection].exitcode
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        raise UserError(f"a worker process ended unexpectedly ({cause}; out of memory?); the same command continues") from None
+        raise UserError(f"a worker process exited unexpectedly ({cause}; out of memory?); run the same command again to continue") from None
     if kind == "message":
         on_message(payload)
     elif kind == "user_error":
@@ -90,8 +90,8 @@ def _receive(
 
 
 def _serve(work: Work, connection: Connection) -> None:
-    """Body of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the parent decides
+    """Main loop of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent handles it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
@@ -100,18 +100,18 @@ def _serve(work: Work, connection: Connection) -> None:
         except EOFError:
             return
         try:
-            answer = ("result", work(task, lambda message: connection.send(("message", message))))
+            reply = ("result", work(task, lambda message: connection.send(("message", message))))
         except UserError as error:
-            answer = ("user_error", str(error))
+            reply = ("user_error", str(error))
         except Exception:
-            answer = ("bug", traceback.format_exc())
-        connection.send(answer)
+            reply = ("bug", traceback.format_exc())
+        connection.send(reply)
 
 
 def leave_signals_to_parent() -> None:
-    """Make this worker process outlast Ctrl-C and SIGTERM, which reach a whole job at once, but never its parent.
+    """Make this worker process ignore Ctrl-C and SIGTERM, which reach a whole job at once, and exit with its parent.
 
-    The parent decides what they mean: a training run still takes the batches of its last steps from its workers.
+    The parent handles the signals: a training run still needs the batches of its last steps from its workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,35 +1,93 @@
-"""Collectives over each mesh axis, and links between pairs of nodes, as all processes of a job measure them together.
+"""Time collectives alone: over mesh axes, between the devices of this machine, and between pairs of nodes.
 
-All processes run the same list in the same order; each times itself.
+`collective` is the one call that all users time: `ridge bench collectives` (the collectives of a step), `ridge calibrate` (the links inside
+a node) and the preflight probe (each mesh axis and each pair of neighboring nodes). In a run of several processes every process must make
+the same calls in the same order; each process measures its own time.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ridgeline.configs.schema import MeshConfig
-from ridgeline.measure.node import device_memory_bytes, median_time_s
+from ridgeline.measure.device_rates import device_memory_bytes
+from ridgeline.measure.timer import median_s
+from ridgeline.planner.communication import bus_factor
 from ridgeline.sharding.mesh import build_mesh
 
-OPS = ("all-reduce", "all-gather")
+Axes = tuple[str, ...]
+PROBED = ("all-reduce", "all-gather")
+"""The kinds that the preflight measures over each mesh axis."""
+
+
+def collective(kind: str, axes: Axes, full_bytes: int, mesh: Mesh) -> functools.partial[jax.Array]:
+    """Return a call that runs one float32 collective over mesh axes, in all groups of these axes at once. The input is all ones.
+
+    Args:
+      kind: all-gather, reduce-scatter or all-reduce.
+      full_bytes: size of the unsharded tensor on one device, rounded up to a multiple of the group: the output of an all-gather, the input
+        of a reduction.
+    """
+    run, spec = _compiled(kind, axes, mesh)
+    return functools.partial(run, _ones(mesh, spec, _elements(axes, full_bytes, mesh))())
+
+
+def bus_bandwidth(kind: str, axes: Axes, full_bytes: int, mesh: Mesh, seconds: float) -> float:
+    """Return the bytes/s that a link carries in one direction: n/t * 2(p-1)/p for all-reduce, else n/t * (p-1)/p.
+
+    Source: NCCL tests, doc/PERFORMANCE.md.
+    """
+    return 4 * _elements(axes, full_bytes, mesh) * bus_factor(kind, _group(axes, mesh)) / seconds
+
+
+@functools.cache
+def _compiled(kind: str, axes: Axes, mesh: Mesh) -> tuple[Callable[[jax.Array], jax.Array], P]:
+    """Return the jitted collective and the partition spec of its input."""
+    functions: Mapping[str, tuple[Callable[[jax.Array], jax.Array], P, P]] = {
+        "all-gather": (lambda x: jax.lax.all_gather(x, axes, tiled=True), P(axes), P()),
+        "reduce-scatter": (lambda x: jax.lax.psum_scatter(x, axes, tiled=True), P(), P(axes)),
+        "all-reduce": (lambda x: jax.lax.psum(x, axes), P(), P()),
+    }
+    function, before, after = functions[kind]
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)), before
+
+
+@functools.cache
+def _ones(mesh: Mesh, spec: P, elements: int) -> Callable[[], jax.Array]:
+    """Return a compiled function that creates the input on the devices."""
+    return jax.jit(lambda: jnp.ones(elements, jnp.float32), out_shardings=NamedSharding(mesh, spec))
+
+
+def _group(axes: Axes, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _elements(axes: Axes, full_bytes: int, mesh: Mesh) -> int:
+    group = _group(axes, mesh)
+    return max(1, -(-full_bytes // (4 * group))) * group
+
+
+# What the preflight measures, with all processes of the job together.
 
 
 def measurements(mesh_config: Mapping[str, Any] | None, nodes: Sequence[str], quick: bool) -> dict[str, Callable[[], Any]]:
-    """Return what to measure between devices, by name.
+    """Return the measurements between devices by name, in the order in which they must run.
 
     Args:
       mesh_config: a config's mesh section; None: `data` over nodes and `fsdp` inside them.
       nodes: name of each process's node.
 
-    `mesh` gives the axis sizes; `link I` the bytes/s per device of this process's node with its neighbour in round I (null: it rests);
-    `OP AXIS` a list of [bytes, seconds, bus bandwidth in bytes/s], one per size.
+    Results: `mesh` gives the axis sizes; `link I` the bytes/s per device between this process's node and its partner in round I (None when
+    this node has no partner in the round); `KIND AXIS` a list of [bytes, seconds, bus bandwidth in bytes/s], one entry per size.
     """
     by_node = devices_by_node(jax.devices(), nodes)
     steps: dict[str, Callable[[], Any]] = {}
@@ -46,75 +104,59 @@ def measurements(mesh_config: Mapping[str, Any] | None, nodes: Sequence[str], qu
             steps[f"link {shift}"] = functools.partial(pair_rate, by_node, shift, quick)
     for axis, size in config.sizes.items():
         if size != 1:
-            for op in OPS:
-                steps[f"{op} {axis}"] = functools.partial(_all_sizes, made, axis, op, quick)
+            for kind in PROBED:
+                steps[f"{kind} {axis}"] = functools.partial(_all_sizes, made, axis, kind, quick)
     return steps
 
 
 def default_mesh(by_node: Sequence[Sequence[jax.Device]]) -> MeshConfig:
-    """Return `data` over the nodes and `fsdp` over the devices of one; where nodes differ, all devices on `data`."""
+    """Return `data` over the nodes and `fsdp` over the devices of a node. If nodes differ in size, put all devices on `data`."""
     widths = {len(devices) for devices in by_node}
     return MeshConfig(data=len(by_node), fsdp=widths.pop()) if len(widths) == 1 else MeshConfig(data=-1, fsdp=1)
 
 
 def devices_by_node(devices: Sequence[jax.Device], nodes: Sequence[str]) -> list[list[jax.Device]]:
-    """Group devices by the node of their process, in the order of the mesh (by process, then id)."""
+    """Group devices by the node of their process, in mesh order (by process, then id)."""
     groups: dict[str, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
         groups.setdefault(nodes[device.process_index], []).append(device)
     return list(groups.values())
 
 
-def _all_sizes(made: Mapping[str, Mesh], axis: str, op: str, quick: bool) -> list[list[float]]:
+def _all_sizes(made: Mapping[str, Mesh], axis: str, kind: str, quick: bool) -> list[list[float]]:
     mesh = made["mesh"]
     if mesh.shape[axis] == 1:
         return []
-    return [[size, *axis_collective(mesh, axis, op, size, quick)] for size in collective_sizes(quick)]
+    return [[size, *axis_collective(mesh, axis, kind, size, quick)] for size in collective_sizes(quick)]
 
 
 def collective_sizes(quick: bool) -> list[int]:
-    """Return the bytes per device of the collectives measured, smallest first: one for the latency, one for the bandwidth."""
-    device = jax.local_devices()[0]
-    limit = device_memory_bytes(device)
+    """Return the measured sizes in bytes per device, in ascending order: one for the latency, one for the bandwidth."""
+    limit = device_memory_bytes(jax.local_devices()[0])
     if limit is None:
         return [64 << 10, (1 if quick else 4) << 20]
     return [1 << 20, min((64 if quick else 512) << 20, limit // 32)]
 
 
-def axis_collective(mesh: Mesh, axis: str, op: str, size_bytes: int, quick: bool) -> tuple[float, float]:
-    """Time one collective over one mesh axis, all groups of the axis at work at once; return (seconds, bus bandwidth in bytes/s).
+def axis_collective(mesh: Mesh, axis: str, kind: str, size_bytes: int, quick: bool) -> tuple[float, float]:
+    """Time one collective over one mesh axis; return (seconds, bus bandwidth in bytes/s).
 
-    Args:
-      op: all-reduce (each device holds size_bytes) or all-gather (size_bytes is the gathered tensor).
-
-    The bus bandwidth is what a link carries in one direction: n/t * 2(p-1)/p for all-reduce, n/t * (p-1)/p for all-gather (NCCL tests,
-    PERFORMANCE.md). Wrong sums raise ArithmeticError.
+    Raises ArithmeticError when the result is wrong.
     """
-    group = mesh.shape[axis]
-    elements = max(group, size_bytes // 4 // group * group)
-    local = elements if op == "all-reduce" else elements // group
-    everything = P(mesh.axis_names)
-    sharding = NamedSharding(mesh, everything)
-    x = jax.make_array_from_callback((local * mesh.size,), sharding, lambda index: np.ones(local, np.float32))
-
-    def per_device(block: jax.Array) -> jax.Array:
-        return jax.lax.psum(block, axis) if op == "all-reduce" else jax.lax.all_gather(block, axis, tiled=True)
-
-    run = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=everything, out_specs=everything, check_vma=False))
-    result = jax.block_until_ready(run(x))
-    first = np.asarray(result.addressable_shards[0].data[:1024])
-    if (first != (group if op == "all-reduce" else 1)).any():
-        raise ArithmeticError(f"{op} over {axis} gave {first[0]} where {group if op == 'all-reduce' else 1} is right")
-    seconds = median_time_s(lambda: run(x), 5 if quick else 9)
-    moved = elements * 4 * (group - 1) / group * (2 if op == "all-reduce" else 1)
-    return seconds, moved / seconds
+    run = collective(kind, (axis,), size_bytes, mesh)
+    first = np.asarray(jax.block_until_ready(run()).addressable_shards[0].data[:1024])
+    right = 1 if kind == "all-gather" else mesh.shape[axis]
+    if (first != right).any():
+        raise ArithmeticError(f"{kind} over {axis} returned {first[first != right][0]}; {right} is correct")
+    seconds = median_s(run, rounds=5 if quick else 9, most=1)
+    return seconds, bus_bandwidth(kind, (axis,), size_bytes, mesh, seconds)
 
 
 def node_pairs(nodes: int, shift: int) -> dict[int, int]:
-    """Pair neighbours; return node -> partner.
+    """Pair neighboring nodes; return node -> partner.
 
-    Round 0 joins (0,1), (2,3), ..., round 1 joins (1,2), (3,4), ... and the last with the first. With an odd number one node rests in
-    each round, but no node rests twice.
+    Round 0 pairs (0,1), (2,3), ...; round 1 pairs (1,2), (3,4), ... and the last node with the first. With an odd number of nodes one node
+    has no partner in each round, and it is a different node in each.
     """
     order = [(index + shift) % nodes for index in range(nodes)]
     if shift and nodes % 2:
@@ -124,10 +166,10 @@ def node_pairs(nodes: int, shift: int) -> dict[int, int]:
 
 
 def pair_rate(devices_by_node: Sequence[Sequence[jax.Device]], shift: int, quick: bool) -> float | None:
-    """Exchange data between neighbouring nodes, all pairs at once, both directions; return bytes/s per device and direction.
+    """Exchange data between neighboring nodes, all pairs at once and in both directions; return bytes/s per device and direction.
 
-    Each process times its own pair, so one bad node slows only its own pair and is found. None: this process's node rests in this round.
-    Nodes must hold equally many devices.
+    Each process times its own pair, so a slow node affects only its own pair. None: this process's node has no partner in this round.
+    Nodes must have equally many devices.
     """
     width = len(devices_by_node[0])
     assert all(len(devices) == width for devices in devices_by_node)
@@ -136,15 +178,13 @@ def pair_rate(devices_by_node: Sequence[Sequence[jax.Device]], shift: int, quick
     permutation = [(node * width + k, other * width + k) for node, other in partner.items() for k in range(width)]
     mesh = Mesh(np.array(flat), ("devices",), axis_types=(AxisType.Auto,))
     elements = collective_sizes(quick)[-1] // 4
-    sharding = NamedSharding(mesh, P("devices"))
-    x = jax.make_array_from_callback((elements * len(flat),), sharding, lambda index: np.ones(elements, np.float32))
+    x = _ones(mesh, P("devices"), elements * len(flat))()
 
-    def per_device(block: jax.Array) -> jax.Array:
+    def exchange(block: jax.Array) -> jax.Array:
         return jax.lax.ppermute(block, "devices", permutation)
 
-    run = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"), check_vma=False))
-    jax.block_until_ready(run(x))
-    seconds = median_time_s(lambda: run(x), 3 if quick else 7)
+    run = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"), check_vma=False))
+    seconds = median_s(functools.partial(run, x), rounds=3 if quick else 7, most=1)
     here = jax.process_index()
     mine = [node for node, devices in enumerate(devices_by_node) if any(device.process_index == here for device in devices)]
     return elements * 4 / seconds if any(node in partner for node in mine) else None

@@ -1,10 +1,10 @@
-"""The ladder: what each layer of the stack adds to the time of a step, against the ceiling of the layers below it.
+"""The ladder: how much time each layer of the stack (a rung) adds to a training step.
 
     matmul -> memory -> collectives -> step -> loop -> checkpoint
 
-The first three are measured alone and stand one after the other; where the step overlaps them it takes less, and what it adds is negative.
-The step and the loop are whole measurements: each adds its time minus that of the rung below. A save is spread over the steps to the next.
-What all rungs add sums to the time of the last one. Samples are by round: round r of every rung was measured within the same minute.
+The first three are timed alone and summed. The step and the loop are timed as a whole: each adds its time minus that of the rung below,
+which is negative where the step overlaps the pieces. The time of a save is divided by the steps between two saves. The additions of all
+rungs sum to the time of the last rung. Samples are per round; round r of every rung was measured within the same minute.
 """
 
 from __future__ import annotations
@@ -13,69 +13,69 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ridgeline.rundir.noise import compare
+from ridgeline.rundir.noise import compare, spread
 
 ALONE = ("matmul", "memory", "collectives")
-"""Rungs of pieces measured alone: their samples are what they add."""
+"""Rungs of pieces timed alone: their samples are their additions."""
 WHOLE = ("step", "loop")
-"""Rungs measured as a whole: their samples are times of a step, everything below included."""
-AMORTISED = ("checkpoint",)
-"""Rungs whose samples are spread over steps: they are what they add."""
-RUNGS = ALONE + WHOLE + AMORTISED
+"""Rungs timed as a whole: their samples are times of a step and include all rungs below."""
+AMORTIZED = ("checkpoint",)
+"""Rungs whose samples are divided over steps: their samples are their additions."""
+RUNGS = ALONE + WHOLE + AMORTIZED
 
 MEANING = {
-    "matmul": "the matrix products of the model alone",
-    "memory": "passes over device memory beside them",
-    "collectives": "the collectives alone, hidden by nothing",
+    "matmul": "the matmuls of the model alone",
+    "memory": "device memory traffic outside matmuls",
+    "collectives": "the collectives alone, not overlapped",
     "step": "the compiled step on synthetic data",
     "loop": "the training loop on real data",
-    "checkpoint": "the time saves hold training up, per step",
+    "checkpoint": "time that saves block training, per step",
 }
-WHAT_IT_IS = {
-    "matmul": "the products",
-    "memory": "the passes over device memory",
-    "collectives": "the collectives",
-    "step": "what the compiled step does beyond products, passes and collectives",
-    "loop": "what the loop adds to the step",
-    "checkpoint": "the saves",
+SUBJECT = {
+    "matmul": "matmuls take",
+    "memory": "memory traffic takes",
+    "collectives": "collectives take",
+    "step": "the compiled step adds to matmuls, memory traffic and collectives",
+    "loop": "the loop adds to the step",
+    "checkpoint": "saves take",
 }
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One layer."""
+    """One layer of the stack."""
 
     name: str
     meaning: str
     time_s: float
-    """Time per step of everything up to this rung (medians)."""
+    """Time per step up to and including this rung (medians)."""
     adds_s: float
-    """Over the rung below; negative where the layers below overlap."""
+    """Time added to the rung below; negative where the layers below overlap."""
     share: float
-    """Of the last rung's time."""
+    """`adds_s` over the last rung's time."""
     spread: float
-    """Interquartile range of the rung's own samples over their median."""
+    """Half the range of the rung's own samples over their median."""
     clear: bool
-    """Whether what it adds can be told from noise."""
+    """Whether the addition is larger than the noise."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which layer to look at."""
+    """The layer that costs most."""
 
     rung: str
     adds_s: float
     share: float
     gain: float | None
-    """How much faster a step could become at most if the layer took no time: T/(T-R) - 1; None where it alone took longer."""
+    """Largest possible speed-up of a step, if the layer took no time: T/(T-R) - 1. None when the layer alone took longer than the step."""
     next_rung: str | None
-    """What binds after it."""
+    """The next largest layer."""
     sentence: str
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """All rungs, lowest first."""
+    """All rungs, from the lowest."""
 
     rungs: tuple[Rung, ...]
     verdict: Verdict
@@ -87,11 +87,11 @@ class Ladder:
 
 
 def build_ladder(samples: Mapping[str, Sequence[float]], why: Mapping[str, str] | None = None) -> Ladder:
-    """Stack the rungs.
+    """Build the ladder from samples.
 
     Args:
-      samples: rung name -> seconds per step, by round (see ALONE, WHOLE, AMORTISED); `step` must be there, absent ones are left out.
-      why: rung name -> what the measurement says about its cause, a half sentence for the verdict.
+      samples: rung name -> seconds per step, one entry per round (see ALONE, WHOLE, AMORTIZED). `step` is required; others are optional.
+      why: rung name -> cause of its time, a clause for the verdict.
     """
     assert "step" in samples and samples.keys() <= set(RUNGS), sorted(samples)
     names = [name for name in RUNGS if name in samples]
@@ -108,17 +108,8 @@ def build_ladder(samples: Mapping[str, Sequence[float]], why: Mapping[str, str] 
     return Ladder(rungs, _verdict(rungs, why or {}))
 
 
-def spread(samples: Sequence[float]) -> float:
-    """Return the interquartile range over the median; 0 for fewer than two samples or a median of 0."""
-    middle = statistics.median(samples)
-    if len(samples) < 2 or middle == 0:
-        return 0.0
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return (high - low) / middle
-
-
 def _clear(name: str, samples: Mapping[str, Sequence[float]]) -> bool:
-    """Whether a rung's addition is more than noise. One measured alone is what it is; a whole one must differ from what is below it."""
+    """Whether a rung's addition is larger than the noise. A rung in WHOLE must differ from the rung below; for others any time counts."""
     alone = [samples[rung] for rung in ALONE if rung in samples]
     if name not in WHOLE or (name == "step" and not alone):
         return statistics.median(samples[name]) > 0
@@ -126,7 +117,7 @@ def _clear(name: str, samples: Mapping[str, Sequence[float]]) -> bool:
     own = samples[name]
     if min(len(below), len(own)) < 3:
         return False
-    if len(below) == len(own):  # round by round: what slows a whole round down slows both
+    if len(below) == len(own):  # compare per round: load that slows a round slows both
         below, own = [1.0] * len(own), [b / a for a, b in zip(below, own, strict=True)]
     return compare(below, own).verdict != "cannot tell"
 
@@ -138,26 +129,20 @@ def _verdict(rungs: Sequence[Rung], why: Mapping[str, str]) -> Verdict:
     left_s = whole_s - top.adds_s
     gain = whole_s / left_s - 1 if left_s > 0 else None
     below_s = top.time_s - top.adds_s
-    ceiling = f" on top of a ceiling of {ms(below_s)}" if below_s > 0 else ""
+    ceiling = f", above {ms(below_s)} for the layers below" if below_s > 0 else ""
     reason = f": {why[top.name]}" if why.get(top.name) else ""
-    text = (
-        f"Look at {top.name}: {WHAT_IT_IS[top.name]} take{_s(top.name)} {ms(top.adds_s)} ({top.share:.0%} of the time){ceiling}{reason}. "
-    )
+    text = f"Look at {top.name}: {SUBJECT[top.name]} {ms(top.adds_s)} ({top.share:.0%} of the time){ceiling}{reason}. "
     if gain is None:
-        text += "Alone that took longer than the whole step, of which it is a part: measure again on a machine that is quiet"
+        text += "Timed alone it took longer than the whole step that contains it: measure again on an idle machine"
     else:
-        text += f"Without that a step would take {ms(left_s)} at best (at most {gain:.1%} faster)"
+        text += f"Without it a step would take at least {ms(left_s)} (at most {gain:.1%} faster)"
     if after is not None:
-        text += f", and {after.name} would be next with {ms(after.adds_s)}"
+        text += f"; the next largest is {after.name} with {ms(after.adds_s)}"
     return Verdict(top.name, top.adds_s, top.share, gain, None if after is None else after.name, text + ".")
 
 
-def _s(name: str) -> str:
-    return "s" if name in WHOLE else ""
-
-
 def ms(seconds: float) -> str:
-    """Write a time in milliseconds with three figures."""
+    """Format a time in milliseconds with three digits."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
 
@@ -167,12 +152,12 @@ class Cadence:
     """How often a run saves, in steps."""
 
     steps: float | None
-    """Steps between two saves; None: it never saves."""
+    """Steps between two saves; None: no saves."""
     reason: str = field(default="")
 
 
 def save_cadence(*, every: int, every_minutes: float, final: bool, steps: int, step_s: float) -> Cadence:
-    """Return the steps between two saves of a run whose steps take `step_s`."""
+    """Return the steps between two saves of a run with steps of `step_s` seconds."""
     found = []
     if every:
         found.append((float(every), f"checkpoint.every={every}"))
@@ -180,11 +165,11 @@ def save_cadence(*, every: int, every_minutes: float, final: bool, steps: int, s
         found.append((max(1.0, every_minutes * 60 / step_s), f"checkpoint.every_minutes={every_minutes:g}"))
     if final:
         found.append((float(steps), "only the final save"))
-    return Cadence(*min(found)) if found else Cadence(None, "the run never saves")
+    return Cadence(*min(found)) if found else Cadence(None, "no saves")
 
 
-def amortised_s(blocking_s: Sequence[float], write_s: Sequence[float], cadence: Cadence, step_s: float) -> list[float]:
-    """Spread each save over the steps to the next: what it blocks, and what the next one waits for its writing."""
+def amortized_s(blocking_s: Sequence[float], write_s: Sequence[float], cadence: Cadence, step_s: float) -> list[float]:
+    """Return the cost of each save per step: the time it blocks, plus the time the next save waits for its write to end."""
     if cadence.steps is None:
         return [0.0 for _ in blocking_s]
     interval_s = cadence.steps * step_s

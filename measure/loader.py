@@ -1,4 +1,4 @@
-"""How fast the loader is by itself, and how long a training step of a given length would wait for it."""
+"""Time the loader alone, and how long a training step of a given duration would wait for it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ridgeline.loaders.manifest import check_tokenizer
 
 
 @dataclass(frozen=True)
-class BenchResult:
+class LoaderResult:
     """One measurement of one process."""
 
     step_s: float
-    """Time that the simulated step took between two batches; 0: none, the loader's own speed."""
+    """Duration of the simulated step between two batches; 0: no step, the loader's own speed."""
     batches: int
     rows_per_batch: int
     """Rows of this process."""
@@ -27,22 +27,22 @@ class BenchResult:
     first_batch_s: float
     """From opening the corpora to the first batch."""
     wall_s: float
-    """All batches after the first few, steps included."""
+    """All batches after the warm-up, steps included."""
     wait_s: float
-    """Of it, spent waiting for the loader."""
+    """Part of `wall_s` spent waiting for the loader."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of this process per second of wall time."""
+        """Tokens/s of this process."""
         return self.batches * self.rows_per_batch * self.seq_len / self.wall_s
 
     @property
     def wait_share(self) -> float:
-        """Share of the wall time spent waiting."""
+        """Share of `wall_s` spent waiting."""
         return self.wait_s / self.wall_s
 
 
-def bench(
+def measure_loader(
     data: DataConfig,
     *,
     step_s: float = 0.0,
@@ -50,11 +50,11 @@ def bench(
     processes: int = 1,
     seed: int = 0,
     sleep: Callable[[float], None] = time.sleep,
-) -> BenchResult:
-    """Read `batches` batches as process 0 of `processes` would, sleeping `step_s` after each as a device at work would have it.
+) -> LoaderResult:
+    """Read `batches` batches as process 0 of `processes`, sleeping `step_s` after each to simulate a training step.
 
-    As many batches as are prepared ahead are read before the clock starts, so what was ready at the start is not counted.
-    Raises UserError for a batch that does not divide over the processes, and whatever `build_loader` refuses.
+    The batches that the loader prefetches are read before the clock starts.
+    Raises UserError for a batch size that does not divide over the processes, and for whatever `build_loader` rejects.
     """
     if data.batch_size % processes:
         raise UserError(f"data.batch_size={data.batch_size} does not divide over {processes} processes")
@@ -73,6 +73,6 @@ def bench(
             if step_s:
                 sleep(step_s)
         wall_s = time.perf_counter() - start_s
-        return BenchResult(step_s, batches, len(rows), data.seq_len, first_batch_s, wall_s, loader.wait_s - waited_s)
+        return LoaderResult(step_s, batches, len(rows), data.seq_len, first_batch_s, wall_s, loader.wait_s - waited_s)
     finally:
         loader.close()

@@ -1,8 +1,9 @@
-"""The measuring process: `python -m ridgeline.measure.probe`, started by the doctor on every process of a job.
+"""The process that measures devices for the preflight (`python -m ridgeline.measure.probe`).
 
-A process of its own, because a broken device can hang or kill whoever touches it: the doctor must live to say so. It takes its plan as
-JSON on its first line of input and answers with JSON lines on a pipe: `begin` before each measurement (with the seconds it may take), then
-`result` or `error`. It ends when its input is closed, so it never outlives the doctor.
+`ridge doctor` starts it in every process of a job. It is a separate process because a broken device can hang or kill the process that uses
+it, and the doctor must survive to report that. It reads its plan as JSON from the first line of standard input and writes JSON lines to a
+pipe: `begin` before each measurement (with its time limit), then `result` or `error`. It exits when its input is closed, so it never
+outlives the doctor.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 START_S = 90.0
-"""For importing JAX from a slow file system, joining the other processes and opening the devices."""
+"""Time limit for importing JAX from a slow file system, joining the other processes and opening the devices."""
 MEASURE_S = 40.0
-"""For one measurement, its compilation and the library's set-up of connections included."""
+"""Time limit for one measurement, including compilation and connection set-up."""
 
 
 @dataclass(frozen=True)
 class ProbePlan:
-    """What a probe is to do."""
+    """The plan of a probe."""
 
     together: bool
-    """Measure links and collectives, all processes at once; false: this process's own devices."""
+    """True: links and collectives, by all processes at once. False: this process's own devices."""
     process: int
     processes: int
-    """Of the job."""
+    """Number of processes of the job."""
     coordinator: str | None
-    """HOST:PORT of jax.distributed."""
+    """HOST:PORT for jax.distributed."""
     local_device_ids: list[int] | None
     nodes: list[str]
     """Node of each process."""
@@ -42,47 +43,47 @@ class ProbePlan:
     """As runtime.platform of a config."""
     cpu_devices: int
     dtypes: list[str] | None
-    """To measure matmuls in; None: what suits the platform."""
+    """Dtypes of the measured matmuls; None: the platform's usual ones."""
     quick: bool
     channel: int
-    """File descriptor to answer on."""
+    """File descriptor to write results to."""
 
     def as_line(self) -> bytes:
-        """Return the plan as the line of input."""
+        """Return the plan as the first line of input."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def main() -> None:
-    """Carry out the plan on standard input."""
+    """Read the plan from standard input and run it."""
     plan = ProbePlan(**json.loads(sys.stdin.buffer.readline()))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    answers = os.fdopen(plan.channel, "w", buffering=1)
+    results = os.fdopen(plan.channel, "w", buffering=1)
 
-    def answer(kind: str, name: str, **fields: Any) -> None:
-        answers.write(json.dumps({"kind": kind, "name": name, **fields}) + "\n")
+    def send(kind: str, name: str, **fields: Any) -> None:
+        results.write(json.dumps({"kind": kind, "name": name, **fields}) + "\n")
 
     def attempt(name: str, budget_s: float, measure: Callable[[], Any]) -> bool:
-        answer("begin", name, budget_s=budget_s)
+        send("begin", name, budget_s=budget_s)
         try:
-            answer("result", name, value=measure())
-        except Exception as error:  # whatever goes wrong is this check's result
+            send("result", name, value=measure())
+        except Exception as error:  # any failure is the result of this check
             text = str(error).strip().splitlines() or [""]
-            answer("error", name, error=f"{type(error).__name__}: {text[0]}"[:400])
+            send("error", name, error=f"{type(error).__name__}: {text[0]}"[:400])
             return False
         return True
 
     if attempt("devices", START_S, lambda: _open_devices(plan)):
         for name, measure in _measurements(plan).items():
-            # A rank that has left a collective early would let the others wait for it in the next one.
+            # After a failed collective, the other processes would wait forever for this one in the next.
             if not attempt(name, MEASURE_S, measure) and plan.together:
                 break
-    answer("end", "")
-    answers.flush()
-    os._exit(0)  # leaving jax.distributed properly would wait for processes that may be stuck
+    send("end", "")
+    results.flush()
+    os._exit(0)  # a clean shutdown of jax.distributed would wait for processes that may hang
 
 
 def _end_with_parent() -> None:
-    """End this process once the doctor's end of the pipe is closed."""
+    """Exit when the doctor closes its end of the pipe."""
     sys.stdin.buffer.read()
     os._exit(1)
 
@@ -123,14 +124,14 @@ def _measurements(plan: ProbePlan) -> Mapping[str, Callable[[], Any]]:
         from ridgeline.measure import collectives
 
         return collectives.measurements(plan.mesh, plan.nodes, plan.quick)
-    from ridgeline.measure import node as measure
+    from ridgeline.measure import device_rates
 
-    gpu = measure.busy_devices()[0].platform != "cpu"
+    gpu = device_rates.busy_devices()[0].platform != "cpu"
     dtypes = plan.dtypes or (["bfloat16", "tfloat32"] if gpu else ["float32", "bfloat16"])
-    steps: dict[str, Callable[[], Any]] = {"arithmetic": functools.partial(measure.arithmetic, plan.quick)}
+    steps: dict[str, Callable[[], Any]] = {"arithmetic": functools.partial(device_rates.arithmetic, plan.quick)}
     for dtype in dtypes:
-        steps[f"matmul {dtype}"] = functools.partial(measure.matmul_rates, dtype, plan.quick)
-    steps["memory bandwidth"] = functools.partial(measure.memory_rates, plan.quick)
+        steps[f"matmul {dtype}"] = functools.partial(device_rates.matmul_rates, dtype, plan.quick)
+    steps["memory bandwidth"] = functools.partial(device_rates.memory_rates, plan.quick)
     return steps
 
 

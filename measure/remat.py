@@ -1,8 +1,8 @@
-"""What rematerialisation costs on this device: a config's layer, forward and backward, under each policy in turn.
+"""Time a config's layer, forward and backward, under each rematerialization policy.
 
-The model is compiled with few layers under every policy, without optimiser and with a small vocabulary. Time: one policy after another in
-each round, so that what else the machine does meets them alike; the difference to `none` in the same round, over the layers. What is not
-in the layers is the same for all and falls out. Bytes: what the temporary memory grows by with a layer, from a second, shallower model.
+Under every policy a model with few layers is compiled, without an optimizer and with a small vocabulary. Time: each round runs all
+policies, so that other load on the machine affects them alike; the result is the difference to `none` in the same round, per layer, which
+cancels everything outside the layers. Bytes: the growth of temporary memory per layer, compared with a shallower model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import MESH_AXES, Config, RematConfig
-from ridgeline.measure.timing import Timed
+from ridgeline.measure.timer import DeviceTimer
 from ridgeline.planner.layer_costs import LayerPoint, LayerShape, PolicyCost
 from ridgeline.planner.layouts import MEMORY_LADDER
 from ridgeline.planner.local import LocalSizes
@@ -28,7 +28,7 @@ from ridgeline.trainer.state import INIT_OPTIONS, ModelSpec, Tree, model_spec
 from ridgeline.trainer.step import Batch, loss_sums, recent_magnitudes
 
 MOST_TOKENS = 16384
-"""Of the measured rows, where the config's microbatch has more."""
+"""Upper limit for the tokens of the measured rows."""
 VOCABULARY = 256
 ROUND_S = 0.2
 BATCH = ("tokens", "targets", "positions", "segment_ids", "weights")
@@ -37,7 +37,7 @@ Report = Callable[[str], None]
 
 
 def policies_of(config: Config) -> list[RematConfig]:
-    """Return the policies to measure: the planner's, attention alone, and the config's own; offloading is copies the planner counts."""
+    """Return the policies to measure: the planner's, attention-only and the config's own. Not offload, whose copies the planner counts."""
     found = [remat for remat in MEMORY_LADDER if remat.policy != "offload"]
     found.insert(1, RematConfig(policy="attention-only"))
     own = config.compute.remat
@@ -54,17 +54,17 @@ def measure_layer(
     clock: Callable[[], float] = time.perf_counter,
     report: Report = lambda line: None,
 ) -> LayerPoint:
-    """Measure a layer of the config on the first local device, cut as `mesh.tensor` cuts it but without what devices tell each other.
+    """Measure a layer of the config on the first local device, sharded as `mesh.tensor` shards it but without communication.
 
     Args:
-      config: its mesh gives the share of one device; its batch the rows, unless `rows` are given.
-      device_name: catalogue name of the device.
-      rounds: of every policy.
-      policies: what to measure, `none` among them; None: `policies_of(config)`.
-      clock: seconds; time.process_time on a CPU that others use too.
-      report: called with a line before each part.
+      config: its mesh gives the shard of one device; its batch the rows, unless `rows` is given.
+      device_name: name of the device in the hardware catalog.
+      rounds: rounds of every policy.
+      policies: the policies to measure, including `none`. None: `policies_of(config)`.
+      clock: seconds. Pass `time.process_time` on a CPU that other programs also use.
+      report: called with one line before each part.
 
-    Raises UserError where the device has no room for the rows.
+    Raises UserError when the rows do not fit into device memory.
     """
     assert rounds >= 1
     layer = one_device(config, rows)
@@ -94,9 +94,9 @@ def measure_layer(
 
 
 def one_device(config: Config, rows: int | None = None) -> Config:
-    """Return a config of one device with the layers that each device of the config's mesh computes, and its rows of a microbatch."""
+    """Return a one-device config with the layer shard and the microbatch rows of one device of the config's mesh."""
     model, tensor = config.model, max(1, config.mesh.tensor)
-    assert all(size % tensor == 0 for size in (model.num_heads, model.kv_heads, model.mlp_dim)), "configs/rules.py refuses others"
+    assert all(size % tensor == 0 for size in (model.num_heads, model.kv_heads, model.mlp_dim)), "configs/rules.py rejects others"
     replicas = max(1, config.mesh.data) * max(1, config.mesh.fsdp)
     usual = min(config.data.batch_size // config.trainer.accumulation // replicas, MOST_TOKENS // config.data.seq_len)
     cut = {
@@ -120,7 +120,7 @@ def one_device(config: Config, rows: int | None = None) -> Config:
 
 @dataclass
 class _Program:
-    """The compiled gradient of a model of some layers."""
+    """The compiled gradients of a model with a few layers."""
 
     compiled: Any
     config: Config
@@ -128,14 +128,14 @@ class _Program:
 
     @property
     def temporary_bytes(self) -> int:
-        """What it needs beside parameters and gradients."""
+        """Bytes needed beside parameters and gradients."""
         return int(self.compiled.memory_analysis().temp_size_in_bytes)
 
 
 def _program(layer: Config, remat: RematConfig, depth: int, *, quick: bool = False) -> _Program:
-    """Compile loss and gradients; the gradients of the call before are given up for those of the next.
+    """Compile loss and gradients. Each call overwrites the gradients of the call before (donation).
 
-    `quick`: with the same memory but slower code, where the platform has such a way (trainer.state.INIT_OPTIONS).
+    `quick`: faster compilation to slower code with the same memory, where the platform supports it (trainer.state.INIT_OPTIONS).
     """
     config = layer.model_copy(
         update={
@@ -175,12 +175,12 @@ def _batch(config: Config, make: Callable[[tuple[int, int], Any], Any]) -> dict[
 
 
 def _rounds_s(programs: Sequence[_Program], rounds: int, clock: Callable[[], float]) -> list[list[float]]:
-    """Return seconds of one call of each program by round; parameters and gradients are shared."""
+    """Return the seconds per call of each program, one entry per round. All programs share parameters and gradients."""
     first = programs[0]
     try:
         options = INIT_OPTIONS.get(jax.local_devices()[0].platform)
         params = jax.jit(first.spec.build, compiler_options=options)(jax.random.key(0))
-        timed = [Timed(partial(_same, call), least_s=ROUND_S, anew=False, clock=clock) for call in _calls(programs, params)]
+        timed = [DeviceTimer.of(call, least_s=ROUND_S, clock=clock) for call in _calls(programs, params)]
         for _ in range(rounds):
             for each in timed:
                 each.round()
@@ -189,17 +189,13 @@ def _rounds_s(programs: Sequence[_Program], rounds: int, clock: Callable[[], flo
             raise
         rows, length = first.config.data.batch_size, first.config.data.seq_len
         raise UserError(
-            f"{rows} rows of {length:,} tokens and {first.config.model.num_layers} layers do not fit: take fewer --rows"
+            f"{rows} rows of {length:,} tokens and {first.config.model.num_layers} layers do not fit into device memory; use fewer --rows"
         ) from None
     return [each.rounds_s for each in timed]
 
 
-def _same(call: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
-    return call
-
-
 def _calls(programs: Sequence[_Program], params: Tree) -> list[Callable[[], jax.Array]]:
-    """Return a call for each program, with one set of gradients between them: a call waits for the one before and overwrites its."""
+    """Return a call for each program. All share one set of gradients: each call depends on the one before and overwrites its gradients."""
     config, spec = programs[0].config, programs[0].spec
     held = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), _gradients(config, spec))]
     amax = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), spec.abstract_amax)

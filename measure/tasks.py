@@ -1,4 +1,4 @@
-"""The tasks of `ridge bench`: which layers each measures, the figures it shows, and the samples it stores."""
+"""The tasks of `ridge bench`: the layers each one times, its results and the samples it stores."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ import jax
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
-from ridgeline.measure.kernels import Piece, collectives, passes, products, time_round
-from ridgeline.measure.ladder import Ladder, amortised_s, build_ladder, ms, save_cadence, spread
-from ridgeline.measure.loop import LoaderRounds, LoaderTimes, LoopTimes, loop_round, measure_checkpoint, scratch
-from ridgeline.measure.session import Session
-from ridgeline.measure.work import step_passes, step_products
+from ridgeline.measure.checkpoint import measure_checkpoint, scratch
+from ridgeline.measure.ladder import Ladder, amortized_s, build_ladder, ms, save_cadence
+from ridgeline.measure.loop import LoaderRounds, LoaderTimes, LoopTimes, loop_round
+from ridgeline.measure.pieces import Piece, collectives, matmuls, memory_traffic, time_round
+from ridgeline.measure.step import Session
+from ridgeline.measure.step_work import step_matmuls, step_memory_traffic
 from ridgeline.planner.hardware import peak_flops
-from ridgeline.trainer.aot.traffic import expected
-from ridgeline.trainer.run import check_data
+from ridgeline.rundir.noise import spread
+from ridgeline.trainer.plan_comparison import expected
+from ridgeline.trainer.prepare import check_data
 
 TASKS = ("matmul", "memory", "collectives", "loader", "step", "loop", "checkpoint", "all")
 
 PEAK_OF = {"mxfp8": "float8", "nvfp4": "float4"}
-"""Block-scaled format -> the catalogue's name of its arithmetic."""
+"""Block-scaled format -> name of its arithmetic in the hardware catalog."""
 
 Report = Callable[[str], None]
 
 
 @dataclass
 class Outcome:
-    """What a task found."""
+    """The results of a task."""
 
     task: str
     series: dict[str, list[float]] = field(default_factory=dict)
-    """Layer -> seconds, by round: what a later run is compared with. Per step, except save_write and restore: per save."""
+    """Layer -> seconds, one entry per round, for comparison with later runs. Per step; save, save_write and restore: per save."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """The pieces, for the table: layer, what, per_step_s, share of its layer, rate."""
+    """The timed pieces: layer, what, per_step_s, share of its layer, rate."""
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     groups: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Layer -> part of the model, kind of pass or mesh axes -> seconds per step (sums of the pieces' medians)."""
+    """Layer -> part of the model, kind of memory traffic or mesh axes -> seconds per step (sums of the pieces' medians)."""
     why: dict[str, str] = field(default_factory=dict)
+    """Layer -> the cause of its time, a clause for the verdict."""
     ladder: Ladder | None = None
 
 
@@ -52,9 +55,9 @@ def measure(task: str, config: Config, repeats: int, report: Report) -> Outcome:
 
     Args:
       repeats: rounds of every measurement, at least 3.
-      report: called with a line before each layer.
+      report: called with one line before each layer.
 
-    Raises UserError for a config these devices cannot run, missing data, or a layer the config does not have.
+    Raises UserError for a config these devices cannot run, for missing data, and for a layer the config does not have.
     """
     assert task in TASKS and repeats >= 3
     if task in ("loader", "loop", "all"):
@@ -69,7 +72,7 @@ def measure(task: str, config: Config, repeats: int, report: Report) -> Outcome:
     session = Session(config, repeats)
     wanted = TASKS[:-1] if task == "all" else (task,)
     if task == "collectives" and session.mesh.size == 1:
-        raise UserError("the mesh has one device: the step has no collectives to measure (set mesh.* and, on a CPU, runtime.cpu_devices)")
+        raise UserError("the mesh has one device, so the step has no collectives; set mesh.* (and runtime.cpu_devices on a CPU)")
     with scratch(config) if {"loop", "checkpoint"} & set(wanted) else contextlib.nullcontext(Path()) as directory:
         _in_rounds(out, session, wanted, directory, report)
         if "checkpoint" in wanted:
@@ -80,13 +83,13 @@ def measure(task: str, config: Config, repeats: int, report: Report) -> Outcome:
 
 
 def _in_rounds(out: Outcome, session: Session, wanted: Sequence[str], directory: Path, report: Report) -> None:
-    """Measure a round of every layer, then the next: what a busy machine does to one of them it does to all."""
+    """Time one round of every layer before the next round, so that other load on the machine affects all layers alike."""
     config, mesh, sizes = session.config, session.mesh, session.sizes
     layers: dict[str, list[Piece]] = {}
     if "matmul" in wanted:
-        layers["matmul"] = products(step_products(config, sizes, gpu=session.gpu), mesh)
+        layers["matmul"] = matmuls(step_matmuls(config, sizes, gpu=session.gpu), mesh)
     if "memory" in wanted:
-        layers["memory"] = passes(config, step_passes(config, sizes), mesh)
+        layers["memory"] = memory_traffic(config, step_memory_traffic(config, sizes), mesh)
     if "collectives" in wanted:
         planned = expected(config, sizes, gpu=session.gpu)
         if planned:
@@ -118,7 +121,7 @@ def _in_rounds(out: Outcome, session: Session, wanted: Sequence[str], directory:
         _collectives(out, layers["collectives"])
     if stepping:
         out.series["step"] = steps_s
-        out.why["step"] = "a profile of a run tells what it is (ridge analyze)"
+        out.why["step"] = "capture a profile of a run and read it with `ridge analyze`"
     if reading is not None:
         _loader(out, reading.times)
     if loops:
@@ -137,13 +140,13 @@ def _matmul(out: Outcome, found: Sequence[Piece]) -> None:
     out.facts |= {"matmul_flops_per_s": rate, "matmul_dtype": ", ".join(dtypes), "datasheet_share": share}
     parts = out.groups["matmul"]
     slowest = max(parts, key=lambda part: parts[part])
-    compared = f"{share:.0%} of the datasheet" if share is not None else "no datasheet to compare with"
+    compared = f"{share:.0%} of the datasheet peak" if share is not None else "no datasheet peak known"
     most = f"{slowest} ({parts[slowest] / sum(parts.values()):.0%})"
-    out.why["matmul"] = f"they run at {rate / 1e12:.3g} TFLOP/s per device ({compared}), most of the time in {most}"
+    out.why["matmul"] = f"{rate / 1e12:.3g} TFLOP/s per device ({compared}); most time in {most}"
 
 
 def _datasheet_share(found: Sequence[Piece], total_s: float) -> float | None:
-    """Return the time all products would take at the datasheet's peak, each in its arithmetic, over what they took."""
+    """Return the time of all matmuls at the datasheet peak of their dtypes, divided by the measured time."""
     kind = jax.devices()[0].device_kind
     peaks = [peak_flops(kind, PEAK_OF.get(m.detail["dtype"], m.detail["dtype"])) for m in found]
     if any(peak is None for peak in peaks):
@@ -159,7 +162,7 @@ def _collectives(out: Outcome, found: Sequence[Piece]) -> None:
 
 
 def _pieces(out: Outcome, layer: str, found: Sequence[Piece], unit: str) -> None:
-    """Sum the pieces of a layer round by round, and list them."""
+    """Add the pieces of a layer to the results, and their sum per round as its series."""
     rounds = zip(*(piece.per_step_s() for piece in found), strict=True)
     out.series[layer] = [sum(times) for times in rounds]
     total_s = statistics.median(out.series[layer])
@@ -186,7 +189,7 @@ def _pieces(out: Outcome, layer: str, found: Sequence[Piece], unit: str) -> None
         largest = max(found, key=lambda m: statistics.median(m.per_step_s()))
         moved = sum(m.amount * m.count for m in found)
         rate = moved / total_s
-        out.why["memory"] = f"{moved / 1e9:.3g} GB per step at {rate / 1e9:.3g} GB/s, most of them in {largest.what}"
+        out.why["memory"] = f"{moved / 1e9:.3g} GB per step at {rate / 1e9:.3g} GB/s, most in {largest.what}"
 
 
 def _loader(out: Outcome, found: LoaderTimes) -> None:
@@ -208,31 +211,31 @@ def _loop(out: Outcome, rounds: Sequence[LoopTimes]) -> None:
 def _checkpoint(out: Outcome, session: Session, directory: Path, report: Report) -> None:
     report("saves and restores")
     c, times = session.config.checkpoint, measure_checkpoint(session, directory)
-    # without a measured step there is nothing to spread over time: only the cadence in steps
+    # 0 when no step was measured: the cost of a save per step is then unknown
     step_s = statistics.median(out.series.get("loop") or out.series.get("step") or [0.0])
     out.series |= {"save": times.blocking_s, "save_write": times.write_s, "restore": times.restore_s}
     out.facts |= {"checkpoint_bytes": times.size_bytes}
     if step_s:
         steps = session.config.trainer.steps
         cadence = save_cadence(every=c.every, every_minutes=c.every_minutes, final=c.final, steps=steps, step_s=step_s)
-        out.series["checkpoint"] = amortised_s(times.blocking_s, times.write_s, cadence, step_s)
+        out.series["checkpoint"] = amortized_s(times.blocking_s, times.write_s, cadence, step_s)
         out.facts |= {"steps_between_saves": cadence.steps, "cadence": cadence.reason}
         held = statistics.median(times.blocking_s)
-        out.why["checkpoint"] = f"a save holds training up for {ms(held)} every {cadence.steps or 0:,.0f} steps ({cadence.reason})"
+        out.why["checkpoint"] = f"each save blocks training for {ms(held)}, every {cadence.steps or 0:,.0f} steps ({cadence.reason})"
 
 
 def _why_loop(out: Outcome, wait_s: float) -> str:
     alone_s = statistics.median(out.series.get("loader", [0.0]))
     step_s = statistics.median(out.series["step"])
-    loader = f"; the loader alone takes {ms(alone_s)} for a batch, the step {ms(step_s)}" if alone_s else ""
+    loader = f"; the loader alone takes {ms(alone_s)} per batch, the step {ms(step_s)}" if alone_s else ""
     more_s = statistics.median(out.series["loop"]) - step_s
     if wait_s > 0.5 * more_s:
         return f"it waits {ms(wait_s)} per step for the next batch{loader}"
-    return f"it waits only {ms(wait_s)} per step for data{loader}: the rest is the host's work beside the step"
+    return f"it waits only {ms(wait_s)} per step for data{loader}; the rest is host work between steps"
 
 
 def to_json(out: Outcome) -> dict[str, Any]:
-    """Return the outcome as plain data: series with medians and spreads, pieces, facts, ladder."""
+    """Return the outcome as JSON values: series with medians and spreads, pieces, facts, ladder."""
     found: dict[str, Any] = {
         "task": out.task,
         "series": out.series,

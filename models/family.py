@@ -1,16 +1,22 @@
-"""What a model family is: its block, and how it maps to and from Hugging Face checkpoints. One file per family beside this one."""
+"""Model families: what a family is, and how one is found by name.
+
+A family is one module in models/families, named as `model.family`, with a `Family` called FAMILY. Its defaults are in
+configs/models/families/<name>.yaml.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from importlib import import_module
+from typing import Any
 
+from ridgeline.configs.errors import unknown_name
 from ridgeline.configs.schema import ModelConfig
 from ridgeline.models.block import Block
-
-if TYPE_CHECKING:
-    from ridgeline.models.tensor_map import TensorRule
+from ridgeline.models.huggingface.tensor_map import TensorRule
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,23 @@ class Family:
     hf_architecture: str = ""
     """`architectures[0]` in config.json."""
     config_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    """config.json -> fields of ModelConfig. Raises UserError for what we cannot represent."""
+    """config.json -> fields of ModelConfig. Raises UserError for what cannot be represented."""
     config_to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
     """ModelConfig -> config.json."""
     tensor_map: Callable[[ModelConfig], Sequence[TensorRule]] | None = None
-    """Every tensor of a Hugging Face checkpoint with the parameters it holds, exactly once."""
+    """Every tensor of a Hugging Face checkpoint with the parameters it contains, each exactly once."""
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return name -> family of every module in models/families."""
+    package = import_module("ridgeline.models.families")
+    modules = [import_module(f"{package.__name__}.{module.name}") for module in pkgutil.iter_modules(package.__path__)]
+    return {module.FAMILY.name: module.FAMILY for module in modules}
+
+
+def find_family(name: str) -> Family:
+    """Return the family called `name`. Raises UserError with the nearest name for an unknown one."""
+    if name not in families():
+        raise unknown_name("model family (model.family)", name, families())
+    return families()[name]

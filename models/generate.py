@@ -1,9 +1,9 @@
-"""Sampling from a decoder: prefill, then one token at a time with a cache of keys and values.
+"""Generation: prefill, then one token at a time with a key/value cache.
 
-A token's place in the cache is its position, so prompts of different lengths share a batch padded on the right: what stands in the slots
-after a row's end is not visible to it, because a query sees only slots up to its own position, and is overwritten as the row grows.
+A token's slot in the cache is its position, so prompts of different lengths share a batch padded on the right. A query attends only to
+slots up to its own position: slots after a row's end are masked, and overwritten as the row grows.
 
-Legend: L layers, B batch, T tokens run at once, S cache slots, N query heads, K key/value heads, G = N / K, H head width, V vocabulary,
+Legend: L layers, B batch, T tokens per pass, S cache slots, N query heads, K key/value heads, G = N / K, H head width, V vocabulary,
 M generated tokens.
 """
 
@@ -28,10 +28,10 @@ _SLOTS_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. top_k and top_p apply in that order, after the temperature."""
+    """How the next token is sampled. top_k and top_p apply in that order, after the temperature."""
 
     temperature: float = 1.0
-    """0: the most likely token."""
+    """0: greedy, the most likely token."""
     top_k: int | None = None
     """Only the k most likely tokens; null: all."""
     top_p: float | None = None
@@ -39,16 +39,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}: it must be 0 (greedy) or more")
+            raise UserError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top-k is {self.top_k}: it must be at least 1")
+            raise UserError(f"top-k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top-p is {self.top_p}: it must be above 0 and at most 1")
+            raise UserError(f"top-p must be above 0 and at most 1, got {self.top_p}")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated for one prompt."""
+    """The result of one prompt."""
 
     tokens: list[int]
     """Without the prompt and without the end-of-sequence token."""
@@ -66,32 +66,36 @@ def init_cache(decoder: Decoder, batch: int, slots: int) -> Cache:
     """Return an empty cache for `slots` positions."""
     model = decoder.model
     shape = (model.num_layers, batch, slots, model.kv_heads, model.head_width)
-    return Cache(jnp.zeros(shape, decoder.project.compute_dtype), jnp.zeros(shape, decoder.project.compute_dtype))
+    dtype = decoder.execution.matmul.compute_dtype
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def advance(decoder: Decoder, cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Cache]:
-    """Run new tokens through the decoder, attending to the cache and to themselves; return (final-normed x [B, T, D], the grown cache)."""
+    """Run new tokens through the decoder, attending to the cache and to themselves.
+
+    Returns the final-normed hidden states [B, T, D] and the cache with the new keys and values.
+    """
     structure, stacked = nnx.split(decoder.blocks)
     rotary, window = decoder.rotary(positions_BT), decoder.model.sliding_window
 
     def block(x_BTD: jax.Array, layer: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
         parameters, old = layer
-        grown: list[Cache] = []
+        updated: list[Cache] = []
 
         def attend_with(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
             rows = jnp.arange(q_BTNH.shape[0])[:, None]
-            grown.append(Cache(*(kept.at[rows, positions_BT].set(new) for kept, new in zip(old, (k_BTKH, v_BTKH), strict=True))))
-            return _attend_to_cache(q_BTNH, grown[0], positions_BT, window)
+            updated.append(Cache(*(kept.at[rows, positions_BT].set(new) for kept, new in zip(old, (k_BTKH, v_BTKH), strict=True))))
+            return _attend_to_cache(q_BTNH, updated[0], positions_BT, window)
 
         x_BTD = nnx.merge(structure, parameters)(x_BTD, rotary, None, attend_with)
-        return x_BTD, grown[0]
+        return x_BTD, updated[0]
 
     x_BTD, cache = jax.lax.scan(block, decoder.embed(tokens_BT, positions_BT), (stacked, cache))
-    return decoder.normalise(x_BTD), cache
+    return decoder.normalize(x_BTD), cache
 
 
 def _attend_to_cache(q_BTNH: jax.Array, cache: Cache, positions_BT: jax.Array, window: int | None) -> jax.Array:
-    """Attend to the slots up to each query's position; softmax in float32. The cache is that of one layer, [B, S, K, H]."""
+    """Attend to the slots up to each query's position; softmax in float32. `cache` is that of one layer, [B, S, K, H]."""
     batch, length, _, width = q_BTNH.shape
     key_BSKH, value_BSKH = cache
     q_BTKGH = q_BTNH.reshape(batch, length, key_BSKH.shape[2], -1, width)
@@ -106,7 +110,7 @@ def _attend_to_cache(q_BTNH: jax.Array, cache: Cache, positions_BT: jax.Array, w
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """Choose a token per row, int32 [B], from float32 logits; row b draws with keys_B[b]."""
+    """Sample one token per row, int32 [B], from float32 logits; row b uses keys_B[b]."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV = logits_BV / sampling.temperature
@@ -132,10 +136,10 @@ def generate(
     eos_ids: Sequence[int] = (),
     seed: int = 0,
 ) -> list[Generation]:
-    """Continue every prompt by up to `max_tokens` tokens, or to the first of `eos_ids`.
+    """Generate up to `max_tokens` tokens per prompt, or up to the first of `eos_ids`.
 
-    A prompt's draws depend on the seed and its index, not on the other prompts.
-    Raises UserError: an empty prompt, an id outside the vocabulary, a length beyond model.max_seq_len.
+    The samples of a prompt depend on the seed and its index, not on the other prompts.
+    Raises UserError for an empty prompt, an id outside the vocabulary, and a length above model.max_seq_len.
     """
     _check(decoder, prompts, max_tokens)
     if not prompts:
@@ -160,7 +164,7 @@ class _Progress(NamedTuple):
     step: jax.Array
     cache: Cache
     last_B: jax.Array
-    """The token each row feeds next."""
+    """The next input token of each row."""
     tokens_BM: jax.Array
     counts_B: jax.Array
     ended_B: jax.Array
@@ -178,7 +182,7 @@ def _generate(
     lengths_B: jax.Array,
     key: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (tokens [B, M], how many of them count [B], whether an end-of-sequence token came [B])."""
+    """Return (tokens [B, M], number of valid tokens [B], whether the row ended with an end-of-sequence token [B])."""
     decoder = nnx.merge(graphdef, state)
     batch, length = tokens_BT.shape
     row_keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
@@ -188,7 +192,7 @@ def _generate(
         return sample(decoder.logits(x_BD[:, None])[:, 0], keys_B, sampling)
 
     def take(progress: _Progress, chosen_B: jax.Array) -> _Progress:
-        """Record what was chosen; a row that has ended, or ends with this token, records nothing."""
+        """Store the sampled tokens; a row that has ended, or ends with this token, stores nothing."""
         ended_B = progress.ended_B | jnp.isin(chosen_B, jnp.asarray(eos_ids, jnp.int32))
         return progress._replace(
             step=progress.step + 1,
@@ -218,13 +222,13 @@ def _generate(
 def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
     model = decoder.model
     if max_tokens < 1:
-        raise UserError(f"the number of tokens to generate is {max_tokens}: it must be at least 1")
+        raise UserError(f"the number of tokens to generate must be at least 1, got {max_tokens}")
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise UserError(f"prompt {number} is empty: it needs at least one token")
         outside = [token for token in prompt if not 0 <= token < model.vocab_size]
         if outside:
-            raise UserError(f"prompt {number} holds token id {outside[0]}, outside the model's vocabulary of {model.vocab_size}")
+            raise UserError(f"prompt {number} has token id {outside[0]}, outside the model's vocabulary of {model.vocab_size}")
         if len(prompt) + max_tokens > model.max_seq_len:
             limit = f"model.max_seq_len is {model.max_seq_len}"
-            raise UserError(f"prompt {number} of {len(prompt)} tokens plus {max_tokens} new ones is too long: {limit}")
+            raise UserError(f"prompt {number} ({len(prompt)} tokens) plus {max_tokens} new tokens is too long: {limit}")

@@ -1,9 +1,9 @@
 """Cross-entropy over a large vocabulary without the [B, T, V] logits.
 
-The sequence is cut into chunks; a scan computes the logits of one chunk, its loss and at once its gradients, so that the backward pass
-needs no logits at all: it only scales what the forward pass left. The batch dim stays whole inside a chunk because it is sharded.
+The sequence is split into chunks. A scan computes the logits of one chunk, its loss and its gradients, so that the backward pass needs no
+logits: it only scales the gradients of the forward pass. The batch dim is not split inside a chunk because it is sharded.
 
-Legend: R row shards (devices over which the batch is cut), B rows per shard, T sequence, C tokens of a row in one chunk, D embed width,
+Legend: R row shards (devices over which the batch is sharded), B rows per shard, T sequence, C tokens of a row in one chunk, D embed width,
 V vocabulary rows.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ridgeline.models.product import product
+from ridgeline.models.matmul.dense import matmul
 from ridgeline.sharding.manual import sum_row_shards
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class LossSums(NamedTuple):
-    """Sums over all tokens, float32 scalars. Divide by a weight sum yourself: means do not add up over microbatches."""
+    """Sums over all tokens, float32 scalars. The caller divides by the sum of weights: means do not add up over microbatches."""
 
     nats: jax.Array
     """Sum of weight * -log p(target)."""
     z: jax.Array
-    """Sum of weight * z_loss * log(Z)^2, the coefficient already in it."""
+    """Sum of weight * z_loss * log(Z)^2, with the coefficient."""
     weight: jax.Array
     """Sum of the weights."""
     correct: jax.Array
@@ -57,9 +57,10 @@ def cross_entropy(
 ) -> LossSums:
     """Return the summed cross-entropy of targets under softmax(x w), in float32.
 
-    x [B, T, D] in the compute dtype; w [D, V] as the parameter lies (it is cast to x's dtype and gathered here); targets int32 and weights
+    x [B, T, D] in the compute dtype; w [D, V] the stored (sharded) parameter, cast to x's dtype and gathered here; targets int32, weights
     float32 [B, T]. Columns of w from vocab_size on are padding and get no probability. `chunk` tokens per device have logits at a time.
-    `reduce_first`: w's gradient is reduced over devices before x's goes on, and not whole in memory while the layers are differentiated.
+    `reduce_first`: w's gradient is reduced over devices before x's gradient is used, so that it is not whole in memory during the backward
+    pass of the layers.
     z-loss: PaLM, arXiv 2204.02311, section 5. Differentiable in x and w through `nats + z`, the objective; the two must enter it with the
     same factor (anything else gives NaN gradients, never silently wrong ones).
     """
@@ -81,7 +82,7 @@ def cross_entropy(
         return _cross_entropy(settings, split_rows(x_BTD), w_DV, split_rows(targets_BT), weights_RBT)
 
 
-def _used(settings: _Settings, x: jax.Array, w_DV: jax.Array) -> jax.Array:
+def _gathered(settings: _Settings, x: jax.Array, w_DV: jax.Array) -> jax.Array:
     return settings.partitioner.gather_param(w_DV.astype(x.dtype), "embed", "vocab")
 
 
@@ -106,7 +107,7 @@ def _chunk_sums(
     lse = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     if settings.partitioner.axis_size("act_vocab") == 1:
         target = jnp.take_along_axis(logits, targets_RBC[..., None], axis=-1)[..., 0]
-    else:  # a gather along a sharded dim would gather the logits; a masked sum stays local
+    else:  # indexing along a sharded dim would all-gather the logits; a masked sum is local
         target = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets_RBC[..., None], logits, 0), axis=-1)
     sums = LossSums(
         nats=jnp.sum(weights_RBC * (lse - target), axis=(1, 2)),
@@ -119,7 +120,7 @@ def _chunk_sums(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array) -> LossSums:
-    used_DV = _used(settings, x_RBTD, w_DV)
+    used_DV = _gathered(settings, x_RBTD, w_DV)
 
     def body(sums: LossSums, index: jax.Array) -> tuple[LossSums, None]:
         x, targets, weights = _chunk(settings, x_RBTD, targets_RBT, weights_RBT, index)
@@ -131,7 +132,7 @@ def _cross_entropy(settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targ
 
 
 def _zeros(settings: _Settings, x_RBTD: jax.Array) -> LossSums:
-    """One sum per row shard: summing over shards inside the loop would communicate once per chunk."""
+    """One sum per row shard: summing over shards inside the loop would communicate in every chunk."""
     zeros_R = settings.partitioner.constrain(jnp.zeros(x_RBTD.shape[:1], jnp.float32), "batch")
     return LossSums(*(zeros_R for _ in LossSums._fields))
 
@@ -140,7 +141,7 @@ def _forward(
     settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array
 ) -> tuple[LossSums, Any]:
     """Compute the sums and, for a unit cotangent of nats + z, the gradients of x (x's dtype) and w (float32)."""
-    used_DV = _used(settings, x_RBTD, w_DV)
+    used_DV = _gathered(settings, x_RBTD, w_DV)
     constrain = settings.partitioner.constrain
 
     def body(carry: tuple[LossSums, jax.Array, jax.Array], index: jax.Array) -> tuple[tuple[LossSums, jax.Array, jax.Array], None]:
@@ -150,7 +151,7 @@ def _forward(
         probability = jnp.exp(logits - lse[..., None]) * (weights * (1 + 2 * settings.z_loss * lse))[..., None]
         is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
         dlogits = (probability - jnp.where(is_target, weights[..., None], 0)).astype(x.dtype)
-        dx = product(settings.partitioner, "rbcv,dv->rbcd", dlogits, used_DV)
+        dx = matmul(settings.partitioner, "rbcv,dv->rbcd", dlogits, used_DV)
         dw_RDV += jnp.einsum("rbcd,rbcv->rdv", x, dlogits, preferred_element_type=jnp.float32)
         dw_RDV = constrain(dw_RDV, "batch", None, "act_vocab")
         dx_RBTD = jax.lax.dynamic_update_slice_in_dim(dx_RBTD, dx, index * settings.tokens_per_chunk, 2)

@@ -1,11 +1,10 @@
-"""Normalisation with float32 statistics.
+"""Normalization with float32 statistics.
 
-Legend: B batch, T sequence, D width of the normalised dim (the residual stream, or one head).
+Legend: B batch, T sequence, D the normalized dim (residual stream or one head); any leading dims work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,14 +17,6 @@ from ridgeline.models.params import ParamFactory, use_param
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
 
-Prepare = Callable[[jax.Array], jax.Array]
-"""What makes the input of a half block from the residual stream: its norm."""
-
-
-def unprepared(x_BTD: jax.Array) -> jax.Array:
-    """Return an input that has been normed already."""
-    return x_BTD
-
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last dim (arXiv 1910.07467); statistics in float32, result in x's dtype."""
@@ -36,7 +27,7 @@ class RMSNorm(nnx.Module):
         self.partitioner = partitioner
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Normalise the last dim; any leading dims."""
+        """Normalize the last dim."""
         with jax.named_scope("norm"):
             return _rms_norm(x_BTD, use_param(self.scale, self.partitioner, jnp.dtype(jnp.float32)), self.eps)
 
@@ -51,11 +42,11 @@ class LayerNorm(nnx.Module):
         self.partitioner = partitioner
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Normalise the last dim; any leading dims."""
+        """Normalize the last dim."""
         with jax.named_scope("norm"):
             float32 = jnp.dtype(jnp.float32)
-            scale, bias = use_param(self.scale, self.partitioner, float32), use_param(self.bias, self.partitioner, float32)
-            return _layer_norm(x_BTD, scale, bias, self.eps)
+            scale_D, bias_D = use_param(self.scale, self.partitioner, float32), use_param(self.bias, self.partitioner, float32)
+            return _layer_norm(x_BTD, scale_D, bias_D, self.eps)
 
 
 # Checkpointed: the backward pass keeps x in its own dtype only, not the float32 intermediates.
@@ -69,9 +60,10 @@ def _rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
 def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
     x = x_BTD.astype(jnp.float32)
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    normed = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + eps)
     return (normed * scale_D + bias_D).astype(x_BTD.dtype)
 
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+"""model.norm -> module."""

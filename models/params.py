@@ -1,7 +1,7 @@
-"""Parameters: how they are created (initialisation, stacking over layers) and how they are read for use.
+"""Parameters: how they are created (initialization, stacking over layers) and how they are read.
 
-Every parameter is an `nnx.Param` whose metadata `axes` names the logical axis of each dim (see sharding/rules.py).
-The parameters of a block exist once, stacked over layers on a leading dim named "layers".
+Every parameter is an `nnx.Param` whose metadata `axes` names the logical axis of each dim (sharding/rules.py).
+The parameters of a block exist once, stacked over layers on a leading dim with the logical axis "layers".
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ from flax import nnx
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
 
-
-class Recent(nnx.Variable):
-    """Largest magnitudes lately of the input of products that share it and of the gradient of each; 0: not known.
-
-    float32 [1 + products, row shards, row shards of the sequence]. No parameter: what a backward pass gives back in the place of its
-    gradient are the largest magnitudes of that pass, of every row shard its own.
-    """
-
-
 LAYERS = "layers"
 """Logical axis of the leading dim of stacked parameters."""
+
+
+class Amax(nnx.Variable):
+    """Recent amax (largest absolute value) of the shared input of some matmuls, then of the gradient of each result; 0: unknown.
+
+    float32 [1 + matmuls, row shards, row shards of the sequence]. Not a parameter: the backward pass returns in place of its gradient the
+    amax of that pass, per row shard. The modules' attributes are named `*_recent`; these names are part of the checkpoint layout.
+    """
 
 
 @dataclass(frozen=True)
 class ParamFactory:
     """Creates parameters in one dtype; with `layers` set, stacked on a leading "layers" dim.
 
-    Layer l's values depend on the seed, the parameter's order of creation and l, not on the number of layers. Traceable: under
-    `jax.jit` with `out_shardings` each device computes its own shard only.
+    The values of layer l depend on the seed, on the parameter's order of creation and on l, not on the number of layers. Traceable: under
+    `jax.jit` with `out_shardings` each device computes only its own shard.
     """
 
     rngs: nnx.Rngs
     dtype: jnp.dtype
     layers: int | None = None
     row_shards: tuple[int, int] | None = None
-    """Of rows and of the sequence, where products scale their operands by earlier steps."""
+    """Shards of the batch and of the sequence, for delayed scaling of matmul operands; None: no delayed scaling."""
 
     def stacked(self, layers: int) -> ParamFactory:
-        """Return a factory whose parameters carry a leading dim of `layers`."""
+        """Return a factory whose parameters have a leading dim of `layers`."""
         return replace(self, layers=layers)
 
     def normal(self, shape: tuple[int, ...], axes: tuple[str, ...], std: float) -> nnx.Param:
@@ -56,12 +55,12 @@ class ParamFactory:
         """Create a parameter filled with `value`."""
         return self._create(lambda key: jnp.full(shape, value, jnp.float32), axes)
 
-    def recent(self, products: int = 1) -> Recent | None:
-        """Create what products with one input remember of their operands; None where they remember nothing."""
+    def amax(self, matmuls: int = 1) -> Amax | None:
+        """Create the amax of matmuls that share one input; None without delayed scaling."""
         if self.row_shards is None:
             return None
         stack = () if self.layers is None else (self.layers,)
-        return Recent(jnp.zeros((*stack, 1 + products, *self.row_shards), jnp.float32))
+        return Amax(jnp.zeros((*stack, 1 + matmuls, *self.row_shards), jnp.float32))
 
     def _create(self, draw: Callable[[jax.Array], jax.Array], axes: tuple[str, ...]) -> nnx.Param:
         key = self.rngs.params()
@@ -71,7 +70,11 @@ class ParamFactory:
         return nnx.Param(jax.vmap(draw)(keys).astype(self.dtype), axes=(LAYERS, *axes))
 
 
+def logical_axes(param: nnx.Param) -> tuple[str, ...]:
+    """Return the logical axes of a parameter of one layer, without "layers"."""
+    return tuple(axis for axis in param.axes if axis != LAYERS)
+
+
 def use_param(param: nnx.Param, partitioner: Partitioner, dtype: jnp.dtype) -> jax.Array:
-    """Return a parameter ready for use: cast to `dtype`, then gathered over fsdp (so the gather moves `dtype`, not the master dtype)."""
-    axes = tuple(axis for axis in param.axes if axis != LAYERS)
-    return partitioner.gather_param(param[...].astype(dtype), *axes)
+    """Return a parameter cast to `dtype` and then all-gathered over fsdp, so that `dtype` is communicated and not the master dtype."""
+    return partitioner.gather_param(param[...].astype(dtype), *logical_axes(param))

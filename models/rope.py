@@ -15,14 +15,16 @@ import numpy as np
 
 from ridgeline.configs.schema import RopeScaling
 
+RotaryTable = tuple[jax.Array, jax.Array]
+"""(cos, sin) of every position and pair, float32 [B, T, P] each."""
 YARN_BETA_FAST = 32.0
-"""Pairs turning more often than this over the original context keep their frequency (arXiv 2309.00071, section 3.2)."""
+"""Pairs with more turns than this over the original context keep their frequency (arXiv 2309.00071, section 3.2)."""
 YARN_BETA_SLOW = 1.0
-"""Pairs turning less often than this over the original context are interpolated fully."""
+"""Pairs with fewer turns than this over the original context are interpolated fully."""
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the angle per position of each pair, float64 [P]; `scaling` stretches them."""
+    """Return the angle per position of each pair, float64 [P], with the `scaling` applied."""
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return frequencies
@@ -42,14 +44,14 @@ def _linear(frequencies: np.ndarray, head_dim: int, theta: float, scaling: RopeS
 
 
 def _llama3(frequencies: np.ndarray, head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Long wavelengths divided by the factor, short ones kept, a linear blend between (the rule published with Llama 3.1)."""
+    """Divide low frequencies by the factor, keep high ones, interpolate linearly between (the rule published with Llama 3.1)."""
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     keep = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
 def _yarn(frequencies: np.ndarray, head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Interpolate by parts: a ramp over the pair index between the pairs that turn beta_fast and beta_slow times."""
+    """Interpolate by parts: a ramp over the pair index between the pairs with beta_fast and beta_slow turns."""
 
     def pair_turning(turns: float) -> float:
         return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -60,7 +62,7 @@ def _yarn(frequencies: np.ndarray, head_dim: int, theta: float, scaling: RopeSca
     return frequencies * (1 - ramp) + frequencies / scaling.factor * ramp
 
 
-def rotary_table(positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[jax.Array, jax.Array]:
+def rotary_table(positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None) -> RotaryTable:
     """Return (cos, sin) of every position and pair, float32 [B, T, P], with yarn's attention factor applied."""
     frequencies_P = jnp.asarray(inverse_frequencies(head_dim, theta, scaling), jnp.float32)
     angles_BTP = positions_BT[..., None].astype(jnp.float32) * frequencies_P
@@ -68,7 +70,7 @@ def rotary_table(positions_BT: jax.Array, head_dim: int, theta: float, scaling: 
     return jnp.cos(angles_BTP) * factor, jnp.sin(angles_BTP) * factor
 
 
-def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def apply_rotary(x_BTNH: jax.Array, table: RotaryTable) -> jax.Array:
     """Rotate every head by its position; computed in float32, returned in x's dtype."""
     cos, sin = table[0][:, :, None, :], table[1][:, :, None, :]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)

@@ -1,38 +1,126 @@
-"""What devices say of their own speed: clock, power, temperature, and why a clock is held down.
+"""Clock, power and temperature of the devices, and why a clock is reduced: sampled at every log line.
 
-NVIDIA GPUs through NVML (`nvidia-ml-py`, loaded when it is asked for), AMD GPUs through sysfs, CPUs through cpufreq and the CPU bandwidth
-controller of their control group. A machine that offers none of it has no states; a figure that a device does not offer is None.
+Sources: NVML for NVIDIA GPUs (`nvidia-ml-py`), sysfs for AMD GPUs, cpufreq and the CPU bandwidth controller of the control group for CPUs.
+A machine without a source records no states; a value that a device does not report is None.
+
+NVML takes milliseconds, so a thread takes the samples. A sample becomes an event (`device_state`, one row per device, in the log of its
+process), and metrics of process 0 at the next log line.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ridgeline.rundir.device_state import POWER_CAP, QUOTA, TROUBLE, DeviceState
+from ridgeline.rundir.events import EventLog
 
 T = TypeVar("T")
 ROOT = Path("/")
+END_S = 5.0
+"""Longest wait for the thread at the end of a run."""
 
 
 class Source(Protocol):
-    """Something that knows states."""
+    """A source of device states."""
 
     def sample(self) -> list[DeviceState]:
         """Return the states now. May take milliseconds; never raises."""
         ...
 
 
+class ClockWatch:
+    """Samples the states of the devices of this process in a thread, and records them.
+
+    Args:
+      source: of the states; None: nothing is recorded.
+      description: of the source, or why there is none; recorded once in the event log.
+      events: of this process.
+    """
+
+    def __init__(self, source: Source | None, description: str, events: EventLog) -> None:
+        self._source, self._events = source, events
+        self._changed, self._closed = threading.Condition(), False
+        self._due: int | None = None
+        self._newest: list[DeviceState] = []
+        events.emit(
+            "device_states",
+            host=socket.gethostname(),
+            source=description if source is not None else None,
+            missing=None if source is not None else description,
+        )
+        self._thread = threading.Thread(target=self._watch, name="clocks", daemon=True)
+        if source is not None:
+            self._thread.start()
+
+    def tick(self, step: int) -> dict[str, float]:
+        """Request a sample at this step; return the metrics of the previous one. Takes microseconds."""
+        with self._changed:
+            self._due = step
+            self._changed.notify()
+            return device_metrics(self._newest)
+
+    def close(self) -> None:
+        """Take the requested sample and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(END_S)
+
+    def _watch(self) -> None:
+        assert self._source is not None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due is not None or self._closed)
+                step, self._due = self._due, None
+            if step is None:
+                return
+            states = self._source.sample()
+            self._events.emit("device_state", step=step, devices=[_known(asdict(state)) for state in states])
+            with self._changed:
+                self._newest = states
+
+
+def _known(row: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in row.items() if value is not None and value != ()}
+
+
+def device_metrics(states: Sequence[DeviceState]) -> dict[str, float]:
+    """Return the metrics of devices: lowest clock, total power, highest temperature, largest throttled share."""
+    found: dict[str, float | None] = {
+        "clock_mhz": _reduce(min, (state.clock_mhz for state in states)),
+        "power_w": _reduce(sum, (state.power_w for state in states)),
+        "temperature_c": _reduce(max, (state.temperature_c for state in states)),
+        "stopped_share": _reduce(max, (state.stopped_share for state in states)),
+    }
+    return {f"train_device/{name}": float(value) for name, value in found.items() if value is not None}
+
+
+def _reduce(choose: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return choose(known) if known else None
+
+
+def watch_clocks(devices: Sequence[Any], events: EventLog) -> ClockWatch:
+    """Begin to record the states of the local JAX devices of this process."""
+    ids = [index if device.local_hardware_id is None else device.local_hardware_id for index, device in enumerate(devices)]
+    return ClockWatch(*find_source(devices[0].platform, devices[0].device_kind, ids, os.environ), events)
+
+
 def find_source(
     platform: str, device_kind: str, local_ids: Sequence[int], environment: Mapping[str, str], root: Path = ROOT
 ) -> tuple[Source | None, str]:
-    """Return what knows the states of the devices JAX uses here, and in words where they come from, or why there are none.
+    """Return the source of the states of this process's devices and its description; or None and the reason.
 
     Args:
-      platform: of the devices: cpu, gpu.
+      platform: of the devices, cpu or gpu.
       device_kind: as JAX names it.
       local_ids: `local_hardware_id` of the devices of this process.
       environment: with CUDA_VISIBLE_DEVICES.
@@ -40,16 +128,16 @@ def find_source(
     """
     if platform == "cpu":
         cpu = Cpu(root)
-        return (cpu, cpu.told) if cpu.known else (None, "this machine shows neither clocks nor a CPU quota")
+        return (cpu, cpu.description) if cpu.available else (None, "this machine reports neither clocks nor a CPU quota")
     if "nvidia" in device_kind.lower() or (root / "proc/driver/nvidia").exists():
         return _nvml(local_ids, environment)
     cards = amd_cards(root)
     chosen = [cards[i] for i in local_ids if i < len(cards)]
-    return (AmdGpus(chosen), "sysfs of amdgpu") if chosen else (None, f"nothing tells the clocks of {device_kind}")
+    return (AmdGpus(chosen), "sysfs of amdgpu") if chosen else (None, f"no source of clocks for {device_kind}")
 
 
 class Cpu:
-    """The cores this process may use, and the control groups it is in (version 1 or 2, whatever is mounted)."""
+    """The cores this process may use, and its control groups (version 1 or 2, whichever is mounted)."""
 
     def __init__(self, root: Path = ROOT, cores: Sequence[int] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._clock = root, clock
@@ -58,13 +146,13 @@ class Cpu:
         self._before = self._stopped_s()
 
     @property
-    def known(self) -> bool:
+    def available(self) -> bool:
         """Whether there is anything to sample."""
         return bool(self._freq or self._before[1])
 
     @property
-    def told(self) -> str:
-        """Where the figures come from, in words."""
+    def description(self) -> str:
+        """The source of the values."""
         return " and ".join(["cpufreq"] * bool(self._freq) + ["cpu.stat of the control group"] * bool(self._before[1]))
 
     def sample(self) -> list[DeviceState]:
@@ -79,13 +167,13 @@ class Cpu:
         return [DeviceState("cpu", clock, rated, reasons=(QUOTA,) if share else (), stopped_share=share)]
 
     def _stopped_s(self) -> tuple[float, dict[Path, float]]:
-        """Return the moment, and per control group the seconds its cores were kept from running so far. A process may be moved."""
+        """Return the time, and per control group the seconds its cores were throttled so far. A process may move between groups."""
         files = [group / "cpu.stat" for group in _groups(self._root)]
         return self._clock(), {file: seconds for file in files if (seconds := _stopped(file)) is not None}
 
 
 def _groups(root: Path) -> list[Path]:
-    """Return the control groups of this process that govern CPU time, from its own to the root of what it sees."""
+    """Return the control groups of this process that limit CPU time, from its own to the visible root."""
     found = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, place = line.split(":", 2)
@@ -106,7 +194,7 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _stopped(file: Path) -> float | None:
-    """Seconds in a cpu.stat; None where this group has no bandwidth control."""
+    """Return the throttled seconds in a cpu.stat; None for a group without bandwidth control."""
     values = dict(line.split(maxsplit=1) for line in _text(file).splitlines() if " " in line)
     if "throttled_usec" in values:
         return int(values["throttled_usec"]) / 1e6
@@ -114,13 +202,13 @@ def _stopped(file: Path) -> float | None:
 
 
 def amd_cards(root: Path = ROOT) -> list[Path]:
-    """Return the sysfs directories of AMD GPUs, in the order of their PCI addresses, which is that of the runtime."""
+    """Return the sysfs directories of AMD GPUs in the order of their PCI addresses, as in the runtime."""
     cards = [path.parent for path in (root / "sys/class/drm").glob("card*/device/pp_dpm_sclk")]
     return sorted(cards, key=lambda path: path.resolve().name)
 
 
 class AmdGpus:
-    """AMD GPUs, as the amdgpu driver shows them (kernel documentation, gpu/amdgpu/thermal)."""
+    """AMD GPUs, from the amdgpu driver (kernel documentation, gpu/amdgpu/thermal)."""
 
     def __init__(self, cards: Sequence[Path]) -> None:
         self._cards = list(cards)
@@ -158,24 +246,24 @@ def _nvml(local_ids: Sequence[int], environment: Mapping[str, str]) -> tuple[Sou
         return None, f"no NVIDIA driver: {error}"
     shown = visible(uuids, environment.get("CUDA_VISIBLE_DEVICES"))
     chosen = [handles[shown[i]] for i in local_ids if i < len(shown)]
-    return (NvidiaGpus(pynvml, chosen), "NVML") if chosen else (None, "NVML shows none of this process's GPUs")
+    return (NvidiaGpus(pynvml, chosen), "NVML") if chosen else (None, "NVML lists none of this process's GPUs")
 
 
 def visible(uuids: Mapping[int, str], setting: str | None) -> list[int]:
-    """Return the indices (of index -> uuid) that a value of CUDA_VISIBLE_DEVICES names, by index or (the beginning of) uuid; None: all."""
+    """Return the indices (of index -> uuid) in a value of CUDA_VISIBLE_DEVICES, given by index or uuid prefix; None: all."""
     if setting is None:
         return list(uuids)
     kept: list[int] = []
     for word in (word.strip() for word in setting.split(",")):
         match = [i for i, uuid in uuids.items() if (i == int(word) if word.isdigit() else bool(word) and uuid.startswith(word))]
         if not match:
-            break  # as CUDA does: an unknown entry ends the list
+            break  # as in CUDA: an unknown entry ends the list
         kept += match[:1]
     return kept
 
 
 class NvidiaGpus:
-    """NVIDIA GPUs through an initialised NVML."""
+    """NVIDIA GPUs through an initialized NVML."""
 
     def __init__(self, pynvml: Any, handles: Sequence[Any]) -> None:
         self._pynvml, self._handles = pynvml, list(handles)
@@ -187,24 +275,24 @@ class NvidiaGpus:
     def _one(self, index: int, handle: Any) -> DeviceState:
         nvml = self._pynvml
 
-        def ask(call: Callable[..., T], *arguments: Any) -> T | None:
+        def query(call: Callable[..., T], *arguments: Any) -> T | None:
             try:
                 return call(handle, *arguments)
             except nvml.NVMLError:
                 return None
 
-        watts = [ask(f) for f in (nvml.nvmlDeviceGetPowerUsage, nvml.nvmlDeviceGetPowerManagementLimit)]
-        watts.append(ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit))
+        watts = [query(f) for f in (nvml.nvmlDeviceGetPowerUsage, nvml.nvmlDeviceGetPowerManagementLimit)]
+        watts.append(query(nvml.nvmlDeviceGetPowerManagementDefaultLimit))
         power_w, limit_w, default_w = (None if value is None else value / 1e3 for value in watts)
-        bits = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+        bits = query(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
         return DeviceState(
             f"gpu:{index}",
-            ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            ask(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
+            query(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            query(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
             power_w=power_w,
             power_limit_w=limit_w,
             power_default_w=default_w,
-            temperature_c=ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            temperature_c=query(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
             reasons=tuple([name for bit, name in TROUBLE.items() if bits & bit] + ["power cap"] * bool(bits & POWER_CAP)),
         )
 
@@ -232,6 +320,6 @@ def _mean_mhz(khz: Sequence[float | None]) -> float | None:
 
 
 def _mhz(level: str) -> float | None:
-    """Read a line of pp_dpm_sclk: `1: 2100Mhz *`."""
+    """Parse a line of pp_dpm_sclk: `1: 2100Mhz *`."""
     word = next((word for word in level.split() if word.lower().endswith("mhz")), "")
     return float(word[:-3]) if word[:-3].isdigit() else None

@@ -1,8 +1,8 @@
-"""Where the main thread is while a profile is taken, sampled a few hundred times a second: the source lines of its waits.
+"""Samples of the source line of the main thread during a profile, a few hundred per second, to locate its waits.
 
-XLA's own Python tracer records every call of every thread, which swamps the trace and slows the loop. A wait that costs a step anything
-lasts milliseconds, so samples find it. They lie beside the profile: `<name>.frames.json`, a list of [begin, end, "file:line"] in
-nanoseconds since 1970, one per stretch of samples at the same line.
+XLA's Python tracer records every call of every thread, which floods the trace and slows the loop. A wait that matters lasts
+milliseconds, so samples find it. They are stored beside the profile in `<name>.frames.json`: a list of [begin, end, "file:line"] in
+nanoseconds since 1970, one per run of samples at the same line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARIES = tuple(dict.fromkeys(sysconfig.get_paths()[key] for key in ("stdlib"
 
 
 def own_line(frame: FrameType | None) -> str | None:
-    """Return `file:line` of the innermost frame outside of libraries (this project counts as none, wherever it is installed)."""
+    """Return `file:line` of the innermost frame outside of libraries (this project is not a library, wherever it is installed)."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OWN) or not file.startswith(("<", *_LIBRARIES)):
@@ -31,7 +31,7 @@ def own_line(frame: FrameType | None) -> str | None:
 
 
 class Sampler:
-    """Samples the thread that starts it until `stop`."""
+    """Samples the thread that calls `start`, until `stop`."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self._period_s = period_s
@@ -40,7 +40,7 @@ class Sampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start sampling."""
         self._thread = threading.Thread(target=self._run, args=(threading.get_ident(),), name="ridge-frames", daemon=True)
         self._thread.start()
 
@@ -56,7 +56,7 @@ class Sampler:
                 self._found.append((now_ns, now_ns, line))
 
     def stop(self) -> list[tuple[int, int, str]]:
-        """End; return the stretches."""
+        """Stop sampling; return (begin ns, end ns, line) of each run of samples at the same line."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()

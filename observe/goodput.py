@@ -1,7 +1,7 @@
-"""The run ledger while the run goes on: kept up event by event, without reading the log again.
+"""The run ledger during the run: updated with each event, without reading the log again.
 
-At a log record its seconds are those of `run_ledger` on the log up to there. What only a later start can know is missing until then:
-steps that will be done again, the time a killed process lived on beyond its last event.
+At each log record its seconds equal those of `run_ledger` on the log so far, except for what only a later start records: steps that are
+repeated, and the time a killed process ran on after its last event.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ridgeline.rundir.events import Event, EventLog, event_file, read_events
+from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.events import Event, EventLog
 from ridgeline.rundir.goodput import CATEGORIES, OF_PHASE, Waiting, queue_waits, run_ledger
-from ridgeline.rundir.money import run_price
 
 
 @dataclass
 class _Open:
-    """A phase that runs."""
+    """An open phase."""
 
     phase: str
     start_s: float
@@ -31,8 +31,8 @@ class LiveGoodput:
     """Seconds by category up to the newest event.
 
     Args:
-      seconds: those before, by category.
-      mono_s: up to when, by the monotonic clock of this process.
+      seconds: by category, before this start.
+      mono_s: time of the newest event on the monotonic clock of this process.
       usd_per_s: price of all devices of the run; None: not known.
     """
 
@@ -41,7 +41,7 @@ class LiveGoodput:
     usd_per_s: float | None = None
     _open: dict[int, _Open] = field(default_factory=dict)
     _marks: dict[tuple[str, int | None, str], float] = field(default_factory=dict)
-    """(name, parent, category of the parent) of a sum -> the category's seconds up to the last one recorded."""
+    """(name, parent, category of the parent) of a total -> seconds of the category when the last total was recorded."""
     _before: dict[str, float] = field(default_factory=dict)
     _window: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -50,7 +50,7 @@ class LiveGoodput:
         self._before, self._window = dict(self.seconds), dict(self.seconds)
 
     def observe(self, kind: str, mono_s: float, fields: Mapping[str, Any]) -> None:
-        """Take in one event of this process as it is written (see EventLog.observer)."""
+        """Add one event of this process (EventLog.observer)."""
         with self._lock:
             self._advance(mono_s)
             if kind == "phase_start":
@@ -84,7 +84,7 @@ class LiveGoodput:
         self.seconds[source] -= amount_s
         self.seconds[target] += amount_s
         for key, mark_s in self._marks.items():
-            if key[2] == source:  # what is taken is the latest: more than there was since a mark lowers the mark
+            if key[2] == source:  # the newest seconds are moved; moving more than there were since a mark lowers the mark
                 self._marks[key] = min(mark_s, self.seconds[source])
 
     def metrics(self) -> dict[str, float]:
@@ -105,19 +105,19 @@ class LiveGoodput:
 
 
 def watch(events: EventLog, run_dir: Path, start_step: int, devices: int) -> LiveGoodput:
-    """Begin to keep the ledger of a run that is about to train from `start_step`; its log is read this once.
+    """Begin the ledger of a run before it trains from `start_step`; its log is read once here.
 
-    Raises UserError when the log, or the record of the run's jobs, is damaged.
+    Raises UserError when the log or the record of the jobs is damaged.
     """
-    log = read_events(event_file(run_dir, events.process))
-    price_usd = run_price(run_dir)
-    live = begin(log, queue_waits(run_dir, log), start_step, None if price_usd is None else price_usd * devices / 3600)
+    run = RunDir(run_dir)
+    log, price_usd = run.events_of(events.process), run.price
+    live = begin(log, queue_waits(run, log), start_step, None if price_usd is None else price_usd * devices / 3600)
     events.observer = live.observe
     return live
 
 
 def begin(log: Sequence[Event], waits: Iterable[Waiting], start_step: int, usd_per_s: float | None) -> LiveGoodput:
-    """Return the ledger of a log so far, with what a start from `start_step` makes of earlier ones."""
+    """Return the ledger of a log so far, with the steps marked as lost that a start from `start_step` repeats."""
     last = max((event for event in log if event.process == 0), key=lambda event: (event.restart, event.mono_s))
     train = {"phase": "train", "id": -1, "parent": None, "start_step": start_step}
     about = Event("phase_start", last.time_s, last.mono_s, last.run, 0, last.restart, train)

@@ -1,9 +1,8 @@
 """XLA profile capture: by step from the config, or on demand by SIGUSR1 or a file `profile` in the run directory.
 
-A capture lands where TensorBoard's profile plugin looks, `<run_dir>/tensorboard/plugins/profile/<capture>/<host>.xplane.pb`, where
-<capture> names the steps, so that all processes agree on it without talking. Beside it go the optimised HLO of the profiled program
-(`<module>.hlo.txt`: raw GPU traces name their ops but say nothing about them), where the main thread was (observe.frames) and
-`capture.json`.
+A capture is written for TensorBoard's profile plugin to `<run_dir>/tensorboard/plugins/profile/<capture>/<host>.xplane.pb`. <capture>
+names the steps, so that all processes choose the same name without communication. Beside it are the optimized HLO of the profiled
+program (`<module>.hlo.txt`: raw GPU traces contain only the names of ops), samples of the main thread (observe.frames) and `capture.json`.
 """
 
 from __future__ import annotations
@@ -28,44 +27,44 @@ from ridgeline.rundir.captures import FRAMES_SUFFIX, profile_root
 _log = logging.getLogger("ridgeline")
 StartAnalysis = Callable[[Path, int], "subprocess.Popen[bytes]"]
 POLL_S = 1.0
-"""The request file is looked for at most this often: a shared filesystem is not asked once per step."""
+"""Shortest time between two checks for the request file, to spare shared file systems."""
 LAST_WAIT_S = 60.0
-"""At its end a run waits this long for the analysis of a profile."""
+"""Longest wait for the analysis of a profile at the end of a run."""
 
 
 def step_annotation(step: int) -> Any:
-    """Return the context manager that marks one training step in a profile; costs about a microsecond when none is taken."""
+    """Return the context manager that marks one training step in a profile; takes about 1 us without a profile."""
     import jax
 
     return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
 
 def annotation(name: str) -> Any:
-    """Return the context manager that marks what the loop does: `ridge.data_wait`, `ridge.save`, ... (explain.trace.host.ACTIVITIES)."""
+    """Return the context manager that marks an activity of the loop, as `ridge.save` (explain.trace.host.ACTIVITIES)."""
     import jax
 
     return jax.profiler.TraceAnnotation(name)
 
 
 class Profiler:
-    """Decides at each step boundary whether a capture begins or ends.
+    """Begins and ends captures at step boundaries.
 
-    The loop calls `before_step(step, drain)` before it dispatches a step and `close()` at the end. Work still running on the device when
-    a capture begins or ends would blur it, so `drain` waits for everything dispatched so far. The time a call takes belongs to no step.
+    The loop calls `before_step(step, drain)` before it dispatches a step and `close()` at the end. `drain` waits for all dispatched work,
+    so that a capture contains whole steps. The time of a call belongs to no step.
 
-    A capture at `start_step` is taken by every process, of its own devices; one asked for is taken by the process that was asked: the
-    one that got the signal, process 0 for the file.
+    Every process captures its own devices at `start_step`. A requested capture is taken by one process: the one that received the signal,
+    or process 0 for the file.
 
     Args:
       config: when to capture and how long.
       run_dir: the run directory.
-      process, num_processes: which process of how many this is. Process 0 alone writes the HLO.
+      process, num_processes: index of this process and number of processes. Only process 0 writes the HLO.
       restart: restart number of the run; part of the capture's name when not 0.
-      hlo_text: returns the optimised HLO of the step (`compiled.as_text()`), or None when it is not to be had.
-      step_time_s: returns the usual step time, taken without a profiler, or None when not known yet.
-      clock: monotonic seconds, for the polling.
-      analyze: starts the analysis of a finished capture in another process (its directory, how many processes left traces in it);
-        called in process 0; None: captures are not analyzed.
+      hlo_text: returns the optimized HLO of the step (`compiled.as_text()`), or None when there is none.
+      step_time_s: returns the median step time without a profiler, or None when not known yet.
+      clock: monotonic seconds.
+      analyze: (directory of the capture, number of traces in it) -> process that analyzes it; called in process 0; None: captures are
+        not analyzed.
     """
 
     def __init__(
@@ -96,23 +95,23 @@ class Profiler:
 
     @property
     def request_file(self) -> Path:
-        """Create this file to ask for a capture; it is removed when the capture begins."""
+        """Creating this file requests a capture; it is removed when the capture begins."""
         return self._run_dir / "profile"
 
     @property
     def _scratch(self) -> Path:
-        """Where a capture is written before it is moved to its place, whole and under a name no other process of this host uses."""
+        """Directory where a capture is written before it is moved to its place; each process has its own."""
         return self._run_dir / f".profile.{self._process}"
 
     def install_signal(self) -> None:
-        """Let SIGUSR1 ask for a capture (main thread only)."""
+        """Request a capture on SIGUSR1 (main thread only)."""
         self._previous_handler = signal.signal(signal.SIGUSR1, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
 
     def before_step(self, step: int, drain: Callable[[], None]) -> Path | None:
-        """Begin or end a capture if one is due before `step` is dispatched; return the directory of a capture that just ended."""
+        """Begin or end a capture that is due before `step` is dispatched; return the directory of a capture that ended."""
         finished = None
         if self.active:
             if step < self._stop_step:
@@ -125,7 +124,7 @@ class Profiler:
         return finished
 
     def _requested(self) -> bool:
-        """Whether a capture was asked for since the last call."""
+        """Whether a capture was requested since the last call."""
         if self._signalled:
             self._signalled = False
             return True
@@ -143,12 +142,12 @@ class Profiler:
 
         self._usual_step_s = self._step_time_s()
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Python call events swamp the trace and slow the loop
+        options.python_tracer_level = 0  # Python call events flood the trace and slow the loop
         options.session_id = "capture"
         shutil.rmtree(self._scratch, ignore_errors=True)  # a killed process may have left one
         try:
             jax.profiler.start_trace(self._scratch, profiler_options=options)
-        except RuntimeError as error:  # another profiler holds the only session
+        except RuntimeError as error:  # another profiler has the only session
             _log.warning("no profile at step %d: %s", step, error)
             return
         self._first_step, self._stop_step = step, step + self._config.num_steps
@@ -167,17 +166,17 @@ class Profiler:
             if self._process == 0:
                 self._describe(directory, step)
                 if self._analyze is not None:
-                    planned = self._first_step == self._config.start_step  # by all processes; one asked for is of this one alone
+                    planned = self._first_step == self._config.start_step  # by all processes; a requested one is of this process only
                     self._analyses.append(self._analyze(directory, self._num_processes if planned else 1))
         except (RuntimeError, OSError) as error:
-            _log.warning("the profile of steps %d to %d was lost: %s", self._first_step, step - 1, error)
+            _log.warning("the profile of steps %d to %d could not be written: %s", self._first_step, step - 1, error)
             return None
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
         return directory
 
     def _publish(self, stop_step: int, sampled: list[tuple[int, int, str]]) -> Path:
-        """Move the capture to where TensorBoard looks; the host names of several processes get the process index."""
+        """Move the capture to its place; with several processes the process index is appended to the host name."""
         restart = f"-restart{self._restart}" if self._restart else ""
         directory = profile_root(self._run_dir) / f"steps{self._first_step:07d}-{stop_step - 1:07d}{restart}"
         directory.mkdir(parents=True, exist_ok=True)
@@ -211,7 +210,7 @@ class Profiler:
         (directory / "capture.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def close(self, step: int | None = None) -> Path | None:
-        """End a running capture (steps before `step` were dispatched and are done) and give SIGUSR1 back."""
+        """End a running capture (steps before `step` are done) and restore the handler of SIGUSR1."""
         finished = self._stop(self._stop_step if step is None else step) if self.active else None
         if self._previous_handler is not None:
             signal.signal(signal.SIGUSR1, self._previous_handler)
@@ -220,19 +219,19 @@ class Profiler:
         return finished
 
     def _finish_analyses(self) -> None:
-        """Let running analyses come to their end: a job that ends takes them with it."""
+        """Wait for running analyses: they are killed when the job ends."""
         for analysis in self._analyses:
             try:
                 analysis.wait(LAST_WAIT_S)
             except subprocess.TimeoutExpired:
                 analysis.kill()
                 analysis.wait()
-                _log.warning("a profile was not analysed in time: ridge analyze %s", self._run_dir)
+                _log.warning("a profile was not analyzed in time: run `ridge analyze %s`", self._run_dir)
         self._analyses.clear()
 
 
 def hlo_module_name(hlo: str) -> str:
-    """Read the module's name from the first line of an HLO text (`HloModule jit_step, is_scheduled=true, ...`)."""
+    """Return the module name in the first line of an HLO text (`HloModule jit_step, is_scheduled=true, ...`)."""
     match = re.match(r"HloModule ([\w.\-]+)", hlo)
     assert match, f"not an HLO text: {hlo[:60]!r}"
     return match.group(1)

@@ -1,4 +1,4 @@
-"""What the terminal shows during training: a live bar on a terminal, one plain line per log step elsewhere, nothing on other processes."""
+"""Progress of training for the terminal: a live bar on a terminal, a line per log step elsewhere, nothing on processes other than 0."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ridgeline.configs.format import format_count, format_duration, format_secon
 
 
 class Progress(Protocol):
-    """The one interface of both kinds."""
+    """The interface of all kinds of progress."""
 
     def start(self, step: int = 0) -> None:
-        """Begin, `step` steps being done already (a resume)."""
+        """Begin after `step` steps (more than 0 when the run was resumed)."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` steps are done, with the metrics of the log step (names of rundir.metrics)."""
+        """Show `step` finished steps with the metrics of the log step (names: rundir.metrics)."""
 
     def advance(self, step: int) -> None:
-        """Show that `step` steps are done, without new metrics. Cheap."""
+        """Show `step` finished steps without new metrics. Takes microseconds."""
 
     def note(self, text: str) -> None:
-        """Show a line that stays (an evaluation, a save, a warning)."""
+        """Print a line (an evaluation, a save, a warning)."""
 
     def close(self) -> None:
         """End. Safe to call twice."""
@@ -51,7 +51,7 @@ class SilentProgress:
 
 
 class _Eta:
-    """Time left, from the pace since the start: wall time, so evaluations and saves are in it."""
+    """Remaining time, from the wall time per step since the first log step, evaluations and saves included."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
         self._total_steps, self._clock = total_steps, clock
@@ -59,10 +59,10 @@ class _Eta:
         self._first_s = 0.0
 
     def at(self, step: int) -> float | None:
-        """Seconds left when `step` steps are done; None until two calls have set a pace."""
+        """Return the remaining seconds after `step` steps; None at the first call."""
         now_s = self._clock()
         if self._first_step is None:
-            self._first_step, self._first_s = step, now_s  # from the first log step on, so that compilation does not count
+            self._first_step, self._first_s = step, now_s  # not from the start, to exclude compilation
         done = step - self._first_step
         return None if done <= 0 else (now_s - self._first_s) / done * (self._total_steps - step)
 
@@ -124,7 +124,7 @@ class RichProgress:
         self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar and show the figures."""
+        """Move the bar and show the metrics."""
         eta_s = self._eta.at(step)
         figures = "  ".join([*describe(metrics), *([f"eta {format_duration(eta_s)}"] if eta_s is not None else [])])
         self._bar.update(self._task, completed=step, figures=figures)
@@ -138,12 +138,12 @@ class RichProgress:
         self._bar.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Leave the bar as it is and give the terminal back."""
+        """Leave the bar as it is and release the terminal."""
         self._bar.stop()
 
 
 def build_progress(total_steps: int, *, process: int = 0, stream: TextIO | None = None) -> Progress:
-    """Choose: nothing on processes other than 0, the live bar on a terminal, plain lines elsewhere."""
+    """Return silent progress on processes other than 0, the live bar on a terminal, plain lines elsewhere."""
     if process != 0:
         return SilentProgress()
     stream = sys.stdout if stream is None else stream
@@ -154,7 +154,7 @@ def build_progress(total_steps: int, *, process: int = 0, stream: TextIO | None 
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
-    """Pick and format the few figures a line has room for."""
+    """Return the metrics of a progress line, formatted."""
     formats: dict[str, Callable[[float], str]] = {
         "train/loss": lambda v: f"loss {v:.4f}",
         "train/grad_norm": lambda v: f"grad {v:.3g}",

@@ -1,4 +1,4 @@
-"""Figures of the training loop: step times over a log window, device memory, evaluation results. Names are those of rundir.metrics."""
+"""Metrics of the training loop: step times over a log window, device memory, evaluation results (names: rundir.metrics)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ridgeline.rundir.noise import percentile
 class StepTimer:
     """Times steps over a log window. The caller marks the end of each step; time inside `paused()` belongs to no step.
 
-    Marks are taken on the host. A loop that dispatches asynchronously marks a step when it has read the metrics of an earlier one: single
-    intervals are then those of the device, shifted.
+    Marks are taken on the host. A loop that dispatches asynchronously marks a step when it has read the metrics of an earlier step: the
+    intervals are those of the device, shifted by a step.
 
     Args:
       tokens_per_step: batch positions of one step over all devices.
       num_devices: devices in the mesh.
       flops_per_token: training FLOPs per token (planner.flops), or None.
       peak_flops: datasheet FLOP/s of one device for the matmul dtype (planner.hardware), or None when unknown.
-      float8_peak_flops: the same for float8, where the layers' products read it; else None.
+      float8_peak_flops: the same for float8, when matmuls of the layers read float8; else None.
       clock: monotonic seconds.
     """
 
@@ -50,19 +50,19 @@ class StepTimer:
         return percentile(sorted(self._steps_s), 0.5) if self._steps_s else self._usual_step_s
 
     def start(self) -> None:
-        """Begin the next step now, forgetting what came before (compilation, restore)."""
+        """Begin the next step now and discard the time before (compilation, restore)."""
         self.begin_step()
         self._steps_s.clear()
         self._data_wait_s = 0.0
 
     def begin_step(self) -> None:
-        """Begin the step under way anew: what came since the last mark belongs to no step. The window goes on."""
+        """Restart the current step: the time since the last mark belongs to no step. The window continues."""
         self._mark_s = self._clock()
         self._paused_s = 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the time of a block out of the step times (evaluation, saving, capture). May nest."""
+        """Exclude the time of a block from the step times (evaluation, saving, capture). May nest."""
         start_s = self._clock()
         self._pause_depth += 1
         try:
@@ -140,10 +140,10 @@ def evaluation_metrics(
     Args:
       name: the set's name.
       nats: summed cross-entropy of the target tokens.
-      tokens: their number (sum of weights), positive.
-      correct: how many were the model's first choice.
-      text_bytes: bytes of text they stand for; without it there are no bits per byte.
-      duration_s: time it took.
+      tokens: number of target tokens (sum of weights), positive.
+      correct: number of target tokens that the model predicted.
+      text_bytes: bytes of text of the target tokens; None: no bits per byte.
+      duration_s: time of the evaluation.
     """
     assert tokens > 0, f"evaluation set '{name}' has no target tokens"
     loss = nats / tokens
@@ -158,5 +158,5 @@ def evaluation_metrics(
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), infinity where that overflows."""
+    """Return exp(loss); infinity on overflow."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan

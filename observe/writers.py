@@ -1,8 +1,8 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard by default, Weights & Biases when asked. Only process 0 writes.
+"""Writers of metrics: metrics.jsonl always, TensorBoard by default, Weights & Biases when configured. Only process 0 writes.
 
-A run that was killed at step 120 and resumes from its checkpoint of step 100 computes steps 101 to 120 again. Every writer is told
-`resume_step=100` and sees to it that a reader finds each step once: TensorBoard gets a purge mark, metrics.jsonl a `resume` line that
-`read_metrics` obeys.
+A run that was killed at step 120 and resumes from its checkpoint of step 100 computes steps 101 to 120 again. Every writer gets
+`resume_step=100` and ensures that a reader finds each step once: TensorBoard through a purge mark, metrics.jsonl through a `resume` line
+that `rundir.directory.read_metrics` applies.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any, Protocol
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import LoggingConfig
-from ridgeline.rundir.jsonl import LineFile, dump_json, read_jsonl
+from ridgeline.rundir.directory import METRICS_FILE
+from ridgeline.rundir.jsonl import LineFile, dump_json
 from ridgeline.rundir.metrics import metric
 
 _log = logging.getLogger("ridgeline")
 
 
 class MetricWriter(Protocol):
-    """Takes metrics of a step and texts about the run."""
+    """Writes the metrics of steps and texts about the run."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of `step`; their names are in `rundir.metrics.METRICS`."""
@@ -34,14 +35,14 @@ class MetricWriter(Protocol):
         """Record a Markdown text about the run."""
 
     def flush(self) -> None:
-        """Hand everything written so far to the disk."""
+        """Flush everything written so far to disk."""
 
     def close(self) -> None:
         """Flush and release. Safe to call twice."""
 
 
 class JsonlWriter:
-    """One JSON object per line: `step`, `time` (s since 1970) and the metrics. Texts are not kept here.
+    """One JSON object per line: `step`, `time` (s since 1970) and the metrics. Texts are not written.
 
     Raises:
       UserError: the file cannot be opened for writing.
@@ -61,40 +62,22 @@ class JsonlWriter:
         self._line({"step": step, **metrics})
 
     def text(self, tag: str, markdown: str) -> None:
-        """Texts have files of their own in the run directory."""
+        """Nothing: texts are other files of the run directory."""
 
     def flush(self) -> None:
-        """Lines are handed over as they are written."""
+        """Nothing: each line is written at once."""
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl: one dict per line in the order written, without the lines a later resume has superseded.
-
-    Non-finite values come back as floats.
-
-    Raises:
-      UserError: the file cannot be read or is damaged before its last line.
-    """
-    records: list[dict[str, Any]] = []
-    special = {"NaN", "Infinity", "-Infinity"}
-    for _, line in read_jsonl(path):
-        if "resume" in line:
-            records = [r for r in records if r["step"] <= line["resume"]]
-        else:
-            records.append({k: float(v) if isinstance(v, str) and v in special else v for k, v in line.items()})
-    return records
-
-
 class TensorBoardWriter:
     """TensorBoard event files: all metrics of a step in one record, texts for the text page.
 
-    tensorboardX imports slowly (it pulls in cloud storage clients; PyTorch is kept from it), so the file is opened at the first
-    metrics, not while a run starts. tensorboardX syncs the disk at each flush: that happens when `flush_s` have passed since the last,
-    and on `flush()`. A kill loses at most that much of TensorBoard's view; metrics.jsonl has it all.
+    tensorboardX imports slowly (it loads cloud storage clients), so the file is opened at the first metrics, not while a run starts.
+    tensorboardX syncs the disk at each flush: every `flush_s` seconds, and on `flush()`. A kill loses at most that much of the event file;
+    metrics.jsonl is complete.
 
     Raises:
       UserError: the directory cannot be written.
@@ -130,7 +113,7 @@ class TensorBoardWriter:
         # The suffix keeps files begun within one second apart, and in order.
         self._events = EventsWriter(str(self._directory / "events"), f".{self._restart:04d}.{self._files:03d}")
         self._files += 1
-        if self._resume_step is not None and self._files == 1:  # readers forget what they have from this step on
+        if self._resume_step is not None and self._files == 1:  # readers discard what they have from this step on
             self._add(self._resume_step and self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
         for tag, markdown in self._texts:
             self._add_text(tag, markdown)
@@ -138,13 +121,13 @@ class TensorBoardWriter:
 
     @contextlib.contextmanager
     def _new_file_on_failure(self) -> Iterator[None]:
-        """A full disk may have cut a record, and readers stop there: let the next metrics begin a new file."""
+        """Begin a new file with the next metrics after a failure: a full disk may cut a record, and readers stop there."""
         try:
             yield
         except OSError:
             abandoned, self._events = self._events, None
             if abandoned is not None:
-                # Closing it here keeps its finaliser from printing the same failure to the terminal (Python 3.13 and later);
+                # Closing it here keeps its finalizer from printing the same failure to the terminal (Python 3.13 and later);
                 # EventsWriter.close would flush first, and leave the file open when that fails.
                 with contextlib.suppress(OSError):
                     abandoned._py_recordio_writer.close()
@@ -174,7 +157,7 @@ class TensorBoardWriter:
             self.flush()
 
     def text(self, tag: str, markdown: str) -> None:
-        """Write a text for TensorBoard's text page."""
+        """Write a text for the text page of TensorBoard."""
         if self._events is None:
             self._texts.append((tag, markdown))
         else:
@@ -198,7 +181,7 @@ class TensorBoardWriter:
 
 
 def load_tensorboardx() -> None:
-    """Load tensorboardX without PyTorch, which it loads where it is installed (1.4 s) for tensors that we never write."""
+    """Import tensorboardX without PyTorch: importing that takes 1.4 s and serves tensors that are never written here."""
     if "tensorboardX" in sys.modules or "torch" in sys.modules:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # importing it now raises ImportError, which tensorboardX expects
@@ -211,7 +194,7 @@ def load_tensorboardx() -> None:
 class WandbWriter:
     """Weights & Biases. The id is the run's, so that a resume continues the same curves.
 
-    wandb keeps the first value of a step: after a resume the steps computed again are dropped, which loses nothing, as they are equal.
+    wandb keeps the first value of a step: the steps that are computed again after a resume are dropped; their values are equal.
 
     Raises:
       UserError: the `wandb` package is not installed.
@@ -222,7 +205,7 @@ class WandbWriter:
             import wandb
         except ImportError as error:
             raise UserError(
-                "logging.wandb_project is set but wandb is not installed: pip install 'ridgeline[wandb]' or set logging.wandb_project=null"
+                "logging.wandb_project is set, but wandb is not installed: pip install 'ridgeline[wandb]' or set logging.wandb_project=null"
             ) from error
         self._run = wandb.init(project=project, name=name, id=run or None, resume="allow", dir=directory, config=dict(config))
 
@@ -231,12 +214,12 @@ class WandbWriter:
         self._run.log(dict(metrics), step=step)
 
     def text(self, tag: str, markdown: str) -> None:
-        """The config is given at the start; other texts are kept as run notes."""
+        """Append the text to the notes of the run; the config is given at the start."""
         if tag != "config":
             self._run.notes = f"{self._run.notes or ''}\n\n## {tag}\n{markdown}".strip()
 
     def flush(self) -> None:
-        """wandb sends in its own process."""
+        """Nothing: wandb sends in its own process."""
 
     def close(self) -> None:
         """Finish the run."""
@@ -244,10 +227,9 @@ class WandbWriter:
 
 
 class MultiWriter:
-    """Hands everything to several writers, after checking the names.
+    """Writes to several writers, after checking the metric names.
 
-    A writer that raises OSError (full disk) is reported once, until a flush of it succeeds, and tried again each time: a plot must not
-    end a run.
+    An OSError of a writer (full disk) is logged once until a flush of that writer succeeds; the run goes on, and each write is tried again.
     """
 
     def __init__(self, writers: Sequence[MetricWriter]) -> None:
@@ -260,10 +242,10 @@ class MultiWriter:
                 getattr(writer, what)(*args)
             except OSError as error:
                 if index not in self._failing:
-                    _log.warning("metrics are being lost: %s: %s", type(writer).__name__, error)
+                    _log.warning("metrics are not written: %s: %s", type(writer).__name__, error)
                 self._failing.add(index)
             else:
-                if what == "flush":  # a write may only have reached a buffer
+                if what == "flush":  # a write may only reach a buffer
                     self._failing.discard(index)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -296,20 +278,20 @@ def build_writers(
     restart: int = 0,
     resume_step: int | None = None,
 ) -> MultiWriter:
-    """Build the writers a config asks for; none on processes other than 0.
+    """Build the writers of a config; none on processes other than 0.
 
     Args:
-      run_dir: gets metrics.jsonl and tensorboard/.
+      run_dir: directory of metrics.jsonl and tensorboard/.
       name, run: the run's name and its id (the same over restarts).
       config: the resolved config as plain data; written as a text table.
       restart: restart number of the process (see EventLog).
-      resume_step: the step restored from, None when training starts at step 0.
+      resume_step: step of the restored checkpoint; None when training starts at step 0.
     """
     if process != 0:
         return MultiWriter([])
-    if resume_step is None and restart > 0:  # an earlier start died before its first checkpoint
+    if resume_step is None and restart > 0:  # an earlier start ended before its first checkpoint
         resume_step = 0
-    writers: list[MetricWriter] = [JsonlWriter(run_dir / "metrics.jsonl", resume_step=resume_step)]
+    writers: list[MetricWriter] = [JsonlWriter(run_dir / METRICS_FILE, resume_step=resume_step)]
     if logging_config.tensorboard:
         writers.append(TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step, restart=restart))
     if logging_config.wandb_project is not None:
@@ -320,7 +302,7 @@ def build_writers(
 
 
 def config_table(config: Mapping[str, Any]) -> str:
-    """Render a nested config as a Markdown table of dotted keys and values."""
+    """Return a nested config as a Markdown table of dotted keys and values."""
     lines = ["| key | value |", "|---|---|"]
     for key, value in _flat(config, ""):
         shown = str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,4 +1,4 @@
-"""Activations of one device: what is kept from the forward to the backward pass, and what attention needs beside it.
+"""Activation memory of one device: what is kept from the forward to the backward pass, and the workspace of attention.
 
 Legend: R rows per device, T sequence, D width, F MLP width, N/K query/key heads, H head width, L layers; t devices on tensor.
 """
@@ -7,38 +7,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.local import LocalSizes
 
-NAMES_STATISTICS = ("chunked", "pallas")
-"""Attention backends that tag their softmax statistics, so that with them kept attention need not run again (models/attention)."""
+TAGS_STATISTICS = ("chunked", "pallas")
+"""Attention backends that tag their softmax statistics: where these are kept, attention is not recomputed (models/attention)."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """Bytes of one device and the assumption behind them."""
+    """Bytes of one device, and what they are assumed to consist of."""
 
     bytes: int
     assumption: str
 
 
 def saved_activations(local: LocalSizes, backend: str) -> Component:
-    """Return the activations of all layers that the backward pass finds, by rematerialisation policy and attention backend."""
+    """Return the activations of all layers that are kept for the backward pass, by rematerialization policy and attention backend."""
     config, layers = local.config, local.model.num_layers
     policy, names = config.compute.remat.policy, config.compute.remat.names
-    words = {
-        "none": "inputs of both halves, queries, keys, values, attention result, MLP gate and up projections, softmax statistics",
-        "attention-only": "inputs of both halves, queries, keys, values, attention result, MLP gate and up projections",
-        "dots": "block input and the results of products with parameters",
-        "full": "each block's input",
-        "names": f"each block's input and {', '.join(names)}",
-        "offload": f"in host memory {', '.join(names)}",
-    }[policy]
     per_layer = sum(count * size for count, size in saved_arrays(local, backend))
-    return Component(layers * per_layer, f"{policy}: {words}; {layers} layers, {config.precision.compute}")
+    return Component(layers * per_layer, f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}")
 
 
 def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
-    """Return how many arrays of a shape and dtype a layer keeps for the backward pass on the device, and the bytes of one."""
+    """Return (count, bytes of one) of the arrays of each shape that a layer keeps for the backward pass in device memory."""
     config = local.config
     policy = config.compute.remat.policy
     stream, cut, q, k, hidden = local.stream_bytes, local.cut_stream_bytes, local.query_bytes, local.key_bytes, local.hidden_bytes
@@ -53,20 +46,21 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         return [(2, cut), (1, q), (2, k), (gates, hidden)]
     names = set(config.compute.remat.names) if policy == "names" else set()
     names -= set() if local.model.gated_mlp else {"mlp_gate"}
-    names -= set() if backend in NAMES_STATISTICS else {"attention_lse"}
+    names -= set() if backend in TAGS_STATISTICS else {"attention_lse"}
     named = _named_bytes(local)
     alike = ({"attention_out", "mlp_out"}, {"query", "attention_context"}, {"key", "value"}, {"mlp_gate", "mlp_up"}, {"attention_lse"})
     listed = [(len(group & names), max(named[name] for name in group)) for group in alike]
-    inputs = 0 if policy == "offload" and "block_input" in config.compute.remat.names else 1
+    inputs = 0 if config.compute.remat.offloads and "block_input" in config.compute.remat.names else 1
     return [(inputs + listed[0][0], cut), *listed[1:]]
 
 
 def stacked_bytes(local: LocalSizes, backend: str) -> int:
-    """Return the bytes that the scan over layers moves beside its work in a microbatch, forward and back; 0 without a scan.
+    """Return the bytes that the scan over layers copies and zeroes in a microbatch, forward and backward; 0 without a scan.
 
-    XLA writes what a layer keeps and then copies it into the stack of all layers (read, write). The stacks are zeroed before, of each
-    shape one with zeros (write) and the others as its copies (read, write), and so are those of the gradients (write). Reading from the
-    stacks is part of what reads. Read off compiled steps (GPU backend, jax 0.10.2): tests/planner/test_step_time.py.
+    XLA writes what a layer keeps, then copies it into the stack of all layers (read, write). Before that the stacks are zeroed: one of each
+    shape is filled with zeros (write), the others are copies of it (read, write); the stacks of the gradients are zeroed too (write).
+    Reads from the stacks belong to the kernels that read them. Read from compiled steps (GPU backend, jax 0.10.2); see
+    tests/planner/test_step_time.py.
     """
     if not local.config.compute.scan_layers:
         return 0
@@ -76,18 +70,18 @@ def stacked_bytes(local: LocalSizes, backend: str) -> int:
 
 
 def offloaded_bytes(local: LocalSizes) -> int:
-    """Return the bytes of one device's microbatch that wait for the backward pass in host memory."""
-    return local.model.num_layers * _listed_bytes(local) if local.config.compute.remat.policy == "offload" else 0
+    """Return the bytes of one device's microbatch that are kept for the backward pass in host memory."""
+    return local.model.num_layers * _listed_bytes(local) if local.config.compute.remat.offloads else 0
 
 
-def _listed_bytes(local: LocalSizes, without: str | None = None) -> int:
-    """Bytes of one layer's values in compute.remat.names."""
+def _listed_bytes(local: LocalSizes) -> int:
+    """Return the bytes of one layer's values in compute.remat.names."""
     named = _named_bytes(local)
-    return sum(named[name] for name in dict.fromkeys(local.config.compute.remat.names) if name != without)
+    return sum(named[name] for name in dict.fromkeys(local.config.compute.remat.names))
 
 
 def _named_bytes(local: LocalSizes) -> dict[str, int]:
-    """Bytes of one layer's value by checkpoint name (models/remat.py)."""
+    """Return the bytes of each value of one layer that compute.remat.names can list (configs/remat.py)."""
     return {
         "block_input": local.cut_stream_bytes,
         "query": local.query_bytes,
@@ -108,15 +102,15 @@ def score_bytes(local: LocalSizes, itemsize: int) -> int:
 
 
 def _scores_saved(local: LocalSizes, backend: str) -> int:
-    """Attention probabilities that a backend without a backward pass of its own keeps for it."""
+    """Return the bytes of attention probabilities that a backend without a custom backward pass keeps for it."""
     return {"xla": score_bytes(local, 4 + local.compute_itemsize), "reference": score_bytes(local, 8)}.get(backend, 0)
 
 
 def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
-    """Return the largest saved value that the backward pass wants in another layout and copies for all layers at its start.
+    """Return the bytes of the largest saved value that is copied to another layout, for all layers, at the start of the backward pass.
 
-    With tensor, several rows lie inside the sequence where a stream was gathered or scattered: a gathered stream where it is saved, else
-    (when unrolled for overlap) the block input. Attention that stores scores transposes them.
+    With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
+    stream where it is saved, else (when loops are unrolled for overlap) the block input. Attention that stores scores transposes them.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
@@ -131,20 +125,20 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
 
 
 def mask_bytes(local: LocalSizes, backend: str) -> int:
-    """Return the mask of packed documents: a bias [R, T, T] in the compute dtype for cuDNN, booleans for the score backends."""
+    """Return the bytes of the mask of packed documents: a bias [R, T, T] in the compute dtype for cuDNN, booleans for xla and reference."""
     if not local.config.data.document_masking or backend in ("chunked", "pallas"):
         return 0
     return local.tokens * local.config.data.seq_len * (local.compute_itemsize if backend == "cudnn" else 1)
 
 
 def attention_workspace(local: LocalSizes, backend: str) -> Component:
-    """Return what the attention of one layer needs beside its inputs and outputs, in the backward pass."""
+    """Return the memory of one layer's attention in the backward pass, without its inputs and outputs."""
     mask = mask_bytes(local, backend)
     if backend == "cudnn":
-        words = "cuDNN flash attention keeps no scores" + (f"; the mask of packed documents costs {mask / 1e6:.0f} MB" if mask else "")
-        return Component(2 * mask, words)
+        assumption = "cuDNN flash attention stores no scores" + (f"; the mask of packed documents has {mask / 1e6:.0f} MB" if mask else "")
+        return Component(2 * mask, assumption)
     if backend == "pallas":
-        return Component(local.softmax_bytes, "Pallas flash attention keeps no scores; a sum per row")
+        return Component(local.softmax_bytes, "Pallas flash attention stores no scores; one sum per row")
     if backend == "chunked":
         accumulators = 2 * local.query_bytes * 4 // local.compute_itemsize
         return Component(accumulators, "chunked: float32 accumulators of the query gradient")

@@ -1,6 +1,7 @@
-"""What binds a layout, in one sentence, and why the obvious alternatives lose.
+"""The bottleneck of a layout, what to change, and why obvious alternative layouts are slower.
 
-A ceiling binds when raising it helps most: the step is predicted again with each ceiling twice as high, and the largest gain names it.
+A ceiling (compute, memory bandwidth, a kind of link, ...) is the bottleneck if raising it speeds the step up most: the step is predicted
+again with each ceiling doubled.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ CEILINGS = ("compute", "hbm", "nvlink", "network", "pcie", "memory", "host_input
 
 
 @dataclass(frozen=True)
-class Binding:
-    """The ceiling that binds."""
+class Bottleneck:
+    """The ceiling that limits a step most."""
 
     ceiling: str
+    """One of CEILINGS."""
     share: float
-    """Of the step, spent on it."""
+    """Fraction of the step spent on it."""
     gain: float
     """Relative gain in throughput if it were twice as high."""
     sentence: str
-    """What binds and what would change it."""
+    """The bottleneck with its share, the speed-up from doubling it, and what to change."""
 
 
-def binding(candidate: Candidate, machine: Machine) -> Binding:
-    """Name the ceiling whose doubling would speed the candidate up most, and what the user can do about it."""
+def bottleneck(candidate: Candidate, machine: Machine) -> Bottleneck:
+    """Return the ceiling whose doubling would speed the candidate up most, and what to change."""
     step = candidate.step
     gains = {
         ceiling: step.step_s / candidate.parts.assemble({ceiling: 2.0}).step_s - 1
@@ -40,60 +42,59 @@ def binding(candidate: Candidate, machine: Machine) -> Binding:
     }
     ceiling = max(gains, key=lambda name: gains[name])
     share = step.breakdown_s.get(ceiling, 0.0) / step.step_s
-    sentence = (
-        f"{_WHAT[ceiling](candidate, share)}; twice as much of it would give {gains[ceiling]:.0%}. {_change(ceiling, candidate, machine)}"
-    )
-    return Binding(ceiling, share, gains[ceiling], sentence)
+    sentence = f"{_finding(ceiling, candidate, share)}; doubling it would speed a step up {1 + gains[ceiling]:.2f}x."
+    return Bottleneck(ceiling, share, gains[ceiling], f"{sentence} {_change(ceiling, candidate, machine)}")
 
 
 def _link_kinds(candidate: Candidate) -> set[str]:
     return {term.link.kind for item in candidate.step.communication for term in item.cost.terms}
 
 
-def _largest_wait(candidate: Candidate, kind: str) -> str:
-    """The collective that spends most time on a kind of link."""
+def _finding(ceiling: str, candidate: Candidate, share: float) -> str:
+    """Return the first part of the sentence: the bottleneck and its share of the step."""
+    if ceiling == "compute":
+        return f"The bottleneck is compute: matmuls and attention take {share:.0%} of the step"
+    if ceiling == "hbm":
+        return f"The bottleneck is device memory bandwidth: passes of other kernels take {share:.0%} of the step"
+    if ceiling == "host_input":
+        return f"The bottleneck is host input: devices wait for data {share:.0%} of the step"
+    name = {"nvlink": "NVLink", "network": "the network", "pcie": "PCIe", "memory": "the link to host memory"}[ceiling]
+    return f"The bottleneck is {name}: exposed communication takes {share:.0%} of the step, most in the {_slowest(candidate, ceiling)}"
+
+
+def _slowest(candidate: Candidate, kind: str) -> str:
+    """Return the collective that takes most time on a kind of link."""
     items = [item for item in candidate.step.communication if kind in item.by_kind()]
-    worst = max(items, key=lambda item: item.by_kind()[kind])
-    return f"{worst.planned.kind} of {worst.planned.what} over {' and '.join(worst.planned.axes)}"
-
-
-_WHAT: dict[str, Callable[[Candidate, float], str]] = {
-    "compute": lambda c, share: f"Compute binds: products and attention take {share:.0%} of the step",
-    "hbm": lambda c, share: f"Device memory bandwidth binds: passes beside the products take {share:.0%} of the step",
-    "nvlink": lambda c, share: f"NVLink binds: {share:.0%} of the step waits for it, most for the {_largest_wait(c, 'nvlink')}",
-    "network": lambda c, share: f"The network binds: {share:.0%} of the step waits for it, most for the {_largest_wait(c, 'network')}",
-    "pcie": lambda c, share: f"PCIe binds: {share:.0%} of the step waits for it, most for the {_largest_wait(c, 'pcie')}",
-    "memory": lambda c, share: f"Host memory links bind: {share:.0%} of the step waits for them, most for the {_largest_wait(c, 'memory')}",
-    "host_input": lambda c, share: f"Host input binds: devices wait for rows {share:.0%} of the step",
-}
+    slowest = max(items, key=lambda item: item.by_kind()[kind])
+    return f"{slowest.planned.kind} of {slowest.planned.what} over {' and '.join(slowest.planned.axes)}"
 
 
 def _change(ceiling: str, candidate: Candidate, machine: Machine) -> str:
-    """What the user can do."""
+    """Return what the user can change."""
     if ceiling == "host_input":
-        return "More loader workers per node (data.workers), or fewer devices per host."
+        return "Use more loader workers per node (data.workers), or fewer devices per host."
     if ceiling == "hbm":
         if candidate.parts.config.data.document_masking:
-            return "Rows without packed documents (data.document_masking=false), or fewer elementwise passes (fused kernels), would help."
-        return "Fused kernels or a larger compute.loss_chunk would help; more FLOP/s would not."
-    keep = _keep_more(candidate, machine)
+            return "To reduce memory traffic, set data.document_masking=false, or use fused kernels."
+        return "To reduce memory traffic, use fused kernels or a larger compute.loss_chunk. More FLOP/s would not help."
     if ceiling == "compute":
-        return keep or "Only more devices or a narrower dtype make this faster: nothing is recomputed."
+        return _keep_more(candidate, machine) or "Nothing is recomputed, so only more devices or a lower-precision dtype make it faster."
     layout = candidate.layout
     if layout.accumulation > 1:
         return (
-            f"Weights are gathered for each of {layout.accumulation} microbatches: device memory for larger ones would halve the traffic."
+            f"Weights are gathered for each of {layout.accumulation} microbatches: with memory for twice as large ones, half the traffic"
+            " would remain."
         )
     if layout.tensor > 1:
-        return f"tensor={layout.tensor} moves the residual stream in every layer: a larger batch would allow a smaller tensor axis."
+        return f"mesh.tensor={layout.tensor} communicates the residual stream in every layer: a larger batch allows a smaller tensor axis."
     return (
-        f"{candidate.microbatch} row{'s' if candidate.microbatch != 1 else ''} per device hide too little: a larger data.batch_size,"
-        f" or fewer nodes, would give compute to hide it under."
+        f"{candidate.microbatch} row{'s' if candidate.microbatch != 1 else ''} per device are too little compute to overlap it with:"
+        " raise data.batch_size, or use fewer nodes."
     )
 
 
 def _keep_more(candidate: Candidate, machine: Machine) -> str | None:
-    """What the next policy up the memory ladder would bring, when something is recomputed."""
+    """Return the gain of the next policy that keeps more, and the memory it lacks; None when it brings nothing or would fit."""
     remat = candidate.layout.remat
     if remat not in MEMORY_LADDER[1:]:
         return None
@@ -105,27 +106,30 @@ def _keep_more(candidate: Candidate, machine: Machine) -> str | None:
     short = memory.total_bytes - capacity_bytes(machine)
     if short <= 0 or gain <= 0:
         return None
-    return f"compute.remat.policy={more.policy} would give {gain:.0%}, but needs {short / 1e9:.1f} GB more than the device has."
+    return f"compute.remat.policy={more.policy} would be {1 + gain:.2f}x as fast, but needs {short / 1e9:.1f} GB more than a device has."
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """An obvious layout and why it is not the one chosen."""
+    """An obvious layout, and why it was not chosen."""
 
     name: str
+    """What the layout is, in words."""
     mesh: str
+    """Its mesh, microbatches and rematerialization."""
     slower: float | None
-    """Relative to the best, 0.2: takes 20 % longer; None: it is out."""
+    """Step time relative to the best layout, minus 1 (0.2: 20 % longer); None: the layout is rejected."""
     reason: str
+    """Why it is slower or rejected."""
 
 
 def alternatives(scale: Scale, machine: Machine) -> list[Alternative]:
-    """Compare the best layout of a scale with the ones a reader would ask about."""
+    """Compare the best layout on a number of nodes with common alternatives."""
     best = scale.best
     if best is None:
         return []
     node = min(machine.cluster.devices_per_node, scale.devices)
-    asked: dict[str, Callable[[Layout], bool]] = {
+    common: dict[str, Callable[[Layout], bool]] = {
         "data parallel only": lambda x: x.data == scale.devices,
         "fsdp over everything": lambda x: x.fsdp == scale.devices,
         "fsdp in a node, data across": lambda x: x.fsdp == node and x.tensor == 1,
@@ -134,7 +138,7 @@ def alternatives(scale: Scale, machine: Machine) -> list[Alternative]:
         "everything recomputed": lambda x: x.remat.policy == "full",
     }
     found = []
-    for name, matches in asked.items():
+    for name, matches in common.items():
         if matches(best.layout):
             continue
         same = next((candidate for candidate in scale.candidates if matches(candidate.layout)), None)
@@ -150,7 +154,7 @@ def alternatives(scale: Scale, machine: Machine) -> list[Alternative]:
 
 
 def _rejected_as(rejection: Rejection, matches: Callable[[Layout], bool]) -> bool:
-    """Whether a rejected layout is one the question is about; a mesh that is refused answers for no rematerialisation policy."""
+    """Whether a rejected layout matches; a mesh that was rejected as a whole matches no rematerialization policy."""
     mesh, remat = rejection.mesh, next((r for r in MEMORY_LADDER if r.policy == rejection.remat), None)
     layout = Layout(mesh.get("data", 1), mesh.get("fsdp", 1), mesh.get("tensor", 1), remat=remat or RematConfig(policy="dots"))
     return matches(layout)
@@ -161,10 +165,8 @@ def _full_text(layout: Layout) -> str:
 
 
 def _slower_reason(other: Candidate, best: Candidate) -> str:
-    """The ceiling on which an alternative spends most more than the best does."""
+    """Return the ceiling on which an alternative spends most additional time, relative to the best step."""
     more = {name: seconds - best.step.breakdown_s.get(name, 0.0) for name, seconds in other.step.breakdown_s.items()}
     worst = max(more, key=lambda name: more[name])
-    words = {"compute": "computing", "hbm": "passes over device memory", "host_input": "waiting for rows"}.get(
-        worst, f"waiting for {worst}"
-    )
-    return f"{more[worst] / best.step.step_s:.0%} of the best step more {words}" if more[worst] > 0 else "no faster"
+    what = {"compute": "compute", "hbm": "memory traffic", "host_input": "waiting for data"}.get(worst, f"exposed {worst} communication")
+    return f"{more[worst] / best.step.step_s:.0%} of the best step more {what}" if more[worst] > 0 else "not faster"

@@ -1,15 +1,15 @@
-"""The collectives one optimiser step should contain: kind, mesh axes and bytes of each, per layer and outside the layers.
+"""The collectives of one optimizer step: kind, mesh axes and bytes of each, inside and outside the layers.
 
-This is the plan that sharding and models are written to (and that the compiled step is tested against):
-* parameters are sharded over fsdp and gathered for use in the compute dtype, forward and again backward; their gradients are
+Sharding and models are written to this plan, and tests compare the compiled step with it:
+* parameters are sharded over fsdp and gathered in the compute dtype, in the forward and again in the backward pass; their gradients are
   reduce-scattered over fsdp and then all-reduced over data, in the gradient dtype, once per microbatch;
-* over tensor, the residual stream is cut along the sequence; it is gathered before each block half and reduce-scattered after it
-  (arXiv 2205.05198); with compute.tensor_overlap=ring each of these is t - 1 permutes of a t-th of it, and inputs that are not kept whole
-  go round again in the backward pass;
+* over tensor, the residual stream is sharded along the sequence; it is gathered before attention and MLP and reduce-scattered after each
+  (arXiv 2205.05198); with compute.tensor_overlap=ring each of these is t - 1 permutes of 1/t of it, and inputs that are not kept gathered
+  are sent around the ring again in the backward pass;
 * what the backward pass recomputes under compute.remat it also communicates again: the gathers of the inputs over tensor, and the
-  reduce-scatter of attention's update (the MLP's update is nobody's input and is never recomputed). Parameters are gathered once for
-  recomputation and gradients;
-* Muon gathers whole matrices to orthogonalise them; every other optimiser works on shards.
+  reduce-scatter of attention's update (the MLP's update is never recomputed, since no gradient needs it). Parameters are gathered once
+  for recomputation and gradients;
+* Muon gathers unsharded matrices for their orthogonalization; every other optimizer works on shards.
 
 Legend: D embed width, F MLP width, N query heads, K key/value heads, H head width.
 """
@@ -25,7 +25,7 @@ from ridgeline.configs.schema import MESH_AXES, Config, ModelConfig, RematConfig
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 NEWTON_SCHULZ_STEPS = 5
-"""Iterations of Muon's orthogonalisation (optax's default)."""
+"""Iterations of Muon's orthogonalization (optax's default)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PlannedCollective:
     """One collective of the step."""
 
     what: str
-    """What moves, e.g. `mlp parameters`."""
+    """What is communicated, e.g. `mlp parameters`."""
     where: Literal["layer", "embed", "loss", "optimizer"]
     """`layer`: inside the blocks; `embed`: the token lookup; `loss`: final norm, unembedding and cross-entropy; `optimizer`: the update."""
     phase: Literal["forward", "backward"]
@@ -41,26 +41,26 @@ class PlannedCollective:
     axes: tuple[str, ...]
     """Mesh axes, all larger than 1."""
     bytes: int
-    """Bytes of the unsharded side on one device: what a reduction takes in, what a gather gives out, what a permute sends."""
+    """Bytes of the unsharded side on one device: input of a reduction, output of a gather, bytes sent by a permute."""
     count: int
-    """Times per optimiser step."""
+    """Executions per optimizer step."""
     parts: int = 1
-    """A sum of this many products: a compiler that does not reassociate reductions (XLA's CPU backend) communicates each."""
+    """Number of matmul results whose sum is reduced: a compiler that does not reassociate (XLA's CPU backend) reduces each of them."""
     by_hand: bool = False
-    """Written with shard_map: the kind is what it says on every backend. Otherwise XLA forms a reduce-scatter from an all-reduce and a
-    slice, which its GPU backend does and its CPU backend does not."""
+    """Written with shard_map, so that every backend has this kind. Otherwise XLA forms a reduce-scatter from an all-reduce and a slice,
+    which its GPU backend does and its CPU backend does not."""
     loop_invariant: bool = False
-    """No microbatch changes its result: XLA's CPU backend moves it out of their loop, the GPU backend does not."""
+    """The result is the same for every microbatch: XLA's CPU backend moves it out of their loop, the GPU backend does not."""
     summed: bool = False
-    """Its result is added to the sum over microbatches as it is: XLA's GPU backend adds first and communicates once."""
+    """The result is only added to a sum over microbatches: XLA's GPU backend adds first and communicates once."""
     replicated: bool = False
-    """The gradient of a parameter that every device holds: XLA's GPU backend reduces it over all axes at once."""
+    """The gradient of a replicated parameter: XLA's GPU backend reduces it over all axes at once."""
 
 
 def planned_collectives(config: Config, sizes: Mapping[str, int]) -> list[PlannedCollective]:
-    """List the collectives of one optimiser step on a mesh of these axis sizes, for every compute.remat policy and optimiser.
+    """List the collectives of one optimizer step on a mesh of these axis sizes, for every compute.remat policy and optimizer.
 
-    Left out: scalars, and Adafactor's row and column sums. Muon's are exact for tensor = 1 only.
+    Scalars and Adafactor's row and column sums are omitted. Muon's collectives are exact for tensor = 1 only.
     """
     plan = _Plan(config, sizes)
     planned = [*plan.layer(), *plan.recomputed(), *plan.embedding(), *plan.loss(), *plan.optimizer()]
@@ -72,22 +72,22 @@ class Recomputed:
     """What the backward pass of a block computes a second time."""
 
     weights: frozenset[str]
-    """Products with these parameters: query, key, value, out, gate, up."""
+    """Matmuls with these parameters: query, key, value, out, gate, up."""
     inputs: bool
-    """The normed inputs of both halves, gathered over tensor."""
+    """The normalized inputs of attention and MLP, gathered over tensor."""
     attention: bool
-    """The attention itself."""
+    """Attention scores, softmax and values."""
     attention_update: bool
     """Attention's update of the residual stream, reduce-scattered over tensor."""
 
 
-PRODUCTS = ("query", "key", "value", "out", "gate", "up")
-"""Products of a block whose results the backward pass needs; that of the MLP's down projection it does not."""
+MATMULS = ("query", "key", "value", "out", "gate", "up")
+"""Matmuls of a block whose results the backward pass needs (all but the MLP's down projection)."""
 
 
 def recomputed(model: ModelConfig, remat: RematConfig) -> Recomputed:
-    """Say what a rematerialisation policy recomputes (models/remat.py)."""
-    products = frozenset(PRODUCTS if model.gated_mlp else PRODUCTS[:4] + PRODUCTS[5:])
+    """Return what a rematerialization policy recomputes (models/remat.py)."""
+    matmuls = frozenset(MATMULS if model.gated_mlp else MATMULS[:4] + MATMULS[5:])
     if remat.policy == "none":
         return Recomputed(frozenset(), False, False, False)
     if remat.policy == "attention-only":
@@ -95,17 +95,17 @@ def recomputed(model: ModelConfig, remat: RematConfig) -> Recomputed:
     if remat.policy == "dots":
         return Recomputed(frozenset(), True, True, False)
     if remat.policy == "full":
-        return Recomputed(products, True, True, True)
+        return Recomputed(matmuls, True, True, True)
     saved = set(remat.names)
     keeps = {"query": "query", "key": "key", "value": "value", "out": "attention_out", "gate": "mlp_gate", "up": "mlp_up"}
-    again = {product for product in products if keeps[product] not in saved}
+    again = {matmul for matmul in matmuls if keeps[matmul] not in saved}
     if model.qk_norm:
-        again |= {"query", "key"}  # the head norms need what came before them
+        again |= {"query", "key"}  # their norms need the values before the norm
     return Recomputed(frozenset(again), True, "attention_lse" not in saved or "attention_context" not in saved, "out" in again)
 
 
-def product_weights(model: ModelConfig) -> dict[str, int]:
-    """Weights of each product of a block, whole model: D*N*H for query and out, D*K*H for key and value, D*F for gate, up and down."""
+def matmul_weights(model: ModelConfig) -> dict[str, int]:
+    """Return the weights of each matmul of a block, unsharded: D*N*H for query and out, D*K*H for key and value, D*F for gate, up, down."""
     query, key = (model.embed_dim * heads * model.head_width for heads in (model.num_heads, model.kv_heads))
     mlp = model.embed_dim * model.mlp_dim
     weights = {"query": query, "key": key, "value": key, "out": query, "up": mlp, "down": mlp}
@@ -113,10 +113,10 @@ def product_weights(model: ModelConfig) -> dict[str, int]:
 
 
 def as_compiled_for_gpu(planned: Sequence[PlannedCollective]) -> list[PlannedCollective]:
-    """Return what XLA's GPU backend makes of a plan.
+    """Return the collectives that XLA's GPU backend compiles a plan to.
 
-    Gradients of replicated parameters are reduced over all their axes in one all-reduce; sums over devices that go straight into the sum
-    over microbatches happen once, after it.
+    Gradients of replicated parameters are reduced over all their axes in one all-reduce. Reductions that are only added to the sum over
+    microbatches run once, after it.
     """
     merged: dict[tuple[str, str], PlannedCollective] = {}
     compiled = []
@@ -133,13 +133,13 @@ def as_compiled_for_gpu(planned: Sequence[PlannedCollective]) -> list[PlannedCol
 
 
 def as_compiled_for_cpu(item: PlannedCollective) -> PlannedCollective:
-    """Return what XLA's CPU backend makes of a planned collective."""
+    """Return the collective that XLA's CPU backend compiles a planned one to."""
     kind: Kind = "all-reduce" if item.kind == "reduce-scatter" and not item.by_hand else item.kind
     return replace(item, kind=kind, bytes=item.bytes * item.parts, parts=1, count=1 if item.loop_invariant else item.count)
 
 
 class _Plan:
-    """The parts of a plan, with the sizes they share."""
+    """The collectives of each part of a step, and the sizes they share."""
 
     def __init__(self, config: Config, sizes: Mapping[str, int]) -> None:
         self.config, self.model, self.sizes = config, config.model, sizes
@@ -148,18 +148,18 @@ class _Plan:
         self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
         self.act = ITEMSIZE[config.precision.compute]
         self.gathered = 1 if config.precision.eight_bit or config.precision.matmul == "mxfp8" else self.act
-        """Bytes of an element of a layer's parameters on its way to the other devices."""
+        """Bytes per element of a layer's parameters in an all-gather."""
         self.grad = ITEMSIZE[config.precision.gradients]
         self.stream = self.rows * config.data.seq_len * self.model.embed_dim * self.act
         self.layers = self.model.num_layers * self.micro
         self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
 
     def over(self, *axes: str) -> tuple[str, ...]:
-        """The axes that have more than one device."""
+        """Return the axes with more than one device."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
     def layer(self) -> list[PlannedCollective]:
-        """Everything inside one block."""
+        """Return the collectives inside the blocks, without recomputation."""
         gated = 2 if self.model.gated_mlp else 1
         planned = []
         for half, inputs in (("attention", 3), ("mlp", gated)):
@@ -170,37 +170,40 @@ class _Plan:
         return [*planned, *self._replicated_gradient("norms", norms * 4), *self._biases()]
 
     def _biases(self) -> list[PlannedCollective]:
-        """Gradients of the biases of a block, which are summed in the compute dtype."""
+        """Return the reductions of the gradients of biases, which are in the compute dtype."""
         model, width = self.model, self.model.embed_dim
         size = (model.num_heads + 2 * model.kv_heads) * model.head_width // self.tensor if model.attention_bias else 0
         size += (2 if model.gated_mlp else 1) * model.mlp_dim // self.tensor if model.mlp_bias else 0
         planned = [self._item("biases", "backward", "all-reduce", self.over("data", "fsdp"), size * self.act)] if size else []
-        updates = width * (model.output_bias + model.mlp_bias)  # added where tensor cuts the tokens
+        updates = width * (model.output_bias + model.mlp_bias)  # added where tokens are sharded over tensor
         return planned + (self._replicated_gradient("biases of updates", updates * self.act) if updates else [])
 
     def recomputed(self) -> list[PlannedCollective]:
-        """What the backward pass of a block gathers and reduces a second time."""
+        """Return the gathers and reductions that the backward pass of a block repeats."""
         again = recomputed(self.model, self.config.compute.remat)
         planned = []
         if again.inputs or self.ring:
             inputs = ("attention input (recomputed)", "mlp input (recomputed)")
             planned += [self._stream(what, "backward", "all-gather", self.stream) for what in inputs]
-        if again.attention_update or (self.ring and self.config.compute.remat.policy == "dots"):  # what is kept are the parts of a sum
+        if again.attention_update or (self.ring and self.config.compute.remat.policy == "dots"):  # only parts of the sum are kept
             planned.append(self._stream("attention update (recomputed)", "backward", "reduce-scatter", self.stream))
         return planned
 
     def optimizer(self) -> list[PlannedCollective]:
-        """Muon, per Newton-Schulz iteration and in float32: two gathers of every MLP matrix and one of its Gram matrix, 1.5 of query and
-        out; the Gram matrices of query, key and value are summed over the cut dim."""
+        """Return the collectives of the optimizer: none but for Muon.
+
+        Muon, per Newton-Schulz iteration and in float32: two gathers of every MLP matrix and one of its Gram matrix, 1.5 of query and out;
+        the Gram matrices of query, key and value are summed over the sharded dim.
+        """
         if self.config.optimizer.kind != "muon":
             return []
-        model, weights = self.model, product_weights(self.model)
+        model, weights = self.model, matmul_weights(self.model)
         mlp = [weights[name] for name in ("gate", "up", "down") if name in weights]
         gathered = 2 * sum(mlp) + len(mlp) * model.embed_dim**2 + 3 * weights["query"]
         summed = (model.num_heads * model.head_width) ** 2 + 2 * (model.kv_heads * model.head_width) ** 2
         repeats = NEWTON_SCHULZ_STEPS * model.num_layers * 4
         kinds: list[tuple[str, Kind, int]] = [
-            ("matrices to orthogonalise", "all-gather", gathered),
+            ("matrices to orthogonalize", "all-gather", gathered),
             ("Gram matrices of projections", "all-reduce", summed),
         ]
         return [
@@ -209,10 +212,10 @@ class _Plan:
         ]
 
     def embedding(self) -> list[PlannedCollective]:
-        """Token lookup."""
+        """Return the collectives of the token lookup."""
         table = self.model.padded_vocab_size * self.model.embed_dim
         planned = self._parameters("embedding", "embed", table, self.micro, by_hand=True, backward_gather=False)
-        alone = not self.model.tie_embeddings  # a tied table's gradient is first added to that of the unembedding
+        alone = not self.model.tie_embeddings  # with tied embeddings the gradient is first added to that of the unembedding
         planned = [replace(item, summed=alone) if item.kind == "all-reduce" else item for item in planned]
         planned += [
             PlannedCollective(
@@ -223,7 +226,7 @@ class _Plan:
         return [*planned, *self._positions()]
 
     def _positions(self) -> list[PlannedCollective]:
-        """Learned positions, which tensor cuts the tokens of and not the table."""
+        """Return the collectives of learned positions: tensor shards their tokens, not their table."""
         if self.model.position != "learned":
             return []
         whole = self.model.max_seq_len * self.model.embed_dim
@@ -236,7 +239,7 @@ class _Plan:
         return [*gathered, replace(summed, summed=True)]
 
     def loss(self) -> list[PlannedCollective]:
-        """Final norm, unembedding and cross-entropy, which does its backward pass in the forward one."""
+        """Return the collectives of final norm, unembedding and cross-entropy, whose gradients are computed in the forward pass."""
         model, tensor = self.model, self.over("tensor")
         tokens = self.rows * self.config.data.seq_len
         table = model.padded_vocab_size * model.embed_dim
@@ -257,8 +260,8 @@ class _Plan:
         return planned + [replace(item, where="loss", count=self.micro, summed=True) for item in final]
 
     def _half(self, half: str, inputs: int) -> list[PlannedCollective]:
-        """The residual stream around one half of a block, over tensor."""
-        narrow = self.stream // self.act * self.gathered  # a gradient becomes 8-bit before it moves
+        """Return the collectives of the residual stream around attention or MLP, over tensor."""
+        narrow = self.stream // self.act * self.gathered  # gradients are quantized before they are communicated
         return [
             self._stream(f"{half} input", "forward", "all-gather", self.stream),
             self._stream(f"{half} update", "forward", "reduce-scatter", self.stream),
@@ -267,7 +270,7 @@ class _Plan:
         ]
 
     def _stream(self, what: str, phase: Literal["forward", "backward"], kind: Kind, size: int, parts: int = 1) -> PlannedCollective:
-        """A gather or scatter of the stream over tensor, or the ring in its place; `parts` as in PlannedCollective (rings add first)."""
+        """Return a gather or scatter of the stream over tensor, or the ring that replaces it (a ring sums `parts` first)."""
         item = self._item(what, phase, kind, self.over("tensor"), size)
         if not self.ring:
             return replace(item, parts=parts)
@@ -287,7 +290,7 @@ class _Plan:
         backward_gather: bool = True,
         grad: int | None = None,
     ) -> list[PlannedCollective]:
-        """Gather for use and reduce the gradient of `weights` parameters, each cut over fsdp and tensor."""
+        """Return the gathers of `weights` parameters, sharded over fsdp and tensor, and the reductions of their gradient."""
         local, grad = weights // self.tensor, grad or self.grad
         gathered = local * (self.gathered if where == "layer" else self.act)
         fsdp, data = self.over("fsdp"), self.over("data")
@@ -300,19 +303,19 @@ class _Plan:
         return planned if backward_gather else [planned[0], *planned[2:]]
 
     def _replicated_gradient(self, what: str, size: int) -> list[PlannedCollective]:
-        """The gradient of a parameter that every device holds, used on the tokens a device has."""
+        """Return the reductions of the gradient of a replicated parameter."""
         groups = (self.over("tensor"), self.over("data", "fsdp"))
         return [replace(self._item(what, "backward", "all-reduce", axes, size), replicated=True) for axes in groups]
 
 
 def _half_weights(model: ModelConfig) -> dict[str, int]:
-    """Weights of each half of a block: 2*D*(N+K)*H and 2*D*F, or 3*D*F gated."""
+    """Return the weights of attention and MLP of a block: 2*D*(N+K)*H, and 2*D*F or, gated, 3*D*F."""
     attention = 2 * model.embed_dim * (model.num_heads + model.kv_heads) * model.head_width
     return {"attention": attention, "mlp": (3 if model.gated_mlp else 2) * model.embed_dim * model.mlp_dim}
 
 
 def bytes_per_step(planned: list[PlannedCollective]) -> dict[tuple[Kind, tuple[str, ...]], int]:
-    """Bytes of a step by kind and axes."""
+    """Return the bytes of a step by kind and axes."""
     totals: dict[tuple[Kind, tuple[str, ...]], int] = {}
     for item in planned:
         totals[item.kind, item.axes] = totals.get((item.kind, item.axes), 0) + item.bytes * item.count

@@ -1,9 +1,9 @@
-"""What a collective costs: the alpha-beta model over one or several levels of links.
+"""Time of a collective: the alpha-beta model over one or several levels of links.
 
     cost = time_s("all-gather", bytes_full, fabric.axes_group(sizes, ("fsdp",)))
     cost.seconds, cost.algorithm, cost.bottleneck_link, cost.by_link
 
-Notation: n bytes of the full tensor (all-to-all, point-to-point: of the tensor one device holds), p devices, a latency of a hop (s),
+Notation: n bytes of the full tensor (all-to-all, point-to-point: of one device's tensor), p devices, a latency of a hop (s),
 W bandwidth of a device in ONE direction (bytes/s).
 
     all-gather, reduce-scatter   ring                (p-1)*a + (p-1)/p * n/W
@@ -11,18 +11,18 @@ W bandwidth of a device in ONE direction (bytes/s).
     all-reduce                   ring                2*(p-1)*a + 2*(p-1)/p * n/W
                                  recursive halving   2*log2(p)*a + 2*(p-1)/p * n/W          p a power of two
                                  tree                2*log2(p)*(a + n/W)
-                                 in-switch           2*a + n/W                              the switch adds up; every device sends n once
+                                 in-switch           2*a + n/W                              the switch adds; every device sends n once
     all-to-all                   pairwise            (p-1)*a + (p-1)/p * n/W
     point-to-point                                   a + n/W
 
-Over several levels (g devices per domain of the innermost, M domains), *hierarchical* is one phase after the other,
+Over several levels (g devices per domain of the innermost, M domains), *hierarchical* runs its phases one after another,
     all-reduce(n) = reduce-scatter(g, n) + all-reduce(rest, n/g) + all-gather(g, n)
     all-gather(n) = all-gather(rest, n/g) + all-gather(g, n), reduce-scatter its mirror image,
-    all-to-all: what stays inside a domain goes over its links, the rest over the outer ones.
-A plain *ring* (or tree, or recursive halving) over several levels runs at the slowest link.
+    all-to-all: messages within a domain use its links, the others the outer links.
+A flat *ring* (or tree, or recursive halving) over several levels runs at the bandwidth of the slowest link.
 
-What communication libraries do with large messages overlaps the levels chunk by chunk: all hops, and the transfer of the slowest ports
-(the network's levels share the ports of a device):
+For large messages, communication libraries overlap the levels chunk by chunk. The time is that of all hops plus the transfer over the
+slowest ports (the levels of the network share the ports of a device):
     *rail-ring*     g rings through all p devices, one per port: a level with q devices inside carries r*(p-1)/p * n/q, r = 2 for all-reduce
     *double-tree*   all-reduce inside the domains (a chain, or in the switch) and over two trees between them: 2*n/g outside (n/g when
                     M = 2); 2*(g-1) hops inside and 2*log2(M) outside. On one level: 2*log2(p)*a + 2*n/W (n/W when p = 2)
@@ -36,12 +36,12 @@ the NCCL maintainers on nccl-tests issue 160 (a ring's bus bandwidth is what goe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ridgeline.configs.errors import UserError, unknown_name
-from ridgeline.planner.links import CommGroup, Link, Span
+from ridgeline.planner.links import CommGroup, Fabric, Link, Span
 
 Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point"]
 Algorithm = Literal["ring", "tree", "recursive-halving", "in-switch", "hierarchical", "rail-ring", "double-tree"]
@@ -49,12 +49,12 @@ OPS: tuple[Op, ...] = get_args(Op)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 IN_SWITCH_FROM = 5
-"""Smallest group whose all-reduce NCCL gives to the NVSwitch (measured: ml-engineering, network, section SHARP)."""
+"""Smallest group for which NCCL computes an all-reduce in the NVSwitch (measured: ml-engineering, network, section SHARP)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Time spent on one link: hops and transfer."""
+    """Time of a collective on one link: latency of the hops, and transfer."""
 
     link: Link
     latency_s: float
@@ -62,7 +62,7 @@ class Term:
 
     @property
     def seconds(self) -> float:
-        """Both."""
+        """Their sum."""
         return self.latency_s + self.transfer_s
 
 
@@ -76,10 +76,10 @@ class CollectiveCost:
     algorithm_bandwidth: float
     """n / seconds, bytes/s."""
     bus_bandwidth: float
-    """Algorithm bandwidth times the share of the tensor a device sends: 2(p-1)/p for all-reduce, (p-1)/p for the others, 1 for
-    point-to-point (NCCL tests, PERFORMANCE.md). Comparable to the link's bandwidth for a ring on one level only."""
+    """Algorithm bandwidth times the fraction of the tensor that a device sends: 2(p-1)/p for all-reduce, (p-1)/p for the others, 1 for
+    point-to-point (NCCL tests, PERFORMANCE.md). It is comparable to the link's bandwidth only for a ring on one level."""
     bottleneck_link: str
-    """Name of the link that takes longest; empty for a group of one."""
+    """Name of the link with the longest time; empty for a group of one."""
     terms: tuple[Term, ...] = ()
     """By link, innermost first. They sum to `seconds`, except where the levels overlap (rail-ring, double-tree)."""
 
@@ -94,15 +94,14 @@ def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None =
 
     Args:
       op: one of OPS.
-      bytes_full: the full tensor: what a gather gives out, what a reduction takes in; for all-to-all and point-to-point the tensor one
-        device holds.
+      bytes_full: the full tensor: output of a gather, input of a reduction; for all-to-all and point-to-point, the tensor of one device.
       group: from `Fabric.group` or `Fabric.axes_group`.
-      algorithm: one of ALGORITHMS; None: the fastest of what a communication library has: ring, in-switch where the switch can, over
-        several levels rail-ring, between nodes double-tree.
+      algorithm: one of ALGORITHMS; None: the fastest that communication libraries offer: ring, in-switch where supported, over several
+        levels rail-ring, between nodes double-tree.
       phases: with hierarchical, the algorithm of the phases: ring, recursive-halving, or tree (of the all-reduce between domains; the
         gathers inside are rings then).
 
-    Raises UserError: an unknown op or algorithm, bytes that are no positive number, an algorithm the op or the group does not have.
+    Raises UserError for an unknown op or algorithm, bytes that are not positive, or an algorithm that the op or the group does not support.
     """
     if op not in OPS:
         raise unknown_name("collective", op, OPS)
@@ -118,7 +117,7 @@ def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None =
 
 
 def hop_s(bytes_sent: float, group: CommGroup) -> CollectiveCost:
-    """Predict the time in which every device of a group passes its bytes on to the next: one of the p - 1 hops of a ring's all-gather."""
+    """Predict the time in which every device of a group sends its bytes to the next: one of the p - 1 hops of a ring all-gather."""
     ring = time_s("all-gather", bytes_sent * group.size, group)
     hops = max(1, group.size - 1)
     terms = tuple(Term(term.link, term.latency_s / hops, term.transfer_s / hops) for term in ring.terms)
@@ -127,8 +126,25 @@ def hop_s(bytes_sent: float, group: CommGroup) -> CollectiveCost:
     return CollectiveCost(seconds, ring.algorithm, rate, rate, ring.bottleneck_link, terms)
 
 
+def mesh_bus_bandwidth(op: str, bytes_full: float, fabric: Fabric, sizes: Mapping[str, int], axes: Sequence[str]) -> float | None:
+    """Predict the bus bandwidth of a collective over mesh axes, in bytes/s.
+
+    Args:
+      op: all-reduce, all-gather, reduce-scatter or all-to-all; other kinds have no prediction.
+      bytes_full: see `time_s`.
+      fabric: links of the cluster.
+      sizes: mesh axis -> devices, all axes.
+      axes: the axes it communicates over.
+
+    Returns None without a prediction: another kind, an unknown axis, or a group of one device.
+    """
+    if op not in OPS or op == "point-to-point" or not axes or not set(axes) <= set(sizes):
+        return None
+    return time_s(op, bytes_full, fabric.axes_group(sizes, axes)).bus_bandwidth or None
+
+
 def bus_factor(op: str, size: int) -> float:
-    """Return what algorithm bandwidth is multiplied with to give bus bandwidth."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth."""
     if op == "point-to-point":
         return 1.0
     return (2 if op == "all-reduce" else 1) * (size - 1) / size
@@ -140,7 +156,7 @@ def _library_choices(op: str, group: CommGroup) -> list[str]:
         return ["hierarchical" if several else "ring"]
     choices = ["rail-ring" if several else "ring"]
     if op == "all-reduce":
-        if group.spans[-1].link.kind == "network":  # inside a node NCCL takes rings and the switch
+        if group.spans[-1].link.kind == "network":  # inside a node NCCL uses rings and the switch
             choices.append("double-tree")
         if not several and group.spans[0].link.in_switch is not None and group.size >= IN_SWITCH_FROM:
             choices.append("in-switch")
@@ -159,7 +175,7 @@ def _cost(op: str, n: float, group: CommGroup, algorithm: str, phases: str = "ri
         slowest = group.slowest
         assert slowest is not None
         if algorithm == "in-switch" and (len(group.spans) > 1 or slowest.in_switch is None):
-            raise UserError("algorithm 'in-switch' needs one level whose switch can reduce (in_switch_reduction in the cluster file)")
+            raise UserError("algorithm 'in-switch' needs a group on one level with in_switch_reduction in the cluster file")
         worst_hop = max(span.link.latency_s for span in group.spans)
         terms = [_flat(op, n, group.size, slowest, worst_hop, algorithm)]
         seconds = terms[0].seconds
@@ -170,7 +186,7 @@ def _cost(op: str, n: float, group: CommGroup, algorithm: str, phases: str = "ri
 
 
 def _rail_ring(op: str, n: float, group: CommGroup) -> list[Term]:
-    """Rings through all devices, as many as a domain has ports: hops and share of every level."""
+    """Return the terms of rings through all devices, one per port of a domain."""
     if op in ("all-to-all", "point-to-point"):
         raise UserError(f"{op} has no algorithm 'rail-ring' (it has: ring, hierarchical)")
     rounds, p, inside = (2 if op == "all-reduce" else 1), group.size, 1
@@ -183,7 +199,7 @@ def _rail_ring(op: str, n: float, group: CommGroup) -> list[Term]:
 
 
 def _double_tree(op: str, n: float, group: CommGroup) -> list[Term]:
-    """All-reduce inside the innermost domains and over two trees between them; on one level the trees alone."""
+    """Return the terms of an all-reduce inside the innermost domains and over two trees between them; on one level only the trees."""
     if op != "all-reduce":
         raise UserError(f"{op} has no algorithm 'double-tree' (it has: {'ring, recursive-halving' if op != 'all-to-all' else 'ring'})")
     inner, outer = group.spans[0], group.spans[1:]
@@ -195,13 +211,13 @@ def _double_tree(op: str, n: float, group: CommGroup) -> list[Term]:
     in_switch = link.in_switch is not None and g >= IN_SWITCH_FROM
     chain = _in_switch_s(link, n) if in_switch else link.seconds(2 * (g - 1) / g * n)
     terms = [Term(link, 2 * (g - 1) * link.latency_s, chain)]
-    share = (1 if domains == 2 else 2) * n / g  # the node inside one tree and leaf of the other sends most
+    share = (1 if domains == 2 else 2) * n / g  # a node inside one tree is a leaf of the other
     hops = 2 * math.ceil(math.log2(domains))
     return terms + [Term(span.link, hops * span.link.latency_s if span is outer[-1] else 0.0, span.link.seconds(share)) for span in outer]
 
 
 def _flat(op: str, n: float, p: int, link: Link, latency_s: float, algorithm: str) -> Term:
-    """One level: the table at the top of the module."""
+    """Return the term of a collective on one level: the table in the module docstring."""
     if op == "point-to-point":
         return Term(link, latency_s, link.seconds(n))
     rounds = 2 if op == "all-reduce" else 1
@@ -231,7 +247,7 @@ def _recursive_halving(rounds: int, share: float, p: int, link: Link, latency_s:
 
 
 def _hierarchical(op: str, n: float, spans: tuple[Span, ...], phases: str) -> list[Term]:
-    """Terms of every phase, innermost level first."""
+    """Return the terms of each phase, innermost level first."""
     if op == "all-to-all":
         if phases != "ring":
             raise UserError(f"all-to-all has no algorithm '{phases}' (it has: ring)")
@@ -249,7 +265,7 @@ def _hierarchical(op: str, n: float, spans: tuple[Span, ...], phases: str) -> li
 
 
 def _hierarchical_all_to_all(n: float, spans: tuple[Span, ...]) -> list[Term]:
-    """Every device has n/p bytes for each other; each message crosses only the innermost level that joins the two."""
+    """Return the terms of an all-to-all: n/p bytes between each two devices, over the innermost level that connects them."""
     size = math.prod(span.fan_out for span in spans)
     terms, inside = [], 1
     for span in spans:
@@ -260,7 +276,7 @@ def _hierarchical_all_to_all(n: float, spans: tuple[Span, ...]) -> list[Term]:
 
 
 def _merge(terms: list[Term]) -> list[Term]:
-    """Add up the terms of one link (a reduce-scatter and the all-gather after it)."""
+    """Add the terms of each link (a reduce-scatter and the all-gather after it)."""
     merged: dict[str, Term] = {}
     for term in terms:
         old = merged.get(term.link.name)

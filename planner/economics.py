@@ -1,4 +1,4 @@
-"""From a step to a run: days, device-hours, money, energy, failures and goodput."""
+"""Cost of a whole run from the time of one step: days, device-hours, money, energy, failures and goodput."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from ridgeline.configs.schema import Config
 from ridgeline.planner.calculators.failures import DEFAULT_NODE_MTBF_HOURS, fleet_mtbf_s, goodput
 from ridgeline.planner.hardware import Hardware
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.memory import moment_bytes
+from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.parameters import count_parameters
 
 RESTART_S = 600.0
-"""From a failure to the next useful step, state read and lost steps apart: noticing, requeue, start, compilation."""
+"""Seconds from a failure to the next useful step (detection, requeue, start-up, compilation), without reading the state and lost steps."""
 LEAST_INTERVAL_S = 600.0
-"""Saves more often than every ten minutes bring nothing a failure every few hours could take, and crowd the file system."""
+"""Shortest save interval: with a failure every few hours, more frequent saves save little and load the file system."""
 SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """A whole run. `days`, `device_hours` and `cost_usd` are of the steps alone; `wall_*` include saves, failures and restarts."""
+    """A whole run. `days`, `device_hours` and `cost_usd` count the steps only; `wall_*` include saves, failures and restarts."""
 
     tokens: float
     steps: int
     days: float
     device_hours: float
     cost_usd: float | None
-    """None: neither the cluster file nor the catalogue has a price."""
+    """US dollars; None: neither the cluster file nor the catalogue has a price."""
     energy_kwh: float
     mtbf_hours: float
     expected_failures: float
     checkpoint_interval_s: float
     save_s: float
-    """Training stands still for this long at a save."""
+    """Seconds that a save blocks training."""
     goodput: float
     wall_days: float
     wall_cost_usd: float | None
@@ -43,31 +43,31 @@ class RunEstimate:
 
 
 def price_usd(cluster: ClusterConfig, device: Hardware) -> float | None:
-    """Return the price of a device for an hour: the cluster's, else the catalogue's typical one."""
+    """Return the price of one device-hour in US dollars: the cluster's, else the catalogue's; None when neither has one."""
     return cluster.price_per_device_hour_usd if cluster.price_per_device_hour_usd is not None else device.price_per_hour_usd
 
 
 def state_bytes(config: Config) -> float:
-    """Bytes of a checkpoint: parameters and moments of the whole model."""
+    """Return the bytes of a checkpoint: parameters and optimizer state of the whole model."""
     whole = LocalSizes(config, 1, 1, 1)
-    return count_parameters(config.model).total * whole.parameter_itemsize + moment_bytes(whole)
+    return count_parameters(config.model).total * whole.parameter_itemsize + optimizer_state(whole)[0]
 
 
 def estimate_run(
     config: Config, local: LocalSizes, step_s: float, cluster: ClusterConfig, device: Hardware, tokens: float, nodes: int
 ) -> RunEstimate:
-    """Extend a step to `tokens` tokens on a cluster.
+    """Estimate a run of `tokens` tokens on a cluster.
 
-    Saves block for the copy to host memory when asynchronous, for the whole write otherwise; the interval is Young's, but no shorter
-    than a write or ten minutes. Energy is the devices' power limit times the facility's overhead: hosts and network come on top.
+    Asynchronous saves block training for the copy to host memory, others for the whole write. The save interval is Young's, but at least
+    the time of a write and LEAST_INTERVAL_S. Energy is the devices' power limit times the facility's overhead, without hosts and network.
     """
     per_step = config.data.batch_size * config.data.seq_len
     steps = math.ceil(tokens / per_step)
     seconds = steps * step_s
     whole = state_bytes(config)
     write_s = whole / (cluster.storage.write_gb_per_s * 1e9)
-    held = whole / local.fsdp / local.tensor
-    save_s = held / device.host_bandwidth_bytes_per_s if config.checkpoint.asynchronous else write_s
+    per_device = whole / local.fsdp / local.tensor
+    save_s = per_device / device.host_bandwidth_bytes_per_s if config.checkpoint.asynchronous else write_s
     mtbf_s = fleet_mtbf_s([(nodes, cluster.node_mtbf_hours or DEFAULT_NODE_MTBF_HOURS)])
     interval_s = max(math.sqrt(2 * save_s * mtbf_s), write_s, LEAST_INTERVAL_S)
     restart_s = RESTART_S + whole / (cluster.storage.read_gb_per_s * 1e9)

@@ -3,9 +3,9 @@
 Convention. Only matmuls count, a multiply-add as 2 FLOPs; backward costs twice forward, so training is 6 FLOPs per weight and token
 (Kaplan et al., arXiv 2001.08361, section 2.1; PaLM, arXiv 2204.02311, appendix B). Attention scores and their product with the values
 are 12*S*N*H per layer and token in training, S the number of keys a query sees on average: T for full attention, T/2 for causal (the
-useful half), W - W*W/(2T) for a sliding window of W < T (PaLM counts T; we count what the mask leaves). The unembedding counts, with the
-true vocabulary, padding being no use; the embedding lookup does not. Norms, softmax, activations, biases and the optimiser do not, nor
-does anything computed again in the backward pass. Document boundaries inside a packed row are ignored: a row counts as one sequence.
+unmasked half), W - W*W/(2T) for a sliding window of W < T (PaLM counts T; here only unmasked pairs count). The unembedding counts, with
+the vocabulary size without padding; the embedding lookup does not. Norms, softmax, activations, biases and the optimizer do not count,
+nor does recomputation. Document boundaries inside a packed row are ignored: a row counts as one sequence.
 
 Notation: D width, F MLP width, L layers, N query heads, K key/value heads, H head dim, T sequence length, V vocabulary, W window.
 """
@@ -18,10 +18,10 @@ from ridgeline.configs.schema import ModelConfig
 from ridgeline.planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
 
 CONVENTION = (
-    "training: forward and twice that for backward, matmuls only, a multiply-add is 2 FLOPs; attention counts what the mask leaves"
-    " (causal: half of all pairs; a window less); unembedding counted, embedding lookup and recomputation not"
+    "training FLOPs: matmuls only, backward is twice forward, a multiply-add is 2 FLOPs; attention counts unmasked pairs only"
+    " (causal: half of all pairs; a window: fewer); the unembedding counts, embedding lookup and recomputation do not"
 )
-"""The convention in one sentence, printed beside every count."""
+"""The convention in one sentence, printed with every count."""
 TRAIN_FLOPS_PER_WEIGHT = 6
 """Forward 2, gradient of the input 2, gradient of the weight 2."""
 
@@ -41,7 +41,7 @@ class FlopCount:
     unembedding: float
     """6*D*V."""
     attention_scores_full: float
-    """12*L*T*N*H: what a convention without the mask would count. Not part of the total."""
+    """12*L*T*N*H: attention scores if masked pairs counted too. Not part of the total."""
 
     @property
     def attention_projections(self) -> float:
@@ -60,11 +60,11 @@ class FlopCount:
 
     @property
     def total_full_attention(self) -> float:
-        """The total in the convention that counts every key (PaLM, nanoGPT)."""
+        """Total in the convention that counts all keys, masked ones too (PaLM, nanoGPT)."""
         return self.total - self.attention_scores + self.attention_scores_full
 
     def components(self) -> dict[str, float]:
-        """Component name to FLOPs per token; they sum to `total`."""
+        """Return component name -> FLOPs per token; they sum to `total`."""
         return {
             "qkv_projections": self.qkv_projections,
             "query_key_products": self.attention_scores / 2,
@@ -76,14 +76,14 @@ class FlopCount:
 
 
 def mean_keys_per_query(seq_len: int, window: int | None) -> float:
-    """Average number of keys a causal query sees: T/2, or W - W*W/(2T) with a window of W < T (areas, the diagonal counted half)."""
+    """Return the average number of keys of a causal query: T/2, or W - W*W/(2T) with a window of W < T (the diagonal counts half)."""
     if window is None or window >= seq_len:
         return seq_len / 2
     return window - window * window / (2 * seq_len)
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
-    """Count the training FLOPs per token of a causal model at a sequence length (see the module's convention)."""
+    """Count the training FLOPs per token of a causal model at a sequence length (convention: module docstring)."""
     layers = model.num_layers
     output = model.num_heads * model.head_width * model.embed_dim
     per_key = 12 * layers * model.num_heads * model.head_width
@@ -98,5 +98,5 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
 
 
 def flops_per_token_6n(model: ModelConfig) -> int:
-    """Return 6 times all parameters: the rule of thumb most published MFU figures use. No attention, embedding table included."""
+    """Return 6 times all parameters, embedding table included and attention excluded: the convention of most published MFU figures."""
     return TRAIN_FLOPS_PER_WEIGHT * count_parameters(model).total

@@ -1,4 +1,7 @@
-"""What the datasheets promise: compute, memory, links, power and price of a device. An unknown device has none; nothing is guessed."""
+"""The hardware catalogue (planner/hardware.yaml): datasheet figures of each device, and everything else that is specific to it.
+
+A device that is not in the catalogue has no figures; none are guessed. Adding a GPU is one entry in the YAML file.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,31 @@ CATALOGUE = Path(__file__).with_name("hardware.yaml")
 
 
 @dataclass(frozen=True)
+class CompileTarget:
+    """What XLA needs to know of a GPU architecture, besides the other figures of the catalogue, to compile for it on another machine."""
+
+    compute_capability: tuple[int, int]
+    """CUDA compute capability, major and minor."""
+    fpus_per_core: int
+    """float32 units of one streaming multiprocessor."""
+    shared_memory_per_core: int
+    """Bytes of shared memory of one streaming multiprocessor."""
+
+
+@dataclass(frozen=True)
 class Hardware:
-    """One device of the catalogue (planner/hardware.yaml), as bought: what it reaches is the calibration's matter."""
+    """One device of the catalogue. These are datasheet figures; measured rates are in the calibration."""
 
     name: str
+    """Name of the entry, as cluster files use it."""
     kinds: tuple[str, ...]
-    """Regular expressions over the whole `device_kind` of JAX; none: never recognised, only named in cluster files."""
+    """Regular expressions of which one must match the whole `device_kind` of JAX; empty: the entry matches no real device."""
     peak_flops: dict[str, float]
     """Dense peak FLOP/s by dtype of the matmul inputs."""
     memory_bytes: int
-    """Device memory as the driver reports it, which is less than the label says."""
+    """Device memory as the driver reports it, which is less than the label."""
     memory_bandwidth_bytes_per_s: float
-    """Peak of the device memory."""
+    """Peak bandwidth of the device memory."""
     l2_bytes: int
     """Last-level cache on the device."""
     cores: int
@@ -35,41 +51,52 @@ class Hardware:
     clock_hz: float
     """Highest clock."""
     link_bandwidth_bytes_per_s: float | None
-    """NVLink of one device in ONE direction, half of what datasheets print; None: no NVLink."""
+    """NVLink bandwidth of one device in ONE direction, half of what datasheets print; None: no NVLink."""
     link_latency_s: float
-    """One hop of a small message over NVLink."""
+    """Latency of one hop over NVLink."""
     host_bandwidth_bytes_per_s: float
-    """Host link (PCIe, NVLink-C2C) in one direction."""
+    """Bandwidth of the host link (PCIe, NVLink-C2C) in one direction."""
     host_latency_s: float
-    """One hop of a small message over the host link."""
+    """Latency of one hop over the host link."""
     tdp_w: float
     """Power limit of one device."""
     price_per_hour_usd: float | None
-    """Typical on-demand price of one device; None: none known."""
+    """Typical on-demand price of one device; None: unknown."""
     source: str
-    """Of the peaks."""
+    """Source of the peaks."""
     sources: dict[str, str]
-    """Of everything else: memory, links, power, price."""
+    """Sources of the other figures: memory, links, power, price."""
     tensor_cores: bool = True
-    """Matmuls run in tiles on tensor cores; false for CPUs."""
+    """True: matmuls run in tiles on tensor cores. False for CPUs."""
+    generation: str | None = None
+    """NVIDIA's name of the architecture, e.g. `hopper`; None for other devices."""
+    target: CompileTarget | None = None
+    """Target of ahead-of-time compilation; None: the device cannot be compiled for without being present."""
+    assumed_cluster: str | None = None
+    """Shipped cluster whose links are assumed for runs that were not submitted with a cluster file; None: no links are assumed."""
 
     @property
     def nominal(self) -> bool:
-        """True when the figures stand for no real device (cpu): good for trying plans, but no MFU is worth anything against them."""
+        """Whether the figures stand for no real device (cpu): they are for trying plans, and no MFU is reported relative to them."""
         return not self.kinds
 
 
 @functools.cache
+def _read() -> dict[str, Any]:
+    entries: dict[str, Any] = YAML(typ="safe").load(CATALOGUE)
+    return entries
+
+
+@functools.cache
 def catalogue() -> tuple[Hardware, ...]:
-    """Read the catalogue."""
-    entries = YAML(typ="safe").load(CATALOGUE)
-    common = entries.pop("sources")
-    latencies = entries.pop("latencies")
+    """Return every entry of the catalogue."""
+    entries = dict(_read())
+    common, latencies, _ = (entries.pop(key) for key in ("sources", "latencies", "other_generations"))
     return tuple(_entry(name, latencies | entry, common) for name, entry in entries.items())
 
 
 def _entry(name: str, entry: dict[str, Any], common: dict[str, str]) -> Hardware:
-    link = entry["nvlink_gb_per_s"]
+    link, target = entry["nvlink_gb_per_s"], entry.get("target")
     return Hardware(
         name=name,
         kinds=tuple(entry["kinds"]),
@@ -88,6 +115,9 @@ def _entry(name: str, entry: dict[str, Any], common: dict[str, str]) -> Hardware
         source=entry["source"],
         sources=common | entry.get("sources", {}),
         tensor_cores=entry.get("tensor_cores", True),
+        generation=entry.get("generation"),
+        target=None if target is None else CompileTarget(**target | {"compute_capability": tuple(target["compute_capability"])}),
+        assumed_cluster=entry.get("assumed_cluster"),
     )
 
 
@@ -97,7 +127,7 @@ def hardware_names() -> list[str]:
 
 
 def hardware(name: str) -> Hardware:
-    """Return an entry by name, as cluster files name it. Raises UserError naming the nearest."""
+    """Return an entry by name, as cluster files use it. Raises UserError with the nearest name."""
     for entry in catalogue():
         if entry.name == name:
             return entry
@@ -105,14 +135,23 @@ def hardware(name: str) -> Hardware:
 
 
 def find_hardware(device_kind: str) -> Hardware | None:
-    """Find the catalogue entry of a JAX `device_kind`; None when it is not listed."""
+    """Return the catalogue entry of a JAX `device_kind`; None when there is none."""
     matches = [h for h in catalogue() if any(re.fullmatch(kind, device_kind) for kind in h.kinds)]
     assert len(matches) <= 1, f"{device_kind!r} matches {[m.name for m in matches]} in {CATALOGUE.name}"
     return matches[0] if matches else None
 
 
+def generation_of(model: str) -> str:
+    """Return the generation of an NVIDIA GPU (`hopper`, ...) by the model name that the driver reports; `unknown` for an unknown name."""
+    found = find_hardware(model)
+    if found is not None and found.generation is not None:
+        return found.generation
+    others: dict[str, str] = _read()["other_generations"]
+    return next((name for name, pattern in others.items() if re.search(pattern, model, re.I)), "unknown")
+
+
 def check_block_scaled(device: Hardware, matmul: str, kind: str | None = None) -> None:
-    """Refuse block-scaled products (mxfp8, nvfp4) on a device without them: they came with 4-bit ones. Raises UserError."""
+    """Raise UserError when block-scaled matmuls (mxfp8, nvfp4) are set for a device without them: they came with 4-bit matmuls."""
     if "float4" not in device.peak_flops:
         able = ", ".join(h.name for h in catalogue() if "float4" in h.peak_flops)
         name = device.name if kind is None else f"{device.name} ({kind})"
@@ -134,7 +173,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def matmul_dtype(compute: str, matmul_precision: str) -> str:
-    """Name the arithmetic an NVIDIA GPU uses for matmuls of a compute dtype.
+    """Return the arithmetic that an NVIDIA GPU uses for matmuls of a compute dtype.
 
     XLA runs float32 matmuls in TF32 at `default` and `high` precision and in plain float32 at `highest` (jax.lax.Precision).
     """

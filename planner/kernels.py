@@ -1,7 +1,7 @@
-"""Time of what one device computes, by part of the step: products with parameters, attention, and passes over device memory.
+"""Time of the computation on one device, by part of the step: matmuls with parameters, attention, and passes over device memory.
 
-A product takes its FLOPs over the calibrated rate of its shape. Elementwise work (norms, rotation, activations, residual adds, casts, the
-softmax of the loss, the optimiser) is counted in bytes read and written once per fused kernel, over the reached memory bandwidth.
+A matmul takes its FLOPs over the calibrated rate of its shape. Elementwise work (norms, rotation, activations, residual adds, casts, the
+softmax of the loss, the optimizer) is counted in bytes, each read or written once per fused kernel, over the calibrated memory bandwidth.
 
 Legend: R rows per device, T sequence, D width, F MLP width, N/K query/key heads, H head width, V vocabulary rows, C tokens of a loss chunk;
 f, t devices on fsdp and tensor.
@@ -12,101 +12,106 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ridgeline.planner.activations import NAMES_STATISTICS, stacked_bytes
+from ridgeline.planner.activations import TAGS_STATISTICS, stacked_bytes
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, product_weights, recomputed
+from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, matmul_weights, recomputed
 from ridgeline.planner.flops import mean_keys_per_query
 from ridgeline.planner.hardware import Hardware, matmul_dtype
-from ridgeline.planner.local import LocalSizes, attention_backend
-from ridgeline.planner.update import update_bytes
+from ridgeline.planner.local import ITEMSIZE, LocalSizes, attention_backend
 
 IN_STEP_SHARE = 0.89
-"""Rate of products and attention inside a training step over their rate alone: clocks fall under sustained load, kernels wait for each
-other, the slowest device sets the pace. The one number set by whole runs: the two MaxText figures of planner/published.yaml, whose software
-(JAX, XLA, scanned layers) is nearest to ours; every other published run is predicted with it."""
+"""Rate of matmuls and attention inside a training step over their rate in isolation: clocks fall under sustained load, kernels wait for
+each other, and the slowest device determines the time. This constant is fitted to whole runs: the two MaxText figures of
+planner/published.yaml, whose software (JAX, XLA, scanned layers) is closest to this project's. All other published runs are predicted
+with it."""
 ATTENTION_FORWARD_SHARE = 0.25
-"""Of the time of fused attention forward and backward: the backward kernel does 2.5 forwards of work at 0.85 of its rate."""
+"""Forward share of the time of fused attention: the backward kernel does 2.5 times the work at 0.85 of the rate."""
 PALLAS_SHARE = 0.57
-"""Rate of flash attention in Triton over that of cuDNN: FlashAttention-3, near cuDNN, is 1.5 to 2 times FlashAttention-2 on an H100
-(arXiv 2407.08608, abstract and section 4.1). Unmeasured here; documents shorter than the row make it cheaper than this counts."""
+"""Rate of flash attention in Triton over that of cuDNN: FlashAttention-3, which is close to cuDNN, is 1.5 to 2 times as fast as
+FlashAttention-2 on an H100 (arXiv 2407.08608, abstract and section 4.1). Not measured here; with documents shorter than the row it is
+faster than this."""
 SCORE_PASSES = 14
-"""Times the float32 scores of an attention without fused kernels go through device memory, forward and backward (XLA's fusions)."""
+"""Passes over the float32 scores in device memory, forward and backward, of attention without fused kernels (XLA's fusions)."""
 MASK_PASSES = 3
-"""Times every head of cuDNN's attention reads the visible part of the mask of packed documents: once forward, twice backward."""
+"""Passes of each head of cuDNN's attention over the unmasked part of the mask of packed documents: one forward, two backward."""
 LOGIT_PASSES_BYTES = 18
 """Per logit: written once and read three times in float32 (maximum, sum, probability), its gradient written in 16 bits."""
+TRANSPOSED_BYTES = 16
+"""Additional bytes per element with a transposed gradient: written and read in float32, and so its update."""
+TRANSPOSED_INT8_BYTES = 28
+"""TRANSPOSED_BYTES with 8-bit moments: both decoded moments are written and read too."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds on one device."""
+    """Seconds of computation on one device."""
 
     compute_s: float = 0.0
-    """Products and attention."""
+    """Matmuls and attention."""
     memory_s: float = 0.0
-    """Passes over device memory beside them."""
+    """Passes over device memory by other kernels."""
 
     @property
     def seconds(self) -> float:
-        """One after the other."""
+        """Their sum."""
         return self.compute_s + self.memory_s
 
     def __add__(self, other: Work) -> Work:
-        """Add part by part."""
+        """Add each part."""
         return Work(self.compute_s + other.compute_s, self.memory_s + other.memory_s)
 
     def __mul__(self, times: float) -> Work:
-        """Repeat."""
+        """Multiply each part."""
         return Work(self.compute_s * times, self.memory_s * times)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The device's rates applied to local sizes."""
+    """Times of the kernels of one device: its calibrated rates applied to its local sizes."""
 
     local: LocalSizes
     device: Hardware
     calibration: Calibration
     elementwise_passes: float = 1.0
-    """Bytes of a layer's elementwise work over those of fused kernels."""
-    turned: bool = True
-    """Whether gradients that are cut along their last dim are transposed for it, as our step does with fsdp."""
+    """Bytes of a layer's elementwise kernels over those of fused kernels."""
+    transposed_gradients: bool = True
+    """Whether gradients that fsdp shards along their last dim are transposed for their reduction, as XLA does in this project's step."""
 
     @property
     def dtype(self) -> str:
-        """Arithmetic of the products."""
+        """Arithmetic of the matmuls, as in peak_flops."""
         return matmul_dtype(self.local.config.precision.compute, self.local.config.compute.matmul_precision)
 
     @property
     def layer_dtype(self) -> str:
-        """Arithmetic of the layers' products with parameters; embedding, attention and unembedding stay in `dtype`."""
+        """Arithmetic of the layers' matmuls with parameters; embedding, attention and unembedding use `dtype`."""
         return "float8" if self.local.config.precision.matmul != "compute" else self.dtype
 
     @property
     def forward_dtype(self) -> str:
-        """The same in the forward pass: only that reads 4 bits."""
+        """Arithmetic of the layers' matmuls in the forward pass: 4-bit inputs are used only there."""
         return "float4" if self.local.config.precision.matmul == "nvfp4" else self.layer_dtype
 
-    def product_s(self, m: int, n: int, k: int, dtype: str | None = None) -> float:
-        """Time of an [M, K] x [K, N] product."""
+    def matmul_s(self, m: int, n: int, k: int, dtype: str | None = None) -> float:
+        """Return the time of an [M, K] x [K, N] matmul."""
         return 2.0 * m * n * k / self.calibration.matmul_flops_per_s(self.device, dtype or self.dtype, m, n, k) / IN_STEP_SHARE
 
     def memory_s(self, size: float) -> float:
-        """Time to read or write this many bytes of device memory."""
+        """Return the time to read or write this many bytes of device memory."""
         return size / self.calibration.memory_bytes_per_s(self.device)
 
-    def products(self) -> dict[str, tuple[int, int, int]]:
-        """(M, N, K) of each forward product of a layer on one device."""
+    def matmuls(self) -> dict[str, tuple[int, int, int]]:
+        """Return (M, N, K) of each forward matmul of a layer on one device."""
         width, tokens = self.local.model.embed_dim, self.local.tokens
         shapes = {}
-        for name, weights in product_weights(self.local.model).items():
+        for name, weights in matmul_weights(self.local.model).items():
             other = weights // width // self.local.tensor
             shapes[name] = (tokens, width, other) if name in ("out", "down") else (tokens, other, width)
         return shapes
 
     def layer_forward(self) -> Work:
-        """One layer."""
-        compute = sum(self.product_s(*shape, self.forward_dtype) for shape in self.products().values())
+        """Return the forward pass of one layer."""
+        compute = sum(self.matmul_s(*shape, self.forward_dtype) for shape in self.matmuls().values())
         attention = self.attention()
         return (
             Work(compute)
@@ -115,23 +120,23 @@ class Kernels:
         )
 
     def layer_backward(self) -> Work:
-        """One layer: gradients of inputs and weights, and what the rematerialisation policy computes again."""
+        """Return the backward pass of one layer: gradients of inputs and weights, and recomputation."""
         again = recomputed(self.local.model, self.local.config.compute.remat)
         compute = 0.0
-        for name, (m, n, k) in self.products().items():
-            compute += self.product_s(m, k, n, self.layer_dtype) + self.product_s(k, n, m, self.layer_dtype)
-            compute += self.product_s(m, n, k, self.forward_dtype) if name in again.weights else 0.0
+        for name, (m, n, k) in self.matmuls().items():
+            compute += self.matmul_s(m, k, n, self.layer_dtype) + self.matmul_s(k, n, m, self.layer_dtype)
+            compute += self.matmul_s(m, n, k, self.forward_dtype) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
         return Work(compute) + attention + Work(0.0, self.memory_s(self.elementwise_passes * self._elementwise_backward(again)))
 
     def _attention_again(self, again: Recomputed) -> bool:
-        """Whether attention runs again in the backward pass: with named values also where the backend does not name its statistics."""
-        named = self.local.config.compute.remat.policy in ("names", "offload")
+        """Whether the backward pass recomputes attention; with named values also if the backend does not tag its softmax statistics."""
+        named = self.local.config.compute.remat.takes_names
         backend = attention_backend(self.local.config, gpu=self.device.tensor_cores)
-        return again.attention or (named and backend not in NAMES_STATISTICS)
+        return again.attention or (named and backend not in TAGS_STATISTICS)
 
     def attention(self) -> Work:
-        """Scores, softmax and values of one layer, forward and backward together."""
+        """Return scores, softmax and values of one layer, forward and backward together."""
         local, model = self.local, self.local.model
         length, backend = local.config.data.seq_len, attention_backend(local.config, gpu=self.device.tensor_cores)
         keys = mean_keys_per_query(length, model.sliding_window)
@@ -148,29 +153,29 @@ class Kernels:
         return Work(flops * seen / keys / rate / IN_STEP_SHARE, self.memory_s(SCORE_PASSES * scores))
 
     def embedding(self) -> Work:
-        """Lookup, and the scatter of its gradient into a zeroed table."""
+        """Return the token lookup, and the scatter of its gradient into a zeroed table."""
         local = self.local
         return Work(0.0, self.memory_s(2 * local.stream_bytes + 3 * 4 * local.tokens * local.model.embed_dim + 8 * local.table))
 
     def loss(self) -> Work:
-        """Logits, cross-entropy and both gradients of a microbatch, chunk by chunk."""
+        """Return logits, cross-entropy and both gradients of a microbatch, chunk by chunk."""
         local = self.local
         width, vocab, chunk = local.model.embed_dim, local.model.padded_vocab_size // local.tensor, local.loss_chunk_tokens
         chunks = math.ceil(local.tokens / chunk)
-        # The weight gradient is a float32 sum over chunks: the whole table is read and written by every chunk.
-        weight = max(self.product_s(width, vocab, chunk), self.memory_s(8 * width * vocab))
-        compute = self.product_s(chunk, vocab, width) + self.product_s(chunk, width, vocab) + weight
+        # The gradient of the weight is a float32 sum over chunks: every chunk reads and writes the whole table.
+        weight = max(self.matmul_s(width, vocab, chunk), self.memory_s(8 * width * vocab))
+        compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + weight
         memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + 12 * local.table + 8 * local.stream_bytes
         return Work(chunks * compute, self.memory_s(memory))
 
     def optimizer(self) -> Work:
-        """Gradient norm and update of the parameters a device keeps."""
+        """Return the gradient norm and the update of the parameters on the device."""
         local, kind = self.local, self.local.config.optimizer.kind
-        work = Work(0.0, self.memory_s(update_bytes(local, turned=self.turned and local.fsdp > 1)))
+        work = Work(0.0, self.memory_s(update_bytes(local, transposed=self.transposed_gradients and local.fsdp > 1)))
         if kind != "muon":
             return work
         seconds = 0.0
-        for weights in product_weights(local.model).values():
+        for weights in matmul_weights(local.model).values():
             small = min(local.model.embed_dim, weights // local.model.embed_dim)
             large = weights // small
             flops = NEWTON_SCHULZ_STEPS * (4.0 * small * small * large + 2.0 * small**3)
@@ -179,18 +184,18 @@ class Kernels:
         return work + Work(seconds * local.model.num_layers / (local.fsdp * local.tensor))
 
     def accumulate(self) -> Work:
-        """Add one microbatch's gradients to the sum."""
+        """Return the addition of one microbatch's gradients to their sum."""
         local = self.local
         many = local.config.trainer.accumulation > 1
         return Work(0.0, self.memory_s(3 * local.parameters * local.gradient_itemsize) if many else 0.0)
 
     def stacks(self) -> Work:
-        """What the scan over layers copies and zeroes in a microbatch."""
+        """Return what the scan over layers copies and zeroes in a microbatch."""
         backend = attention_backend(self.local.config, gpu=self.device.tensor_cores)
         return Work(0.0, self.memory_s(stacked_bytes(self.local, backend)))
 
     def _elementwise_forward(self) -> float:
-        """Bytes: two norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights."""
+        """Return the bytes of two norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights."""
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
         return (
@@ -198,20 +203,21 @@ class Kernels:
             + 2 * (local.query_bytes + local.key_bytes)
             + (gates + 1) * local.hidden_bytes
             + self._casts()
-            + self._quantise()
+            + self._quantize()
         )
 
     def _elementwise_backward(self, again: Recomputed) -> float:
-        """Bytes: gradients of the same, float32 weight gradients written, read and added to their stack, and what is recomputed.
+        """Return the bytes of the gradients of the forward pass's elementwise work, of weight gradients and of recomputation.
 
-        With fsdp the float32 gradients of MLP down and attention out are transposed on their way into a reduction.
+        Weight gradients in float32 are written, read and added to their stack. With fsdp those of MLP down and attention out are
+        transposed before their reduction.
         """
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
         size: float = 12 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (2 * gates + 2) * local.hidden_bytes
         size += 8 * local.gathered_layer_weights + 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
-        size += self._casts() + 2 * self._quantise()
-        if self.turned and local.fsdp > 1:
+        size += self._casts() + 2 * self._quantize()
+        if self.transposed_gradients and local.fsdp > 1:
             size += 8 * (local.mlp_matrix + local.query_matrix)
         if again.inputs:
             size += 10 * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
@@ -222,13 +228,45 @@ class Kernels:
         shard = local.layer_matrices // local.model.num_layers
         return shard * (local.parameter_itemsize + local.compute_itemsize)
 
-    def _quantise(self) -> float:
-        """Inputs of 8-bit products: read for their largest magnitude, unless that is an earlier step's, read again, written in 8 bits.
+    def _quantize(self) -> float:
+        """Return the bytes of quantizing the inputs of 8-bit matmuls: read for their amax (not with delayed scaling), read again, written.
 
-        Weights count as casts.
+        Weights are part of the casts.
         """
         local = self.local
         if self.layer_dtype != "float8":
             return 0.0
         inputs = 2 * local.stream_bytes + local.query_bytes + local.hidden_bytes
         return inputs * ((1 if local.config.precision.delayed else 2) + 1 / local.compute_itemsize)
+
+
+def update_bytes(local: LocalSizes, *, transposed: bool) -> float:
+    """Return the bytes of one optimizer update on one device.
+
+    Per parameter: the gradient is read twice (norm, update), parameter and moments are read and written. 8-bit moments need another pass
+    for the scales: gradient and both moments are read once more. Adafactor reads the gradient twice more, for its statistics and its
+    clipping. `transposed`: the gradients of parameters that fsdp shards along their last dim (MLP down, attention out, embedding) are
+    transposed, as XLA leaves them.
+
+    Read from the kernels of compiled updates (8B over fsdp=8, GPU backend, jax 0.10.2): 37.9 bytes per parameter in float32, 26.8 with
+    lower-precision state; tests/planner/test_step_time.py compares this count with them.
+    """
+    precision, kind = local.config.precision, local.config.optimizer.kind
+    first = ITEMSIZE[precision.moments]
+    both = 2 * (local.gradient_itemsize + local.parameter_itemsize)
+    matrices, rest = local.layer_matrices, local.parameters - local.layer_matrices
+    codes = precision.moments == "int8"
+    if codes:
+        moved = matrices * (both + local.gradient_itemsize + 3 * 2) + rest * (both + 16)
+    elif kind == "adamw":
+        moved = local.parameters * (both + 2 * first + 8)
+    elif kind == "muon":
+        moved = matrices * (both + 2 * first) + rest * (both + 2 * first + 8)
+    elif kind == "adafactor":
+        moved = local.parameters * (both + 2 * local.gradient_itemsize)
+    else:
+        moved = local.parameters * (both + 2 * first)
+    if not transposed:
+        return float(moved)
+    elements = local.model.num_layers * (local.mlp_matrix + local.query_matrix) // local.fsdp
+    return float(moved + elements * (TRANSPOSED_INT8_BYTES if codes else TRANSPOSED_BYTES) + local.table // local.fsdp * TRANSPOSED_BYTES)

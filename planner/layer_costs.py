@@ -1,8 +1,8 @@
-"""What a layer costs under each rematerialisation policy, as measured on a device: the entries `layers` of a calibration file.
+"""Measured cost of a layer under each rematerialization policy: the entries `layers` of a calibration file.
 
 `ridge bench remat CONFIG --into FILE` writes them. Where the calibration has an entry for the device and the shape of the layer, the
-planner takes the seconds a policy adds to `none` from it instead of counting FLOPs and bytes; what every policy pays stays with the
-formulas.
+planner uses the measured seconds that a policy adds to `none`, instead of counting FLOPs and bytes. The cost of `none` itself is always
+counted by formulas.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from collections.abc import Sequence
 
 from pydantic import model_validator
 
-from ridgeline.configs.schema import Config, Name, PositiveFloat, PositiveInt, RematConfig, Section
+from ridgeline.configs.schema import Config, RematConfig
+from ridgeline.configs.section import Name, PositiveFloat, PositiveInt, Section
 from ridgeline.planner.local import LocalSizes, attention_backend
 
 
 class LayerShape(Section):
-    """What decides the work of a layer on one device, but for the number of its tokens."""
+    """Everything that determines the work of a layer on one device, except the number of tokens."""
 
     embed_dim: PositiveInt
-    """Width of the stream."""
+    """Width of the residual stream."""
     num_heads: PositiveInt
-    """Query heads of one device: of the model, over mesh.tensor."""
+    """Query heads on one device: model.num_heads / mesh.tensor."""
     num_kv_heads: PositiveInt
-    """Key and value heads of one device."""
+    """Key/value heads on one device."""
     head_dim: PositiveInt
     """Width of a head."""
     mlp_dim: PositiveInt
@@ -31,23 +32,31 @@ class LayerShape(Section):
     seq_len: PositiveInt
     """Tokens of a row."""
     compute: Name
-    """precision.compute."""
+    """precision.compute of the config."""
     matmul: Name = "compute"
-    """precision.matmul."""
+    """precision.matmul of the config."""
     attention: Name
-    """Attention backend that runs, never auto; with the block size where the backend has one."""
+    """Attention backend, with `auto` resolved, and the block size if it has one (chunked-128)."""
     gated_mlp: bool = True
+    """model.gated_mlp of the config."""
     qk_norm: bool = False
+    """model.qk_norm of the config."""
     document_masking: bool = True
+    """data.document_masking of the config."""
     sliding_window: PositiveInt | None = None
+    """model.sliding_window of the config."""
     norm: Name = "rmsnorm"
+    """model.norm of the config."""
     activation: Name = "silu"
+    """model.activation of the config."""
     scan_layers: bool = True
+    """compute.scan_layers of the config."""
     matmul_precision: Name = "default"
+    """compute.matmul_precision of the config."""
 
     @classmethod
     def of(cls, local: LocalSizes, *, gpu: bool) -> LayerShape:
-        """Return the shape of a config's layers on one device. Norms and residual adds count whole, also where tensor cuts them."""
+        """Return the shape of a config's layers on one device. Norms and residual adds count as not sharded over tensor."""
         config, model = local.config, local.model
         backend = attention_backend(config, gpu=gpu)
         return cls(
@@ -72,38 +81,40 @@ class LayerShape(Section):
 
 
 class PolicyCost(Section):
-    """A layer under one policy."""
+    """Cost of a layer under one policy."""
 
     policy: Name
-    """As compute.remat.policy."""
+    """compute.remat.policy."""
     names: list[Name] = []
-    """As compute.remat.names."""
+    """compute.remat.names."""
     layer_s: PositiveFloat
-    """Seconds of a layer, forward and backward; for `none` with its share of what is outside the layers of the measured model."""
+    """Seconds of a layer, forward and backward; that of `none` includes a share of the time outside the layers."""
     kept_bytes: int
-    """What a layer adds to the temporary memory of the compiled program."""
+    """Bytes that a layer adds to the temporary memory of the compiled program."""
 
     def is_of(self, remat: RematConfig) -> bool:
-        """Whether this is the cost of a policy. Offloaded block inputs compute what `full` does; the planner counts their copies."""
-        if remat.policy == "offload":
+        """Whether this is the cost of a policy. Offloaded block inputs have the cost of `full`; the planner adds that of the copies."""
+        if remat.offloads:
             return self.policy == "full" and set(remat.names) == {"block_input"}
         return self.policy == remat.policy and set(self.names) == set(remat.names)
 
     @property
     def remat(self) -> RematConfig:
-        """The policy as a config has it."""
+        """The policy as a section of a config."""
         return RematConfig.model_validate({"policy": self.policy, "names": list(self.names)})
 
 
 class LayerPoint(Section):
-    """One measurement: a shape of layer on a device, under every policy."""
+    """One measurement: a layer of one shape on a device, under each policy."""
 
     device: Name
-    """Catalogue name."""
+    """Name in the hardware catalogue."""
     shape: LayerShape
+    """Shape of the layer on one device."""
     tokens: PositiveInt
-    """Of the microbatch it was measured with; time is taken to grow with the number of tokens."""
+    """Tokens of the measured microbatch; time is assumed proportional to the number of tokens."""
     policies: list[PolicyCost]
+    """Cost under each policy, `none` included."""
     source: str
     """How it was measured."""
 
@@ -111,30 +122,31 @@ class LayerPoint(Section):
     def _each_once_and_none_among_them(self) -> LayerPoint:
         keys = [(cost.policy, frozenset(cost.names)) for cost in self.policies]
         if len(set(keys)) != len(keys):
-            raise ValueError("policies: no policy twice")
+            raise ValueError("policies: a policy is listed twice")
         if not any(cost.policy == "none" for cost in self.policies):
-            raise ValueError("policies: `none` is needed, the others are compared with it")
+            raise ValueError("policies: `none` is missing; the others are relative to it")
         return self
 
     @property
     def none_s(self) -> float:
-        """Seconds of a layer that keeps everything."""
+        """Seconds of a layer under `none`."""
         return next(cost.layer_s for cost in self.policies if cost.policy == "none")
 
     def again_s(self, remat: RematConfig, tokens: int) -> float | None:
-        """Return what a policy adds to a layer of this many tokens (negative: it saves time); None for a policy not measured."""
+        """Return the seconds that a policy adds to a layer of this many tokens (may be negative); None when it was not measured."""
         found = next((cost for cost in self.policies if cost.is_of(remat)), None)
         return None if found is None else (found.layer_s - self.none_s) * tokens / self.tokens
 
     def sentence(self) -> str:
-        """The measurement in words."""
+        """Return the measurement as one sentence."""
         more = [
             f"{cost.policy}{'(' + ', '.join(cost.names) + ')' if cost.names else ''} {(cost.layer_s - self.none_s) * 1e3:+.3g} ms"
             for cost in self.policies
             if cost.policy != "none"
         ]
         return (
-            f"recompute measured, per layer and {self.tokens:,} tokens: none {self.none_s * 1e3:.3g} ms, {', '.join(more)} ({self.source})"
+            f"recomputation as measured, per layer and {self.tokens:,} tokens:"
+            f" none {self.none_s * 1e3:.3g} ms, {', '.join(more)} ({self.source})"
         )
 
 
@@ -144,5 +156,5 @@ def find_point(points: Sequence[LayerPoint], device: str, shape: LayerShape) -> 
 
 
 def without_recompute(config: Config) -> Config:
-    """Return the config with everything kept."""
+    """Return the config with the policy `none`."""
     return config.model_copy(update={"compute": config.compute.model_copy(update={"remat": RematConfig(policy="none")})})

@@ -1,7 +1,7 @@
-"""Every way to lay a step over a number of devices: mesh x microbatches x rematerialisation. The global batch stays what the user chose.
+"""Layouts of a step on a number of devices: mesh, microbatches and rematerialization, for the configured global batch.
 
-Sharding of the optimiser's state follows from the mesh: `fsdp` divides parameters, gradients and moments (ZeRO-3), `data` replicates them
-(ZeRO-0 across it), and the product of both is the usual hybrid.
+The mesh also determines the sharding of the optimizer state: `fsdp` shards parameters, gradients and moments (ZeRO stage 3), `data`
+replicates them, and both together are hybrid sharding.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ MEMORY_LADDER = (
     RematConfig(policy="full"),
     RematConfig(policy="offload", names=["block_input"]),
 )
-"""Rematerialisation policies worth trying, most memory first. `names` keeps no attention result: cuDNN's backward pass also needs the
-softmax statistics, which have no name there, so attention runs again either way (70B on 512 H100: 52 GB for 63, 7.27 s for 7.29)."""
+"""Rematerialization policies that the search tries, most memory first. `names` keeps no attention result: cuDNN's backward pass also needs
+its softmax statistics, which are not tagged, so attention is recomputed anyway (70B on 512 H100: 52 instead of 63 GB, 7.27 instead of
+7.29 s)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh sizes, microbatches and rematerialisation."""
+    """Sizes of the mesh axes, microbatches and rematerialization policy."""
 
     data: int
     fsdp: int
@@ -41,16 +42,16 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """All mesh axes."""
+        """Axis -> devices, for all mesh axes."""
         return dict.fromkeys(MESH_AXES, 1) | {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The axes larger than 1 (all of size 1: an empty mapping)."""
+        """Axis -> devices, for the axes larger than 1."""
         return {axis: size for axis, size in self.sizes.items() if size > 1}
 
     def text(self) -> str:
-        """The mesh in words."""
+        """Return the mesh as text, e.g. `data=4 x fsdp=8`."""
         return " x ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
 
     def apply(self, config: Config) -> Config:
@@ -63,16 +64,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A mesh of a device count: legal, or refused with the reason."""
+    """A mesh, and the rule it breaks (None: it is valid)."""
 
     layout: Layout
     refused: str | None
 
 
 def meshes(config: Config, devices: int) -> Iterator[Mesh]:
-    """Yield every factorisation of the devices over data, fsdp and tensor, with the rule it breaks, if any.
+    """Yield every factorization of the devices over data, fsdp and tensor, with the rule it breaks, if any.
 
-    `tensor` goes up to the number of query heads: beyond it, nothing is left to divide.
+    `tensor` is at most the number of query heads, which it shards.
     """
     for tensor in divisors(devices):
         if tensor > config.model.num_heads:
@@ -83,7 +84,7 @@ def meshes(config: Config, devices: int) -> Iterator[Mesh]:
 
 
 def refusal(config: Config, layout: Layout) -> str | None:
-    """Say which rule of the config a layout breaks (configs/rules.py), or None."""
+    """Return the rule that a layout breaks (configs/rules.py); None when it is valid."""
     try:
         check_devices(layout.apply(config), layout.devices)
     except UserError as error:
@@ -92,7 +93,7 @@ def refusal(config: Config, layout: Layout) -> str | None:
 
 
 def remat_choices(config: Config, measured: Sequence[RematConfig] = ()) -> list[RematConfig]:
-    """Return the policies to try, most memory first; the config's own and measured ones come along where they are others."""
+    """Return the policies to try: MEMORY_LADDER, then the config's own and measured ones that are not in it."""
     found = list(MEMORY_LADDER)
     for remat in (config.compute.remat, *measured):
         found += [] if remat in found else [remat]
@@ -105,9 +106,9 @@ def accumulations(config: Config, layout: Layout) -> list[int]:
 
 
 def check_plannable(config: Config) -> None:
-    """Raise UserError for a config whose sharding the planner does not model."""
+    """Raise UserError for a config with sharding rules that the planner does not model."""
     if config.mesh.rules != MeshConfig().rules:
         raise UserError(
-            f"mesh.rules={dict(config.mesh.rules)}: the planner knows the default sharding rules only; plan without them"
-            " (ridge compile takes them as they are)"
+            f"mesh.rules={dict(config.mesh.rules)}: the planner supports only the default sharding rules; plan without them"
+            " (ridge compile supports all)"
         )

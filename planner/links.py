@@ -1,12 +1,12 @@
-"""The links under a mesh axis: which levels of the interconnect a group of devices spans, and how fast each is.
+"""The links that a mesh axis uses: which levels of the interconnect a group of devices spans, and how fast each is.
 
     fabric = Fabric.from_cluster(cluster, calibration, num_devices=64)
-    fabric.group(axis_stride=1, axis_size=8)          # tensor: 8 neighbours in the device order
-    fabric.axes_group(sizes, ("data", "fsdp"))        # any mesh axes together, strides worked out
+    fabric.group(axis_stride=1, axis_size=8)          # tensor: 8 neighbors in the device order
+    fabric.axes_group(sizes, ("data", "fsdp"))        # any mesh axes together, with their strides
 
-A mesh axis of size n whose neighbours are s devices apart joins the devices o, o+s, ..., o+(n-1)*s. Device order is that of the mesh
-(MESH_AXES, slowest first) laid over nodes in order, so an axis stays inside a domain of d devices as long as n*s <= d.
-`planner.communication.time_s` turns a group into seconds.
+A mesh axis of size n whose neighbors are s devices apart joins the devices o, o+s, ..., o+(n-1)*s. Devices are ordered as in the mesh
+(MESH_AXES, slowest first), node by node, so an axis stays inside a domain of d devices as long as n*s <= d.
+`planner.communication.time_s` computes the time of a collective on a group.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ridgeline.configs.cluster import ClusterConfig, LinkLevel
+from ridgeline.configs.cluster import ClusterConfig, LinkLevel, load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import MESH_AXES
-from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.curve import Curve
+from ridgeline.planner.calibration import Calibration, Curve
+from ridgeline.planner.hardware import Hardware
 
 GB = 1e9
 
@@ -32,23 +32,23 @@ class Link:
     kind: str
     """nvlink, pcie, network or memory."""
     bandwidth_bytes_per_s: float
-    """Peak of one device in one direction, its share of the node's network ports included."""
+    """Peak of one device in one direction; at most its share of the node's network ports."""
     latency_s: float
-    """One hop of a small message."""
+    """Latency of one hop."""
     reached: Curve | None = None
-    """Share of the peak reached, by the bytes a device sends in one collective; None: all of it (the alpha-beta model as in textbooks)."""
+    """Fraction of the peak that is reached, by the bytes a device sends in one collective; None: the whole peak (alpha-beta model)."""
     in_switch: Curve | None = None
-    """Where the switch reduces (NVLink SHARP): share of the peak reached by an all-reduce, by its bytes; None: the switch cannot."""
+    """All-reduce in the switch (NVLink SHARP): fraction of the peak that is reached, by tensor bytes; None: not supported."""
 
     def seconds(self, sent_bytes: float) -> float:
-        """Time to send this many bytes in one direction, latency apart."""
+        """Return the time to send this many bytes in one direction, without latency."""
         share = 1.0 if self.reached is None else self.reached.at(sent_bytes)
         return sent_bytes / (self.bandwidth_bytes_per_s * share)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How a group lies on one level: `fan_out` domains of the level inside, joined by `link`."""
+    """The part of a group on one level: `fan_out` domains of the next inner level, connected by `link`."""
 
     link: Link
     fan_out: int
@@ -56,13 +56,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class CommGroup:
-    """Devices that communicate: levels innermost first, only those the group crosses; fan-outs multiply to the size."""
+    """Devices that communicate: the levels they span, innermost first. The product of the fan-outs is the number of devices."""
 
     spans: tuple[Span, ...]
 
     @property
     def size(self) -> int:
-        """Devices in the group."""
+        """Number of devices."""
         return math.prod(span.fan_out for span in self.spans)
 
     @property
@@ -78,26 +78,26 @@ class CommGroup:
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """The interconnect of a job: levels innermost first, with the devices one domain of each joins (the last: all)."""
+    """The interconnect of a job: its levels, innermost first, and the devices in one domain of each."""
 
     links: tuple[Link, ...]
     domains: tuple[int | None, ...]
-    """None: this level joins every device of the job."""
+    """None: this level connects all devices of the job."""
 
     @classmethod
     def from_cluster(cls, cluster: ClusterConfig, calibration: Calibration | None = None, *, num_devices: int | None = None) -> Fabric:
         """Build the fabric of a cluster file.
 
         Args:
-          cluster: its `links` are per device and direction; a network level is cut to the device's share of `nic_gb_per_s`, because all
-            devices of a node communicate at once (SPMD).
-          calibration: achieved shares of the peaks; None: links run at their peak.
-          num_devices: devices of the job; a job smaller than a node has the ports to itself. None: whole nodes.
+          cluster: its `links` are per device and direction. A network level is limited to the device's share of `nic_gb_per_s`, because
+            all devices of a node communicate at the same time (SPMD).
+          calibration: fractions of the peaks that are reached; None: links run at their peak.
+          num_devices: devices of the job; a job smaller than a node shares the ports among its own devices. None: whole nodes.
         """
         active = min(cluster.devices_per_node, num_devices or cluster.devices_per_node)
         links = tuple(_link(level, cluster, calibration, active) for level in cluster.links)
-        joins_all = [level.devices is None or (num_devices is not None and num_devices <= level.devices) for level in cluster.links]
-        return cls(links, tuple(None if every else level.devices for level, every in zip(cluster.links, joins_all, strict=True)))
+        connects_all = [level.devices is None or (num_devices is not None and num_devices <= level.devices) for level in cluster.links]
+        return cls(links, tuple(None if every else level.devices for level, every in zip(cluster.links, connects_all, strict=True)))
 
     def group(self, axis_stride: int, axis_size: int) -> CommGroup:
         """Return the group of one mesh axis: `axis_size` devices, each `axis_stride` apart in the device order."""
@@ -119,13 +119,20 @@ class Fabric:
         if inside != math.prod(size for _, size in axes):
             last = f"links.{len(self.links) - 1}.devices={self.domains[-1]}"
             raise UserError(
-                f"the cluster's outermost level joins fewer devices ({last}) than the job has; leave it out (all devices) or raise it"
+                f"{last}: the outermost level connects fewer devices than the job has; raise it, or set it to null (all devices)"
             )
         return CommGroup(tuple(spans))
 
 
+def assumed_cluster(device: Hardware) -> ClusterConfig | None:
+    """Return the shipped cluster whose links the catalogue assumes for this device, with the device itself; None: no links are assumed."""
+    if device.assumed_cluster is None:
+        return None
+    return load_cluster(device.assumed_cluster, [f"device={device.name}"]).config
+
+
 def axis_strides(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return how many devices apart the neighbours of each mesh axis are: the product of the faster axes."""
+    """Return the distance of neighbors along each mesh axis in the device order: the product of the faster axes."""
     strides, stride = {}, 1
     for axis in reversed(MESH_AXES):
         strides[axis] = stride
@@ -134,14 +141,14 @@ def axis_strides(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _members(stride: int, size: int, domain: int | None) -> int:
-    """Devices of an axis that share every domain of `domain` devices (None: all devices).
+    """Return how many neighbors of an axis are always in the same domain of `domain` devices (None: all devices).
 
-    An axis whose length does not divide the domain straddles its edges; what then counts is the run that every group keeps together.
+    An axis that does not divide the domain crosses its boundaries; then the count is that of the runs which stay together in every group.
     """
     if domain is None:
         return size
     if stride >= domain or domain % stride:
-        return 1  # not dividing, the axis drifts over the edges: some neighbours are always apart
+        return 1  # if the stride does not divide the domain, some neighbors are in different domains
     return math.gcd(size, domain // stride)
 
 

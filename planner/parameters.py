@@ -1,7 +1,7 @@
 """Exact parameter counts of every architecture a ModelConfig can express, per component.
 
 Notation: V vocabulary rows (padding included), D width, F MLP width, L layers, N query heads, K key/value heads, H head dim, T positions.
-A tied unembedding is the embedding table and counts once. Checked in tests against the models themselves and published totals.
+A tied unembedding is the embedding table and counts once. Tests compare the counts with the models and with published totals.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ParameterCount:
         return self.attention + self.mlp + self.norms
 
     def components(self) -> dict[str, int]:
-        """Component name to count, in model order; they sum to `total`."""
+        """Return component name -> count, in model order; they sum to `total`."""
         values = dataclasses.asdict(self)
         del values["vocab_padding"]
         return values

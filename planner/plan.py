@@ -1,4 +1,4 @@
-"""A whole plan: search, limits, ranking, advice and the scaling table in one object, and its JSON form."""
+"""A whole plan (`ridge plan`): search, limits, ranking, bottleneck, alternatives and the scaling table, and its JSON form."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
-from ridgeline.planner.advice import Alternative, Binding, alternatives, binding
+from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.loss_chunk import ChunkAdvice, better_chunk
-from ridgeline.planner.narrow_state import narrow_enough
+from ridgeline.planner.config_changes import ChunkChange, larger_loss_chunk, lower_precision_state
 from ridgeline.planner.overlap import Communication
 from ridgeline.planner.scaling import ScalingRow, scaling_table, worth_until
 from ridgeline.planner.search import Candidate, Limits, Objective, Scale, capacity_bytes, ranked, search, search_scale, within
 from ridgeline.planner.step_time import Machine
 
 LARGEST_SUGGESTION = 4096
-"""Nodes up to which the nearest feasible choice is looked for."""
+"""Largest number of nodes that is tried when looking for a layout that fits."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to `ridge plan`."""
+    """Everything that `ridge plan` reports."""
 
     config: Config
     cluster: ClusterConfig
@@ -34,21 +33,23 @@ class Plan:
     limits: Limits
     scales: list[Scale]
     best: list[Candidate]
-    """The best few within the limits, best first; at least one."""
-    bindings: list[Binding]
-    """What binds each of them."""
+    """The best few layouts within the limits, best first; at least one."""
+    bottlenecks: list[Bottleneck]
+    """The bottleneck of each of `best`."""
     alternatives: list[Alternative]
-    """The obvious ones, against the best."""
+    """Common layouts compared with the best."""
     scaling: list[ScalingRow]
+    """The best layout of each number of nodes."""
     worth_nodes: int | None
+    """Largest number of nodes that is worth it; None: none is within the limits."""
     worth: str
-    """Where more nodes stop being worth it."""
-    loss_chunk: ChunkAdvice | None
-    """A larger chunk of the cross-entropy that would make the best faster."""
+    """Up to which number of nodes more nodes are worth it, and why."""
+    loss_chunk: ChunkChange | None
+    """A larger chunk of the cross-entropy that would make the best layout faster; None: none would."""
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of a device that a run may plan with."""
+        """Bytes of a device that a run may use."""
         return capacity_bytes(Machine(self.cluster, self.calibration, self.best[0].step.devices))
 
 
@@ -66,7 +67,7 @@ def make_plan(
     """Search the node counts, rank what fits and explain the choice.
 
     `tokens` of the run; None: trainer.steps * data.batch_size * data.seq_len. The global batch stays as configured.
-    Raises UserError: nothing fits or divides, or nothing is within the limits; the message says by how much and what the nearest choice is.
+    Raises UserError when nothing fits or divides, or nothing is within the limits; the message has the shortfall and the nearest choice.
     """
     tokens = tokens or float(config.trainer.steps) * config.data.batch_size * config.data.seq_len
     if limits.budget_usd is not None:
@@ -90,17 +91,17 @@ def make_plan(
         limits=limits,
         scales=scales,
         best=chosen,
-        bindings=[binding(candidate, machines[candidate.nodes]) for candidate in chosen],
+        bottlenecks=[bottleneck(candidate, machines[candidate.nodes]) for candidate in chosen],
         alternatives=alternatives(best_scale, machines[chosen[0].nodes]),
         scaling=rows,
         worth_nodes=worth_nodes,
         worth=worth,
-        loss_chunk=better_chunk(chosen[0], machines[chosen[0].nodes]),
+        loss_chunk=larger_loss_chunk(chosen[0], machines[chosen[0].nodes]),
     )
 
 
 def _distinct(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
-    """The first `top` that differ in nodes, mesh or rematerialisation."""
+    """Return the first `top` candidates that differ in nodes, mesh or rematerialization."""
     found: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
         layout = candidate.layout
@@ -110,7 +111,7 @@ def _distinct(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
     return list(found.values())
 
 
-# Impossible wishes.
+# Errors: nothing fits, or nothing is within the limits.
 
 
 def _check_priced(cluster: ClusterConfig, calibration: Calibration) -> None:
@@ -123,16 +124,16 @@ def _check_priced(cluster: ClusterConfig, calibration: Calibration) -> None:
 
 
 def _nothing_fits(config: Config, cluster: ClusterConfig, calibration: Calibration, scales: list[Scale], tokens: float) -> UserError:
-    """Name the nearest miss of every node count, and the fewest nodes that work."""
+    """Return the error for a config that fits nowhere: the nearest miss, the fewest nodes that work, a change that makes it fit."""
     rows = scaling_table(scales, Limits())
     lines = [f"{row.nodes} node{'s' if row.nodes != 1 else ''} ({row.devices} devices): {row.outside}" for row in rows]
     nearest = _fewest_nodes(config, cluster, calibration, scales, tokens)
-    fits = narrow_enough(config, cluster, calibration, scales[-1].nodes, tokens) if _short_of_memory(scales[-1]) else None
-    return UserError(f"no layout of this config works: {lines[-1]}. {nearest}" + (f" Or {fits.sentence}" if fits else ""))
+    fits = lower_precision_state(config, cluster, calibration, scales[-1].nodes, tokens) if _short_of_memory(scales[-1]) else None
+    return UserError(f"no layout of this config fits: {lines[-1]}. {nearest}" + (f" Or {fits.sentence}" if fits else ""))
 
 
 def _short_of_memory(scale: Scale) -> bool:
-    """Whether a layout that divides is out for its memory alone."""
+    """Whether some layout was rejected only for its memory."""
     return any(rejection.short_bytes > 0 for rejection in scale.rejections)
 
 
@@ -148,11 +149,11 @@ def _fewest_nodes(config: Config, cluster: ClusterConfig, calibration: Calibrati
                 return f"Nearest choice: {nodes} node{'s' if nodes != 1 else ''} ({layout.text()}, remat {layout.remat.policy})."
         nodes *= 2
     rows = config.data.batch_size
-    return f"No power of two up to {most:,} nodes works either: change data.batch_size={rows}, data.seq_len or the model."
+    return f"No power of two up to {most:,} nodes fits either: change data.batch_size={rows}, data.seq_len or the model."
 
 
 def _outside_limits(scales: list[Scale], limits: Limits, tokens: float) -> UserError:
-    """Name the candidate nearest to the limits and how far it is."""
+    """Return the error for limits that no candidate meets: the nearest candidates and by how much they exceed the limits."""
     parts = []
     if limits.deadline_days is not None:
         fastest = ranked(scales, "time", Limits())[0]
@@ -179,7 +180,7 @@ def _where(candidate: Candidate) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain values: `candidates`, `rejected`, `scaling` and what they were made with."""
+    """Return the plan as JSON values: `candidates`, `rejected`, `scaling`, and the inputs of the plan."""
     return {
         "config": plan.config.name,
         "cluster": plan.cluster.name,
@@ -191,7 +192,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "capacity_bytes": plan.capacity_bytes,
         "candidates": [
             candidate_json(candidate) | {"binds": bound.sentence, "binding_ceiling": bound.ceiling, "gain_if_doubled": bound.gain}
-            for candidate, bound in zip(plan.best, plan.bindings, strict=True)
+            for candidate, bound in zip(plan.best, plan.bottlenecks, strict=True)
         ],
         "alternatives": [dict_of(alternative) for alternative in plan.alternatives],
         "rejected": [dict_of(rejection) for scale in plan.scales for rejection in scale.rejections],
@@ -203,12 +204,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def dict_of(value: Any) -> dict[str, Any]:
-    """Fields of a flat dataclass."""
+    """Return the fields of a flat dataclass."""
     return dict(vars(value))
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    """One candidate as plain values."""
+    """Return one candidate as JSON values."""
     layout, step, run, memory = candidate.layout, candidate.step, candidate.run, candidate.memory
     return {
         "nodes": candidate.nodes,
@@ -220,7 +221,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "remat_names": list(layout.remat.names),
         "memory_bytes": memory.total_bytes,
         "memory_components": memory.bytes_by_component(),
-        "memory_moment": memory.moment,
+        "memory_moment": memory.peak_at,
         "step_s": step.step_s,
         "recompute_measured_s": candidate.parts.recompute_s,
         "breakdown_s": step.breakdown_s,
@@ -244,7 +245,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def communication_json(item: Communication) -> dict[str, Any]:
-    """One planned collective as plain values; bytes and seconds of one execution."""
+    """Return one planned collective as JSON values; bytes and seconds are those of one execution."""
     planned, cost = item.planned, item.cost
     return {
         "what": planned.what,

@@ -1,18 +1,82 @@
-"""The scaling table: the best layout on every number of nodes, parallel efficiency, and where more nodes stop being worth it."""
+"""The scaling table: the best layout on every number of nodes, parallel efficiency, and the scale at which to stop."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ridgeline.planner.search import Candidate, Limits, Objective, Scale, within
 
-LEAST_MARGINAL_EFFICIENCY = 0.5
-"""For the objective `time`: going on costs more than it brings once added nodes work at less than half the efficiency of the first."""
-LEAST_EFFICIENCY = 0.9
-"""For the objective `efficiency`: throughput per device against the best number of nodes."""
-MOST_EXTRA_COST = 0.05
-"""For the objective `cost`: dearer than the cheapest number of nodes by at most this share."""
+WORTHWHILE = 0.10
+"""Objective `time`: relative gain in time per doubling of the scale below which a larger scale is not worth it."""
+MOST_EXTRA_COST = 0.10
+"""Objective `cost`: largest cost above that of the cheapest scale, as a share of it."""
+LEAST_EFFICIENCY = 0.80
+"""Objective `efficiency`: least parallel efficiency, against the smallest scale."""
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """A planned or measured scale, as the stopping policy needs it. Times and costs are compared with each other, so any unit will do."""
+
+    scale: int
+    """Devices or nodes."""
+    time: float
+    """Time to solution, or per unit of work where the work grows with the scale."""
+    cost: float
+    efficiency: float | None
+    """Parallel efficiency against the smallest scale; None: not known."""
+
+
+def stopping_scale(
+    points: Sequence[ScalePoint],
+    objective: Objective,
+    *,
+    worthwhile: float = WORTHWHILE,
+    most_extra_cost: float = MOST_EXTRA_COST,
+    least_efficiency: float = LEAST_EFFICIENCY,
+    subject: str = "the run",
+) -> tuple[int, str]:
+    """Return the scale at which to stop for an objective, and the reason. The one policy of plans and of measured studies.
+
+    Args:
+      points: at least one, smallest scale first.
+      objective: `time`: the scale before the first step up that gains less than `worthwhile` per doubling; `efficiency`: the scale before
+        the first one below `least_efficiency`; `cost`: the largest scale that costs at most `most_extra_cost` more than the cheapest one.
+      subject: what becomes shorter, for the reason.
+    """
+    if objective == "time":
+        return _stop_for_time(points, worthwhile, subject)
+    if objective == "efficiency":
+        return _stop_for_efficiency(points, least_efficiency)
+    cheapest = min(points, key=lambda point: point.cost)
+    largest = [point for point in points if point.cost <= cheapest.cost * (1 + most_extra_cost)][-1]
+    return largest.scale, f"its cost is within {most_extra_cost:.0%} of the cheapest scale ({cheapest.scale})"
+
+
+def _stop_for_time(points: Sequence[ScalePoint], worthwhile: float, subject: str) -> tuple[int, str]:
+    for before, point in pairwise(points):
+        gain = 1 - point.time / before.time
+        needed = 1 - (1 - worthwhile) ** math.log2(point.scale / before.scale)
+        if gain < needed:
+            change = f"shorten {subject} by {gain:.1%} only" if gain >= 0 else f"lengthen {subject} by {-gain:.1%}"
+            return before.scale, f"going on to {point.scale} would {change}"
+    if len(points) == 1:
+        return points[0].scale, "there is no larger scale"
+    return points[-1].scale, f"each doubling up to here shortens {subject} by at least {worthwhile:.0%}; there is no larger scale"
+
+
+def _stop_for_efficiency(points: Sequence[ScalePoint], least_efficiency: float) -> tuple[int, str]:
+    chosen = points[0]
+    for point in points[1:]:
+        if point.efficiency is not None and point.efficiency < least_efficiency:
+            return chosen.scale, f"at {point.scale} the parallel efficiency falls to {point.efficiency:.1%}"
+        chosen = point
+    if chosen.efficiency is None:
+        return chosen.scale, "there is no larger scale"
+    return chosen.scale, f"the parallel efficiency is still {chosen.efficiency:.1%}"
 
 
 @dataclass(frozen=True)
@@ -63,36 +127,16 @@ def _why_none(scale: Scale) -> str:
 
 
 def worth_until(rows: Sequence[ScalingRow], objective: Objective) -> tuple[int | None, str]:
-    """Return the largest number of nodes that is worth it for an objective, and the reason in words."""
-    working = [row for row in rows if row.best is not None and row.outside is None]
-    if not working:
+    """Return the largest number of nodes that is worth it for an objective (`stopping_scale`), and the reason."""
+    points = [
+        ScalePoint(row.nodes, row.best.run.wall_days, cost_of(row), row.efficiency)
+        for row in rows
+        if row.best is not None and row.outside is None
+    ]
+    if not points:
         return None, "no number of nodes works within the limits"
-    if objective == "time":
-        return _worth_for_time(working)
-    if objective == "cost":
-        costs = {row.nodes: cost_of(row) for row in working}
-        least = min(costs.values())
-        good = max(nodes for nodes, cost in costs.items() if cost <= least * (1 + MOST_EXTRA_COST))
-        return good, f"up to {good} nodes cost at most {MOST_EXTRA_COST:.0%} more than the cheapest"
-    most = max(_rate(row) for row in working)
-    good = max(row.nodes for row in working if _rate(row) >= LEAST_EFFICIENCY * most)
-    return good, f"up to {good} nodes keep {LEAST_EFFICIENCY:.0%} of the best throughput per device"
-
-
-def _worth_for_time(working: list[ScalingRow]) -> tuple[int, str]:
-    good = working[0].nodes
-    for row in working[1:]:
-        assert row.marginal_efficiency is not None
-        if row.marginal_efficiency < LEAST_MARGINAL_EFFICIENCY:
-            return good, (
-                f"beyond {good} nodes an added device works at {max(0.0, row.marginal_efficiency):.0%} of the efficiency of the first ones"
-                f" ({row.nodes} nodes)"
-            )
-        good = row.nodes
-    return (
-        good,
-        f"every step up to {good} nodes still pays: added devices work at {LEAST_MARGINAL_EFFICIENCY:.0%} or more of the first ones",
-    )
+    nodes, why = stopping_scale(points, objective)
+    return nodes, f"{nodes} node{'s' if nodes != 1 else ''}: {why}"
 
 
 def cost_of(row: ScalingRow) -> float:
@@ -100,8 +144,3 @@ def cost_of(row: ScalingRow) -> float:
     assert row.best is not None
     run = row.best.run
     return run.wall_device_hours if run.wall_cost_usd is None else run.wall_cost_usd
-
-
-def _rate(row: ScalingRow) -> float:
-    assert row.best is not None
-    return row.best.step.tokens_per_s_per_device

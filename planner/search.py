@@ -1,7 +1,7 @@
-"""The search: every legal layout on every number of nodes, what fits, how fast, what it costs; and why the others are out.
+"""The search over layouts: for each number of nodes every valid layout, its memory, step time and cost, or why it is rejected.
 
-Pruning keeps the answer: with the mesh and the rematerialisation fixed, fewer microbatches mean less traffic and larger products, so only
-the two smallest numbers of microbatches that fit are timed; memory is judged before time, being cheaper to judge.
+Pruning does not change the result: for a mesh and a rematerialization policy, fewer microbatches mean less traffic and larger matmuls, so
+only the TIMED_PER_MESH smallest numbers of microbatches that fit are timed. Memory is checked before time, because it is cheaper.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ridgeline.planner.step_time import Machine, StepEstimate, StepParts, step_p
 
 Objective = Literal["time", "cost", "efficiency"]
 TIMED_PER_MESH = 2
-"""Numbers of microbatches timed per mesh and rematerialisation."""
+"""Numbers of microbatches timed per mesh and rematerialization policy."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, with everything predicted about it."""
+    """A layout that fits, with its predictions."""
 
     nodes: int
     layout: Layout
@@ -44,20 +44,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A layout that is out."""
+    """A layout that is rejected."""
 
     nodes: int
     mesh: dict[str, int]
     remat: str | None
-    """None: the mesh itself is refused."""
+    """Rematerialization policy; None: the mesh itself is rejected."""
     reason: str
     short_bytes: int = 0
-    """How far the smallest memory need is over what a device may plan with; 0: another reason."""
+    """Bytes by which the smallest memory estimate exceeds the capacity; 0: rejected for another reason."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user can spend."""
+    """Limits on money and time; None: no limit."""
 
     budget_usd: float | None = None
     deadline_days: float | None = None
@@ -65,33 +65,33 @@ class Limits:
 
 @dataclass
 class Scale:
-    """The outcome on one number of nodes."""
+    """The result for one number of nodes."""
 
     nodes: int
     devices: int
     candidates: list[Candidate] = field(default_factory=list)
-    """All that fit, fastest first."""
+    """Layouts that fit, fastest first."""
     rejections: list[Rejection] = field(default_factory=list)
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest; with the batch given, on one number of nodes it is the cheapest and most efficient too."""
+        """The fastest layout; for a fixed batch and number of nodes it is also the cheapest and most efficient."""
         return self.candidates[0] if self.candidates else None
 
 
 def capacity_bytes(machine: Machine) -> int:
-    """Bytes of a device that a run may plan with."""
+    """Return the bytes of a device that a run may use (utilisation_cap of the cluster file)."""
     return int(machine.device.memory_bytes * machine.cluster.utilisation_cap)
 
 
 def search(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: Sequence[int], tokens: float) -> list[Scale]:
-    """Search every number of nodes. Raises UserError for configs, node counts or devices that cannot be planned."""
+    """Search each number of nodes. Raises UserError for a config, a number of nodes or a device that cannot be planned."""
     check_plannable(config)
     if config.precision.block_scaled is not None:
         check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
     for count in nodes:
         if cluster.nodes is not None and count > cluster.nodes:
-            raise UserError(f"--nodes {count}: cluster '{cluster.name}' has {cluster.nodes:,} nodes ({count - cluster.nodes:,} too many)")
+            raise UserError(f"--nodes {count}: cluster '{cluster.name}' has only {cluster.nodes:,} nodes")
     return [search_scale(config, cluster, calibration, count, tokens) for count in sorted(set(nodes))]
 
 
@@ -115,7 +115,7 @@ def search_scale(config: Config, cluster: ClusterConfig, calibration: Calibratio
 
 
 def evaluate(config: Config, layout: Layout, memory: MemoryEstimate, machine: Machine, tokens: float, nodes: int) -> Candidate:
-    """Time a layout and extend it to the run."""
+    """Predict the step time of a layout and the cost of the run."""
     chosen = layout.apply(config)
     local = LocalSizes.of(chosen, layout.sizes)
     eta = overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes)
@@ -126,13 +126,13 @@ def evaluate(config: Config, layout: Layout, memory: MemoryEstimate, machine: Ma
 
 
 def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[tuple[Layout, MemoryEstimate] | Rejection]:
-    """The layouts of a mesh that fit, or per rematerialisation policy why none does."""
+    """Yield the layouts of a mesh that fit, and for each rematerialization policy without one the reason."""
     capacity = capacity_bytes(machine)
     counts = accumulations(config, mesh.layout)
     layer = machine.calibration.layer(machine.device, LocalSizes.of(mesh.layout.apply(config), mesh.layout.sizes))
     for remat in remat_choices(config, [] if layer is None else [cost.remat for cost in layer.policies]):
-        if remat.policy == "offload" and not machine.device.tensor_cores:
-            continue  # a CPU's memory is the host's
+        if remat.offloads and not machine.device.tensor_cores:
+            continue  # a CPU has no separate host memory
         timed, least, reason = 0, None, ""
         for accumulation in counts:
             layout = replace(mesh.layout, accumulation=accumulation, remat=remat)
@@ -151,18 +151,18 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
             yield Rejection(nodes, mesh.layout.mesh, remat.policy, reason)
         elif not timed:
             reason = (
-                f"needs {least / 1e9:.1f} GB per device at least, {(least - capacity) / 1e9:.1f} GB more than the {capacity / 1e9:.1f} GB"
-                f" a device may plan with"
+                f"needs at least {least / 1e9:.1f} GB per device, {(least - capacity) / 1e9:.1f} GB more than the {capacity / 1e9:.1f} GB"
+                " a run may use"
             )
             yield Rejection(nodes, mesh.layout.mesh, remat.policy, reason, least - capacity)
 
 
 def within(candidate: Candidate, limits: Limits) -> str | None:
-    """Say by how much a candidate breaks a limit, or None."""
+    """Return by how much a candidate exceeds a limit; None when it meets all."""
     run = candidate.run
     if limits.deadline_days is not None and run.wall_days > limits.deadline_days:
         over = run.wall_days / limits.deadline_days
-        return f"takes {run.wall_days:.3g} days, {over:.2g} times the deadline of {limits.deadline_days:g}"
+        return f"takes {run.wall_days:.3g} days, {over:.2g} times the deadline of {limits.deadline_days:g} days"
     if limits.budget_usd is not None and run.wall_cost_usd is not None and run.wall_cost_usd > limits.budget_usd:
         over = run.wall_cost_usd / limits.budget_usd
         return f"costs ${run.wall_cost_usd:,.0f}, {over:.2g} times the budget of ${limits.budget_usd:,.0f}"
@@ -170,12 +170,12 @@ def within(candidate: Candidate, limits: Limits) -> str | None:
 
 
 def rank_key(objective: Objective) -> tuple[str, ...]:
-    """Names of what is minimised, in order."""
+    """Return the names of what an objective minimizes, in order."""
     return {"time": ("wall_days", "cost"), "cost": ("cost", "wall_days"), "efficiency": ("per_token", "wall_days")}[objective]
 
 
 def ranked(scales: Sequence[Scale], objective: Objective, limits: Limits) -> list[Candidate]:
-    """All candidates within the limits, best first; layouts that differ in nothing but a larger memory need come last."""
+    """Return all candidates within the limits, best first; ties go to the layout with less memory."""
 
     def key(candidate: Candidate) -> tuple[float, ...]:
         run, step = candidate.run, candidate.step

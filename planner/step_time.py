@@ -1,9 +1,9 @@
-"""Seconds of one optimiser step, split by the ceiling that holds each of them: the extended roofline.
+"""Seconds of one optimizer step by ceiling: an extended roofline.
 
-    step = compute + device memory + exposed communication (per kind of link) + optimiser, or host input where that takes longer
+    step = compute + device memory + exposed communication (per kind of link) + optimizer, or host input where that takes longer
 
-Every ceiling is a lower bound of its own: no step is faster than its products at their calibrated rate, than its passes over device
-memory, than what it must wait for on a link, or than its rows can be delivered.
+Each ceiling is a lower bound: no step is faster than its matmuls at their calibrated rate, than its passes over device memory, than its
+exposed communication, or than its input data can be read.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.overlap import ETA, Communication, exposed_s
 
 HOST_INPUT_TOKENS_PER_S = 20e6
-"""Tokens per second and host of the input pipeline where the calibration does not say: a quarter of what two cores read (docs/LOG.md)."""
+"""Tokens per second and host of the input pipeline where the calibration has none: a quarter of what two cores read (docs/LOG.md)."""
 BATCH_BYTES_PER_TOKEN = 20
-"""Five int32 or float32 arrays."""
+"""Bytes of a batch per token: five int32 or float32 arrays."""
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One optimiser step on a mesh."""
+    """One optimizer step on a mesh."""
 
     step_s: float
     breakdown_s: dict[str, float]
     """Seconds by ceiling: compute, hbm, nvlink, network (and other kinds of links), optimizer, bubble, host_input. They sum to step_s."""
     tokens_per_s: float
-    """Over all devices."""
+    """Throughput of all devices together."""
     devices: int
     mfu: float
     """Model FLOPs (planner.flops: causal, no recomputation) over the datasheet peak."""
@@ -53,12 +53,12 @@ class StepEstimate:
 
     @property
     def communication_s(self) -> float:
-        """All communication, hidden or not."""
+        """Seconds of all communication, overlapped or not."""
         return sum(item.seconds for item in self.communication)
 
 
 class Machine:
-    """A cluster as the planner uses it for one number of devices: device, links and calibration, with collective times remembered."""
+    """A cluster for one number of devices: device, links and calibration, with a cache of collective times."""
 
     def __init__(self, cluster: ClusterConfig, calibration: Calibration, devices: int) -> None:
         self.cluster, self.calibration, self.devices = cluster, calibration, devices
@@ -67,7 +67,7 @@ class Machine:
         self._costs: dict[tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]], CollectiveCost] = {}
 
     def cost(self, item: PlannedCollective, sizes: Mapping[str, int]) -> CollectiveCost:
-        """Time of one execution of a planned collective."""
+        """Return the time of one execution of a planned collective on a mesh of these axis sizes."""
         key = (item.kind, item.bytes, tuple(sizes.items()), item.axes)
         found = self._costs.get(key)
         if found is None:
@@ -79,30 +79,32 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The work and the communication of a step, before they are laid over each other."""
+    """Computation and communication of a step, before they are overlapped."""
 
     config: Config
     devices: int
     forward: Work
-    """All layers and microbatches."""
+    """Forward pass of all layers and microbatches."""
     backward: Work
+    """Backward pass of all layers and microbatches, recomputation included."""
     rest: Work
-    """Embedding, loss, the scan's stacks and accumulation."""
+    """Embedding, loss, the scan's stacks and gradient accumulation."""
     optimizer: Work
+    """The update."""
     communication: tuple[Communication, ...]
     host_input_s: float
     peak_flops: float
     eta: float = ETA
-    """Share of the shorter of compute and communication that runs under the longer."""
+    """Fraction of the shorter of compute and communication that is overlapped with the longer."""
     measured: LayerPoint | None = None
-    """Where what is recomputed was measured: the measurement."""
+    """Measurement that the time of recomputation is from; None: it is counted by formulas."""
     recompute_s: float | None = None
-    """What the policy adds to `none` in a step by that measurement, inside `backward`; None: counted by formulas."""
+    """Seconds per step that the policy adds to `none` by that measurement, part of `backward`; None: counted by formulas."""
     host_copy_s: float = 0.0
-    """Copies of activations to host memory under the forward pass, and as long again for those back under the backward pass."""
+    """Seconds of copying activations to host memory in the forward pass; copying them back in the backward pass takes the same time."""
 
     def assemble(self, faster: Mapping[str, float] | None = None) -> StepEstimate:
-        """Lay communication under compute. `faster`: ceiling -> how many times faster it is taken to be (what-if), default 1."""
+        """Overlap communication with compute. `faster`: ceiling -> hypothetical speed-up, default 1."""
         speed = {"compute": 1.0, "hbm": 1.0, "host_input": 1.0, **(faster or {})}
 
         def scaled(work: Work) -> Work:
@@ -111,8 +113,8 @@ class StepParts:
         forward, backward, rest = scaled(self.forward), scaled(self.backward), scaled(self.rest)
         exposed = exposed_s(self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed)
         copies_s = self.host_copy_s / speed.get("pcie", 1.0)
-        if waits_s := sum(max(0.0, copies_s - work.seconds) for work in (forward, backward)):
-            exposed["pcie"] = exposed.get("pcie", 0.0) + waits_s
+        if exposed_copies_s := sum(max(0.0, copies_s - work.seconds) for work in (forward, backward)):
+            exposed["pcie"] = exposed.get("pcie", 0.0) + exposed_copies_s
         breakdown = {
             "compute": forward.compute_s + backward.compute_s + rest.compute_s,
             "hbm": forward.memory_s + backward.memory_s + rest.memory_s,
@@ -139,12 +141,12 @@ class StepParts:
 
 
 def step_parts(
-    config: Config, sizes: Mapping[str, int], machine: Machine, *, elementwise_passes: float = 1.0, turned: bool = True
+    config: Config, sizes: Mapping[str, int], machine: Machine, *, elementwise_passes: float = 1.0, transposed_gradients: bool = True
 ) -> StepParts:
-    """Work out compute and communication of one step (arguments as in `step_time`).
+    """Return computation and communication of one step (arguments as in `step_time`).
 
-    `elementwise_passes`: bytes of a layer's elementwise work over those of fused kernels; more than 1 for software that does not fuse.
-    `turned`: with our step's transposes of gradients (planner.kernels).
+    `elementwise_passes`: bytes of a layer's elementwise kernels over those of fused kernels; above 1 for software that does not fuse.
+    `transposed_gradients`: with the transposes of gradients of this project's step (planner.kernels).
     """
     local = LocalSizes.of(config, sizes)
     repeats = config.trainer.accumulation
@@ -153,16 +155,16 @@ def step_parts(
     if measured is not None:
         again_s = measured.again_s(config.compute.remat, local.tokens)
     counted = local if again_s is None else LocalSizes.of(without_recompute(config), sizes)
-    kernels = Kernels(counted, machine.device, machine.calibration, elementwise_passes, turned)
+    kernels = Kernels(counted, machine.device, machine.calibration, elementwise_passes, transposed_gradients)
     again = _recompute(again_s or 0.0) * layers
     planned = as_compiled_for_gpu(planned_collectives(config, sizes))
     offloaded = offloaded_bytes(local) * repeats
-    passing = Work(0.0, kernels.memory_s(offloaded))  # a copy takes its share of the device's memory bandwidth
+    copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
     return StepParts(
         config=config,
         devices=local.devices,
-        forward=kernels.layer_forward() * layers + passing,
-        backward=kernels.layer_backward() * layers + again + passing,
+        forward=kernels.layer_forward() * layers + copies,
+        backward=kernels.layer_backward() * layers + again + copies,
         rest=(kernels.embedding() + kernels.loss() + kernels.stacks() + kernels.accumulate()) * repeats,
         optimizer=kernels.optimizer(),
         communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
@@ -175,30 +177,30 @@ def step_parts(
 
 
 def _recompute(seconds: float) -> Work:
-    """What a policy was measured to add to a layer: computing again, or, where it saves time, writes it does not make."""
+    """Return the measured time that a policy adds to a layer: compute, or, where it is negative, avoided memory traffic."""
     return Work(compute_s=max(0.0, seconds), memory_s=min(0.0, seconds))
 
 
 def step_time(
     config: Config, sizes: Mapping[str, int], cluster: ClusterConfig, calibration: Calibration, *, machine: Machine | None = None
 ) -> StepEstimate:
-    """Predict one optimiser step of a config on a mesh with these axis sizes.
+    """Predict one optimizer step of a config on a mesh with these axis sizes.
 
     Args:
       config: batch, accumulation, remat and precision are taken from it; it must divide over the mesh (configs.rules.check_devices).
       sizes: mesh axis -> devices, all axes.
       cluster: device, links, nodes.
-      calibration: reached rates.
-      machine: the same cluster and calibration prepared for this number of devices, when many layouts are asked about.
+      calibration: measured rates.
+      machine: the same cluster and calibration for this number of devices, to share its cache between layouts.
 
-    Raises UserError for a device or dtype that catalogue and calibration do not know.
+    Raises UserError for a device or dtype without an entry in catalogue or calibration.
     """
     machine = machine or Machine(cluster, calibration, math.prod(sizes.values()))
     return step_parts(config, sizes, machine).assemble()
 
 
 def host_input_s(local: LocalSizes, machine: Machine) -> float:
-    """Time one host needs to read its rows of a step and copy them to its devices; it runs under the step before."""
+    """Return the time of one host to read its rows of a step and copy them to its devices; it overlaps with the previous step."""
     host, config = machine.calibration.file.host, local.config
     copy = host_bytes_per_s(machine.device, machine.calibration)
     on_node = min(machine.cluster.devices_per_node, local.devices)
@@ -207,6 +209,6 @@ def host_input_s(local: LocalSizes, machine: Machine) -> float:
 
 
 def host_bytes_per_s(device: Hardware, calibration: Calibration) -> float:
-    """Bandwidth between a device and host memory, in one direction: calibrated, else the datasheet's."""
+    """Return the bandwidth between a device and host memory in one direction, bytes/s: calibrated, else the datasheet's."""
     host = calibration.file.host
     return host.copy_gb_per_s * 1e9 if host.copy_gb_per_s else device.host_bandwidth_bytes_per_s

@@ -1,4 +1,4 @@
-"""Stored benchmark results: one JSON file each, with everything that a later reader needs to know what was measured.
+"""Stored benchmark results: one JSON file each, with the config, code, packages and machine they were measured with.
 
 <results>/<task>/<UTC time>-<config name>.json
 """
@@ -26,12 +26,12 @@ FORMAT = 1
 RESULTS = Path("bench")
 """Where results go by default."""
 SETTINGS = ("XLA_", "JAX_", "NCCL_", "CUDA_", "OMP_", "NPROC", "RAYON_", "LIBTPU_")
-"""Environment variables by which a measurement may differ."""
+"""Prefixes of environment variables that may change a measurement."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What it was measured on."""
+    """The devices of a measurement."""
 
     platform: str
     kind: str
@@ -57,20 +57,20 @@ class Stored:
     """The whole file."""
 
     @property
-    def neighbours(self) -> float:
-        """Share of the cores that other programs took while it was measured; 0 where the kernel did not say."""
+    def load_of_others(self) -> float:
+        """Share of the cores that other programs used during the measurement; 0 when not known."""
         return float(self.provenance.get("neighbours") or 0.0)
 
     @property
     def code(self) -> str:
-        """Names the code: commit and uncommitted changes. Two results of the same code are runs of unchanged code."""
+        """Commit and digest of uncommitted changes. Two results with equal `code` measured unchanged code."""
         code = self.provenance["code"]
         changes = f" with changes {code['diff_sha256'][:8]}" if code.get("diff_sha256") else ""
         return f"{(code.get('commit') or 'no commit')[:12]}{changes}"
 
 
 def provenance(config: Config, *, command: Sequence[str], overrides: Sequence[str], device: Device, now: datetime) -> dict[str, Any]:
-    """Return what a measurement was made with.
+    """Return the provenance of a measurement.
 
     Args:
       command: as typed; `overrides`: the config's.
@@ -105,12 +105,12 @@ def config_sha256(config: Config) -> str:
 
 
 def default_path(results: Path, task: str, name: str, now: datetime) -> Path:
-    """Name the file of a new result."""
+    """Return the file for a new result."""
     return results / task / f"{now:%Y%m%dT%H%M%S}-{name}.json"
 
 
 def as_stored(path: Path, found: Mapping[str, Any], config: Config, made_with: Mapping[str, Any]) -> Stored:
-    """Return a fresh result as `read` would return it."""
+    """Return a new result as `read` would return it."""
     content = _content(found, config, made_with)
     return Stored(path, content["task"], config.name, content["series"], content["config"], content["provenance"], content)
 
@@ -120,39 +120,36 @@ def _content(found: Mapping[str, Any], config: Config, made_with: Mapping[str, A
 
 
 def write(path: Path, found: Mapping[str, Any], config: Config, made_with: Mapping[str, Any]) -> Path:
-    """Write a result to a file that does not exist yet; return where it went.
-
-    Raises UserError where it cannot be written.
-    """
+    """Write a result to a new file; return the file. Raises UserError when it exists or cannot be written."""
     content = _content(found, config, made_with)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x") as file:
             file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
     except FileExistsError:
-        raise UserError(f"{path} exists already: a stored result is never overwritten") from None
+        raise UserError(f"{path} exists already: stored results are never overwritten") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     return path
 
 
 def read(path: Path) -> Stored:
-    """Read a stored result. Raises UserError, one line, for what is none."""
+    """Return a stored result. Raises UserError when the file cannot be read or is not a result."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError:
-        raise UserError(f"{path} is no result of ridge bench: not JSON, or cut off") from None
+        raise UserError(f"{path} is not a result of ridge bench: not JSON, or incomplete") from None
     if not isinstance(content, dict) or not {"format", "task", "series", "config", "provenance", "name"} <= content.keys():
-        raise UserError(f"{path} is no result of ridge bench: it lacks what one holds (format, task, series, config, provenance)")
+        raise UserError(f"{path} is not a result of ridge bench: format, task, series, config, provenance and name are needed")
     if content["format"] != FORMAT:
         raise UserError(f"{path} has format {content['format']}; this version of ridge reads format {FORMAT}")
     series = content["series"]
     if not isinstance(series, dict) or not all(_is_series(values) for values in series.values()):
         raise UserError(f"{path} is damaged: a series is not a list of seconds")
     if not _has_provenance(content["provenance"]):
-        raise UserError(f"{path} is damaged: its provenance is not whole")
+        raise UserError(f"{path} is damaged: its provenance is incomplete")
     return Stored(path, content["task"], content["name"], series, content["config"], content["provenance"], content)
 
 
@@ -160,11 +157,11 @@ def read_all(path: Path) -> list[Stored]:
     """Read one result, or all of a directory (and below it), oldest first. Raises UserError when there is none."""
     if not path.is_dir():
         if not path.exists():
-            raise UserError(f"{path} not found: give a stored result of ridge bench, or a directory of them")
+            raise UserError(f"{path} not found: give a stored result of ridge bench, or a directory of results")
         return [read(path)]
     found = [read(file) for file in sorted(path.rglob("*.json"))]
     if not found:
-        raise UserError(f"{path} holds no result of ridge bench (*.json)")
+        raise UserError(f"{path} contains no result of ridge bench (*.json)")
     return sorted(found, key=lambda stored: stored.provenance["time"])
 
 

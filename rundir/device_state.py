@@ -10,7 +10,7 @@ TROUBLE = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""nvmlClocksEventReason* that a healthy GPU under load never shows."""
+"""nvmlClocksEventReason* bits that a healthy GPU never reports under load."""
 
 
 POWER_CAP = 0x04
@@ -22,7 +22,7 @@ QUOTA = "CPU quota of the control group"
 
 @dataclass(frozen=True)
 class DeviceState:
-    """One device at one moment. None: not offered."""
+    """One device at one time. None: not reported by the device."""
 
     device: str
     """`gpu:<index of the local device>` or `cpu`."""
@@ -33,9 +33,9 @@ class DeviceState:
     power_w: float | None = None
     power_limit_w: float | None = None
     power_default_w: float | None = None
-    """The limit it came with."""
+    """Factory default of the limit."""
     temperature_c: float | None = None
     reasons: tuple[str, ...] = ()
-    """Why the clock is held down, or the process was."""
+    """Why the clock is reduced, or the process was throttled."""
     stopped_share: float | None = None
-    """Share of the time since the sample before for which the control group had used up its CPU time, mean over the cores."""
+    """Share of the time since the previous sample in which the control group was throttled (CPU quota used up), mean over the cores."""

@@ -1,13 +1,12 @@
-"""The append-only event log of a run: what happened, when, in which process, and for how long.
+"""The append-only event log of a run: events and phases of each process with their times.
 
 One file per process (`events.jsonl` for process 0, `events.<p>.jsonl` for the others), one writer per file, one JSON object per line.
-A line goes to the kernel in one `write` on an `O_APPEND` descriptor, so a kill at any byte leaves at most one torn line, the last one.
-The reader drops that line; the next writer of the file cuts it off and says so in its `open` event. Any other unreadable line is damage.
+A line is one `write` on an `O_APPEND` descriptor, so a kill at any byte leaves at most one incomplete line, the last one. The reader
+drops that line; the next writer of the file removes it and records its size in its `open` event. Any other unreadable line is damage.
 
 Every event holds: `time` (wall clock, s since 1970), `mono` (monotonic clock, s), `run` (run id), `process`, `restart` (0, 1, ...), `kind`.
-Phases are two events, `phase_start` and `phase_end` (which repeats the name and adds `duration_s` and `outcome`), or one `phase_total`
-where many short stretches are summed before they are written (waiting for data, once per log line), or a stretch ended before the log
-was open (launch).
+A phase is two events, `phase_start` and `phase_end` (which repeats the name and adds `duration_s` and `outcome`), or one `phase_total` for
+many short intervals summed before they are written (waiting for data, once per log line) or an interval before the log was open (launch).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.rundir.jsonl import LineFile, dump_json, read_jsonl
+from ridgeline.rundir.jsonl import LineFile, dump_json, read_jsonl, read_last_jsonl
 
 PHASES = (
     "launch",
@@ -42,13 +41,32 @@ PHASES = (
     "profile",
     "teardown",
 )
-"""The closed set of phase names: later accounting sums over exactly these."""
+"""All phase names; the run ledger sums over exactly these."""
 COMPILED, JAX_CACHE, LOADED = "compiled", "jax cache", "loaded"
-"""Where a program comes from: XLA compiled it; it was lowered and found in JAX's cache; it was loaded whole (trainer/program_cache.py)."""
+"""Origin of a program: compiled by XLA; lowered and read from JAX's cache; or loaded compiled (trainer/program_cache.py)."""
 COMPILE_PARTS = ("trace_s", "lower_s", "compile_s", "load_s")
-"""Fields of a compile phase, absent where the part did not take place."""
+"""Fields of a compile phase; absent when the part did not happen."""
 
-_OWN_KEYS = frozenset({"time", "mono", "run", "process", "restart", "kind"})
+_NUMBER: tuple[type, ...] = (int, float)
+_NONE: tuple[type, ...] = (type(None),)
+_OWN_TYPES: Mapping[str, tuple[type, ...]] = {
+    "time": _NUMBER,
+    "mono": _NUMBER,
+    "run": (str,),
+    "process": (int,),
+    "restart": (int,),
+    "kind": (str,),
+}
+"""Keys of every event and the types of their values."""
+_PHASE_TYPES: Mapping[str, tuple[type, ...]] = {"phase": (str,), "parent": (int, *_NONE)}
+_FIELD_TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "phase_start": {**_PHASE_TYPES, "id": (int,)},
+    "phase_end": {"phase": (str,), "id": (int,), "duration_s": _NUMBER, "outcome": (str,)},
+    "phase_total": {**_PHASE_TYPES, "duration_s": _NUMBER, "count": (int,)},
+    "step": {"step": (int,)},
+    "recompilation": {"program": (str,), "duration_s": _NUMBER},
+}
+"""Kind of event -> the fields that readers rely on, and the types of their values."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +75,9 @@ class Event:
 
     kind: str
     time_s: float
-    """Wall clock, seconds since 1970: compares across hosts and restarts, but may jump."""
+    """Wall clock, seconds since 1970: comparable across hosts and restarts, but may jump."""
     mono_s: float
-    """Monotonic clock, seconds: exact differences, only within one (process, restart)."""
+    """Monotonic clock, seconds: exact differences within one (process, restart)."""
     run: str
     process: int
     restart: int
@@ -67,12 +85,12 @@ class Event:
 
 
 def event_file(run_dir: Path, process: int) -> Path:
-    """Name the event log of one process of a run."""
+    """Return the event log of one process of a run."""
     return run_dir / ("events.jsonl" if process == 0 else f"events.{process}.jsonl")
 
 
 def event_files(run_dir: Path) -> list[Path]:
-    """List the event logs of all processes of a run, process 0 first."""
+    """Return the event logs of all processes of a run, process 0 first."""
     others = (p for p in run_dir.glob("events.*.jsonl") if p.name.split(".")[1].isdigit())
     first = [run_dir / "events.jsonl"] if (run_dir / "events.jsonl").exists() else []
     return first + sorted(others, key=lambda p: int(p.name.split(".")[1]))
@@ -81,16 +99,16 @@ def event_files(run_dir: Path) -> list[Path]:
 class EventLog:
     """The writer of one process's event log. Safe to use from several threads; phases nest per thread.
 
-    Opening a file that already has events continues it: a torn last line is cut off and `restart` is one more than the file's last.
-    Events that cannot be written (full disk) are dropped with one warning, and the next one that can be is preceded by a `dropped` event
-    with their number: losing the log must not lose the run.
+    Opening a file that has events continues it: an incomplete last line is removed and `restart` is one more than the last one in the file.
+    Events that cannot be written (full disk) are dropped with one warning, and the next event is preceded by a `dropped` event with their
+    number: the run goes on without its log.
 
     Args:
-      path: the file; its directory is made.
+      path: the file; its directory is created.
       process: index of this process.
       run: id of the run, the same over all restarts and processes.
-      restart: None derives it from the file. Process 0 knows best: give the others its number.
-      clock, monotonic: seconds; passed in by tests.
+      restart: number of the start; None: derived from the file. Pass the number of process 0 to the others.
+      clock, monotonic: seconds; tests pass their own.
 
     Raises:
       UserError: the file cannot be opened for writing, or is damaged before its last line.
@@ -110,7 +128,7 @@ class EventLog:
         self.process, self.run = process, run
         self._clock, self._monotonic = clock, monotonic
         self.observer: Callable[[str, float, Mapping[str, Any]], None] | None = None
-        """Is told of every event as it is written: kind, moment by the monotonic clock, fields."""
+        """Called with each event when it is written: kind, monotonic time, fields."""
         self._stack = threading.local()
         self._ids = itertools.count()
         self._file = LineFile(self.path)
@@ -120,7 +138,7 @@ class EventLog:
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event. Fields are JSON values; NaN and infinities are written as the strings "NaN", "Infinity", "-Infinity"."""
-        assert not _OWN_KEYS & fields.keys(), f"event fields {sorted(_OWN_KEYS & fields.keys())} belong to the log itself"
+        assert not _OWN_TYPES.keys() & fields.keys(), f"event fields {sorted(_OWN_TYPES.keys() & fields.keys())} are reserved"
         self._write(kind, self._monotonic(), fields)
 
     def _write(self, kind: str, mono_s: float, fields: dict[str, Any], ago_s: float = 0.0) -> None:
@@ -134,7 +152,7 @@ class EventLog:
 
     @contextlib.contextmanager
     def phase(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Record a phase from entry to exit; what the block puts into the yielded dict goes into the end event.
+        """Record a phase from entry to exit; the end event holds the entries of the yielded dict.
 
         The end is written on an exception too, with outcome "error" (or "interrupted" for KeyboardInterrupt and SystemExit) and its type.
         """
@@ -160,11 +178,11 @@ class EventLog:
 
     @property
     def depth(self) -> int:
-        """How many phases are open on this thread."""
+        """Number of open phases on this thread."""
         return len(self._stack.__dict__.get("ids", ()))
 
     def total(self, name: str, duration_s: float, count: int = 1, *, ago_s: float = 0.0, **fields: Any) -> None:
-        """Record `count` stretches of a phase, `duration_s` in all, that ended by now, or `ago_s` ago (in the enclosing phase, if any)."""
+        """Record `count` intervals of a phase, `duration_s` in total, that ended `ago_s` ago (in the enclosing phase, if any)."""
         assert name in PHASES, f"'{name}' is not a phase; phases are {PHASES}"
         stack: list[int] = self._stack.__dict__.get("ids", [])
         parent = stack[-1] if stack else None
@@ -180,28 +198,45 @@ def read_events(paths: str | Path | Iterable[str | Path]) -> list[Event]:
     """Read one or more event logs, merged by wall clock (the order within a file is kept).
 
     Raises:
-      UserError: a file cannot be read or is damaged before its last line.
+      UserError: a file cannot be read, or a line before its last one is damaged.
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(p) for p in paths]
     keyed: list[tuple[float, Event]] = []
     for path in files:
-        latest_s = -math.inf  # wall clocks may step back: within one file the order of lines is the truth
+        latest_s = -math.inf  # the wall clock may step back: within one file the order of the lines counts
         for number, record in read_jsonl(path):
-            try:
-                own = {key: record.pop(key) for key in _OWN_KEYS}
-            except KeyError as error:
-                raise UserError(f"{path}:{number}: event without {error}") from error
-            event = Event(own["kind"], own["time"], own["mono"], own["run"], own["process"], own["restart"], record)
+            event = _event(record, f"{path}:{number}")
             latest_s = max(latest_s, event.time_s)
             keyed.append((latest_s, event))
     return [event for _, event in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def read_last_events(path: Path) -> list[Event]:
+    """Return the events at the end of a log (1 MiB); [] without a log. Raises UserError when a line is damaged."""
+    return [_event(record, str(path)) for record in read_last_jsonl(path)]
+
+
+def _event(record: dict[str, Any], place: str) -> Event:
+    """Return the event of a line, its types checked."""
+    _check(record, _OWN_TYPES, "event", place)
+    own = {key: record.pop(key) for key in _OWN_TYPES}
+    _check(record, _FIELD_TYPES.get(own["kind"], {}), own["kind"], place)
+    return Event(own["kind"], own["time"], own["mono"], own["run"], own["process"], own["restart"], record)
+
+
+def _check(record: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], what: str, place: str) -> None:
+    for key, allowed in types.items():
+        if key not in record:
+            raise UserError(f"{place}: {what} without '{key}'")
+        if type(record[key]) not in allowed:
+            raise UserError(f"{place}: {what} with a wrong '{key}': {json.dumps(record[key])[:40]}")
 
 
 def _next_restart(path: Path) -> int:
     """Return one more than the restart number of the log's last event; 0 for a new log."""
     last = -1
     for number, record in read_jsonl(path):
-        if "restart" not in record:
-            raise UserError(f"{path}:{number}: not an event of Ridgeline's log")
+        if type(record.get("restart")) is not int:
+            raise UserError(f"{path}:{number}: not an event log")
         last = record["restart"]
     return last + 1

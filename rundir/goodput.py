@@ -1,10 +1,10 @@
-"""The run ledger: where the wall time of a run went, over all its starts, in parts that sum to the whole.
+"""The run ledger: the wall time of a run over all its starts, divided into categories that sum to it.
 
-Process 0 speaks for the run: all processes wait for each other at every step, so its time is everybody's. Its events are laid on one
-line of stretches that do not overlap, each of one of CATEGORIES (DIAGNOSIS: the run ledger).
+The ledger is that of process 0: all processes wait for each other at every step. Its events are converted to intervals that do not overlap,
+each of one of CATEGORIES (docs/DIAGNOSIS.md: the run ledger).
 
-Goodput is productive time over wall time (Google, "ML Productivity Goodput", 2023). Time between two starts by hand is nobody's and not
-part of the wall time.
+Goodput is productive time over wall time (Google, "ML Productivity Goodput", 2023). The time between a start that ended and the next start
+by hand is not part of the wall time.
 """
 
 from __future__ import annotations
@@ -13,32 +13,29 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.events import Event
-from ridgeline.rundir.jsonl import read_jsonl
 from ridgeline.rundir.phases import Phase, phases
 
 CATEGORIES = {
-    "queue": "From submission, or the end of the start before, to the start of the next one by the scheduler.",
-    "startup": "Launch, imports, rendezvous, init, the first step (which pays for loading the program and for first touches).",
+    "queue": "From submission, or the end of the previous start, to the start of the next one by the scheduler.",
+    "startup": "Launch, imports, rendezvous, init, and the first step (which includes loading the program).",
     "restore": "Reading the checkpoint.",
-    "compile": "Tracing, lowering and compiling, or loading what an earlier start compiled.",
+    "compile": "Tracing, lowering and compiling, or loading programs that an earlier start compiled.",
     "productive": "Steps that count.",
     "data_wait": "The loop waiting for the loader.",
     "evaluation": "Evaluation sets.",
-    "checkpoint": "Saves holding up the loop.",
+    "checkpoint": "The loop waiting for saves.",
     "profile": "Starting, stopping and writing a capture.",
-    "lost": "Steps done again by a later start, or never saved; with what was evaluated and waited for among them.",
-    "hang": "From the last sign of life to the watchdog's verdict.",
+    "lost": "Steps that a later start repeated, or that were never saved, with evaluation and data waiting between them.",
+    "hang": "From the last progress to the watchdog's abort.",
     "teardown": "Closing files, waiting for the last save.",
-    "unexplained": "Nothing above.",
+    "unexplained": "None of the above.",
 }
-"""Category -> what it holds."""
+"""Category -> its meaning."""
 
 OF_PHASE = {
     "launch": "startup",
@@ -57,13 +54,13 @@ OF_PHASE = {
 }
 """Phase of the event log -> category."""
 _REDONE = frozenset({"productive", "data_wait", "evaluation", "profile"})
-"""Categories that turn into `lost` when a later start resumes from before them."""
+"""Categories that become `lost` when a later start resumes from before them."""
 _TOLERANCE_S = 1e-6
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A piece of wall time of one category."""
+    """An interval of wall time of one category."""
 
     start_s: float
     """Wall clock, seconds since 1970."""
@@ -84,13 +81,13 @@ class Ledger:
     """The wall time of a run by category."""
 
     seconds: dict[str, float]
-    """Category -> seconds; every category of CATEGORIES is there, and they sum to `wall_s`."""
+    """Category -> seconds, for every category of CATEGORIES; they sum to `wall_s`."""
     wall_s: float
     starts: int
     steps: int
     """Last step reached."""
     lost_steps: int
-    """Steps done again, or done and never saved."""
+    """Steps that were repeated, or never saved."""
     tokens: float | None
     """Tokens of the steps that count."""
     stretches: tuple[Stretch, ...]
@@ -101,7 +98,7 @@ class Ledger:
         return self.seconds["productive"] / self.wall_s if self.wall_s > 0 else 0.0
 
     def over_time(self, points: int = 50) -> list[tuple[float, float]]:
-        """Return (seconds of wall time since the beginning, goodput up to then), evenly spaced, the end last."""
+        """Return (seconds of wall time since the beginning, goodput so far) at evenly spaced times, the end last."""
         if self.wall_s <= 0:
             return []
         curve, marks = [], [self.wall_s * (i + 1) / points for i in range(points)]
@@ -123,61 +120,51 @@ class Waiting:
     """Time in a scheduler's queue before one start."""
 
     start_s: float
-    """Wall clock: when the job was submitted, or the start before it ended."""
+    """Wall clock: when the job was submitted, or when the previous start ended."""
     restart: int
-    """The start it ended with."""
+    """Number of the start that followed."""
     granted_s: float | None = None
-    """When the job's script began: what is between that and the start is start-up (the preflight); None: not known, all of it is queue."""
+    """When the job script began: the time from then to the start is start-up (the preflight); None: not known, all of it is queue."""
     previous_end_s: float | None = None
-    """When the job's script says that the start before ended: later than its last event where it was killed."""
+    """When the previous start ended by the job script: later than its last event when it was killed."""
 
 
-def queue_waits(run_dir: Path, events: Sequence[Event]) -> list[Waiting]:
-    """Find what each start waited for in Slurm's queue, from the submissions (slurm/jobs.jsonl) and the starts of the job script
-    (attempts.jsonl) that a run directory records; [] for a run that was never submitted.
+def queue_waits(run: RunDir, events: Sequence[Event]) -> list[Waiting]:
+    """Return how long each start waited in Slurm's queue, from the recorded jobs and attempts; [] when none was submitted.
 
-    A start that belongs to no submission waited for nobody. Raises UserError for a damaged record.
+    A start that belongs to no submission did not wait. Raises UserError for a damaged record.
     """
-    submitted = [
-        (str(record["job"]), datetime.fromisoformat(str(record["time"])).timestamp())
-        for record in _records(run_dir / "slurm" / "jobs.jsonl")
-    ]
-    attempts = sorted(_records(run_dir / "attempts.jsonl"), key=lambda record: float(record["begin"]))
+    submitted = [(job.job, job.time_s) for job in run.jobs]
     starts: dict[int, float] = {}
     for event in events:
         if event.process == 0:
             starts[event.restart] = min(starts.get(event.restart, event.time_s), event.time_s)
     waits = []
     for restart, start_s in starts.items():
-        # seconds are whole in the job's record
-        during = next((a for a in attempts if float(a["begin"]) - 1 <= start_s <= float(a["end"]) + 1), None)
-        before = [float(a["end"]) for a in attempts if float(a["end"]) <= start_s and (during is None or a["job"] == during["job"])]
-        asked = [time_s for job, time_s in submitted if time_s <= start_s and (during is None or job == str(during["job"]))]
-        since = [*before[-1:], *asked[-1:]]
+        # the job script records whole seconds
+        during = next((a for a in run.attempts if a.begin - 1 <= start_s <= a.end + 1), None)
+        ends_s = [a.end for a in run.attempts if a.end <= start_s and (during is None or a.job == during.job)]
+        submits_s = [time_s for job, time_s in submitted if time_s <= start_s and (during is None or job == str(during.job))]
+        since = [*ends_s[-1:], *submits_s[-1:]]
         if since:
-            granted_s = None if during is None else max(float(during["begin"]), max(since))
-            waits.append(Waiting(max(since), restart, granted_s, before[-1] if before else None))
+            granted_s = None if during is None else max(during.begin, max(since))
+            waits.append(Waiting(max(since), restart, granted_s, ends_s[-1] if ends_s else None))
     return waits
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    return [record for _, record in read_jsonl(path)] if path.is_file() else []
 
 
 def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger:
     """Account for the wall time of a run.
 
     Args:
-      events: of all processes and starts (rundir.events.read_events); a start that was killed at any byte of its log counts to its last
-        whole event.
-      waits: queueing times, from what the scheduler or the submission recorded.
+      events: of all processes and starts (rundir.events.read_events); a killed start counts up to its last complete event.
+      waits: times in the scheduler's queue (`queue_waits`).
 
     Raises:
       UserError: there are no events of process 0.
     """
     mine = [event for event in events if event.process == 0]
     if not mine:
-        raise UserError("no events of process 0: the run never started, or its events.jsonl is lost")
+        raise UserError("no events of process 0: the run never started, or events.jsonl is missing")
     found = phases(mine)
     restarts = sorted({event.restart for event in mine})
     waiting = {wait.restart: wait for wait in waits}
@@ -189,7 +176,7 @@ def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger
         wait = waiting.get(restart)
         if wait is not None:
             if ended_s is not None and wait.previous_end_s is not None and ended_s < wait.previous_end_s <= start[0].start_s:
-                # a killed start worked on beyond its last event: nothing of that was kept
+                # a killed start ran on after its last event; that work is lost
                 line.append(Stretch(ended_s, wait.previous_end_s, "lost" if line[-1].in_loop else "unexplained", line[-1].restart))
             begin_s = wait.start_s if ended_s is None else max(wait.start_s, ended_s)
             granted_s = _clip(start[0].start_s if wait.granted_s is None else wait.granted_s, begin_s, max(begin_s, start[0].start_s))
@@ -224,8 +211,8 @@ def _ledger(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase], 
 
 
 def _start_line(log: Sequence[Event], found: Sequence[Phase]) -> list[Stretch]:
-    """Cut the time of one start into stretches: at every moment the innermost phase that runs, then the summed ones carved out of it."""
-    to_wall_s = log[0].time_s - log[0].mono_s  # one clock for the start: the wall clock may jump
+    """Divide the time of one start into intervals, each of the innermost phase, then carve the totals out of them."""
+    to_wall_s = log[0].time_s - log[0].mono_s  # one offset for the whole start: the wall clock may jump
     whole = [phase for phase in found if not phase.summed]
     sums = sorted((phase for phase in found if phase.summed), key=lambda phase: phase.written)
     begin_s = min([log[0].mono_s] + [phase.start_mono_s for phase in found if phase.parent is None])
@@ -256,7 +243,7 @@ def _start_line(log: Sequence[Event], found: Sequence[Phase]) -> list[Stretch]:
 
 
 def _carve(line: list[Stretch], from_s: float, to_s: float, amount_s: float, out_of: str | None, category: str) -> None:
-    """Turn the last `amount_s` seconds of category `out_of` (None: of any) between two moments into another category, in place."""
+    """Change the last `amount_s` seconds of category `out_of` (None: of any) between two times to another category, in place."""
     first = max(0, bisect_right(line, from_s, key=lambda s: s.start_s) - 1)
     last = bisect_left(line, to_s, key=lambda s: s.start_s)
     result: list[Stretch] = []
@@ -278,7 +265,7 @@ def _carve(line: list[Stretch], from_s: float, to_s: float, amount_s: float, out
 
 
 def _with_losses(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase]) -> tuple[list[Stretch], int]:
-    """Mark as lost what a later start did again: the loop's time after the save it resumed from. Return also how many steps that were."""
+    """Mark as lost the loop's time after the save that a later start resumed from. Return also the number of lost steps."""
     resumed = {p.restart: int(p.fields["start_step"]) for p in found if p.name == "train" and "start_step" in p.fields}
     offsets = {e.restart: e.time_s - e.mono_s for e in reversed(mine)}
     saved: dict[int, dict[int, float]] = defaultdict(dict)
@@ -300,7 +287,7 @@ def _with_losses(line: list[Stretch], mine: Sequence[Event], found: Sequence[Pha
 
 
 def _lose(stretch: Stretch, kept_s: float) -> list[Stretch]:
-    """Split a stretch of the loop at the moment up to which it was kept; what comes later is lost."""
+    """Split an interval of the loop at the time of the save; the part after it is lost."""
     if stretch.category not in _REDONE or stretch.end_s <= kept_s:
         return [stretch]
     cut_s = _clip(kept_s, stretch.start_s, stretch.end_s)

@@ -1,8 +1,9 @@
-"""Where things of submitted jobs lie in a run directory, and the record of the jobs.
+"""The files of submitted jobs in a run directory: submissions, the record of the jobs, and the attempts to run them.
 
-slurm/jobs.jsonl             one line per job that was submitted
-slurm/job-<job id>.log       what the job script and its ranks print (of an array: job-<array id>_<task>.log)
+slurm/jobs.jsonl             one line per submitted job
+slurm/job-<job id>.log       output of the job script and its ranks (of an array: job-<array id>_<task>.log)
 slurm/<n>/                   the n-th submission: job.sh, config.yaml, cluster.yaml, code/, environment-<job id>-<restart>.txt
+attempts.jsonl               one line per run of the job script, which writes it
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.rundir.jsonl import LineFile, read_jsonl
+from ridgeline.rundir.jsonl import LineFile, read_typed_jsonl
 
 DIRECTORY = "slurm"
 JOBS_FILE = "jobs.jsonl"
+ATTEMPTS_FILE = "attempts.jsonl"
 SCRIPT = "job.sh"
 CONFIG = "config.yaml"
 CLUSTER = "cluster.yaml"
@@ -31,15 +34,39 @@ class JobRecord:
     job: str
     """Job id."""
     time: str
-    """When, in UTC."""
-    kind: str
+    """When it was submitted, ISO 8601."""
+    kind: str = "train"
     """train, sweep or data."""
-    cluster: str
-    slurm_cluster: str | None
-    """Name of the Slurm cluster where sbatch gave one (federations)."""
-    submission: int
+    cluster: str = ""
+    slurm_cluster: str | None = None
+    """Name of the Slurm cluster, in a federation."""
+    submission: int = 0
     """Number of the directory of its script."""
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def time_s(self) -> float:
+        """When it was submitted, seconds since 1970. Raises UserError when the record holds no such time."""
+        try:
+            return datetime.fromisoformat(self.time).timestamp()
+        except ValueError:
+            raise UserError(f"job {self.job} in {JOBS_FILE}: time '{self.time}' is not an ISO 8601 time") from None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run of the job script."""
+
+    job: int
+    """Job id."""
+    begin: float
+    """Wall clock, seconds since 1970; whole seconds."""
+    end: float
+    exit_code: int
+    restart: int = 0
+    """Slurm's restart count of the job."""
+    checkpoint: str = ""
+    """Name of the newest checkpoint at the end."""
 
 
 def slurm_directory(run_dir: Path) -> Path:
@@ -77,13 +104,19 @@ def read_jobs(run_dir: Path) -> list[JobRecord]:
     """Return the jobs submitted from a run directory, oldest first. Raises UserError when there is no such directory or record."""
     path = slurm_directory(run_dir) / JOBS_FILE
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is no directory")
+        raise UserError(f"{run_dir} is not a directory")
     if not path.exists():
         raise UserError(f"no job was submitted from {run_dir} (looked for {path})")
-    records = []
-    for number, line in read_jsonl(path):
-        try:
-            records.append(JobRecord(**line))
-        except TypeError:
-            raise UserError(f"{path}:{number}: not a record of a job") from None
-    return records
+    return read_typed_jsonl(path, JobRecord)
+
+
+def read_attempts(run_dir: Path) -> list[Attempt]:
+    """Return the runs of the job script in order of their begin; [] when there was none. Raises UserError when damaged."""
+    path = run_dir / ATTEMPTS_FILE
+    return sorted(read_typed_jsonl(path, Attempt), key=lambda attempt: attempt.begin) if path.is_file() else []
+
+
+def newest_cluster_file(run_dir: Path) -> Path | None:
+    """Return the cluster file of the newest submission; None when there is none."""
+    files = [path for path in slurm_directory(run_dir).glob(f"*/{CLUSTER}") if path.parent.name.isdecimal()]
+    return max(files, key=lambda path: int(path.parent.name), default=None)

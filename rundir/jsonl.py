@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines that a kill at any byte cannot spoil: one writer, one `write` per line, a torn last line dropped."""
+"""Append-only files of JSON lines that survive a kill at any byte: one writer, one `write` per line, an incomplete last line is dropped."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from ridgeline.configs.errors import UserError
+from ridgeline.rundir.files import first_problem
 
+T = TypeVar("T")
+MAX_LOG_BYTES = 2 << 30
+"""Largest log that is read."""
+TAIL_BYTES = 1 << 20
+"""How much of the end of a log is read to find its newest lines."""
 _log = logging.getLogger("ridgeline")
 
 
 class LineFile:
-    """Appends lines, each whole or not at all. Safe to use from several threads.
+    """Appends lines, each completely or not at all. Safe to use from several threads.
 
-    A line that cannot be written (full disk) is dropped with one warning: losing a log must not lose the run. `dropped` counts the lines
-    lost since the last good one.
+    A line that cannot be written (full disk) is dropped with one warning: the run goes on without it. `dropped` counts the lines dropped
+    since the last written one.
 
     Raises:
       UserError: the file cannot be opened for writing.
@@ -36,7 +44,7 @@ class LineFile:
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
         self.torn_bytes = self._cut_torn_line()
-        """Bytes of a line that a killed writer left unfinished, now cut off."""
+        """Bytes of an incomplete last line of a killed writer, now removed."""
 
     def _cut_torn_line(self) -> int:
         size = os.fstat(self._fd).st_size
@@ -53,15 +61,15 @@ class LineFile:
         assert line.endswith(b"\n")
         with self._lock:
             if self._fd < 0:
-                return False  # a thread that outlived the run has nowhere to write
+                return False  # a thread that runs on after the end of the run
             try:
                 written = os.write(self._fd, line)
-                if written < len(line):  # a disk that becomes full takes a part of the line
+                if written < len(line):  # a full disk may store a part of the line
                     os.ftruncate(self._fd, self._size)
                     raise OSError(0, "no space for a whole line")
             except OSError as error:
                 if not self.dropped:
-                    _log.warning("lines are being lost: cannot write %s: %s", self.path, error.strerror)
+                    _log.warning("cannot write %s: %s; lines are dropped", self.path, error.strerror)
                 self.dropped += 1
                 return False
             self._size += written
@@ -76,24 +84,65 @@ class LineFile:
                 self._fd = -1
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl(path: Path, tail_bytes: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object), dropping a last line without its newline.
 
+    Args:
+      path: the file.
+      tail_bytes: read only the whole lines in this many bytes at the end of the file, numbered from there; None: the whole file.
+
     Raises:
-      UserError: the file cannot be read, or a whole line is not a JSON object (the file was edited or damaged).
+      UserError: the file cannot be read or is too large, or a whole line is not a JSON object (the file was edited or damaged).
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
+    for number, line in _whole_lines(path, tail_bytes):
         try:
             value = json.loads(line)
             if not isinstance(value, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: unreadable line in an append-only log ({error})") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{_place(path, number, tail_bytes)}: unreadable line in an append-only log ({error})") from error
         yield number, value
+
+
+def read_last_jsonl(path: Path, tail_bytes: int = TAIL_BYTES) -> list[dict[str, Any]]:
+    """Return the objects in the last `tail_bytes` bytes of a file; [] without a file. Raises UserError when a line is damaged."""
+    return [value for _, value in read_jsonl(path, tail_bytes)] if path.exists() else []
+
+
+def read_typed_jsonl(path: Path, kind: type[T]) -> list[T]:
+    """Return the lines as dataclasses or records, their types checked, dropping a last line without its newline.
+
+    Raises:
+      UserError: the file cannot be read or is too large; or a line is not JSON, lacks a key, or has a value of another type.
+    """
+    adapter = TypeAdapter(kind)
+    found = []
+    for number, line in _whole_lines(path):
+        try:
+            found.append(adapter.validate_json(line, strict=True))
+        except ValidationError as error:
+            raise UserError(f"{path}:{number}: {first_problem(error)}") from None
+    return found
+
+
+def _whole_lines(path: Path, tail_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = 0 if tail_bytes is None else max(0, size - tail_bytes)
+            if size - start > MAX_LOG_BYTES:
+                raise UserError(f"{path} has {size:,} bytes; at most {MAX_LOG_BYTES:,} are read")
+            file.seek(start)
+            data = file.read(size - start)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if start:
+        data = data[data.find(b"\n") + 1 :]
+    yield from enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1)
+
+
+def _place(path: Path, number: int, tail_bytes: int | None) -> str:
+    return f"{path}:{number}" if tail_bytes is None else str(path)
 
 
 def dump_json(value: Any) -> str:

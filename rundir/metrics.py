@@ -1,11 +1,10 @@
-"""What is measured: the one table of metric names, the step timer and the evaluation metrics. No JAX here.
+"""The table of metric names with units and meanings.
 
 Conventions. Loss is in nats per target token. Tokens are the positions of the batch (rows x seq_len), padding included, because
-they cost the same. MFU = model FLOPs / (step time x datasheet peak of the matmul dtype). Model FLOPs are those of `planner.flops`
-(causal attention counted as half, no recomputation); the peak is the dense one of `planner.hardware` for precision.compute, also where the
-layers read float8: `mfu` then compares with that of a run in bfloat16 and may pass 1, and `mfu_float8` has the float8 peak below the line.
-On a device without a datasheet figure MFU does not exist: it is absent, never a guess. TensorBoard opens the first two groups in
-alphabetical order, hence the names: `eval` and `train` are what one looks at first.
+they take the same compute. MFU = model FLOPs / (step time x datasheet peak of the matmul dtype). Model FLOPs are those of `planner.flops`
+(causal attention counted as half, no recomputation); the peak is the dense one of `planner.hardware` for precision.compute, also when
+matmuls read float8: `mfu` then compares with a run in bfloat16 and may exceed 1, and the denominator of `mfu_float8` is the float8 peak.
+MFU is absent on a device without a datasheet peak. TensorBoard opens the first two groups in alphabetical order: `eval` and `train`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "train/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the step, without z-loss."),
     "train/z_loss": Metric("nats/token", "Weighted z-loss term added to the objective (only when loss.z_loss > 0)."),
-    "train/accuracy": Metric("fraction", "Target tokens that were the model's first choice."),
+    "train/accuracy": Metric("fraction", "Target tokens that the model predicted (largest logit)."),
     "train/grad_norm": Metric("1", "Global L2 norm of the gradient before clipping."),
     "train/param_norm": Metric("1", "Global L2 norm of the parameters."),
     "train/learning_rate": Metric("1", "Learning rate used in the step."),
@@ -57,41 +56,46 @@ METRICS: dict[str, Metric] = {
         "bytes", "Peak device memory in use since the start, the largest over this process's devices; absent where not reported."
     ),
     "train_memory/limit_bytes": Metric("bytes", "Device memory the allocator may use; absent where the backend does not report it."),
-    "train_device/clock_mhz": Metric("MHz", "Lowest clock of this process's devices at the log line before (CPU: mean of its cores)."),
-    "train_device/power_w": Metric("W", "Power of this process's GPUs at the log line before."),
-    "train_device/temperature_c": Metric("C", "Highest temperature of this process's GPUs at the log line before."),
+    "train_device/clock_mhz": Metric("MHz", "Lowest clock of this process's devices at the previous log line (CPU: mean of its cores)."),
+    "train_device/power_w": Metric("W", "Power of this process's GPUs at the previous log line."),
+    "train_device/temperature_c": Metric("C", "Highest temperature of this process's GPUs at the previous log line."),
     "train_device/stopped_share": Metric(
-        "fraction", "Share of the time for which the control group had used up its CPU time. What a device does not offer is absent."
+        "fraction",
+        "Share of the time in which the control group was throttled (CPU quota used up); absent where not reported.",
     ),
-    "train_step_ledger/total_s": Metric("s", "A profiled step, mean over devices. The next parts but the overlapped one sum to it."),
+    "train_step_ledger/total_s": Metric(
+        "s", "Time of a profiled step, mean over devices. The parts below sum to it, without the overlapped one."
+    ),
     "train_step_ledger/compute_s": Metric("s", "Time of a profiled step in which the device computed."),
-    "train_step_ledger/exposed_communication_s": Metric("s", "Time in which it communicated and did not compute."),
-    "train_step_ledger/overlapped_communication_s": Metric("s", "Time in which it communicated and computed (a part of compute_s)."),
-    "train_step_ledger/exposed_copy_s": Metric("s", "Time in which it only copied memory."),
-    "train_step_ledger/idle_s": Metric("s", "Time in which it did nothing."),
+    "train_step_ledger/exposed_communication_s": Metric("s", "Time in which the device communicated and did not compute."),
+    "train_step_ledger/overlapped_communication_s": Metric(
+        "s", "Time in which the device communicated and computed (a part of compute_s)."
+    ),
+    "train_step_ledger/exposed_copy_s": Metric("s", "Time in which the device only copied memory."),
+    "train_step_ledger/idle_s": Metric("s", "Time in which the device was idle."),
     "train_goodput/goodput": Metric("fraction", "Productive share of the run's wall time so far, over all starts, queue included."),
-    "train_goodput/goodput_now": Metric("fraction", "Productive share of the time since the record before."),
+    "train_goodput/goodput_now": Metric("fraction", "Productive share of the time since the previous record."),
     "train_goodput/wall_s": Metric("s", "Wall time of the run so far; the categories sum to it."),
     **{f"train_goodput/{name}_s": Metric("s", f"So far: {meaning[0].lower()}{meaning[1:]}") for name, meaning in CATEGORIES.items()},
-    "train_goodput/usd": Metric("USD", "Money so far: wall time of all devices at the price of the cluster the run was submitted to."),
+    "train_goodput/usd": Metric("USD", "Cost so far: wall time of all devices at the price of the cluster the run was submitted to."),
     **{f"train_startup/{name}_s": Metric("s", f"Of this start: {text}") for name, text in STARTUP_PARTS.items()},
     "train_startup/total_s": Metric("s", "From the start of the process to the end of the first step; the parts sum to it. Written once."),
-    "train_save/blocking_s": Metric("s", "Time a save held up the training loop."),
+    "train_save/blocking_s": Metric("s", "Time the training loop waited for a save."),
     "train_save/failures": Metric("saves", "Saves that failed so far."),
     "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set."),
     "eval/<set>/perplexity": Metric("1", "exp(loss)."),
-    "eval/<set>/bits_per_byte": Metric("bits/byte", "Total cross-entropy in bits over the bytes of text the target tokens stand for."),
-    "eval/<set>/accuracy": Metric("fraction", "Target tokens of the set that were the model's first choice."),
+    "eval/<set>/bits_per_byte": Metric("bits/byte", "Total cross-entropy in bits over the bytes of text of the target tokens."),
+    "eval/<set>/accuracy": Metric("fraction", "Target tokens of the set that the model predicted (largest logit)."),
     "eval/<set>/tokens": Metric("tokens", "Target tokens evaluated."),
     "eval/<set>/duration_s": Metric("s", "Time the evaluation of the set took."),
 }
-"""Every name a run may write, with its unit and meaning. docs/METRICS.md is generated from it; writers refuse any other name."""
+"""All metric names with unit and meaning. docs/METRICS.md is generated from it; writers reject other names."""
 
 _SET_NAME = re.compile(r"^eval/[^/]+/")
 
 
 def metric(name: str) -> Metric:
-    """Look up a metric name; `eval/<anything>/x` is `eval/<set>/x`. An unknown name is a bug in the caller."""
+    """Return the row of a metric name; `eval/<any set>/x` is `eval/<set>/x`. An unknown name is a bug in the caller."""
     row = METRICS.get(name) or METRICS.get(_SET_NAME.sub("eval/<set>/", name))
     assert row is not None, f"metric '{name}' is not in rundir.metrics.METRICS"
     return row

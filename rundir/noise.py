@@ -1,11 +1,14 @@
-"""Is it faster, slower, or can nobody tell? Two sets of timings under a noise model.
+"""Statistics of repeated timings: median, percentile, spread, and a comparison of two sets of timings under a noise model.
 
-Timings of one run scatter around their median, and the median of a run scatters around the truth: another neighbour on the machine,
-another clock, another placement. The second kind does not shrink with more samples, so it is a figure of its own (`between_runs`), taken
-from repeated runs of unchanged code where there are any (`run_to_run_noise`), else assumed.
+Spread. The one definition: half the range over the median, the relative half-width that contains all repeats. It suits the two to five
+repeats of a study, where quartiles would hide most of the scatter.
 
-The interval of the ratio of medians is a percentile bootstrap (Efron 1979) over the samples widened by the noise between runs of both
-sides. A verdict other than "cannot tell" needs the whole interval on one side of 1.
+Noise model. Timings of one run scatter around their median, and the median of a run scatters around the true value: other programs on the
+machine, another clock, another placement. The second kind does not shrink with more samples, so it is a figure of its own
+(`between_runs`), measured from repeated runs of unchanged code where there are any (`run_to_run_noise`), else assumed.
+
+The interval of the ratio of medians is a percentile bootstrap (Efron 1979) over the samples, widened by the noise between runs of both
+sides. The verdict is "faster" or "slower" only when the whole interval is on one side of 1, else "cannot tell".
 """
 
 from __future__ import annotations
@@ -22,9 +25,30 @@ from ridgeline.configs.errors import UserError
 UNKNOWN_NOISE = 0.02
 """Relative noise between runs that is assumed where none was measured."""
 LEAST_NOISE = 0.002
-"""Clocks and temperature move a quiet GPU by this much; no measurement of three runs makes it less."""
+"""Lower bound of the noise between runs: clock and temperature move an idle GPU by this much."""
 _RESAMPLES = 2000
-_Z = 2.576  # two-sided 99 %: a guard that cries wolf once in a hundred times
+_Z = 2.576  # two-sided 99 %: one false alarm in a hundred comparisons
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median of a non-empty sequence (the mean of the middle two of an even number)."""
+    return percentile(sorted(values), 0.5)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the linearly interpolated percentile of an ascending, non-empty sequence; `share` in [0, 1] (numpy's default method)."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return half the range of repeats over their median; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    middle = median(values)
+    return (max(values) - min(values)) / 2 / middle if middle > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -39,10 +63,10 @@ class Comparison:
     high: float
     samples: tuple[int, int]
     between_runs: float
-    """Relative noise between runs that was assumed."""
+    """Relative noise between runs that the interval includes."""
 
     def describe(self) -> str:
-        """Say it in words."""
+        """Return the verdict with its interval in one line."""
         change = self.ratio - 1
         interval = f"99 % interval {self.low - 1:+.1%} to {self.high - 1:+.1%}, noise between runs {self.between_runs:.1%}"
         if self.verdict == "cannot tell":
@@ -55,16 +79,16 @@ def compare(old: Sequence[float], new: Sequence[float], *, between_runs: float =
 
     Args:
       old: timings of the baseline, at least three.
-      new: timings of what is judged, at least three.
-      between_runs: relative standard deviation of a run's median around the truth (see `run_to_run_noise`).
-      seed: of the bootstrap, so that the verdict is a function of the figures.
+      new: timings of the new version, at least three.
+      between_runs: relative standard deviation of the median of a run (see `run_to_run_noise`).
+      seed: of the bootstrap.
 
     Raises:
       UserError: too few timings, or one that is not positive and finite.
     """
     for name, values in (("baseline", old), ("new", new)):
         if len(values) < 3:
-            raise UserError(f"{len(values)} timings of the {name} version cannot be told from noise: take at least 3")
+            raise UserError(f"{len(values)} timings of the {name} version are too few: take at least 3")
         if not all(math.isfinite(value) and value > 0 for value in values):
             raise UserError(f"timings of the {name} version must be positive and finite; got {list(values)}")
     noise = max(between_runs, LEAST_NOISE)
@@ -85,26 +109,3 @@ def run_to_run_noise(runs: Sequence[Sequence[float]]) -> float:
         return UNKNOWN_NOISE
     medians = np.log([float(np.median(run)) for run in runs])
     return max(LEAST_NOISE, float(np.std(medians, ddof=1)))
-
-
-def percentile(ordered: list[float], share: float) -> float:
-    """Linear-interpolated percentile of an ascending, non-empty list; `share` in [0, 1] (numpy's default method)."""
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return the relative half-width of repeats around their median; 0 for one value."""
-    if len(values) < 2:
-        return 0.0
-    middle = median(values)
-    return (max(values) - min(values)) / 2 / middle if middle > 0 else 0.0
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median (the mean of the middle two of an even number)."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else math.fsum(ordered[middle - 1 : middle + 1]) / 2

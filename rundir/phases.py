@@ -1,4 +1,4 @@
-"""Phases as intervals, made from the events of a run: what ran when, in which process, inside what, and how it ended."""
+"""Phases as intervals, built from the events of a run: start, duration, process, parent and outcome."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ridgeline.rundir.events import Event
 
 @dataclass
 class Phase:
-    """One stretch of one process's time."""
+    """One interval of the time of one process."""
 
     name: str
     process: int
     restart: int
     start_s: float
-    """Wall clock at the start. Of several stretches summed: as if they were one that ended when they were recorded."""
+    """Wall clock at the start. Of a total: as if it were one interval that ended when it was recorded."""
     start_mono_s: float
-    """The same on the monotonic clock of this process and restart."""
+    """Start on the monotonic clock of this process and restart."""
     duration_s: float
-    """By the monotonic clock."""
+    """On the monotonic clock."""
     outcome: str
-    """ok, error, interrupted, or cut: the process was killed inside, and the phase counts up to its last event."""
+    """ok, error, interrupted, or cut: the process was killed in the phase, which then ends at the last event of the process."""
     count: int = 1
-    """Stretches summed in it."""
+    """Number of intervals in a total."""
     summed: bool = False
-    """Recorded as a total: `start_s` and `start_mono_s` are those of one stretch of this length that ended when it was recorded."""
+    """Recorded as a total (`phase_total`)."""
     written: int = 0
-    """Which line of its log first told of it."""
+    """Index of its first event in the log."""
     parent: Phase | None = None
     children_s: float = 0.0
     """Time of the phases directly inside it."""
@@ -39,7 +39,7 @@ class Phase:
 
     @property
     def own_s(self) -> float:
-        """Time in the phase but in none inside it."""
+        """Time in the phase and in none of its children."""
         return max(0.0, self.duration_s - self.children_s)
 
 

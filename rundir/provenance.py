@@ -1,5 +1,4 @@
-"""What a figure was measured with, or a program made from: the code, its packages, the processor. No JAX here; the device's own facts are
-passed in."""
+"""The provenance of a measurement or a program: code, packages, user and CPU. The device is described by the caller, who has JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ridgeline import PACKAGE
 
 SOURCE_TREE = PACKAGE.parent
 SNAPSHOT = "snapshot.json"
-"""Beside the packages of a submitted job: which code they were copied from (launch/slurm/snapshot.py)."""
+"""File beside the packages of a submitted job that describes the code they were copied from (launch/slurm/snapshot.py)."""
 PACKAGES = (
     *("configs", "planner", "rundir", "hlo", "observe", "sharding"),
     *("loaders", "models", "trainer", "explain", "measure", "launch", "cli"),
@@ -29,7 +28,7 @@ PACKAGES = (
 MAKERS = re.compile(
     r"(jax|jaxlib|jax_(cuda|rocm)\w*|nvidia_\w+|flax|optax|orbax_checkpoint|grain|array_record|numpy|ml_dtypes|tokenizers|ridgeline)", re.I
 )
-"""Packages that make the program, move data between processes, or decide the order of the data."""
+"""Packages that affect the compiled program, communication between processes, or the order of the data."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,15 @@ class SourceState:
     """The state of a source tree."""
 
     facts: dict[str, Any]
-    """commit, dirty, untracked; or the snapshot's own description; or commit None and why."""
+    """commit, dirty, untracked; or the description of a snapshot; or commit None and `why`."""
     diff: str | None
-    """Uncommitted changes of tracked files, empty when there are none; None where git does not say."""
+    """Uncommitted changes of tracked files, empty when there are none; None without git."""
 
 
 def source_state(tree: Path = SOURCE_TREE) -> SourceState:
     """Describe a source tree; an installed copy has no commit.
 
-    The snapshot of a submitted job says itself what it is: it may lie inside some other checkout.
+    The snapshot of a submitted job is described by its own file, since it may lie inside another checkout.
     """
     if (tree / SNAPSHOT).is_file():
         return SourceState({"snapshot": str(tree), **json.loads((tree / SNAPSHOT).read_bytes())}, None)
@@ -102,7 +101,7 @@ def user() -> str | None:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the model name of the host's processor, or the architecture where the kernel gives no name."""
+    """Return the model name of the CPU, or the architecture when the kernel reports no name."""
     try:
         match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
@@ -111,7 +110,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the architecture and instruction sets of the host's processor: what code compiled for it may use."""
+    """Return the architecture and instruction sets of the CPU, which compiled code may use."""
     try:
         match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
@@ -120,7 +119,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cores() -> int:
-    """Return the cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Programs that were compiled again during training, as the event log records them."""
+"""Recompilations during training, as recorded in the event log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVENT = "recompilation"
 
 @dataclass(frozen=True)
 class Change:
-    """An argument that differs from the compilation before."""
+    """An argument that differs from the previous compilation."""
 
     argument: str
     """Its path, such as `batch['tokens']`."""
@@ -31,17 +31,17 @@ class Recompilation:
 
     program: str
     step: int | None
-    """The step that waited for it."""
+    """The step during which it happened."""
     duration_s: float
     arguments: tuple[Change, ...]
-    """Empty when it is not known what changed."""
+    """Changed arguments; empty when not known."""
     source: str | None
-    """`file:line` that called it; None when not known."""
+    """`file:line` of the call; None when not known."""
     time_s: float = 0.0
-    """When it was done, seconds since 1970."""
+    """When it ended, seconds since 1970."""
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Return a line with program, place, duration and cause."""
         at = "" if self.step is None else f"step {self.step}: "
         where = "" if self.source is None else f" at {self.source}"
         changed = [str(change) for change in self.arguments]

@@ -1,31 +1,67 @@
-"""Where the time of a start goes, from the start of the process to the first finished step: the parts of TensorBoard's `train_startup`."""
+"""The time of a start, from the start of the process to the end of its first step: recorded in the event log, and divided into parts.
+
+The parts are those of TensorBoard's `train_startup`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from ridgeline.rundir.events import COMPILE_PARTS, Event
+from ridgeline.rundir.events import COMPILE_PARTS, Event, EventLog
 from ridgeline.rundir.phases import Phase, phases
 
 PARTS = {
-    "launch": "the interpreter, the command, reading the config, data manifests, describing mesh and model.",
+    "launch": "starting the interpreter and the command, reading config and data manifests, describing mesh and model.",
     "import": "loading JAX and the packages of training.",
     "rendezvous": "the processes finding each other.",
     "restore": "reading the checkpoint.",
-    "init": "making the first state; compiling the program that does is among the next parts.",
+    "init": "creating the first state; compiling its program counts in the next parts.",
     "trace": "tracing programs.",
-    "lower": "lowering them.",
-    "compile": "XLA compiling them, or reading its work from JAX's cache.",
+    "lower": "lowering programs.",
+    "compile": "compiling programs with XLA, or reading them from JAX's cache.",
     "load": "loading programs that an earlier start compiled.",
     "first_step": "the first step.",
-    "other": "nothing above: agreeing with other processes, opening files, waiting for the first batch.",
+    "other": "none of the above: agreeing with other processes, opening files, waiting for the first batch.",
 }
-"""Part of a start -> what it holds."""
+"""Part of a start -> its meaning."""
+
+
+def record_start(events: EventLog, before: Sequence[tuple[str, float, float]], facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Record in the event log what happened before it was open: launch, imports, rendezvous.
+
+    Args:
+      events: the log.
+      before: (phase, begin, end) on the monotonic clock, s, in order; the remaining time since the start of the process is `launch`.
+      facts: kind -> fields of further events.
+    """
+    now_s = time.monotonic()
+    covered_s = now_s - process_age_s()
+    for name, begin_s, end_s in before:
+        if begin_s > covered_s:
+            events.total("launch", begin_s - covered_s, ago_s=now_s - begin_s)
+        events.total(name, end_s - begin_s, ago_s=now_s - end_s)
+        covered_s = end_s
+    events.total("launch", max(0.0, now_s - covered_s))
+    for kind, fields in facts.items():
+        events.emit(kind, **fields)
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started (Linux; 0 elsewhere)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
 
 
 def startup_parts(events: Sequence[Event], restart: int) -> dict[str, float] | None:
-    """Return the seconds of each part (those that took place) of one start of process 0, in the order of PARTS; they sum to the time from
-    the start of the process to the end of the first step. None while there is none.
+    """Return the seconds of each part of one start of process 0, in the order of PARTS, without parts that did not happen. They sum to the
+    time from the start of the process to the end of the first step. None before that end.
 
     Args:
       events: of the run (rundir.events.read_events).

@@ -5,17 +5,17 @@ set -eu
 ridge="$BIN/ridge"
 config=configs/quickstart.yaml
 run=runs/quickstart
-stdlib=$("$BIN/python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+texts=${TEXTS:-$("$BIN/python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')}
 select="--include **/*.py --exclude site-packages --exclude dist-packages --exclude test --exclude tests --exclude idle_test --holdout validation=0.05"
 set -f   # the globs are for ridge, not for the shell
 
 say() { printf '\n== %s\n' "$*"; }
 
-say "1/5 tokenizer: byte-pair encoding trained on the Python standard library ($stdlib)"
-"$ridge" data train-tokenizer --input "$stdlib" $select --vocab-size 4096 --output "$CORPUS-tokenizer/tokenizer.json"
+say "1/5 tokenizer: byte-pair encoding trained on the Python standard library ($texts)"
+"$ridge" data train-tokenizer --input "$texts" $select --vocab-size 4096 --output "$CORPUS-tokenizer/tokenizer.json"
 
 say "2/5 corpus: the standard library's source files as token shards, some files held out for validation"
-"$ridge" data prepare --input "$stdlib" $select --tokenizer "$CORPUS-tokenizer/tokenizer.json" --gzip-baseline --output "$CORPUS"
+"$ridge" data prepare --input "$texts" $select --tokenizer "$CORPUS-tokenizer/tokenizer.json" --gzip-baseline --output "$CORPUS"
 
 say "3/5 training (Ctrl-C saves and stops; the same command resumes)"
 "$ridge" train "$config" "$@"

@@ -1,7 +1,7 @@
-"""Collectives written by hand, for use inside `jax.shard_map`, where XLA's partitioner would choose badly.
+"""Collectives written with `jax.shard_map`, in two cases where XLA's partitioner inserts more communication than necessary.
 
-Two cases need them: a lookup in a table whose rows are sharded (the partitioner moves the table), and a gradient that exists as one
-partial sum per row shard (the partitioner reduces the full array over all row shards before it cuts it).
+These are the lookup in a table whose rows are sharded (the partitioner gathers the table), and a gradient that is one partial sum per row
+shard (the partitioner reduces the full array over all row shards before it slices it).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ridgeline.sharding.rules import Axes, LogicalAxes
 
 
 def on_shards(partitioner: Partitioner, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Run `fn` once per device on its local shards (all mesh axes manual)."""
+    """Return a function that runs `fn` on the local shards of each device (all mesh axes manual)."""
     return jax.shard_map(fn, mesh=partitioner.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def active(partitioner: Partitioner, axes: Axes) -> Axes:
-    """The axes with more than one device: XLA's CPU backend copies through a collective over one."""
+    """Return the axes with more than one device: XLA's CPU backend does not remove collectives over one device."""
     return tuple(axis for axis in axes if partitioner.mesh.shape[axis] > 1)
 
 
@@ -34,9 +34,9 @@ def gather_fsdp(partitioner: Partitioner, w: jax.Array, axes: LogicalAxes) -> ja
 
 
 def reduce_gradient(partitioner: Partitioner, grad: jax.Array, axes: LogicalAxes, partial_over: Axes) -> jax.Array:
-    """Sum a partial gradient over mesh axes and leave it where its parameter lies (inside `on_shards`).
+    """Sum a partial gradient over mesh axes, sharded as its parameter (inside `on_shards`).
 
-    `grad` has the shape that `gather_fsdp` gives. It is reduce-scattered over fsdp first, so that the other axes reduce the small shard.
+    `grad` has the shape that `gather_fsdp` returns. It is reduce-scattered over fsdp first, so that the other axes reduce only the shard.
     """
     dim = _fsdp_dim(partitioner, axes)
     if dim is not None:
@@ -50,7 +50,7 @@ def reduce_gradient(partitioner: Partitioner, grad: jax.Array, axes: LogicalAxes
 
 
 def sum_row_shards(partitioner: Partitioner, grad: jax.Array, *axes: str | None) -> jax.Array:
-    """Sum partial gradients [R, ...] (one per row shard, R cut like `batch`) to the gradient of a parameter with these logical axes."""
+    """Sum partial gradients [R, ...] (one per row shard, R sharded as `batch`) to the gradient of a parameter with these logical axes."""
     batch = partitioner.rules.mesh_axes("batch")
     if partitioner.mesh.size == 1:
         return jnp.sum(grad, axis=0)
@@ -67,10 +67,10 @@ def sum_row_shards(partitioner: Partitioner, grad: jax.Array, *axes: str | None)
 
 
 def look_up(partitioner: Partitioner, table_VD: jax.Array, tokens_BT: jax.Array, rows_axis: str = "vocab") -> jax.Array:
-    """Rows of a sharded table [V, D] (logical axes `rows_axis`, embed) for int32 ids [B, T]; [B, T, D] laid out as the residual stream.
+    """Return the rows of a sharded table [V, D] (logical axes `rows_axis`, embed) for int32 ids [B, T]: [B, T, D], the residual stream.
 
-    Each device gathers its rows over fsdp, looks up the tokens whose rows it has, and the partial results are reduce-scattered over the
-    sequence. No gradient: see `look_up_gradient`.
+    Each device gathers its rows over fsdp and looks up the tokens whose rows it has; the partial results are reduce-scattered over the
+    sequence. It has no gradient: see `look_up_gradient`.
     """
     vocab, cut, scattered = _layout(partitioner, rows_axis)
     tokens_spec = PartitionSpec(partitioner.rules.mesh_axes("batch"), cut)
@@ -92,7 +92,7 @@ def look_up(partitioner: Partitioner, table_VD: jax.Array, tokens_BT: jax.Array,
 def look_up_gradient(
     partitioner: Partitioner, rows: int, tokens_BT: jax.Array, dx_BTD: jax.Array, dtype: jnp.dtype, rows_axis: str = "vocab"
 ) -> jax.Array:
-    """Return the gradient of a table of `rows` rows, summed in `dtype`, laid out as the table."""
+    """Return the gradient of a table of `rows` rows, summed in `dtype` and sharded as the table."""
     vocab, cut, scattered = _layout(partitioner, rows_axis)
     tokens_spec = PartitionSpec(partitioner.rules.mesh_axes("batch"), cut)
     table_axes = (rows_axis, "embed")
@@ -102,7 +102,7 @@ def look_up_gradient(
         dx = jax.lax.all_gather(dx, scattered, axis=1, tiled=True) if scattered else dx
         pieces = partitioner.axis_size(rows_axis)
         row, mine = _local_rows(vocab, rows // pieces, tokens)
-        row = jnp.where(mine, row, rows // pieces)  # one past the end: dropped
+        row = jnp.where(mine, row, rows // pieces)  # one past the end, so that it is dropped
         grad = jnp.zeros((rows // pieces, dx.shape[-1]), dtype).at[row].add(dx.astype(dtype), mode="drop")
         return reduce_gradient(partitioner, grad, table_axes, summed)
 
@@ -113,9 +113,9 @@ def look_up_gradient(
 
 
 def _layout(partitioner: Partitioner, rows_axis: str) -> tuple[Axes, Axes, Axes]:
-    """Mesh axes of the rows, those that cut the sequence of the tokens, and those that scatter the looked-up rows along it.
+    """Return the mesh axes that shard the rows, the sequence of the tokens before the lookup, and the sequence of the result.
 
-    Axes that cut the residual sequence but not the rows cut the tokens before the lookup.
+    Axes that shard the residual sequence but not the rows shard the tokens before the lookup.
     """
     rules = partitioner.rules
     vocab, seq, residual = (rules.mesh_axes(logical) for logical in (rows_axis, "seq", "residual_seq"))
@@ -126,7 +126,7 @@ def _layout(partitioner: Partitioner, rows_axis: str) -> tuple[Axes, Axes, Axes]
 
 
 def _local_rows(vocab: Axes, rows: int, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row numbers of the tokens in this device's shard, and which of them it has; ids outside the table are clipped into it."""
+    """Return the row indices of the tokens in this device's shard, and whether they are in it; ids outside the table are clipped."""
     pieces = jax.lax.axis_size(vocab) if vocab else 1
     tokens = jnp.clip(tokens, 0, rows * pieces - 1)
     row = tokens - (jax.lax.axis_index(vocab) * rows if vocab else 0)
@@ -134,7 +134,7 @@ def _local_rows(vocab: Axes, rows: int, tokens: jax.Array) -> tuple[jax.Array, j
 
 
 def _fsdp_dim(partitioner: Partitioner, axes: LogicalAxes) -> int | None:
-    """The dim of a parameter that fsdp cuts, which Rules keeps to fsdp alone; None also when fsdp is one device."""
+    """Return the dim of a parameter that fsdp alone shards; None when there is none, or fsdp has one device."""
     if partitioner.mesh.shape[FSDP_AXIS] == 1:
         return None
     return next((dim for dim, logical in enumerate(axes) if FSDP_AXIS in partitioner.rules.mesh_axes(logical)), None)

@@ -1,7 +1,7 @@
-"""The device mesh: which device sits where.
+"""The device mesh: the order of devices along the mesh axes.
 
-All six axes always exist; an axis of size 1 costs nothing and is never special-cased. The axes are ordered as in `MESH_AXES`, slowest
-first, and devices are laid out node by node: neighbours along the last axes (`tensor`, `expert`) share a node, and `data` crosses nodes.
+All six axes always exist; an axis of size 1 has no cost and no special case. The axes are ordered as in `MESH_AXES`, slowest first, and
+devices node by node: neighbors along the last axes (`tensor`, `expert`) are in the same node, and `data` crosses nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ridgeline.configs.schema import MESH_AXES, MeshConfig
 
 
 class DeviceLike(Protocol):
-    """What the ordering needs to know of a device (a `jax.Device`, or a stand-in in tests and plans)."""
+    """The attributes of a `jax.Device` that determine its order."""
 
     id: int
     process_index: int
@@ -30,14 +30,14 @@ NodeOf = Callable[[DeviceLike], int]
 def node_of(device: DeviceLike) -> int:
     """Return the index of the fast-interconnect domain the device belongs to.
 
-    On GPUs `slice_index` is that domain (a node, or a whole NVLink rack); where there is none, a process stands for its node.
+    On GPUs `slice_index` is that domain (a node, or a whole NVLink rack); without it, each process counts as a node.
     """
     slice_index = getattr(device, "slice_index", None)
     return device.process_index if slice_index is None else int(slice_index)
 
 
 def order_devices(devices: Sequence[DeviceLike], sizes: dict[str, int], node: NodeOf = node_of) -> np.ndarray:
-    """Return the devices as an object array of shape `sizes`, laid out node by node, process by process, id by id."""
+    """Return the devices as an object array of shape `sizes`, ordered by node, process and id."""
     ordered = sorted(devices, key=lambda device: (node(device), device.process_index, device.id))
     grid = np.empty(len(ordered), dtype=object)
     grid[:] = ordered
@@ -45,26 +45,26 @@ def order_devices(devices: Sequence[DeviceLike], sizes: dict[str, int], node: No
 
 
 def build_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None, node: NodeOf = node_of) -> Mesh:
-    """Build the mesh over `devices` (default: all of the run); axis types are always Auto (jax 0.11 changed its own default)."""
+    """Return the mesh over `devices` (default: all of the run). Axis types are always Auto (jax 0.11 changed its default)."""
     devices = jax.devices() if devices is None else devices
     sizes = resolve_sizes(mesh, len(devices))
     return Mesh(order_devices(devices, sizes, node), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def abstract_mesh(mesh: MeshConfig, num_devices: int) -> AbstractMesh:
-    """Build a mesh without devices: enough for specs and local shapes, for a cluster this machine does not have."""
+    """Return a mesh without devices, for specs and local shapes on a cluster that is not present."""
     sizes = resolve_sizes(mesh, num_devices)
     return AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def straddling_axes(mesh: Mesh, node: NodeOf = node_of) -> list[str]:
-    """Return the axes with neighbours on different nodes: their collectives use the network between nodes."""
+    """Return the axes with neighbors on different nodes, whose collectives use the network between nodes."""
     nodes = np.vectorize(node, otypes=[int])(mesh.devices)
     return [axis for dim, axis in enumerate(mesh.axis_names) if (nodes != nodes.take([0], axis=dim)).any()]
 
 
 def describe_mesh(mesh: Mesh, node: NodeOf = node_of) -> str:
-    """Say in one line how the mesh lies over the nodes, with a warning when `tensor` leaves a node."""
+    """Return the mesh and the axes that cross nodes in one line, with a warning when `tensor` does."""
     if mesh.size == 1:
         return "one device"
     used = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
@@ -74,5 +74,5 @@ def describe_mesh(mesh: Mesh, node: NodeOf = node_of) -> str:
     if crossing:
         text += f"; across nodes: {', '.join(crossing)}"
     if "tensor" in crossing:
-        text += " (warning: tensor collectives run in every layer and want the links inside a node)"
+        text += " (warning: collectives over tensor run in every layer and should stay inside a node)"
     return text

@@ -1,4 +1,4 @@
-"""The Partitioner: what models and trainer hold to place parameters and activations on the mesh."""
+"""The Partitioner: shardings of parameters, activations and optimizer state on a mesh."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FSDP_AXIS = "fsdp"
 
 @dataclass(frozen=True)
 class Partitioner:
-    """A mesh and the rules: translates logical axes to shardings. Hashable, so a module may hold it as a static attribute.
+    """A mesh and the sharding rules: translates logical axes to shardings. Hashable, so that modules can have it as a static attribute.
 
-    `mesh` may be an AbstractMesh for planning: specs and shapes work, placing arrays does not.
+    `mesh` may be an AbstractMesh: then specs and shapes work, but arrays cannot be placed.
     """
 
     mesh: Mesh | AbstractMesh
@@ -32,11 +32,11 @@ class Partitioner:
 
     @classmethod
     def single(cls) -> Partitioner:
-        """Return the partitioner of one device (the first local one): nothing is constrained."""
+        """Return the partitioner of one device, the first local one: it constrains nothing."""
         return cls(build_mesh(MeshConfig(), jax.local_devices()[:1]))
 
     def spec(self, axes: LogicalAxes, shape: Sequence[int] | None = None, name: str = "array") -> PartitionSpec:
-        """Translate logical axes; with `shape`, refuse dims that do not divide evenly (UserError naming `name`, dim, axis and sizes)."""
+        """Return the spec of logical axes. With `shape`, raises UserError with name, dim, axis and sizes for dims that do not divide."""
         spec = self.rules.spec(axes)
         if shape is not None:
             self._check_even(axes, spec, shape, name)
@@ -55,12 +55,12 @@ class Partitioner:
         return self.sharding(("batch", "seq"))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Pin an activation to its logical axes. XLA would silently replicate an uneven dim, so that is refused here."""
+        """Constrain the sharding of an activation. Raises UserError for a dim that does not divide, which XLA would silently replicate."""
         sharding = self.sharding(axes, x.shape, "activation")
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
     def gather_param(self, w: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a parameter over `fsdp` for use (ZeRO-3), keeping its `tensor` cut; its gradient goes back to the sharded layout."""
+        """Return a parameter gathered over `fsdp` (ZeRO stage 3) and still sharded over `tensor`; its gradient is sharded over both."""
         sharded = self.sharding(axes, w.shape, "parameter")
         if self.mesh.size == 1:
             return w
@@ -68,7 +68,7 @@ class Partitioner:
         return _gather(w, sharded, gathered)
 
     def axis_size(self, logical: str | None) -> int:
-        """Return into how many pieces a logical axis is cut on this mesh."""
+        """Return the number of shards of a logical axis on this mesh."""
         return math.prod(self.mesh.shape[axis] for axis in self.rules.mesh_axes(logical))
 
     def _check_even(self, axes: LogicalAxes, spec: PartitionSpec, shape: Sequence[int], name: str) -> None:
@@ -79,13 +79,13 @@ class Partitioner:
                 over = " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.rules.mesh_axes(logical))
                 raise UserError(
                     f"{name} of shape {tuple(shape)}: dim {dim} ('{logical}', size {size}) does not divide over mesh {over} = {pieces}; "
-                    f"change the size or the mesh, or replicate the dim with mesh.rules.{logical}=[]"
+                    f"change the size or the mesh, or set mesh.rules.{logical}=[] to replicate the dim"
                 )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding) -> jax.Array:
-    # Pinned on both sides: otherwise XLA may gather before the cast that precedes this, in the wider dtype.
+    # Constrained on both sides: otherwise XLA may gather before the preceding cast, in the wider dtype.
     return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(w, sharded), gathered)
 
 
@@ -94,7 +94,7 @@ def _gather_forward(w: jax.Array, sharded: NamedSharding, gathered: NamedShardin
 
 
 def _gather_backward(sharded: NamedSharding, gathered: NamedSharding, residuals: None, grad: jax.Array) -> tuple[jax.Array]:
-    # Constraining the cotangent, not the sum of microbatches, lets XLA reduce-scatter each layer's gradient where it is made.
+    # Constraining the cotangent, not the sum of microbatches, lets XLA reduce-scatter each layer's gradient where it is computed.
     return (jax.lax.with_sharding_constraint(grad, sharded),)
 
 
@@ -106,13 +106,13 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """Join a jax key path to `layers.attention.query` (the `.value` attribute inside an nnx Variable is not part of a name)."""
+    """Return a JAX key path as text, e.g. `layers.attention.query` (without the `.value` attribute of an nnx Variable)."""
     keys = [key for key in path if not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")]
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys)
 
 
 def param_axes(abstract_state: Any) -> dict[str, LogicalAxes]:
-    """Return path -> logical axes for every nnx Variable of the state; an array without `axes` metadata is a bug of the model."""
+    """Return path -> logical axes for every nnx Variable of the state. Each must have `axes` metadata."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state, is_leaf=_is_variable)
     return {path_name(path): _variable_axes(path, leaf) for path, leaf in leaves}
 
@@ -120,7 +120,7 @@ def param_axes(abstract_state: Any) -> dict[str, LogicalAxes]:
 def state_shardings(partitioner: Partitioner, abstract_state: Any) -> Any:
     """Return the state's tree with a NamedSharding for each array, from the `axes` metadata of its nnx Variables.
 
-    Uneven dims raise a UserError naming the parameter.
+    Raises UserError, with the parameter's name, for dims that do not divide.
     """
 
     def one(path: Sequence[Any], leaf: Any) -> Any:
@@ -140,7 +140,7 @@ def _variable_axes(path: Sequence[Any], leaf: Any) -> LogicalAxes:
 def param_shardings(partitioner: Partitioner, abstract_params: Any, axes: Any) -> Any:
     """Return the NamedSharding of every array of a parameter tree; `axes` is the same tree with a tuple of logical axes per array.
 
-    Uneven dims raise a UserError naming the parameter.
+    Raises UserError, with the parameter's name, for dims that do not divide.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, axes: partitioner.sharding(axes, leaf.shape, path_name(path)), abstract_params, axes
@@ -148,11 +148,11 @@ def param_shardings(partitioner: Partitioner, abstract_params: Any, axes: Any) -
 
 
 def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any, abstract_params: Any, axes: Any) -> Any:
-    """Return the optimiser state's tree with a NamedSharding for each array.
+    """Return the optimizer state's tree with a NamedSharding for each array.
 
-    A moment lies as its parameter does, the scales of one in 8 bits too where blocks are whole; Adafactor's row and column statistics as
-    the parameter without the dim they sum over; counters and placeholders are replicated. Parameters are found by path: a state array
-    belongs to the parameter whose path ends its own.
+    A moment is sharded as its parameter, and so are the scales of an 8-bit moment where no block is split; Adafactor's row and column
+    statistics are sharded as the parameter without the dim they sum over; counters and placeholders are replicated. A state array
+    belongs to the parameter whose path is the end of its own path.
     """
     owners: dict[tuple[Any, ...], tuple[Sequence[int], LogicalAxes]] = {}
     jax.tree_util.tree_map_with_path(lambda path, leaf, of: owners.update({tuple(path): (leaf.shape, of)}), abstract_params, axes)
@@ -160,11 +160,11 @@ def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any,
     def one(path: Sequence[Any], leaf: Any) -> NamedSharding:
         found = next(((path[:i], owners[tuple(path[i:])]) for i in range(len(path)) if tuple(path[i:]) in owners), None)
         if found is None:
-            assert len(leaf.shape) <= 1, f"optimiser state {path_name(path)} of shape {leaf.shape} belongs to no parameter"
+            assert len(leaf.shape) <= 1, f"optimizer state {path_name(path)} of shape {leaf.shape} belongs to no parameter"
             return partitioner.replicated()
         prefix, (shape, of) = found
         if path_name(prefix).endswith(".scale"):
-            # of blocks along one dim (trainer/eight_bit.py): cut as that dim where whole blocks lie on a device
+            # of blocks along one dim (trainer/low_precision.py): sharded as that dim where no block is split
             even = [size % partitioner.axis_size(axis) == 0 for size, axis in zip(leaf.shape, of, strict=True)]
             return partitioner.sharding([axis if e else None for axis, e in zip(of, even, strict=True)], leaf.shape, path_name(path))
         return partitioner.sharding(statistic_axes(path_name(prefix), leaf.shape, shape, of), leaf.shape, path_name(path))
@@ -173,10 +173,10 @@ def optimizer_state_shardings(partitioner: Partitioner, abstract_opt_state: Any,
 
 
 def statistic_axes(name: str, shape: Sequence[int], param_shape: Sequence[int], axes: LogicalAxes) -> LogicalAxes:
-    """Return the logical axes of an optimiser statistic of `shape` that belongs to a parameter.
+    """Return the logical axes of an optimizer statistic of `shape` that belongs to a parameter.
 
-    Adafactor sees the matrix view of one layer (`matrix_sides`), sums over its larger side for `v_row` and over the other for `v_col`
-    (arXiv 1804.04235, section 3; optax breaks ties by position), and keeps one element per layer where a statistic is not used.
+    Adafactor uses the matrix view of one layer (`matrix_sides`), sums over its larger side for `v_row` and over the other for `v_col`
+    (arXiv 1804.04235, section 3; optax resolves ties by position), and has one element per layer for an unused statistic.
     """
     if tuple(shape) == tuple(param_shape):
         return axes

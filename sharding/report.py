@@ -1,4 +1,4 @@
-"""How a model's state lies on a mesh, parameter by parameter, in bytes per device. Works for a mesh this machine does not have."""
+"""Sharding of a model's state on a mesh, by parameter, in bytes per device. The devices of the mesh need not be present."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class ParameterRow:
     """One parameter (stacked over layers where the model scans)."""
 
     path: str
+    """Dotted name, e.g. `layers.attention.query`."""
     axes: LogicalAxes
     """Logical axis of each dim."""
     spec: tuple[str | tuple[str, ...] | None, ...]
@@ -33,27 +34,27 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class ShardingReport:
-    """The rows, and bytes per device of each kind of state between steps (gradients: the accumulated ones within a step)."""
+    """Rows of all parameters, and bytes per device of each kind of state (gradients: accumulated ones within a step)."""
 
     rows: tuple[ParameterRow, ...]
     parameters: int
     """Number of parameters."""
     parameter_bytes: int
-    """Of the whole model."""
+    """Bytes of the whole model."""
     parameter_bytes_per_device: int
     gradient_bytes_per_device: int
     optimizer_bytes_per_device: int
 
     @property
     def total_bytes_per_device(self) -> int:
-        """Parameters, gradients and optimiser state."""
+        """Bytes per device of parameters, gradients and optimizer state together."""
         return self.parameter_bytes_per_device + self.gradient_bytes_per_device + self.optimizer_bytes_per_device
 
 
 def sharding_report(partitioner: Partitioner, params: Any, axes: Any, opt_state: Any, gradient_dtype: str) -> ShardingReport:
-    """Report on abstract trees: parameters, their logical axes (same structure), and the optimiser state.
+    """Report on abstract trees: parameters, their logical axes (same structure), and the optimizer state.
 
-    Raises UserError naming the parameter when a dim does not divide.
+    Raises UserError, with the parameter's name, for a dim that does not divide.
     """
     rows: list[ParameterRow] = []
     jax.tree_util.tree_map_with_path(lambda path, leaf, of: rows.append(_row(partitioner, path_name(path), leaf, of)), params, axes)

@@ -1,6 +1,6 @@
-"""Logical axis -> mesh axes: the one table that decides what is sharded over what.
+"""Sharding rules: the table from logical axes to mesh axes.
 
-Parameters and activations carry logical axis names; changing a layout is changing a row here, or `mesh.rules` in a config.
+Parameters and activations have logical axis names. To change a sharding, change a row here, or set `mesh.rules` in a config.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ LogicalAxes = Sequence[str | None]
 
 @dataclass(frozen=True)
 class Rules:
-    """The rows: logical axis to mesh axes, the first of several varying slowest. `()` means replicated."""
+    """The table: logical axis -> mesh axes, the first of several varying slowest. `()`: replicated."""
 
     # Parameters.
     layers: Axes = ("pipeline",)
-    """A stage owns whole layers, so the stacked axis is what a pipeline cuts."""
+    """A pipeline stage has whole layers, so pipelines shard the stacked axis."""
     vocab: Axes = ("tensor",)
-    """The two vocabulary tables are the largest matrices; cutting their rows also cuts the logits."""
+    """The two vocabulary tables are the largest matrices; sharding their rows also shards the logits."""
     embed: Axes = ("fsdp",)
-    """Every matrix has exactly one `embed` dim, so this one row shards them all (ZeRO-3) with one gather each."""
+    """Every matrix has exactly one `embed` dim, so this row shards all of them (ZeRO stage 3), with one gather each."""
     heads: Axes = ("tensor",)
-    """Heads are independent: projections in are cut by column, the projection out by row, one reduction per block (Megatron)."""
+    """Heads are independent: input projections are sharded by column, the output projection by row, with one reduction (Megatron)."""
     kv_heads: Axes = ("tensor",)
     """As heads; a model with fewer key/value heads than `tensor` needs `kv_heads: []` (replicated) here."""
     head_dim: Axes = ()
-    """Inside a head nothing is independent: the softmax needs all of it."""
+    """Not sharded: the softmax needs the whole head."""
     mlp: Axes = ("tensor",)
-    """The hidden width is elementwise: column then row, one reduction per block (Megatron)."""
+    """The hidden activations are elementwise: sharded by column, then by row, with one reduction (Megatron)."""
     norm: Axes = ()
-    """A few thousand numbers: a gather would cost more latency than the copy costs memory."""
+    """Replicated: the vectors are small, and a gather would cost latency."""
     positions: Axes = ()
-    """Learned positions are looked up by index; their `embed` dim is sharded already."""
+    """Replicated: learned positions are looked up by index, and their `embed` dim is already sharded."""
 
     # Activations.
     batch: Axes = ("data", "fsdp")
-    """fsdp is data parallelism with sharded parameters, so both axes cut the batch."""
+    """fsdp is data parallelism with sharded parameters, so both axes shard the batch."""
     seq: Axes = ("context",)
     """The sequence inside attention and MLP."""
     residual_seq: Axes = ("context", "tensor")
-    """The residual stream between blocks: norms and adds are per token, so `tensor` cuts tokens there (sequence parallelism,
-    arXiv 2205.05198)."""
+    """The sequence of the residual stream between blocks: norms and adds are per token, so `tensor` shards tokens there (sequence
+    parallelism, arXiv 2205.05198)."""
     act_embed: Axes = ()
-    """Matmuls contract over it; a cut would add a reduction to each."""
+    """Replicated: matmuls contract over it, so sharding would add a reduction to each."""
     act_heads: Axes = ("tensor",)
-    """Follows `heads`."""
+    """As `heads`."""
     act_kv_heads: Axes = ("tensor",)
-    """Follows `kv_heads`."""
+    """As `kv_heads`."""
     act_mlp: Axes = ("tensor",)
-    """Follows `mlp`."""
+    """As `mlp`."""
     act_vocab: Axes = ("tensor",)
-    """Follows `vocab`: logits stay cut; only sums over the vocabulary are reduced."""
+    """As `vocab`: logits stay sharded, and only sums over the vocabulary are reduced."""
 
     @classmethod
     def from_config(cls, mesh: MeshConfig) -> Rules:
-        """Return the table with the overrides of `mesh.rules`; unknown logical or mesh axes are refused with the nearest name."""
+        """Return the table with the changes of `mesh.rules`. Raises UserError with the nearest name for unknown logical or mesh axes."""
         for logical, axes in mesh.rules.items():
             if logical not in LOGICAL_AXES:
                 raise unknown_name("logical axis in mesh.rules", logical, LOGICAL_AXES)
@@ -74,7 +74,7 @@ class Rules:
                     raise unknown_name(f"mesh axis in mesh.rules.{logical}", axis, MESH_AXES)
             if logical in PARAMETER_AXES and "fsdp" in axes and len(axes) > 1:
                 raise UserError(
-                    f"mesh.rules.{logical}={axes}: 'fsdp' must be alone on a parameter's dim, which is gathered over it for use"
+                    f"mesh.rules.{logical}={axes}: 'fsdp' must be the only mesh axis of a parameter's dim; remove it or the others"
                 )
         return dataclasses.replace(cls(), **{logical: tuple(axes) for logical, axes in mesh.rules.items()})
 
@@ -88,9 +88,9 @@ class Rules:
         return axes
 
     def spec(self, axes: LogicalAxes, without: Axes = ()) -> PartitionSpec:
-        """Translate logical axes, one per dim, leaving out the mesh axes in `without`.
+        """Return the spec of logical axes, one per dim, omitting the mesh axes in `without`.
 
-        Raises UserError when two dims claim the same mesh axis.
+        Raises UserError when two dims map to the same mesh axis.
         """
         entries = [tuple(axis for axis in self.mesh_axes(logical) if axis not in without) for logical in axes]
         claimed: dict[str, str | None] = {}
@@ -106,13 +106,13 @@ class Rules:
 
 
 HEAD_AXES = frozenset({"heads", "kv_heads", "head_dim"})
-"""Logical axes that together are one side of a projection."""
+"""Logical axes that together form one side of a projection matrix."""
 
 
 def matrix_sides(axes: LogicalAxes) -> list[tuple[int, ...]]:
     """Group the dims of one layer's parameter into the sides of its matrix: `(layers, embed, heads, head_dim)` -> `[(1,), (2, 3)]`.
 
-    A norm or a bias has one side, whatever its rank; the stacked `layers` dim belongs to none.
+    A norm or a bias has one side, for any rank. The stacked `layers` dim belongs to no side.
     """
     dims = [dim for dim, axis in enumerate(axes) if axis != "layers"]
     return [tuple(group) for _, group in groupby(dims, key=lambda dim: (0, "") if axes[dim] in HEAD_AXES else (dim + 1, axes[dim]))]

@@ -24,6 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
+    "docs/test_commands",
     "trainer/test_aot",
     "planner/test_collectives_gpu",
     "trainer/test_fp8_training",

@@ -1,1 +1,1 @@
-"""State, step, optimiser, loop, checkpoint, evaluation."""
+"""State, step, optimizers, loop, checkpoints, evaluation, ahead-of-time compilation."""

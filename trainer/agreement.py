@@ -1,7 +1,7 @@
-"""What several processes decide together, over JAX's coordination service (plain TCP: no device work, usable from any thread).
+"""Agreement between processes over JAX's coordination service (TCP; no device work, usable from any thread).
 
-Two operations carry all of checkpointing. An exception in any process becomes an exception in every process, so that no process waits
-for one that has given up. With one process both simply call the work.
+An exception in one process is raised in every process, so that no process waits for one that has failed. With one process both operations
+only call the work.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ridgeline.trainer.stop import in_thread
 T = TypeVar("T")
 
 _TIMEOUT_MS = 3_600_000
-"""A dead process is noticed by the coordination service's heartbeats, not by this limit."""
+"""The coordination service's heartbeats detect a dead process long before this timeout."""
 
 _created = itertools.count()
 
 
 class PeerError(RuntimeError):
-    """The agreed work failed in at least one process; the message says in which and why."""
+    """The work failed in at least one process; the message has the processes and their errors."""
 
 
 class Agreement:
-    """One ordered channel of agreements. Every process must create it, and call it, in the same order; one thread at a time."""
+    """An ordered channel between all processes. Every process must create and call it in the same order, from one thread at a time."""
 
     def __init__(self, name: str) -> None:
         self.process, self.count = jax.process_index(), jax.process_count()
         self._prefix = f"ridge/{name}/{next(_created)}"
         self._round = 0
-        self._told: list[str] = []
+        self._published: list[str] = []
 
     def first(self, work: Callable[[], T]) -> T:
         """Run `work` in process 0 and return its result (a JSON value) in every process."""
@@ -44,7 +44,7 @@ class Agreement:
         key = self._next_key()
         if self.process == 0:
             outcome = _attempt(work)
-            self._tell(key, outcome)
+            self._publish(key, outcome)
         else:
             outcome = json.loads(_wait_for(key))
         return _unwrap([outcome])[0]
@@ -64,19 +64,19 @@ class Agreement:
         for other in range(1, self.count):
             outcomes.append(json.loads(_wait_for(f"{key}/{other}")))
             _client().key_value_delete(f"{key}/{other}")
-        for told in self._told:  # every process has come this far: it has read what was told before
-            _client().key_value_delete(told)
-        self._told.clear()
-        self._tell(key, [outcome if "error" in outcome else {"value": None} for outcome in outcomes])
+        for published in self._published:  # every process has reached this point, and so has read the earlier values
+            _client().key_value_delete(published)
+        self._published.clear()
+        self._publish(key, [outcome if "error" in outcome else {"value": None} for outcome in outcomes])
         return _unwrap(outcomes)
 
     def raise_alarm(self, name: str) -> None:
-        """Let the others see, by `alarmed(name)`, that they need not wait for this process."""
+        """Signal to the other processes, which poll `alarmed(name)`, that they must not wait for this one."""
         if self.count > 1:
             _client().key_value_set(f"{self._prefix}/alarm/{name}/{self.process}", "1", allow_overwrite=True)
 
     def alarmed(self, name: str) -> bool:
-        """Whether some process has raised the alarm `name`."""
+        """Return whether a process has raised the alarm `name`."""
         if self.count == 1:
             return False
         return bool(_client().key_value_dir_get(f"{self._prefix}/alarm/{name}"))
@@ -85,9 +85,9 @@ class Agreement:
         self._round += 1
         return f"{self._prefix}/{self._round}"
 
-    def _tell(self, key: str, value: Any) -> None:
+    def _publish(self, key: str, value: Any) -> None:
         _client().key_value_set(key, json.dumps(value))
-        self._told.append(key)
+        self._published.append(key)
 
 
 def coordination_client() -> Any:
@@ -101,10 +101,10 @@ def _wait_for(key: str) -> str:
 
 
 def _client() -> Any:
-    # JAX offers its coordination client to libraries only here (Orbax uses it the same way).
+    # The only access to JAX's coordination client (Orbax uses it too).
     from jax._src import distributed
 
-    assert distributed.global_state.client is not None, "several processes, but jax.distributed is not initialised"
+    assert distributed.global_state.client is not None, "several processes, but jax.distributed is not initialized"
     return distributed.global_state.client
 
 

@@ -14,33 +14,31 @@ import numpy as np
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
-from ridgeline.loaders.evaluation import EvaluationSet, open_evaluation_set
-from ridgeline.loaders.manifest import check_tokenizer, read_manifest
+from ridgeline.loaders.loader import EvaluationSet, open_evaluation_set
+from ridgeline.loaders.manifest import check_same_tokenizer, check_tokenizer, read_manifest
 from ridgeline.observe.step_timer import evaluation_metrics, perplexity
 from ridgeline.sharding.partition import Partitioner
-from ridgeline.trainer import config_guard
-from ridgeline.trainer.batches import local_rows, to_global
 from ridgeline.trainer.state import ModelSpec, Tree
-from ridgeline.trainer.step import Metrics, make_evaluation_step
+from ridgeline.trainer.step import Metrics, local_rows, make_evaluation_step, to_global
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with set name, batches done, batches in all."""
+"""Arguments: set name, batches done, batches in total."""
 
 
 @dataclass(frozen=True)
 class SetResult:
-    """What one set gave."""
+    """The result of one set."""
 
     nats: float
-    """Summed cross-entropy of the counted target tokens."""
+    """Summed cross-entropy of the target tokens, weighted."""
     tokens: float
-    """Their number (sum of weights)."""
+    """Number of target tokens (sum of weights)."""
     correct: float
-    """How many were the model's first choice."""
+    """Number of target tokens that were the model's top prediction."""
     text_bytes: int | None
-    """Bytes of text they stand for; None when only a part of the set was read."""
+    """Bytes of text of the set; None when only a part of it was read."""
     gzip9_bytes: int | None
-    """gzip -9 size of each document, summed, on the same bytes, where the corpus recorded it."""
+    """Summed gzip -9 size of the same documents; None where the corpus did not record it."""
     duration_s: float
     """Wall time."""
 
@@ -51,12 +49,12 @@ class SetResult:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Total nats / ln 2 / bytes of the text."""
+        """nats / ln 2 / bytes of text."""
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """What gzip -9, file by file, makes of the same text."""
+        """Bits per byte of gzip -9, applied to each document."""
         return 8 * self.gzip9_bytes / self.text_bytes if self.gzip9_bytes and self.text_bytes else None
 
     @property
@@ -76,7 +74,7 @@ class SetResult:
         )
 
     def describe(self) -> str:
-        """Return the figures in one line of text."""
+        """Return the results as one line of text."""
         text = f"loss {self.loss:.4f} nats/token, perplexity {self.perplexity:.2f}"
         if self.bits_per_byte is not None:
             text += f", {self.bits_per_byte:.3f} bits/byte"
@@ -86,7 +84,7 @@ class SetResult:
 
 
 class Evaluator:
-    """Holds the open sets and the compiled evaluation step."""
+    """Evaluates the sets of a config."""
 
     def __init__(
         self, config: Config, partitioner: Partitioner, step: Callable[[Tree, Any], Metrics], sets: Mapping[str, Path] | None = None
@@ -114,9 +112,13 @@ class Evaluator:
         progress: ProgressCallback | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> dict[str, SetResult] | None:
-        """Evaluate every set with these parameters; `max_batches` caps each set (then bits per byte is not known).
+        """Evaluate every set with these parameters.
 
-        `stopping` is asked before each batch, in every process; once it says yes the evaluation is given up and None returned.
+        Args:
+          params: parameters of the model.
+          max_batches: limit per set; a partially read set has no bits per byte.
+          progress: called after each batch.
+          stopping: polled before each batch, in every process. Once it returns true the evaluation ends and returns None.
         """
         results = {}
         for name, held_out in self.sets.items():
@@ -143,7 +145,7 @@ class Evaluator:
             if stopping():
                 return None
             pending.append(self._step(params, to_global(batch, self._partitioner)))
-            if len(pending) > 2:  # keeps two batches in flight and adds in float64 on the host
+            if len(pending) > 2:  # two batches stay in flight; sums are in float64 on the host
                 _add(totals, pending.pop(0))
             if progress is not None:
                 progress(name, index + 1, count)
@@ -174,20 +176,20 @@ def evaluate_model(
 ) -> dict[str, SetResult]:
     """Evaluate parameters on whole sets, outside a run.
 
-    Raises UserError: a set is missing or damaged, was made with another tokenizer than `tokenizer_sha256` (None: not known), its ids do
-    not fit the vocabulary, or seq_len is longer than the model allows.
+    Raises UserError: a set is missing, damaged, or made with another tokenizer than `tokenizer_sha256` (None: unknown); its ids exceed the
+    vocabulary; or seq_len is longer than the model allows.
     """
     if seq_len > config.model.max_seq_len:
         raise UserError(f"rows of {seq_len} tokens are longer than model.max_seq_len={config.model.max_seq_len}")
     for path in sets.values():
         tokenizer = check_tokenizer([(path, read_manifest(path))], config.model.vocab_size)
-        config_guard.check_tokenizer(tokenizer_sha256, tokenizer.sha256, "the model")
+        check_same_tokenizer(tokenizer_sha256, tokenizer.sha256, "the model")
     data = config.data.model_copy(update={"seq_len": seq_len, **({} if batch_size is None else {"batch_size": batch_size})})
     step = jax.jit(make_evaluation_step(spec, config, partitioner))
     evaluation = config.evaluation.model_copy(update={} if batch_size is None else {"batch_size": batch_size})
     evaluator = Evaluator(config.model_copy(update={"data": data, "evaluation": evaluation}), partitioner, step, sets)
     results = evaluator.evaluate(params, progress=progress)
-    assert results is not None, "nothing stops it"
+    assert results is not None, "no stop function"
     return results
 
 

@@ -1,9 +1,9 @@
-"""The update rules, from optax, with what a sharded, stacked, mixed-precision model needs around them.
+"""The optimizers: optax update rules, adapted to sharded, stacked, mixed-precision parameters.
 
-* The learning rate is an argument of `update`, not a counter in the state: after a resume it follows from the step alone.
-* Rules see float32: gradients and parameters are cast before, so second moments are float32 whatever `precision.params` says.
+* The learning rate is an argument of `update`, not a counter in the state: after a resume it depends only on the step.
+* Rules compute in float32: gradients and parameters are cast first, so second moments are float32 for any `precision.params`.
 * A stacked `layers` dim is never part of a matrix: Adafactor runs once per layer, Muon treats it as a batch, decay masks ignore it.
-* Decoupled weight decay is scaled by the learning rate in every rule. Gradient clipping belongs to the step, which knows the norm already.
+* Decoupled weight decay is scaled by the learning rate in every rule. Gradient clipping is part of the step, which computes the norm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import optax
 from ridgeline.configs.errors import unknown_name
 from ridgeline.configs.schema import OptimizerConfig, PrecisionConfig
 from ridgeline.sharding.rules import matrix_sides
-from ridgeline.trainer.eight_bit import scale_by_eight_bit_adam
+from ridgeline.trainer.low_precision import scale_by_eight_bit_adam
 
 Tree = Any
 LogicalAxes = tuple[str | None, ...]
@@ -28,7 +28,7 @@ Rule = Callable[[OptimizerConfig, jnp.dtype, Tree], optax.GradientTransformation
 
 LAYERS = "layers"
 TABLE_AXES = frozenset({"vocab", "positions"})
-"""Logical axes of lookup tables and the unembedding: rows are used one at a time, so Muon's matrix view does not fit them."""
+"""Logical axes of lookup tables and the unembedding. Their rows are used one at a time, so Muon does not apply to them."""
 MUON_RMS = 0.2
 """Muon updates are scaled to AdamW's usual root mean square, so that one learning rate serves both (arXiv 2502.16982, equation 4)."""
 
@@ -46,12 +46,12 @@ def build_optimizer(optimizer: OptimizerConfig, precision: PrecisionConfig, para
 
 
 def decays(config: OptimizerConfig, axes: LogicalAxes) -> bool:
-    """Say whether weight decay applies to a parameter with these logical axes."""
+    """Return whether weight decay applies to a parameter with these logical axes."""
     return {"all": True, "none": False, "matrices": len(matrix_sides(axes)) >= 2}[config.decay]
 
 
 def uses_muon(axes: LogicalAxes) -> bool:
-    """Say whether the kind `muon` orthogonalises this parameter; the others (tables, norms, biases) are left to AdamW."""
+    """Return whether the kind `muon` orthogonalizes this parameter. The others (tables, norms, biases) use AdamW."""
     return len(matrix_sides(axes)) == 2 and not TABLE_AXES & set(axes)
 
 
@@ -68,7 +68,7 @@ def _decayed_weights(config: OptimizerConfig, param_axes: Tree) -> optax.Gradien
 
 
 def in_eight_bits(axes: LogicalAxes) -> bool:
-    """Say whether `precision.moments: int8` reaches this parameter: matrices; tables, norms and biases keep float32 moments.
+    """Return whether `precision.moments: int8` applies to this parameter: matrices; tables, norms and biases keep float32 moments.
 
     Tables see few rows per step and are where 8 bits hurt (arXiv 2110.02861, section 2.3).
     """
@@ -124,7 +124,7 @@ def _muon(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> opta
 
 
 def _scale_to_muon_rms(update: jax.Array, numbers: optax.contrib.MuonDimensionNumbers) -> jax.Array:
-    """An orthogonal [m, n] matrix has a root mean square of 1/sqrt(max(m, n)); bring it to MUON_RMS."""
+    """Scale an orthogonal [m, n] matrix, whose root mean square is 1/sqrt(max(m, n)), to MUON_RMS."""
     larger = max(math.prod(update.shape[dim] for dim in side) for side in numbers)
     return MUON_RMS * math.sqrt(larger) * update
 
@@ -159,7 +159,7 @@ def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientT
 
 
 def _per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Run a rule on each layer of stacked parameters by itself; every array of its state gains the leading dim."""
+    """Apply a rule to each layer of stacked parameters separately; every array of its state gets the leading dim."""
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         if not jax.tree.leaves(updates):
@@ -174,7 +174,7 @@ def _per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def _as_matrices(inner: optax.GradientTransformation, param_axes: Tree) -> optax.GradientTransformation:
-    """Run a rule on the matrix view of each parameter ([D, N, H] as [D, N*H]), which its state then has too."""
+    """Apply a rule to the matrix view of each parameter ([D, N, H] as [D, N*H]); its state has the same view."""
 
     def view(tree: Tree) -> Tree:
         def one(x: jax.Array, axes: LogicalAxes) -> jax.Array:

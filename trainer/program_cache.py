@@ -1,12 +1,12 @@
-"""Whole compiled programs, kept from one start for the next, which then neither traces, lowers nor compiles them.
+"""A cache of compiled programs: a later start loads them without tracing, lowering or compiling.
 
-JAX's persistent cache looks a program up by its lowered module, so every start traces and lowers first. Here it is looked up by all that it
-is made from (`program_facts`); whatever differs, or cannot be loaded, is compiled as if there were no cache. Both lie in one directory
-(runtime.compilation_cache): after an edit that changes no program XLA's work is still found in JAX's.
+The key of JAX's persistent cache is the lowered module, so every start has to trace and lower first. The key here is everything that a
+program is made from (`program_facts`). A program that is not found, or cannot be loaded, is compiled. Both caches are in one directory
+(runtime.compilation_cache): after an edit of the code that does not change a program, JAX's cache still has it.
 
-What JAX's cache had is not kept here: XLA's CPU runtime loses functions of a program that is loaded and serialised again (jax 0.10 and
-0.12: "Function ... not found", when it runs). An entry is a pickle, hence code, as JAX's are: only files that nobody else can write are
-read.
+A program that came from JAX's cache is not stored here: XLA's CPU runtime loses functions of a program that is loaded and serialized
+again (jax 0.10 and 0.12: "Function ... not found" when it runs). An entry is a pickle, as JAX's are, and can execute code: only files
+that no other user can write are read.
 """
 
 from __future__ import annotations
@@ -28,34 +28,33 @@ import jax
 
 from ridgeline.configs.diff import flatten
 from ridgeline.configs.schema import Config
-from ridgeline.observe.compilation import compile_in_parts
-from ridgeline.observe.recompile import describe
+from ridgeline.observe.compilation import compile_in_parts, describe
 from ridgeline.rundir.events import COMPILED, LOADED
 from ridgeline.rundir.provenance import PACKAGES, code_hash, cores, cpu_features, makers
 from ridgeline.trainer.agreement import Agreement
 
 MAX_BYTES = 4 << 30
-"""Of all entries together: those that were not used for longest go first."""
+"""Size limit of all entries together; the least recently used are deleted first."""
 NOT_IN_PROGRAM = (
     *("name", "run_dir", "init_from", "data.train", "evaluation.", "checkpoint.", "logging.", "profiler."),
     *("runtime.compilation_cache", "runtime.rendezvous_timeout_s"),
     *("trainer.log_every", "trainer.max_bad_steps", "trainer.hang_timeout_s", "trainer.stop_after_s"),
 )
-"""Beginnings of the config keys that no compiled program depends on: everything else does, keys to come included."""
+"""Prefixes of the config keys that do not affect any compiled program. All other keys are part of the cache key."""
 NOT_IN_JAX = ("jax_compilation_cache_dir", "jax_explain_cache_misses", "jax_cuda_visible_devices", "jax_rocm_visible_devices")
-"""JAX's settings that change no program."""
+"""JAX settings that do not affect programs."""
 SETTINGS = ("XLA_", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
-"""Prefixes of variables that XLA reads. Those of JAX are among its settings."""
+"""Prefixes of environment variables that XLA reads. JAX's own are among its settings."""
 NOT_IN_CODE = ("explain", "measure", "launch", "cli")
-"""Packages that no program of a run is made from."""
+"""Packages that do not affect the programs of a run."""
 _SUFFIX = ".program"
 _DIGEST_BYTES = 32
 
 
 def program_facts(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Return everything the programs of a run are made from, their names and arguments apart. Call it when JAX has all its settings.
+    """Return everything that determines the programs of a run, except their names and arguments. Call it after JAX is configured.
 
-    What it cannot see: packages edited in place without a new version, and functions replaced while the process runs.
+    Not detected: packages edited in place without a new version, and functions replaced while the process runs.
     """
     devices = list(mesh.devices.flat)
     client = devices[0].client
@@ -73,25 +72,32 @@ def program_facts(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     }
 
 
+def open_program_cache(config: Config, mesh: jax.sharding.Mesh, log: Callable[[str], None]) -> ProgramCache | None:
+    """Open the cache of compiled programs; None for a config without runtime.compilation_cache. `log`: as in ProgramCache."""
+    if config.runtime.compilation_cache is None:
+        return None
+    return ProgramCache(config.runtime.compilation_cache, program_facts(config, mesh), list(mesh.devices.flat), log)
+
+
 class ProgramCache:
-    """The programs of one run. All processes construct it, and compile, in the same order: they load a program together or not at all.
+    """The compiled programs of one run. All processes construct and call it in the same order; a program is loaded in all or in none.
 
     Args:
-      directory: runtime.compilation_cache, which all processes share; process 0 writes.
+      directory: runtime.compilation_cache, shared by all processes; process 0 writes.
       facts: `program_facts`.
-      devices: those the programs run on, in the order of the mesh.
-      say: told in one line why a program is not loaded or not kept.
+      devices: of the programs, in mesh order.
+      log: receives one line when a program cannot be loaded or stored.
     """
 
-    def __init__(self, directory: Path, facts: dict[str, Any], devices: Sequence[jax.Device], say: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, facts: dict[str, Any], devices: Sequence[jax.Device], log: Callable[[str], None]) -> None:
         self._directory = directory / "programs"
         self._facts = json.dumps(facts, sort_keys=True)
-        self._devices, self._say = devices, say
+        self._devices, self._log = devices, log
         self._agreement = Agreement("programs")
         self._loaded: list[Path] = []
 
     def compile(self, function: Any, name: str, args: Sequence[Any], record: dict[str, Any]) -> Any:
-        """Load the program, or compile and keep it (observe.recompile.Compile)."""
+        """Load the program, or compile and store it (observe.recompile.Compile)."""
         path = self._path(name, describe(function, args))
         began_s = time.perf_counter()
         compiled = self._load_everywhere(path)
@@ -100,22 +106,22 @@ class ProgramCache:
             return compiled
         compiled = compile_in_parts(function, name, args, record)
         if self._agreement.process == 0 and record["source"] == COMPILED:
-            self._keep(path, compiled)
+            self._store(path, compiled)
         return compiled
 
-    def forget(self) -> None:
-        """Remove what this start loaded, after XLA failed before the first step was done: the next start compiles anew."""
+    def remove_loaded(self) -> None:
+        """Delete the programs that this start loaded, after XLA failed in the first step: the next start compiles them."""
         for path in self._loaded:
             with contextlib.suppress(OSError):
                 path.unlink()
-                self._say(f"removed {path}: the run failed before the first step of this program")
+                self._log(f"removed {path}: the run failed before the first step of this program")
 
     def _path(self, name: str, described: Sequence[tuple[str, str]]) -> Path:
         digest = hashlib.sha256(f"{self._facts}\0{name}\0{json.dumps(described)}".encode())
         return self._directory / f"{name}-{digest.hexdigest()}{_SUFFIX}"
 
     def _load_everywhere(self, path: Path) -> Any:
-        """Return the program when every process can load it, else None: one that compiled might wait for others that do not."""
+        """Return the program if every process can load it, else None: compilation may synchronize the processes."""
         found: list[Any] = []
 
         def work() -> bool:
@@ -135,7 +141,7 @@ class ProgramCache:
             with open(path, "rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
-                    raise PermissionError("others can write it")
+                    raise PermissionError("other users can write it")
                 digest, content = file.read(_DIGEST_BYTES), file.read()
             if hashlib.sha256(content).digest() != digest:
                 raise ValueError("it is damaged")
@@ -143,18 +149,18 @@ class ProgramCache:
             compiled = deserialize_and_load(program, in_tree, out_tree, execution_devices=self._devices)
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever it is, the program can be compiled
-            self._say(f"{path} cannot be loaded, compiling: {_text(error)}")
+        except Exception as error:  # any error: the program can be compiled instead
+            self._log(f"{path} cannot be loaded and is compiled: {_text(error)}")
             return None
         with contextlib.suppress(OSError):
             os.utime(path)
         return compiled
 
-    def _keep(self, path: Path, compiled: Any) -> None:
+    def _store(self, path: Path, compiled: Any) -> None:
         try:
-            content = serialise(compiled)
+            content = serialize_program(compiled)
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            number, temporary = tempfile.mkstemp(dir=self._directory)  # mode 600; two runs may keep the same program at once
+            number, temporary = tempfile.mkstemp(dir=self._directory)  # mode 600; two runs may store the same program at once
             try:
                 with os.fdopen(number, "wb") as file:
                     file.write(hashlib.sha256(content).digest() + content)
@@ -162,14 +168,14 @@ class ProgramCache:
             finally:
                 Path(temporary).unlink(missing_ok=True)
             self._make_room(path)
-        except Exception as error:  # a full disk, or a program that cannot be serialised: the run goes on without
-            self._say(f"{path.name.partition('-')[0]} is not kept for the next start: {_text(error)}")
+        except Exception as error:  # a full disk, or a program that cannot be serialized: the run continues
+            self._log(f"{path.name.partition('-')[0]} is not cached for the next start: {_text(error)}")
 
     def _make_room(self, newest: Path) -> None:
-        """Delete the entries used longest ago until all together are within the bound."""
+        """Delete the least recently used entries until the total size is within the limit."""
         entries = []
         for path in self._directory.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another run's turn
+            with contextlib.suppress(FileNotFoundError):  # deleted by another run
                 entries.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
@@ -180,15 +186,15 @@ class ProgramCache:
                 total -= size
 
 
-def serialise(compiled: Any) -> bytes:
-    """Return the bytes of a program. Raises, whatever it be, for one that cannot be kept.
+def serialize_program(compiled: Any) -> bytes:
+    """Return a program as bytes. Raises an exception of any type for one that cannot be serialized.
 
-    Partitioning rules in Python (cuDNN attention's) leave objects beside the program that only its compile needs and nothing can pickle:
-    they are left out. A program that calls Python when it runs needs such objects still, and is refused.
+    Partitioning rules in Python (of cuDNN attention) attach objects that cannot be pickled and are needed only during compilation: they
+    are left out. A program that calls Python functions at run time needs such objects, and raises ValueError.
     """
     from jax.experimental.serialize_executable import serialize
 
-    unloaded = compiled._executable._unloaded_executable  # jax 0.10 to 0.12 has no public way to them
+    unloaded = compiled._executable._unloaded_executable  # no public API in jax 0.10 to 0.12
     if unloaded.host_callbacks:
         raise ValueError("it calls Python functions")
     beside, unloaded.keepalive = unloaded.keepalive, []

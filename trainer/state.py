@@ -1,7 +1,7 @@
-"""The training state: what a step takes, gives back, and a checkpoint holds.
+"""The training state: input and output of a step, and the contents of a checkpoint.
 
 Parameters live in a plain nested dict of arrays (the pure-dict view of the Flax NNX model), which is what jit, optax and Orbax
-handle at least cost; the module structure is the static `graphdef`, and the logical axes of each parameter are a parallel dict.
+handle at the lowest cost; the module structure is the static `graphdef`, and the logical axes of each parameter are a parallel dict.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from flax import nnx
 
 from ridgeline import models
 from ridgeline.configs.schema import Config
-from ridgeline.models.params import Recent
+from ridgeline.models.params import Amax
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, state_shardings
 
 Tree = Any
 INIT_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
-"""Platform -> how the first state's program is compiled. LLVM's higher levels take 4.1 s instead of 1.4 s for the same values and speed."""
+"""Platform -> compiler options of the initialization. Higher LLVM levels take 4.1 s instead of 1.4 s, with the same values and speed."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +37,8 @@ class TrainState:
     opt_state: Tree
     """The optax state."""
     amax: Tree
-    """Largest magnitudes of inputs and gradients of the layers' products in the last steps, newest first: nested dict of float32
-    [layers, 1 + products, precision.amax_history] (models.params.Recent); empty where scales are not delayed."""
+    """Amax history of the inputs and gradients of the layers' matmuls, newest first: nested dict of float32
+    [layers, 1 + matmuls, precision.amax_history] (models.params.Amax); empty without delayed scaling."""
     skipped: jax.Array
     """int32 []: non-finite steps so far."""
     bad_in_a_row: jax.Array
@@ -49,13 +49,13 @@ class TrainState:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The static side of a model: structure, shapes and logical axes, with no array anywhere."""
+    """The static part of a model: structure, shapes and logical axes, without arrays."""
 
     graphdef: Any
     delayed_graphdef: Any
-    """With a place for the magnitudes that delayed scaling goes by; equal to `graphdef` where there is none."""
+    """With variables for the amax history of delayed scaling; equal to `graphdef` without delayed scaling."""
     abstract_amax: Tree
-    """Of TrainState.amax, as abstract_params."""
+    """Nested dict of ShapeDtypeStruct, of TrainState.amax."""
     abstract_params: Tree
     """Nested dict of ShapeDtypeStruct."""
     param_axes: Tree
@@ -66,12 +66,12 @@ class ModelSpec:
     """Key -> initial parameters (pure, jittable)."""
 
     def merge(self, params: Tree, recent: Tree | None = None) -> Any:
-        """Put parameters into the module (inside jit). `recent`: magnitudes for delayed scaling; without, scales are current."""
+        """Put parameters into the module (inside jit). `recent`: amax for delayed scaling; None: current scaling."""
         return nnx.merge(self.graphdef, params) if recent is None else nnx.merge(self.delayed_graphdef, params, recent)
 
 
 def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
-    """Describe the model of a config without allocating it; a parameter dim that does not divide over the mesh raises UserError."""
+    """Describe the model of a config without allocating it. Raises UserError for a parameter dim that does not divide over the mesh."""
 
     def create(key: jax.Array, delayed: bool = False) -> Any:
         return models.build(config.model, config.compute, config.precision, partitioner, nnx.Rngs(params=key), delayed=delayed)
@@ -82,7 +82,7 @@ def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
     graphdef, variables = nnx.split(nnx.eval_shape(lambda: create(jax.random.key(0))), nnx.Param)
     delayed_graphdef, recent, steps = graphdef, {}, config.precision.amax_history
     if config.precision.delayed:
-        delayed_graphdef, *states = nnx.split(nnx.eval_shape(lambda: create(jax.random.key(0), delayed=True)), nnx.Param, Recent)
+        delayed_graphdef, *states = nnx.split(nnx.eval_shape(lambda: create(jax.random.key(0), delayed=True)), nnx.Param, Amax)
         recent = nnx.to_pure_dict(states[1])
     axes = jax.tree.map(lambda v: v.get_metadata()["axes"], variables, is_leaf=lambda v: isinstance(v, nnx.Variable))
     return ModelSpec(
@@ -97,7 +97,7 @@ def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
 
 
 def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, partitioner: Partitioner) -> TrainState:
-    """Return the state as ShapeDtypeStructs with shardings: what init fills and a restore reads into."""
+    """Return the state as ShapeDtypeStructs with shardings, for initialization and restore."""
     shapes = jax.eval_shape(lambda: initial_state(config, spec, optimizer))
     replicated: Any = partitioner.replicated()
     shardings = TrainState(
@@ -113,20 +113,20 @@ def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTra
 
 
 def init_program(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> Any:
-    """Return the jitted () -> state of step 0, made directly in its shards: no host or device ever holds the whole model."""
+    """Return the jitted () -> state of step 0. The arrays are created sharded: no host or device ever holds the whole model."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     platform = next(iter(shardings.step.device_set)).platform
     return jax.jit(lambda: initial_state(config, spec, optimizer), out_shardings=shardings, compiler_options=INIT_OPTIONS.get(platform))
 
 
 def init_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> TrainState:
-    """Make the state of step 0 at once."""
+    """Create the state of step 0."""
     state: TrainState = init_program(config, spec, optimizer, abstract)()
     return state
 
 
 def initial_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:
-    """Make the state of step 0 (pure, jittable; `init_program` makes it in shards)."""
+    """Return the state of step 0 (pure, jittable; `init_program` shards it)."""
     key = jax.random.key(config.seed)
     init_key, run_key = jax.random.split(key)
     params = spec.build(init_key)

@@ -1,6 +1,6 @@
-"""The jitted train and evaluation steps.
+"""The jitted train and evaluation steps, and the batches they take.
 
-One optimiser step: microbatches of the local rows are differentiated in turn, token sums (never means) are accumulated, the global
+One optimizer step: microbatches of the local rows are differentiated in turn, token sums (never means) are accumulated, the global
 gradient norm is clipped, and the update is applied only where loss and gradient are finite. Dividing the summed loss by the token
 weight of the *whole* global batch makes every split into microbatches, devices and packed rows give the same update.
 
@@ -9,20 +9,20 @@ B rows, T tokens per row, D width, V vocabulary, A microbatches, S row shards (d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ridgeline.configs.schema import Config
-from ridgeline.models import fp8
 from ridgeline.models.loss import LossSums, cross_entropy
-from ridgeline.planner.peak_memory import short_of_memory
+from ridgeline.models.matmul import fp8
 from ridgeline.sharding.partition import Partitioner
-from ridgeline.trainer.rounding import apply_updates
+from ridgeline.trainer.low_precision import apply_updates
 from ridgeline.trainer.state import ModelSpec, TrainState, Tree
 
 Batch = dict[str, jax.Array]
@@ -33,9 +33,9 @@ Schedule = Callable[[jax.Array], jax.Array]
 def loss_sums(
     spec: ModelSpec, config: Config, partitioner: Partitioner, params: Tree, batch: Batch, recent: Tree | None = None
 ) -> LossSums:
-    """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars). `recent` as in `ModelSpec.merge`."""
+    """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars). `recent`: as in `ModelSpec.merge`."""
     model = spec.merge(params, recent)
-    # Without segments attention takes its plain causal kernel; what padding there is lies at the end of a row.
+    # Without segments attention uses its plain causal kernel; padding is at the end of a row.
     segment_ids = batch["segment_ids"] if config.data.document_masking else None
     x_BTD = model(batch["tokens"], batch["positions"], segment_ids)
     return cross_entropy(
@@ -47,7 +47,7 @@ def loss_sums(
         chunk=config.compute.loss_chunk,
         z_loss=config.loss.z_loss,
         partitioner=partitioner,
-        reduce_first=short_of_memory(config),
+        reduce_first=config.compute.reduces_unembedding_first,
     )
 
 
@@ -86,14 +86,14 @@ def make_train_step(
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), params)
         nothing = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss", "accuracy")}
         least = jax.tree.map(jnp.zeros_like, recent)
-        # XLA on GPUs unrolls a loop whose count it knows, and the activations of two microbatches live at once: it must not know.
+        # XLA on GPUs unrolls a loop with a known trip count, which keeps the activations of two microbatches alive: hide the count.
         count = jax.lax.optimization_barrier(jnp.int32(accumulation))
         grads, now, means = jax.lax.fori_loop(0, count, body, (constrain_params(zeros, spec, partitioner), least, nothing))
         return grads, now, means, weight
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, now, means, weight = gradient(state.params, jax.tree.map(partial(recent_magnitudes, partitioner), state.amax), batch)
-        now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards: once a step
+        now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards, once per step
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
@@ -134,7 +134,7 @@ def make_train_step(
 
 
 def recent_magnitudes(partitioner: Partitioner, steps: jax.Array) -> jax.Array:
-    """[..., steps] -> the largest of them, for each row shard a copy on its devices (models.params.Recent)."""
+    """Return the maximum over the steps of [..., steps], with one copy per row shard (models.params.Amax)."""
     shards = fp8.row_shards(partitioner)
     copies = jnp.broadcast_to(jnp.max(steps, -1)[..., None, None], (*steps.shape[:-1], *shards))
     return partitioner.constrain(copies, *[None] * (steps.ndim - 1), "batch", "seq")
@@ -151,7 +151,7 @@ def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partition
 
 
 def split_rows(x_BT: jax.Array, accumulation: int, partitioner: Partitioner) -> jax.Array:
-    """[B, T] -> [A, B/A, T] such that every device keeps the rows it already holds.
+    """Reshape [B, T] to [A, B/A, T] without moving rows between devices.
 
     Rows are sharded in contiguous blocks over the S row shards; microbatch a takes the a-th part of every block.
     """
@@ -170,3 +170,27 @@ def constrain_params(tree: Tree, spec: ModelSpec, partitioner: Partitioner) -> T
 def param_norm(params: Tree) -> Any:
     """Global L2 norm of the parameters (fp32 scalar)."""
     return optax.tree.norm(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+
+def abstract_batch(config: Config, partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes [B, T], dtypes and shardings of a training batch."""
+    shape = (config.data.batch_size, config.data.seq_len)
+    dtypes = {"tokens": "int32", "targets": "int32", "positions": "int32", "segment_ids": "int32", "weights": "float32"}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding()) for name, dtype in dtypes.items()}
+
+
+def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:
+    """Return the global row indices (sorted, int64) that this process's devices hold of a batch of `batch_size` rows."""
+    sharding = partitioner.batch_sharding()
+    index_map = sharding.addressable_devices_indices_map((batch_size, 1))
+    rows = [np.arange(*index[0].indices(batch_size)) for index in index_map.values() if index is not None]
+    return np.unique(np.concatenate(rows))
+
+
+def to_global(batch: Mapping[str, np.ndarray], partitioner: Partitioner) -> Batch:
+    """Put this process's rows [B_local, T] on its devices as part of the global [B, T] arrays (asynchronous)."""
+    sharding = partitioner.batch_sharding()
+    if jax.process_count() == 1:
+        return {name: jax.device_put(x, sharding) for name, x in batch.items()}
+    with jax.transfer_guard_host_to_device("allow"):  # intended; unlike device_put this copy does not count as explicit
+        return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}

@@ -1,17 +1,18 @@
-"""Asking a run to stop: the first SIGINT or SIGTERM is a request that every phase honours and that all processes agree on. No JAX here.
+"""Stopping a run: the first SIGINT or SIGTERM is a request on which all processes agree; and whether the save fits into the grace period.
 
-One `Stop` per process is installed before anything slow happens. Until training begins there is nothing to save, so a request ends the
-process at once (`raising`). In the loop it is a question asked at polls, which every process makes in the same order (`agreed`); with
-several processes the one that was asked tells the others through the coordination service, all report the poll they have reached, and
-all stop at the same later one. Asking costs no message: a thread waits for the news.
+One `Stop` per process is installed before anything slow happens. Before training begins there is nothing to save, so a request ends the
+process immediately (`raising`). The loop polls (`agreed`), in every process in the same order. With several processes, the one that
+receives the signal sends it to the others through the coordination service; each process publishes the number of polls it has made; all
+stop at the same later poll. A poll sends no message: a thread waits for the request.
 
-JAX has the same in `reached_preemption_sync_point`, but its handler takes SIGTERM away from Python, so that nothing outside the loop could
-see it, and it knows nothing of Ctrl-C.
+`jax.experimental.multihost_utils.reached_preemption_sync_point` does the same for SIGTERM, but its handler hides the signal from Python
+(nothing outside the loop can react to it), and it does not handle Ctrl-C. This module does not import JAX.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -19,21 +20,25 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-FAREWELL = "nobody"
-"""What ends the wait for news when a run ends."""
+NO_REQUEST = "nobody"
+"""Published at the end of a run, so that the listeners stop waiting."""
 _GO, _STOP = "go", "stop"
 WAIT_MS = 24 * 3600 * 1000
 END_S = 10.0
 AGREE_MS = 120_000
-"""All processes answer within this time, from a thread of their own, or one of them is dead."""
+"""Every process responds within this time, from a thread of its own, unless it is dead."""
+TAIL_BYTES = 1 << 20
+"""`last_write_s` reads this much of the end of an event log."""
 
 
-class StopAsked(BaseException):
-    """Raised where a run stands when it is asked to stop and has nothing to save. No Exception: nothing on the way may swallow it."""
+class StopRequested(BaseException):
+    """A stop was requested while there is nothing to save. Not an Exception, so that no handler for errors swallows it."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -41,19 +46,19 @@ class StopAsked(BaseException):
 
 
 class KeyValueStore(Protocol):
-    """The part of JAX's coordination client that is needed; usable from any thread."""
+    """The part of JAX's coordination client that `Stop` uses, from any thread."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
 
 class Stop:
-    """The request to stop, of one process."""
+    """The stop request of one process. `log` receives one line when a signal arrives; it may be replaced (a progress bar)."""
 
-    def __init__(self, say: Callable[[str], None] = lambda text: print(f"ridge: {text}", file=sys.stderr, flush=True)) -> None:
-        self._say = say
-        self.asked: signal.Signals | None = None
-        """The signal this process got, or heard of from another."""
+    def __init__(self, log: Callable[[str], None] = lambda text: print(f"ridge: {text}", file=sys.stderr, flush=True)) -> None:
+        self.log = log
+        self.requested: signal.Signals | None = None
+        """The signal that this process, or another one, received."""
         self._raising = False
         self._saves = False
         self._previous: dict[signal.Signals, Any] = {}
@@ -68,33 +73,29 @@ class Stop:
         self._votes: Callable[[], list[str]] = list
 
     def __call__(self) -> bool:
-        """Tell whether this process was asked."""
-        return self.asked is not None
+        """Return whether a stop was requested."""
+        return self.requested is not None
 
     def install(self) -> Stop:
-        """Take over SIGINT and SIGTERM. Main thread only."""
+        """Install the handlers of SIGINT and SIGTERM. Main thread only."""
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def uninstall(self) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
 
-    def say_through(self, say: Callable[[str], None]) -> None:
-        """Print through something else from now on (a progress bar)."""
-        self._say = say
-
     def check(self) -> None:
-        """Raise StopAsked when asked."""
-        if self.asked is not None:
-            raise StopAsked(self.asked)
+        """Raise StopRequested when a stop was requested."""
+        if self.requested is not None:
+            raise StopRequested(self.requested)
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise StopAsked in the main thread, wherever it stands in the block, as soon as a request comes."""
+        """Raise StopRequested in the main thread, at any point of the block, as soon as a request arrives."""
         self.check()
         self._raising = True
         try:
@@ -104,106 +105,106 @@ class Stop:
             self._raising = False
 
     def share(self, store: KeyValueStore, process: int, processes: int, name: str) -> None:
-        """Join the processes of a run: from now on a request to any of them is one to all.
+        """Connect the processes of a run: from now on a request to one process is a request to all.
 
         Args:
           store: JAX's coordination client.
           process: index of this process.
           processes: their number; 1 changes nothing.
-          name: tells starts of a run apart.
+          name: unique to this start of the run.
         """
         if processes == 1 or self._shared:
             return
         self._shared = True
         prefix = f"ridge/stop/{name}"
         self._pipe = os.pipe()
-        threading.Thread(target=self._tell, args=(store, prefix, self._pipe[0]), name="stop-tell", daemon=True).start()
+        threading.Thread(target=self._publish, args=(store, prefix, self._pipe[0]), name="stop-publish", daemon=True).start()
         listener = threading.Thread(target=self._listen, args=(store, prefix, process, processes), name="stop-listen", daemon=True)
         listener.start()
 
         def end() -> None:
-            with contextlib.suppress(Exception):  # somebody was first, or the service is gone
-                store.key_value_set(f"{prefix}/asked", FAREWELL)
+            with contextlib.suppress(Exception):  # the key exists, or the service is gone
+                store.key_value_set(f"{prefix}/asked", NO_REQUEST)
             listener.join(END_S)
 
         self._end = end
         self._vote = lambda vote: store.key_value_set(f"{prefix}/vote/{process}", vote)
         self._votes = lambda: [store.blocking_key_value_get(f"{prefix}/vote/{other}", WAIT_MS) for other in range(processes)]
-        if self.asked is not None:
+        if self.requested is not None:
             os.write(self._pipe[1], b"!")
 
     def begin_together(self) -> None:
-        """Let all processes go on to the loop or none: raise StopAsked in all of them when any was asked to stop during start-up.
+        """Raise StopRequested in every process if one of them received a request during start-up.
 
-        Otherwise one that leaves early would let the others wait for it in their first step. Every process calls this once, or `give_up`.
+        Otherwise the others would wait in their first step for the process that ended. Every process calls either this or `abandon`.
         """
-        self._vote(_GO if self.asked is None else _STOP)
+        self._vote(_GO if self.requested is None else _STOP)
         if _STOP in self._votes():
-            raise StopAsked(self.asked or signal.SIGTERM)
+            raise StopRequested(self.requested or signal.SIGTERM)
         if not self._shared:
             self.check()
         self._saves = True
 
-    def give_up(self) -> None:
-        """Tell the others that this process leaves before the loop."""
-        with contextlib.suppress(Exception):  # it has voted, or the service is gone
+    def abandon(self) -> None:
+        """Announce that this process ends before the loop."""
+        with contextlib.suppress(Exception):  # it has voted already, or the service is gone
             self._vote(_STOP)
 
     def unshare(self) -> None:
-        """Stop listening, before the coordination service goes: a thread that waited for it inside C++ would abort the process."""
+        """Stop listening. Call it before the coordination service shuts down: a thread waiting in its C++ code would abort the process."""
         self._end()
         self._end = lambda: None
 
     def agreed(self) -> signal.Signals | None:
-        """Poll: return the signal all processes stop for at this poll, or None. All of them must poll in the same order."""
+        """Poll: return the signal on which all processes stop at this poll, or None. All of them must poll in the same order."""
         if not self._shared:
-            return self.asked
+            return self.requested
         with self._lock:  # held by the listener while the processes find the poll to stop at
             self._polls += 1
             return self._agreed if self._stop_at is not None and self._polls >= self._stop_at else None
 
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
-        again, self.asked = self.asked, self.asked or signal.Signals(number)
+        again, self.requested = self.requested, self.requested or signal.Signals(number)
         if again is not None and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
         if again is None:
             what = "saving after this step (Ctrl-C again to stop without saving)" if self._saves else "nothing to save yet"
-            self._say(f"{self.asked.name} received: {what}")
+            self.log(f"{self.requested.name} received: {what}")
             if self._pipe is not None:
-                os.write(self._pipe[1], b"!")  # the teller's thread: no message may be sent from inside a handler
+                os.write(self._pipe[1], b"!")  # wakes the publishing thread: a handler must not send messages
         if self._raising:
             self._raising = False
-            raise StopAsked(self.asked)
+            raise StopRequested(self.requested)
 
-    def _tell(self, store: KeyValueStore, prefix: str, pipe: int) -> None:
+    def _publish(self, store: KeyValueStore, prefix: str, pipe: int) -> None:
         os.read(pipe, 1)
-        assert self.asked is not None
-        with contextlib.suppress(Exception):  # the service is gone: so are the others
-            store.key_value_set(f"{prefix}/asked", self.asked.name, allow_overwrite=True)
+        assert self.requested is not None
+        with contextlib.suppress(Exception):  # the service is gone, and so are the others
+            store.key_value_set(f"{prefix}/asked", self.requested.name, allow_overwrite=True)
 
     def _listen(self, store: KeyValueStore, prefix: str, process: int, processes: int) -> None:
         try:
             name = store.blocking_key_value_get(f"{prefix}/asked", WAIT_MS)
-            if name == FAREWELL:
+            if name == NO_REQUEST:
                 return
-            heard = signal.Signals[name]
+            received = signal.Signals[name]
             with self._lock:
                 store.key_value_set(f"{prefix}/at/{process}", str(self._polls), allow_overwrite=True)
                 if process == 0:
                     reached = [int(store.blocking_key_value_get(f"{prefix}/at/{other}", AGREE_MS)) for other in range(processes)]
                     store.key_value_set(f"{prefix}/stop_at", str(max(reached) + 1), allow_overwrite=True)
                 self._stop_at = int(store.blocking_key_value_get(f"{prefix}/stop_at", 2 * AGREE_MS))
-                self._agreed = heard
-        except Exception:  # the run ends: the service goes before its threads do
+                self._agreed = received
+        except Exception:  # the run ends: the service shuts down before its threads
             return
-        if self.asked is None:
-            # the main thread's own handler, wherever that thread waits
-            os.kill(os.getpid(), heard)
+        if self.requested is None:
+            # runs the main thread's handler, wherever that thread waits
+            os.kill(os.getpid(), received)
 
 
 def in_thread(work: Callable[[], T]) -> T:
-    """Run work in a thread and wait for it: the main thread still hears signals while the work is inside C++, however long."""
+    """Run `work` in a thread and wait for it, so that the main thread handles signals while the work is inside C++ code."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     future: Future[T] = Future()
@@ -216,3 +217,49 @@ def in_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="worker", daemon=True).start()
     return future.result()
+
+
+@dataclass
+class GracePeriod:
+    """Compares the time a stop takes (the step in flight, the save, its write) with the grace period of the job.
+
+    Args:
+      grace_s: from the signal to the end of the job; None: unknown, nothing is compared.
+      log: receives the warning.
+      write_s: returns how long the last background write took, from its start to its seal; None: none has finished.
+      step_s: duration of the last step.
+    """
+
+    grace_s: float | None
+    log: Callable[[str], None]
+    write_s: Callable[[], float | None] = lambda: None
+    step_s: float = 0.0
+    blocking_s: float = 0.0
+    """How long the last save paused training."""
+    warned: bool = False
+
+    def saved(self, blocking_s: float) -> None:
+        """Record a save, and warn once if a stop would take longer than the grace period."""
+        self.blocking_s = blocking_s
+        needed_s = self.needed_s()
+        if self.grace_s is not None and needed_s > self.grace_s and not self.warned:
+            self.warned = True
+            self.log(
+                f"WARNING: stopping takes about {needed_s:.0f} s (step {self.step_s:.1f} s, save {needed_s - self.step_s:.1f} s), "
+                f"but the job has {self.grace_s:.0f} s of grace: raise slurm.signal_grace_s, or save more often (checkpoint.every_minutes)"
+            )
+
+    def needed_s(self) -> float:
+        """Return the measured time from a signal to a sealed checkpoint."""
+        return self.step_s + max(self.blocking_s, self.write_s() or 0.0)
+
+
+def last_write_s(log: Path) -> float | None:
+    """Return the duration of the last finished save in an event log; None when the last TAIL_BYTES of the log contain none."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    for line in reversed(lines):
+        if b'"kind":"checkpoint_saved"' in line and line.startswith(b"{"):
+            return float(json.loads(line)["total_s"])
+    return None

@@ -1,4 +1,4 @@
-"""`ridge bench TASK CONFIG`: one layer of the stack at a time, on the real config."""
+"""`ridge bench TASK CONFIG`: time one layer of the stack at a time with a real config."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.commands.bench_compare import SLOWER, change_option, fail_option, show, to_json
-from ridgeline.cli.options import config_arguments, json_option
+from ridgeline.cli.options import FAILED_CHECK, change_option, config_arguments, fail_option, json_option
+from ridgeline.cli.progress import print_measuring
 from ridgeline.cli.tables import print_json
 from ridgeline.configs.errors import UserError
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 
 def _task(name: str, help: str) -> click.Command:
-    """Make the command of one task; all take the same options."""
+    """Return the command of one task. All tasks have the same options."""
 
     @click.command(name, help=help)
     @config_arguments
     @click.option("--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Rounds of every measurement.")
-    @click.option("--save", type=click.Path(path_type=Path), help="Store the result in this file [default: one below --results].")
-    @click.option("--results", type=click.Path(path_type=Path), default=Path("bench"), show_default=True, help="Directory of results.")
-    @click.option("--no-save", is_flag=True, help="Store nothing.")
-    @click.option("--baseline", type=click.Path(path_type=Path), help="Compare with this stored result, or with those of a directory.")
+    @click.option("--save", type=click.Path(path_type=Path), help="Store the result in this file [default: a new file in --results].")
+    @click.option(
+        "--results", type=click.Path(path_type=Path), default=Path("bench"), show_default=True, help="Directory of stored results."
+    )
+    @click.option("--no-save", is_flag=True, help="Do not store the result.")
+    @click.option("--baseline", type=click.Path(path_type=Path), help="Compare with this stored result, or with a directory of results.")
     @change_option
     @fail_option
     @json_option
@@ -38,14 +40,14 @@ def _task(name: str, help: str) -> click.Command:
     return command
 
 
-matmul = _task("matmul", "Measure the matrix products of CONFIG's step alone: shapes, dtypes and counts of one device.")
-memory = _task("memory", "Measure device memory bandwidth on arrays of CONFIG's sizes, and what its step moves.")
-collectives = _task("collectives", "Measure the collectives of CONFIG's step over its mesh axes, nothing beside them.")
-loader = _task("loader", "Measure the loader alone on CONFIG's data: time per batch and tokens/s.")
-step = _task("step", "Measure the compiled train step of CONFIG on synthetic data.")
-loop = _task("loop", "Measure the training loop on CONFIG's real data, log lines included, beside the step alone.")
-checkpoint = _task("checkpoint", "Measure saves and restores of CONFIG's whole state, on the file system of its run directory.")
-all_layers = _task("all", "Measure every layer and print the ladder: what each adds to the time of a step, and which to look at.")
+matmul = _task("matmul", "Time the matmuls of CONFIG's train step alone, with the shapes, dtypes and counts of one device.")
+memory = _task("memory", "Time the device memory traffic of CONFIG's train step, on arrays of its sizes.")
+collectives = _task("collectives", "Time the collectives of CONFIG's train step over its mesh axes, without compute beside them.")
+loader = _task("loader", "Time the data loader alone on CONFIG's data: time per batch and tokens/s.")
+step = _task("step", "Time the compiled train step of CONFIG on synthetic data.")
+loop = _task("loop", "Time the training loop on CONFIG's data, including log lines, and the step alone.")
+checkpoint = _task("checkpoint", "Time saves and restores of CONFIG's training state, on the file system of its run directory.")
+all_layers = _task("all", "Time every layer and print how much each adds to a training step, and the most expensive one.")
 
 
 def _run(
@@ -63,33 +65,34 @@ def _run(
     as_json: bool,
 ) -> int:
     from ridgeline.configs.load import load
-    from ridgeline.measure.guard import BUSY, choose, judge
-    from ridgeline.measure.neighbours import Neighbours
+    from ridgeline.measure.cpu_load import OtherCpuLoad
+    from ridgeline.measure.regression import BUSY, choose, judge, to_json
     from ridgeline.rundir import bench_results as stored
 
     if no_save and save is not None:
         raise UserError("--save and --no-save exclude each other")
     if baseline is None and (fail_on_slower or changes):
-        raise UserError(f"{'--fail-on-slower' if fail_on_slower else '--change'} needs --baseline: compared with what?")
+        raise UserError(f"{'--fail-on-slower' if fail_on_slower else '--change'} needs --baseline")
     resolved = load(config, overrides).config
     before = [] if baseline is None else stored.read_all(baseline)
     if save is not None and save.exists():
-        raise UserError(f"{save} exists already: a stored result is never overwritten")
+        raise UserError(f"{save} exists already; choose another file (stored results are never overwritten)")
     first = _start(resolved)
 
-    from ridgeline.cli import bench_report as report
+    from ridgeline.cli.printing.bench import print_outcome
+    from ridgeline.cli.printing.comparison import print_comparison
     from ridgeline.measure import tasks
 
     now = datetime.now(UTC)
     made_with = stored.provenance(resolved, command=sys.argv, overrides=overrides, device=_device(), now=now)
-    if before:  # what cannot be compared is refused before minutes are spent on it
+    if before:  # reject an unusable baseline before measuring for minutes
         choose(before, [stored.as_stored(Path("this measurement"), {"task": task, "series": {}}, resolved, made_with)], changes)
-    neighbours = Neighbours()
-    outcome = tasks.measure(task, resolved, repeats, _say if first else lambda line: None)
+    load_of_others = OtherCpuLoad()
+    outcome = tasks.measure(task, resolved, repeats, print_measuring if first else lambda line: None)
     if not first:
         return 0
-    alone = made_with["device"]["processes"] == 1  # others of the run are no neighbours, and cannot be told from them
-    found, made_with["neighbours"] = tasks.to_json(outcome), neighbours.share() if alone else None
+    alone = made_with["device"]["processes"] == 1  # the kernel counters cannot separate the other processes of this run
+    found, made_with["neighbours"] = tasks.to_json(outcome), load_of_others.share() if alone else None
     path = None
     if not no_save:
         path = stored.write(save or stored.default_path(results, task, resolved.name, now), found, resolved, made_with)
@@ -100,21 +103,19 @@ def _run(
         compared = {} if judgement is None else {"comparison": to_json(judgement)}
         print_json({**found, "provenance": made_with, "stored": None if path is None else str(path), **compared})
     else:
-        report.show(outcome, resolved)
+        print_outcome(outcome, resolved)
         if (taken := made_with["neighbours"]) is not None and taken > BUSY:
-            print(
-                f"other programs took {taken:.0%} of the cores meanwhile: rounds slow their layers alike, but figures are of a busy machine"
-            )
+            print(f"other programs used {taken:.0%} of the cores: the shares of the layers hold, but all times are too long")
         if path is not None:
             print(f"\nstored in {path}")
         if judgement is not None:
             print()
-            show(judgement)
-    return SLOWER if fail_on_slower and judgement is not None and judgement.slower else 0
+            print_comparison(judgement)
+    return FAILED_CHECK if fail_on_slower and judgement is not None and judgement.slower else 0
 
 
 def _start(config: Config) -> bool:
-    """Set up the devices as a run of this config has them; return whether this process is the one that reports."""
+    """Set up the devices as a training run of this config does; return whether this process prints the result."""
     from ridgeline.launch import cluster, environment
 
     here = cluster.describe(os.environ, flags=cluster.Flags(None, None, None), platform=config.runtime.platform)
@@ -134,7 +135,3 @@ def _device() -> Any:
 
     device = jax.devices()[0]
     return Device(device.platform, device.device_kind, jax.device_count(), jax.process_count())
-
-
-def _say(line: str) -> None:
-    print(f"measuring {line}", file=sys.stderr, flush=True)

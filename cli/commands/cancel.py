@@ -1,4 +1,4 @@
-"""`ridge cancel RUN`."""
+"""`ridge cancel RUN`: cancel a run's Slurm jobs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--now", is_flag=True, help="Let Slurm end running jobs: they have its KillWait (often 30 s) to save.")
+@click.option("--now", is_flag=True, help="Let Slurm kill running jobs, which then have KillWait (often 30 s) to save.")
 @json_option
 def cancel(run: Path, now: bool, as_json: bool) -> None:
-    """Cancel the jobs of RUN that wait or run. A running one is told to save, has all the time it needs, and is not requeued."""
-    from ridgeline.launch.slurm import sweep
+    """Cancel the pending and running jobs of RUN.
+
+    A running job is asked to save, has as much time for it as it needs, and is not requeued.
+    """
     from ridgeline.launch.slurm.state import job_states
+    from ridgeline.launch.trials import sweep
 
     saving, cancelled = [], []
     for record in sweep.jobs_of(run):
         for state in job_states(record.job, record.slurm_cluster):
             if state.ended:
                 continue
-            if state.state == "RUNNING" and record.kind != "data" and not now and _tell_to_save(record, state):
+            if state.state == "RUNNING" and record.kind != "data" and not now and _request_save(record, state):
                 saving.append(state.job)
             else:
                 _call(record, "scancel", state.job)
@@ -39,18 +42,18 @@ def cancel(run: Path, now: bool, as_json: bool) -> None:
         print_json({"saving": saving, "cancelled": cancelled})
         return
     if saving:
-        click.echo(f"told to save and end: {', '.join(saving)} (`ridge status` shows when; --now does not wait for it)")
+        click.echo(f"saving, then ending: {', '.join(saving)} (see `ridge status`; --now does not wait for the save)")
     if cancelled:
-        click.echo(f"cancelled: {', '.join(cancelled)}")
+        click.echo(f"canceled: {', '.join(cancelled)}")
     if not saving and not cancelled:
-        click.echo("no job of this run waits or runs")
+        click.echo("this run has no pending or running job")
 
 
-def _tell_to_save(record: JobRecord, state: JobState) -> bool:
-    """Send SIGTERM to the ranks and only to them; Slurm starts no clock for that, and refuses the requeue that the script asks for.
+def _request_save(record: JobRecord, state: JobState) -> bool:
+    """Send SIGTERM to the ranks only, and disable the requeue that the job script requests; return False if no rank runs.
 
-    False: no rank runs, so there is nothing to save. Steps are named, since `scancel --signal` on the task of an array takes a delivered
-    signal for refused and sends it again and again (22.05).
+    Slurm has no time limit for a job after this signal. The signal goes to each step by name, because `scancel --signal` on an array task
+    mistakes a delivered signal for a rejected one and repeats it (Slurm 22.05).
     """
     _call(record, "scontrol", "update", f"JobId={state.job}", "Requeue=0")
     shown = _call(record, "squeue", "--steps", "--noheader", f"--jobs={state.job}", "--format=%i")
@@ -66,5 +69,5 @@ def _call(record: JobRecord, program: str, *arguments: str) -> str:
     clusters = [f"--clusters={record.slurm_cluster}"] if record.slurm_cluster else []
     done = run_command([program, *clusters, *arguments])
     if done.returncode:
-        raise UserError(f"{program} refused job {record.job}: {' '.join(done.stderr.split())}")
+        raise UserError(f"{program} rejected job {record.job}: {' '.join(done.stderr.split())}")
     return done.stdout

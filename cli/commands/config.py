@@ -1,4 +1,4 @@
-"""`ridge config show | schema | diff`."""
+"""`ridge config show|schema|diff`: print, describe and compare configs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ridgeline.cli.options import config_arguments, json_option
-from ridgeline.cli.tables import Column, print_json, print_table
+from ridgeline.cli.tables import Column, print_json, print_table, write_text
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_arguments
-@click.option("--set", "only_set", is_flag=True, help="Leave out the values that are schema defaults.")
+@click.option("--set", "only_set", is_flag=True, help="Omit values that are schema defaults.")
 @json_option
 def show(config: str, overrides: tuple[str, ...], only_set: bool, as_json: bool) -> None:
-    """Print the resolved CONFIG as YAML, each value followed by where it came from.
+    """Print the resolved CONFIG as YAML, with the origin of each value.
 
-    CONFIG is a YAML file, or a shipped one by name, such as models/llama-3.2-1b.
+    CONFIG is a YAML file, or the name of a shipped config, such as models/llama-3.2-1b.
     """
+    from ridgeline.configs.dump import to_commented_yaml, to_json
     from ridgeline.configs.load import load
-    from ridgeline.configs.show import to_commented_yaml, to_json
 
     resolved = load(config, overrides)
     if as_json:
@@ -38,9 +38,9 @@ def show(config: str, overrides: tuple[str, ...], only_set: bool, as_json: bool)
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file instead of stdout.")
 def schema(output: Path | None) -> None:
-    """Print the JSON Schema of a config file, for completion and checking in editors.
+    """Print the JSON Schema of a config file, for completion and validation in editors.
 
-    Put `# yaml-language-server: $schema=PATH` on the first line of a YAML file to use it.
+    To use it, put `# yaml-language-server: $schema=PATH` on the first line of a YAML file.
     """
     import json
 
@@ -50,10 +50,7 @@ def schema(output: Path | None) -> None:
     if output is None:
         sys.stdout.write(text)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error.strerror}") from None
+    write_text(output, text)
 
 
 @click.command()
@@ -61,9 +58,9 @@ def schema(output: Path | None) -> None:
 @click.argument("b", metavar="B")
 @json_option
 def diff(a: str, b: str, as_json: bool) -> None:
-    """Print what differs between the resolved configs A and B.
+    """Print the differences between the resolved configs A and B.
 
-    A and B are YAML files, shipped configs by name, or run directories (their config.yaml).
+    A and B are YAML files, names of shipped configs, or run directories (their config.yaml).
     """
     from ridgeline.configs.diff import MISSING
     from ridgeline.configs.diff import diff as differences
@@ -87,6 +84,6 @@ def _read(name: str) -> Config:
     directory = Path(name)
     if directory.is_dir():
         if not (directory / "config.yaml").is_file():
-            raise UserError(f"{name}: a directory without config.yaml is no run directory")
+            raise UserError(f"{name}: not a run directory: it has no config.yaml")
         return from_resolved(directory / "config.yaml")
     return load(name).config

@@ -1,4 +1,4 @@
-"""`ridge convert from-hf DIR --output RUN` and `ridge convert to-hf RUN DIR`."""
+"""`ridge convert from-hf DIR --output RUN` and `ridge convert to-hf RUN DIR`: import and export Hugging Face models."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @click.command("from-hf")
 @click.argument("directory", metavar="HF_DIR", type=click.Path(path_type=Path))
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory to make; it must not exist.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Parameter dtype (default: as stored).")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory to create; it must not exist, or be empty.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Parameter dtype [default: as stored].")
 @json_option
 def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
-    """Import a Hugging Face directory as a run directory with one checkpoint: its parameters.
+    """Import a Hugging Face directory as a run directory with one checkpoint that contains the parameters.
 
-    Weights stream through, one layer's tensor at a time. Train from the result with init_from=OUTPUT, evaluate it, sample from it.
+    Weights are converted one layer's tensor at a time, so host memory stays small. Use the result with `ridge train ... init_from=OUTPUT`,
+    `ridge evaluate` and `ridge generate`.
     """
     import numpy as np
 
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed: a GPU would only be held
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed, so do not occupy a GPU
     from ridgeline.configs.dump import to_yaml
     from ridgeline.configs.schema import Config, DataConfig, PrecisionConfig
     from ridgeline.loaders.hf_files import copy_files
-    from ridgeline.models.convert import open_hf
-    from ridgeline.models.safetensors_stream import FLOAT_DTYPES
+    from ridgeline.models.huggingface.convert import open_hf
+    from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES
     from ridgeline.trainer.checkpoint.param_slices import write_params_only
-    from ridgeline.trainer.run_dir import open_run_dir
+    from ridgeline.trainer.start import start_run
 
     start_s = time.perf_counter()
     checkpoint = open_hf(directory)
@@ -56,7 +57,7 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
                 yield path, layer, checkpoint.read_layer(path, layer, kind)
 
     with _new_directory(output) as target:
-        open_run_dir(config.model_copy(update={"run_dir": target}), command=sys.argv, log=lambda line: click.echo(line, err=True))
+        start_run(config.model_copy(update={"run_dir": target}), command=sys.argv, log=lambda line: click.echo(line, err=True))
         (target / "config.yaml").write_text(to_yaml(config))
         copied = copy_files(directory, target / "tokenizer")
         size_bytes = write_params_only(target / "checkpoints", checkpoint.shapes, kind, slices(), {"source": str(directory.absolute())})
@@ -76,41 +77,43 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
 @click.command("to-hf")
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.argument("directory", metavar="HF_DIR", type=click.Path(path_type=Path))
-@click.option("--step", type=int, help="Checkpoint to export (default: the newest good one).")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the weights (default: that of the parameters).")
-@click.option("--max-shard-gb", type=float, default=5.0, show_default=True, help="Largest weights file, in GB (1e9 bytes).")
+@click.option("--step", type=int, help="Checkpoint to export [default: the newest valid one].")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the weights [default: the parameter dtype].")
+@click.option("--max-shard-gb", type=float, default=5.0, show_default=True, help="Maximum size of a weights file, in GB (1e9 bytes).")
 @json_option
 def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb: float, as_json: bool) -> None:
     """Export a run's checkpoint as a Hugging Face directory: safetensors, config.json and the tokenizer.
 
-    Weights stream through, one tensor at a time.
+    Weights are converted one tensor at a time, so host memory stays small.
     """
     if not max_shard_gb > 0:
-        raise UserError(f"--max-shard-gb {max_shard_gb} must be above 0")
+        raise UserError(f"--max-shard-gb {max_shard_gb} must be greater than 0")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from ridgeline.loaders.hf_files import special_ids, write_tokenizer
     from ridgeline.loaders.tokenizers import load_tokenizer
-    from ridgeline.models.convert import CONFIG_NAME, export_weights, hf_config, parameter_shapes
+    from ridgeline.models.huggingface.convert import CONFIG_NAME, export_weights, hf_config, parameter_shapes
     from ridgeline.trainer.checkpoint.param_slices import ParamReader
     from ridgeline.trainer.pretrained import open_source
 
     start_s = time.perf_counter()
     source = open_source(run)
     if source.hf is not None:
-        raise UserError(f"{run} is a Hugging Face directory already; to-hf takes a run directory")
+        raise UserError(f"{run} is a Hugging Face directory; to-hf needs a run directory")
     place = source.tokenizer_dir
     tokenizer = None if place is None else load_tokenizer(place)
     kept = dtype or source.config.precision.params
     description = hf_config(source.config.model, kept, special_ids(tokenizer))
     reader = ParamReader(run / "checkpoints", step)
     if reader.shapes != parameter_shapes(source.config.model):
-        raise UserError(f"the checkpoint of step {reader.step} in {run} is not of the model its config.yaml describes")
+        raise UserError(f"the checkpoint of step {reader.step} in {run} does not match the model in its config.yaml")
     with _new_directory(directory) as target:
         count = export_weights(source.config.model, reader.read, target, kept, int(max_shard_gb * 1e9))
         (target / CONFIG_NAME).write_text(json.dumps(description, indent=2) + "\n")
         written = [] if tokenizer is None or place is None else write_tokenizer(tokenizer, place, target)
     if tokenizer is not None and len(written) < 2:
-        click.echo(f"note: Hugging Face has no file for a tokenizer of kind {tokenizer.kind}; the export has none", err=True)
+        click.echo(
+            f"note: Hugging Face has no file format for a tokenizer of kind {tokenizer.kind}; the export contains no tokenizer", err=True
+        )
     result = {
         "output": str(directory),
         "architecture": description["architectures"][0],
@@ -125,9 +128,9 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
 
 @contextlib.contextmanager
 def _new_directory(path: Path) -> Iterator[Path]:
-    """Give a directory to fill that becomes `path` when all has gone well, and vanishes otherwise. Raises UserError."""
+    """Yield a temporary directory that is renamed to `path` on success and removed on failure. Raises UserError."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists and is not empty: choose another output directory")
+        raise UserError(f"{path} exists and is not empty; choose another output directory")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`ridge data inspect` and `ridge data bench`."""
+"""`ridge data inspect` and `ridge data bench`: show a corpus, and time the loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ridgeline.configs.schema import Config, DataConfig
     from ridgeline.loaders.inspect import SampleRow
     from ridgeline.loaders.manifest import Manifest
-    from ridgeline.measure.loader import BenchResult
+    from ridgeline.measure.loader import LoaderResult
 
 SAMPLE_TOKENS = 128
 BENCH_TOKENS = 2048
@@ -27,16 +27,22 @@ BENCH_ROWS = 32
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
-    "--samples", "--rows", "samples", type=click.IntRange(min=0), default=2, show_default=True, help="Random rows to show as text."
+    "--samples",
+    "--rows",
+    "samples",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    help="Number of random rows to print as text.",
 )
-@click.option("--seq-len", type=click.IntRange(min=1), help=f"Tokens per sample row (default: {SAMPLE_TOKENS}, or the packed length).")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which rows are shown.")
-@click.option("--verify", is_flag=True, help="Compare the sha256 of every shard with the manifest.")
+@click.option("--seq-len", type=click.IntRange(min=1), help=f"Tokens per printed row [default: {SAMPLE_TOKENS}, or the packed length].")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed for the choice of rows.")
+@click.option("--verify", is_flag=True, help="Compare the SHA-256 of every shard with the manifest.")
 @json_option
 def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verify: bool, as_json: bool) -> None:
-    """Show the corpus in DIRECTORY: counts, shards, lengths of its documents, and rows as a model gets them.
+    """Show the corpus in DIRECTORY: counts, shards, document lengths, and rows as the model receives them.
 
-    Every record that is read is checked; --verify reads all of them.
+    Every record that is read is checked; --verify reads all records.
     """
     from ridgeline.loaders.inspect import length_statistics, sample_rows
     from ridgeline.loaders.manifest import read_manifest
@@ -60,12 +66,12 @@ def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verif
     print_table(["name", *counts, Column("sha256", format=lambda digest: digest[:12])], shards)
     part = "" if lengths.shards == len(shards) else f" (of the first {lengths.shards} of {len(shards)} shards)"
     middle = ", ".join(f"p{q} {value:,.0f}" for q, value in lengths.percentiles.items())
-    what = "document" if manifest.pack_length is None else "document or piece of one longer than a row"
+    what = "document" if manifest.pack_length is None else "document (a document longer than a row counts as several)"
     click.echo(f"\ntokens per {what}{part}: mean {lengths.mean:,.1f}, {lengths.shortest:,} to {lengths.longest:,}; {middle}")
     if lengths.counted_share < 1:
-        click.echo(f"the loss counts on {lengths.counted_share:.1%} of the tokens")
+        click.echo(f"the loss includes {lengths.counted_share:.1%} of the tokens")
     if verify:
-        click.echo(f"verified: {len(shards)} shards have the sha256 of the manifest")
+        click.echo(f"verified: the SHA-256 of all {len(shards)} shards matches the manifest")
     for row in shown:
         _print_row(row)
 
@@ -73,19 +79,23 @@ def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verif
 @click.command()
 @click.argument("target", metavar="CONFIG|CORPUS")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--step-ms", multiple=True, type=click.FloatRange(min=0), help="Length of a simulated step; repeatable (default: 0 and 100).")
+@click.option(
+    "--step-ms", multiple=True, type=click.FloatRange(min=0), help="Duration of a simulated step; repeatable [default: 0 and 100]."
+)
 @click.option("--batches", type=click.IntRange(min=1), default=200, show_default=True, help="Batches per measurement.")
-@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Read the share of process 0 of this many.")
+@click.option(
+    "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Read the rows of process 0 out of this many processes."
+)
 @json_option
 def bench(target: str, overrides: tuple[str, ...], step_ms: tuple[float, ...], batches: int, processes: int, as_json: bool) -> None:
-    """Measure the loader of CONFIG's data (or of one CORPUS directory): tokens/s, and the share of a step spent waiting.
+    """Time the loader on CONFIG's data, or on one CORPUS directory: tokens/s, and the share of a step spent waiting.
 
-    Overrides such as data.seq_len=2048, data.batch_size=64, data.threads=2 or data.workers=1 apply to both.
+    Overrides such as data.seq_len=2048, data.batch_size=64, data.threads=2 or data.workers=1 are allowed with both.
     """
-    from ridgeline.measure.loader import bench as run
+    from ridgeline.measure.loader import measure_loader
 
     data, seed = _data_of(target, overrides)
-    results = [run(data, step_s=ms / 1e3, batches=batches, processes=processes, seed=seed) for ms in step_ms or (0.0, 100.0)]
+    results = [measure_loader(data, step_s=ms / 1e3, batches=batches, processes=processes, seed=seed) for ms in step_ms or (0.0, 100.0)]
     columns = [
         Column("step_ms", "step ms", "{:g}".format),
         Column("tokens_per_s", "tokens/s", "{:,.0f}".format),
@@ -96,7 +106,7 @@ def bench(target: str, overrides: tuple[str, ...], step_ms: tuple[float, ...], b
     print_table(columns, [_bench_row(result) for result in results], as_json=as_json)
 
 
-def _bench_row(result: BenchResult) -> dict[str, Any]:
+def _bench_row(result: LoaderResult) -> dict[str, Any]:
     derived = {"step_ms": result.step_s * 1e3, "tokens_per_s": result.tokens_per_s, "wait_share": result.wait_share}
     return {**dataclasses.asdict(result), **derived, "wait_ms": result.wait_s / result.batches * 1e3}
 
@@ -114,7 +124,7 @@ def _defaults_for(corpus: Path, overrides: tuple[str, ...]) -> Config:
     from ridgeline.configs.compose import with_family_defaults
     from ridgeline.configs.load import resolve
     from ridgeline.configs.overrides import apply_overrides
-    from ridgeline.configs.tree import Mapping, Source, parse
+    from ridgeline.configs.yaml_tree import Mapping, Source, parse
     from ridgeline.loaders.manifest import read_manifest
 
     seq_len = read_manifest(corpus).pack_length or BENCH_TOKENS
@@ -150,11 +160,11 @@ def _print_facts(summary: dict[str, Any]) -> None:
     layout = f"{summary['dtype']} in records of {summary['record_tokens']:,} tokens"
     if summary["pack_length"] is not None:
         layout = f"{summary['dtype']} in packed rows of {summary['pack_length']:,} tokens, {summary['padding_share']:.1%} padding"
-    bad = f" ({summary['bad_records']:,} bad records left out)" if summary["bad_records"] else ""
+    bad = f" ({summary['bad_records']:,} bad records skipped)" if summary["bad_records"] else ""
     facts = {
         "corpus": summary["path"],
         "tokenizer": kind,
-        "stored as": layout,
+        "format": layout,
         "documents": f"{summary['documents']:,}{bad}",
         "tokens": f"{summary['tokens']:,}",
         "text": f"{summary['text_bytes']:,} bytes, {summary['bytes_per_token']:.2f} per token",
@@ -170,5 +180,5 @@ def _print_row(row: SampleRow) -> None:
     padding = f", {row.padding} padding" if row.padding else ""
     click.echo(f"\nrow {row.row}: {len(row.segments)} segments{padding}")
     for number, segment in enumerate(row.segments, start=1):
-        click.echo(f"-- segment {number}: {segment.tokens} tokens, {segment.counted} targets counted")
+        click.echo(f"-- segment {number}: {segment.tokens} tokens, {segment.counted} targets in the loss")
         click.echo(segment.text)

@@ -1,4 +1,4 @@
-"""`ridge diagnose RUN [RUN...]`: what holds a run back, or what several runs say together, and what to do about it."""
+"""`ridge diagnose RUN [RUN...]`: the bottlenecks of a run, or of several runs compared, and what to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.commands.goodput import read_run
 from ridgeline.cli.options import json_option
 from ridgeline.cli.tables import print_json, print_table
 from ridgeline.configs.errors import UserError
@@ -21,18 +20,21 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--cluster", help="Cluster file or name the run ran on. Default: the one it was submitted to, or that of its devices.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="File of `ridge calibrate` from there. Default: published rates.")
+@click.option("--cluster", help="Cluster of the run, name or file [default: the one it was submitted to, or one with its devices].")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="Calibration file of that machine, from `ridge calibrate` [default: published rates].",
+)
 @json_option
 def diagnose(runs: tuple[Path, ...], cluster: str | None, calibration: Path | None, as_json: bool) -> None:
-    """Name what binds RUN: constraint, evidence, what to measure next, what to change, the most it can gain, and what binds after that.
+    """Report the bottlenecks of RUN: finding, evidence, next measurement, change, largest possible gain, and the next bottleneck.
 
-    Reads the run ledger and the metrics; the step ledger of a captured profile, the plan and the compile report where they are there.
+    Uses the events and metrics of the run and, if present, its analyzed profile, plan and compile report. If the cluster is known, compares
+    predicted with measured values: step time by term, memory, bytes and bandwidth of collectives.
 
-    Predicted stands beside measured where a cluster is known: seconds of a step by term, memory, bytes and bandwidth of collectives.
-
-    Several finished RUNs of the same work are diagnosed by what they say together: at several scales (or the directory of `ridge scale`),
-    at several batch sizes, of several models at several scales, or with and without performance settings.
+    Several finished RUNs of the same work are compared: at several scales (or the directory of `ridge scale`), at several batch sizes, for
+    several models at several scales, or with and without performance settings.
     """
     from ridgeline.explain.diagnosis.rules import STUDY_RULES
     from ridgeline.explain.diagnosis.rules import diagnose as apply_rules
@@ -54,31 +56,31 @@ def diagnose(runs: tuple[Path, ...], cluster: str | None, calibration: Path | No
         )
         return
     if several:
-        print(f"{len(several)} runs together; `ridge diagnose` of one of them says what it suffers from by itself")
-    profile = "" if facts.analysis is not None else "; no profile was analysed, so nothing is known of the inside of a step"
-    known = "their comparison" if several else f"goodput {facts.ledger.goodput:.1%}{profile}"
+        print(f"comparing {len(several)} runs; for the bottlenecks of a single run, use `ridge diagnose` with that run")
+    profile = "" if facts.analysis is not None else "; no analyzed profile, so the parts of a step are unknown"
+    known = "comparison" if several else f"goodput {facts.ledger.goodput:.1%}{profile}"
     if not findings:
-        print(f"{facts.name}: nothing worth changing ({known})")
+        print(f"{facts.name}: no findings ({known})")
     else:
         print(f"{facts.name}: {len(findings)} finding(s), {known}")
     for number, finding in enumerate(findings, 1):
-        print(f"\n{number}. {finding.rule} ({finding.gain_text}, confidence {finding.confidence})")
-        rows = [*(("evidence", text) for text in finding.evidence), ("do", finding.action)]
+        print(f"\n{number}. {finding.title} ({finding.gain_text}, confidence {finding.confidence})")
+        rows = [*(("evidence", text) for text in finding.evidence), ("action", finding.action)]
         rest = [override for override in finding.overrides if override not in finding.action]
         rows += [("with", " ".join(rest))] if rest else []
-        rows += [("run", finding.command)] if finding.command else []
+        rows += [("command", finding.command)] if finding.command else []
         rows += [
             ("measure next", finding.measure_next),
-            ("binds next", finding.next_bottleneck),
+            ("next bottleneck", finding.next_bottleneck),
             ("lens", f"{finding.lens}: {finding.pattern}"),
         ]
         for heading, text in rows:
-            print(f"   {heading + ':':<14}{text}")
+            print(f"   {heading + ':':<17}{text}")
     _print_predicted(predicted, worst)
 
 
 def _print_predicted(predicted: Sequence[Term], worst: Term | None) -> None:
-    """Predicted beside measured, and the largest disagreement in words."""
+    """Print predicted and measured values, and the largest disagreement."""
     if not predicted:
         return
     print("\npredicted and measured (time per step)")
@@ -95,7 +97,7 @@ def _print_predicted(predicted: Sequence[Term], worst: Term | None) -> None:
     print_table(["term", "planned", "measured", "ratio", "verdict"], rows)
     if worst is not None:
         measured, planned = _figure(worst.measured, worst.unit), _figure(worst.planned, worst.unit)
-        print(f"largest disagreement: {worst.name}, {measured} where {planned} was planned:")
+        print(f"largest disagreement: {worst.name}, {measured} measured and {planned} planned:")
         print(f"   {worst.explanation}")
 
 
@@ -108,18 +110,22 @@ def _figure(value: float, unit: str) -> str:
 def _facts(runs: tuple[Path, ...], cluster: str | None, calibration: Path | None = None) -> tuple[Facts, Sequence[Path]]:
     """Return the facts, and the runs they compare (none: a single run)."""
     from ridgeline.explain.diagnosis.facts import read_facts
-    from ridgeline.explain.diagnosis.several import read_several, read_study, study_runs
+    from ridgeline.explain.diagnosis.several import read_several
+    from ridgeline.explain.study.document import is_scaling, read_study, study_runs
+    from ridgeline.rundir.directory import RunDir
 
     if len(runs) == 1:
-        inside = study_runs(runs[0])
-        if inside is not None:
-            study = read_study(runs[0])
-            facts = read_several(inside, price_usd=study.get("price_usd"), tokens=study.get("tokens"))
-            return dataclasses.replace(facts, name=str(study["name"])), inside
-        read_run(runs[0])
-        return read_facts(runs[0], cluster=cluster, calibration=calibration), ()
+        study = read_study(runs[0])
+        if study is not None:
+            inside = study_runs(study, runs[0])
+            price_usd, tokens = (study["price_usd"], study["tokens"]) if is_scaling(study) else (None, None)
+            facts = read_several(inside, price_usd=price_usd, tokens=tokens)
+            return dataclasses.replace(facts, name=study["name"]), inside
+        run = RunDir.open(runs[0])
+        run.require_events()
+        return read_facts(run, cluster=cluster, calibration=calibration), ()
     if cluster is not None or calibration is not None:
-        raise UserError("--cluster and --calibration are for one run: several runs are compared with each other, not with a plan")
+        raise UserError("--cluster and --calibration need a single run; several runs are compared with each other")
     if len({run.resolve() for run in runs}) < len(runs):
-        raise UserError("a run is named twice: compare different run directories")
+        raise UserError("a run is given twice; give different run directories")
     return read_several(runs), runs

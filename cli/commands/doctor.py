@@ -1,4 +1,4 @@
-"""`ridge doctor [CONFIG]`: is this machine, or every node of this job, fit to train?"""
+"""`ridge doctor [CONFIG]`: check this machine, or all nodes of a job, before training."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--cluster", "-c", "cluster_name", help="Cluster file to judge against: a shipped one by name, or a YAML file.")
-@click.option("--calibration", help="File of `ridge calibrate`: what this machine reaches. Default: published figures.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Run directory: its disk is checked, results are written there.")
-@click.option("--job", is_flag=True, help="Examine all nodes of this job; start it with srun, one task per node or per device.")
+@click.option("--cluster", "-c", "cluster_name", help="Cluster with the expected values: the name of a shipped one, or a YAML file.")
+@click.option("--calibration", help="Calibration file with the expected rates, from `ridge calibrate` [default: published rates].")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Run directory: its disk is checked, and results are written to it.")
+@click.option("--job", is_flag=True, help="Check all nodes of this job; start with srun, one task per node or per device.")
 @click.option("--quick", is_flag=True, help="Smaller and fewer measurements.")
-@click.option("--timeout", default=150.0, type=click.FloatRange(min=1), show_default=True, help="Seconds for each measuring stage.")
+@click.option("--timeout", default=150.0, type=click.FloatRange(min=1), show_default=True, help="Seconds for each measurement stage.")
 @click.option("--join-timeout", default=60.0, type=click.FloatRange(min=1), show_default=True, help="Seconds to wait for other processes.")
-@click.option("--coordinator", metavar="HOST:PORT", help="Where process 0 listens, if no launcher says it.")
-@click.option("--processes", type=int, help="Number of processes, if no launcher says it.")
-@click.option("--process", type=int, help="Index of this process, if no launcher says it.")
-@click.option("--node", help="Name of this node, if no launcher says it.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Address of process 0, if there is no launcher.")
+@click.option("--processes", type=int, help="Number of processes, if there is no launcher.")
+@click.option("--process", type=int, help="Index of this process, if there is no launcher.")
+@click.option("--node", help="Name of this node, if there is no launcher.")
 @json_option
 def doctor(
     config: str | None,
@@ -54,10 +54,10 @@ def doctor(
     node: str | None,
     as_json: bool,
 ) -> int:
-    """Examine this machine, or with --job all nodes of a job, and name what is unfit.
+    """Check this machine, or with --job all nodes of a job, and report nodes that are not fit for training.
 
-    Each figure is held against the cluster file and hardware catalogue, and against the other nodes. CONFIG gives the mesh whose axes are
-    measured, the platform and the size of a checkpoint. Exit code 73: a node is unfit; its name is in RUN_DIR/bad_nodes.
+    Each measurement is compared with the cluster file, the hardware catalog and the other nodes. CONFIG defines the mesh axes to measure,
+    the platform and the checkpoint size. Exit code 73: a node is unfit; RUN_DIR/bad_nodes contains its name.
     """
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.load import load
@@ -65,7 +65,7 @@ def doctor(
     from ridgeline.launch import environment
     from ridgeline.launch.cluster import ClusterError, Flags, describe, slurm
     from ridgeline.launch.preflight.doctor import Examination, examine, listen
-    from ridgeline.launch.preflight.exchange import LostCentre
+    from ridgeline.launch.preflight.exchange import ExchangeLost
     from ridgeline.planner.calibration import load_calibration
 
     settings = None if config is None else load(config, overrides).config
@@ -74,7 +74,7 @@ def doctor(
     flags = Flags(coordinator, processes, process)
     platform = "auto" if settings is None else settings.runtime.platform
     here = describe(os.environ, flags=flags, platform=platform) if job or flags != Flags() else _alone(platform)
-    environment.prepare(settings or Config(), here)  # the collectives are measured as they will run
+    environment.prepare(settings or Config(), here)  # measure collectives with the settings of a training run
     step = slurm.read_step(os.environ) if here.source == "Slurm step" else None
     directory = run_dir or (settings.directory if settings is not None and job else None)
     known = here.hosts[here.process] if here.process < len(here.hosts) else None
@@ -97,7 +97,7 @@ def doctor(
     except ClusterError as error:
         click.echo(f"ridge: stopped: {error}", err=True)
         return error.exit_code
-    except LostCentre as error:
+    except ExchangeLost as error:
         click.echo(f"ridge: stopped: {error}", err=True)
         return exit_codes.LOST_PEER
     if isinstance(outcome, int):
@@ -108,18 +108,18 @@ def doctor(
 
 
 def _alone(platform: str) -> Cluster:
-    """Describe this machine alone; refuse to be one of several silent copies."""
+    """Describe this machine alone. Raises UserError in one of several tasks, which would all check the same machine."""
     from ridgeline.launch.cluster import Flags, describe, slurm
 
     step = slurm.read_step(os.environ)
     if step is not None and step.tasks > 1:
-        raise UserError(f"this is one of {step.tasks} tasks of a Slurm step: pass --job to examine their nodes together")
+        raise UserError(f"this is one of {step.tasks} tasks of a Slurm step: use --job to check their nodes together")
     return describe(os.environ, flags=Flags(None, 1, 0), platform=platform)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """End at SIGTERM: there is nothing to save, and the job may come back."""
-    print("ridge: stopped: the preflight was asked to end; nothing to save yet", file=sys.stderr, flush=True)
+    """Exit on SIGTERM with the code for preemption, so that the job may be requeued."""
+    print("ridge: stopped: SIGTERM during the preflight; nothing to save yet", file=sys.stderr, flush=True)
     os._exit(exit_codes.PREEMPTED)
 
 

@@ -1,4 +1,4 @@
-"""`ridge estimate model|memory|step CONFIG`: what a config holds, needs and takes on each device."""
+"""`ridge estimate model|memory|step CONFIG`: parameters and FLOPs, memory per device, and step time of a config."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.answers import Answer, answer_options, print_answers
-from ridgeline.cli.options import config_arguments
-from ridgeline.cli.quantities import COUNT, WHOLE
+from ridgeline.cli.options import COUNT, WHOLE, config_arguments
+from ridgeline.cli.printing.estimate import Result, print_results, result_options
 
 if TYPE_CHECKING:
     from ridgeline.configs.cluster import ClusterConfig
     from ridgeline.configs.schema import Config
 
 KAPLAN = "Kaplan et al., arXiv 2001.08361, section 2.1"
-OWN = "planner/flops.py; tests hold it to the dots XLA sees"
+OWN = "planner/flops.py; a test compares it with the dot operations in XLA's program"
 
 
 @click.command()
 @config_arguments
-@answer_options
+@result_options
 def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool) -> None:
     """Count the parameters of CONFIG's model and the FLOPs of training on a token, by component.
 
-    The sequence length is data.seq_len. Experts: no model has any, so that all parameters are active.
+    The sequence length is data.seq_len. No model has experts, so all parameters are active.
     """
     from ridgeline.configs.load import load
     from ridgeline.planner.flops import CONVENTION, flops_per_token_6n, train_flops_per_token
@@ -36,29 +35,29 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
     counted, flops = count_parameters(resolved.model), train_flops_per_token(resolved.model, resolved.data.seq_len)
     formulas = {
         "qkv_projections": "6*L*D*(N + 2*K)*H",
-        "query_key_products": "6*L*S*N*H, S keys a query sees on average (causal T/2; window W: W - W*W/(2T))",
+        "query_key_products": "6*L*S*N*H, S: mean keys per query (causal T/2; window W: W - W*W/(2T))",
         "attention_value_products": "6*L*S*N*H",
         "output_projection": "6*L*N*H*D",
         "mlp": "18*L*D*F gated, 12*L*D*F otherwise",
         "unembedding": "6*D*V",
     }
-    print_answers(
+    print_results(
         [
-            Answer("params", counted.total, "", "embedding + positions + attention + mlp + norms + unembedding (once when tied)", OWN),
-            Answer("active_params", counted.total, "", "all: no experts"),
-            *(Answer(f"params_{name}", value) for name, value in counted.components().items() if value),
-            Answer("flops_per_token", flops.total, "FLOP", "the sum of its components", OWN),
-            *(Answer(f"flops_{name}", value, "FLOP", formulas[name], OWN) for name, value in flops.components().items()),
-            Answer(
+            Result("params", counted.total, "", "embedding + positions + attention + mlp + norms + unembedding (once when tied)", OWN),
+            Result("active_params", counted.total, "", "all: no experts"),
+            *(Result(f"params_{name}", value) for name, value in counted.components().items() if value),
+            Result("flops_per_token", flops.total, "FLOP", "the sum of its components", OWN),
+            *(Result(f"flops_{name}", value, "FLOP", formulas[name], OWN) for name, value in flops.components().items()),
+            Result(
                 "flops_per_token_every_pair",
                 flops.total_full_attention,
                 "FLOP",
-                "with S = T: every pair of tokens",
+                "with S = T: all pairs of tokens",
                 "PaLM, nanoGPT, Torres",
             ),
-            Answer("flops_per_token_6n", flops_per_token_6n(resolved.model), "FLOP", "6 * params", KAPLAN),
-            Answer("seq_len", resolved.data.seq_len),
-            Answer("convention", CONVENTION),
+            Result("flops_per_token_6n", flops_per_token_6n(resolved.model), "FLOP", "6 * params", KAPLAN),
+            Result("seq_len", resolved.data.seq_len),
+            Result("convention", CONVENTION),
         ],
         as_json=as_json,
         explain=explain,
@@ -69,14 +68,18 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
 @click.command()
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--devices", type=WHOLE, help="Devices of the mesh (default: the product of the mesh's axes).")
-@click.option("--cluster", help="Cluster file: capacity, and devices with --nodes.")
-@click.option("--nodes", type=WHOLE, help="With --cluster: nodes of the job.")
-@click.option("--params", type=COUNT, help="Without CONFIG: parameters; 70B.")
-@click.option("--policy", metavar="POLICY", help="With --params: adamw-mixed (default), adamw-float32, lion-mixed, sgd-momentum-mixed.")
+@click.option("--devices", type=WHOLE, help="Devices of the mesh [default: the product of the mesh axes].")
+@click.option("--cluster", help="Cluster, for the memory capacity, and with --nodes the number of devices.")
+@click.option("--nodes", type=WHOLE, help="With --cluster: number of nodes.")
+@click.option("--params", type=COUNT, help="Without CONFIG: number of parameters, such as 70B.")
+@click.option(
+    "--policy",
+    metavar="POLICY",
+    help="With --params: precision policy adamw-mixed (default), adamw-float32, lion-mixed, sgd-momentum-mixed.",
+)
 @click.option("--zero", type=int, help="With --params: ZeRO stage 0, 1, 2 or 3.")
-@click.option("--shards", type=WHOLE, help="With --params: devices the state is sharded over.")
-@answer_options
+@click.option("--shards", type=WHOLE, help="With --params: number of devices that shard the state.")
+@result_options
 def memory(
     config: str | None,
     overrides: tuple[str, ...],
@@ -90,18 +93,18 @@ def memory(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Memory of one device for a step of CONFIG, by component; or, with --params, the classic table of state bytes."""
+    """Estimate the memory of one device for a train step of CONFIG, by component; or, with --params, the ZeRO state bytes."""
     from ridgeline.configs.errors import UserError
 
     classic = {"params": params, "policy": policy, "zero": zero, "shards": shards}
     placed = {"devices": devices, "cluster": cluster, "nodes": nodes}
     if config is None:
-        _refuse(placed, "goes with CONFIG")
+        _refuse(placed, "needs CONFIG")
         if params is None:
-            raise UserError("name a CONFIG, or give --params, --zero and --shards")
+            raise UserError("give a CONFIG, or --params, --zero and --shards")
         _classic_state(params, policy or "adamw-mixed", zero, shards, explain, as_json)
         return
-    _refuse(classic, "goes without CONFIG (whose own precision, optimizer and mesh count)")
+    _refuse(classic, "cannot be used with CONFIG, which defines precision, optimizer and mesh")
     _config_memory(config, overrides, devices, cluster, nodes, explain, as_json)
 
 
@@ -115,18 +118,18 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
 
 def _classic_state(params: float, policy: str, zero: int | None, shards: int | None, explain: bool, as_json: bool) -> None:
     from ridgeline.configs.errors import UserError
-    from ridgeline.planner.state_memory import state_bytes
+    from ridgeline.planner.calculators.state_memory import state_bytes
 
     if zero is None or (shards is None and zero > 0):
         missing = [name for name, value in (("--zero", zero), ("--shards", shards)) if value is None]
         raise UserError(f"--params needs {' and '.join(missing)}")
     held = state_bytes(params=params, policy=policy, zero=zero, shards=shards or 1)
-    formula = "w*P + g*P + o*P with the optimiser's o (stage 1), the gradients' g (2) and the weights' w (3) divided by SHARDS"
-    answers = [
-        Answer("state_bytes", held, "bytes", formula, "ZeRO, arXiv 1910.02054, section 3.1 and figure 1"),
-        Answer("bytes_per_parameter", held / params, "", "state_bytes / params"),
+    formula = "w*P + g*P + o*P with the optimizer's o (stage 1), the gradients' g (2) and the weights' w (3) divided by SHARDS"
+    results = [
+        Result("state_bytes", held, "bytes", formula, "ZeRO, arXiv 1910.02054, section 3.1 and figure 1"),
+        Result("bytes_per_parameter", held / params, "", "state_bytes / params"),
     ]
-    print_answers(answers, as_json=as_json, explain=explain)
+    print_results(results, as_json=as_json, explain=explain)
 
 
 def _config_memory(
@@ -139,43 +142,41 @@ def _config_memory(
     device = None if site is None else hardware(site.device)
     need = memory_per_device(resolved, sizes, gpu=device is None or device.tensor_cores)
     capacity = None if site is None or device is None else int(device.memory_bytes * site.utilisation_cap)
-    answers = [
-        Answer(
-            "per_device_bytes", need.total_bytes, "bytes", "the sum of the components at the fullest moment of a step", "planner/memory.py"
-        ),
-        *(Answer(name, part.bytes, "bytes", part.assumption) for name, part in need.components.items()),
-        Answer("fullest_moment", need.moment),
-        Answer("mesh", " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"),
+    results = [
+        Result("per_device_bytes", need.total_bytes, "bytes", "sum of the components at peak memory", "planner/memory.py"),
+        *(Result(name, part.bytes, "bytes", part.assumption) for name, part in need.components.items()),
+        Result("fullest_moment", need.peak_at),
+        Result("mesh", " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"),
     ]
     if capacity is not None:
-        answers += [
-            Answer(
+        results += [
+            Result(
                 "capacity_bytes",
                 capacity,
                 "bytes",
                 "the device's memory * utilisation_cap of the cluster file",
                 device.sources["memory"] if device else "",
             ),
-            Answer("fits", need.total_bytes <= capacity),
+            Result("fits", need.total_bytes <= capacity),
         ]
     if as_json:
-        answers = [a for a in answers if a.key not in need.components] + [
-            Answer("components", need.bytes_by_component()),
-            Answer("assumptions", {name: part.assumption for name, part in need.components.items()}),
+        results = [a for a in results if a.key not in need.components] + [
+            Result("components", need.bytes_by_component()),
+            Result("assumptions", {name: part.assumption for name, part in need.components.items()}),
         ]
-    print_answers(answers, as_json=as_json, explain=explain)
+    print_results(results, as_json=as_json, explain=explain)
 
 
 @click.command()
 @config_arguments
-@click.option("--cluster", required=True, help="Cluster name or file.")
-@click.option("--nodes", type=WHOLE, help="Nodes of the job (default: what the mesh needs).")
-@click.option("--calibration", help="File of ridge calibrate (default: published measurements).")
-@answer_options
+@click.option("--cluster", required=True, help="Cluster: the name of a shipped one, or a YAML file.")
+@click.option("--nodes", type=WHOLE, help="Number of nodes [default: as many as the mesh needs].")
+@click.option("--calibration", help="Calibration file from `ridge calibrate` [default: published rates].")
+@result_options
 def step(
     config: str, overrides: tuple[str, ...], cluster: str, nodes: int | None, calibration: str | None, explain: bool, as_json: bool
 ) -> None:
-    """Time of one optimiser step of CONFIG as it stands, split by the ceiling that holds each part."""
+    """Estimate the time of one train step of CONFIG with its own layout, by the resource that limits each part."""
     from ridgeline.planner.calibration import load_calibration
     from ridgeline.planner.hardware import hardware
     from ridgeline.planner.step_time import step_time
@@ -186,25 +187,25 @@ def step(
     found = step_time(resolved, sizes, site, factors)
     mfu = None if hardware(site.device).nominal else found.mfu
     flops = "model FLOPs (planner.flops) / (step_s * devices * datasheet peak)"
-    print_answers(
+    print_results(
         [
-            Answer(
+            Result(
                 "step_s",
                 found.step_s,
                 "s",
-                "compute + device memory + exposed communication + optimiser, or host input",
+                "compute + device memory + exposed communication + optimizer, or host input",
                 "planner/step_time.py",
             ),
             *(
-                Answer(f"{name}_s", seconds, "s", CEILINGS.get(name, "exposed communication on this kind of link"))
+                Result(f"{name}_s", seconds, "s", CEILINGS.get(name, "exposed communication on this kind of link"))
                 for name, seconds in found.breakdown_s.items()
             ),
-            Answer("mfu", mfu, "share", flops, "PaLM, arXiv 2204.02311, appendix B"),
-            Answer("tokens_per_s", found.tokens_per_s, "tokens/s", "batch_size * seq_len / step_s"),
-            Answer("tokens_per_s_per_device", found.tokens_per_s_per_device, "tokens/s", "tokens_per_s / devices"),
-            Answer("devices", found.devices),
-            Answer("mesh", " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"),
-            Answer("calibration", factors.name),
+            Result("mfu", mfu, "share", flops, "PaLM, arXiv 2204.02311, appendix B"),
+            Result("tokens_per_s", found.tokens_per_s, "tokens/s", "batch_size * seq_len / step_s"),
+            Result("tokens_per_s_per_device", found.tokens_per_s_per_device, "tokens/s", "tokens_per_s / devices"),
+            Result("devices", found.devices),
+            Result("mesh", " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"),
+            Result("calibration", factors.name),
         ],
         as_json=as_json,
         explain=explain,
@@ -214,17 +215,17 @@ def step(
 
 CEILINGS = {
     "compute": "matmuls and attention at their calibrated rates",
-    "hbm": "elementwise work: bytes over the device memory bandwidth reached",
-    "optimizer": "gradients, parameters and moments through device memory",
+    "hbm": "elementwise operations: bytes / achieved device memory bandwidth",
+    "optimizer": "memory traffic of gradients, parameters and moments",
     "bubble": "idle pipeline stages",
-    "host_input": "rows the host delivers later than the device could take them",
+    "host_input": "waiting for rows from the host",
 }
 
 
 def _place(
     config: str, overrides: tuple[str, ...], devices: int | None, cluster: str | None, nodes: int | None
 ) -> tuple[Config, ClusterConfig | None, dict[str, int]]:
-    """Load a config and a cluster, and put the mesh on the devices asked for."""
+    """Load a config and a cluster; return them with the mesh axis sizes on the requested devices. Raises UserError."""
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.errors import UserError
     from ridgeline.configs.load import load
@@ -234,14 +235,14 @@ def _place(
     site = None if cluster is None else load_cluster(cluster).config
     if nodes is not None:
         if site is None or devices is not None:
-            raise UserError("--nodes goes with --cluster, and without --devices")
+            raise UserError("--nodes needs --cluster and excludes --devices")
         if site.nodes is not None and nodes > site.nodes:
-            raise UserError(f"--nodes {nodes}: {site.name} has {site.nodes}")
+            raise UserError(f"--nodes {nodes}: {site.name} has only {site.nodes} nodes")
         devices = nodes * site.devices_per_node
     if devices is None:
         wild = [axis for axis, size in resolved.mesh.sizes.items() if size == -1]
         if wild:
             how = "--nodes" if site is not None else "--devices, or --cluster and --nodes"
-            raise UserError(f"mesh.{wild[0]} is -1, all devices that are left: say how many there are with {how}")
+            raise UserError(f"mesh.{wild[0]} is -1 (all remaining devices): give the number of devices with {how}")
         devices = math.prod(resolved.mesh.sizes.values())
     return resolved, site, check_devices(resolved, devices)

@@ -1,4 +1,4 @@
-"""`ridge generate RUN_OR_HF_DIR --prompt TEXT`."""
+"""`ridge generate RUN_OR_HF_DIR --prompt TEXT`: sample text from a model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ _DEFAULT_MAX_TOKENS = 200
 
 @click.command()
 @click.argument("model", metavar="RUN_OR_HF_DIR", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be repeated. Default: the beginning of a text.")
-@click.option("--max-tokens", type=int, help=f"Tokens to generate (default {_DEFAULT_MAX_TOKENS}, or what the model's length allows).")
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="0: always the most likely token.")
-@click.option("--top-k", type=int, help="Only the k most likely tokens.")
-@click.option("--top-p", type=float, help="Only the most likely tokens that together reach this probability.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same text.")
-@click.option("--step", type=int, help="Checkpoint of the run (default: the newest good one).")
+@click.option("--prompt", "prompts", multiple=True, help="Text to continue; repeatable [default: start of a document].")
+@click.option(
+    "--max-tokens", type=int, help=f"Maximum number of new tokens [default: {_DEFAULT_MAX_TOKENS}, or what the model's length allows]."
+)
+@click.option(
+    "--temperature", type=float, default=0.8, show_default=True, help="Sampling temperature; 0 always takes the most likely token."
+)
+@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
+@click.option("--top-p", type=float, help="Sample from the most likely tokens whose probabilities sum to this value.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed.")
+@click.option("--step", type=int, help="Checkpoint of the run [default: the newest valid one].")
 @json_option
 def generate(
     model: Path,
@@ -35,17 +39,17 @@ def generate(
 ) -> None:
     """Sample text from a run or from a Hugging Face model."""
     if not 0 <= seed < 2**32:
-        raise UserError(f"--seed {seed} is not in 0..{2**32 - 1}")
+        raise UserError(f"--seed {seed} must be in 0..{2**32 - 1}")
     from ridgeline.cli.tables import print_json
     from ridgeline.models.generate import Sampling
     from ridgeline.models.generate import generate as sample
-    from ridgeline.trainer.loading import load_model
+    from ridgeline.trainer.pretrained import load_model
 
     sampling = Sampling(temperature, top_k, top_p)
     loaded = load_model(model, step=step)
     tokenizer = loaded.tokenizer
     texts = prompts or ("",)
-    # Our documents begin with BOS, or with EOS where a tokenizer has no BOS. Others' models were not trained with the latter.
+    # Our documents begin with BOS, or with EOS if the tokenizer has no BOS. Imported models were not trained with a leading EOS.
     begin = loaded.source.hf is None or tokenizer.bos_id != tokenizer.eos_id
     encoded = [[tokenizer.bos_id, *ids] if begin or not ids else ids for ids in tokenizer.encode_batch(texts)]
     room = loaded.model.max_seq_len - max(map(len, encoded))

@@ -1,4 +1,4 @@
-"""`ridge launch --processes N CONFIG [key=value ...]`."""
+"""`ridge launch --processes N CONFIG [key=value ...]`: train with several processes on this machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from ridgeline.launch.cluster.devices import gpus_present
 
 @click.command()
 @config_arguments
-@click.option("--processes", "-n", type=click.IntRange(1), required=True, help="Processes to start on this machine.")
+@click.option("--processes", "-n", type=click.IntRange(1), required=True, help="Number of processes to start on this machine.")
 @click.option(
-    "--grace", "grace_s", type=click.FloatRange(0), default=local.GRACE_S, show_default=True, help="Seconds the others get to end."
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(0),
+    default=local.GRACE_S,
+    show_default=True,
+    help="Seconds that the other processes have to exit after a failure.",
 )
 def launch(config: str, overrides: tuple[str, ...], processes: int, grace_s: float) -> None:
     """Train with several processes on this machine, without Slurm.
 
-    Each gets an even share of the GPUs (on CPU: runtime.cpu_devices virtual devices), and its output carries its index.
-    Signals go to all. When one fails the others are ended, and its exit code is this command's.
+    Each process gets an equal share of the GPUs (on a CPU: runtime.cpu_devices virtual devices). Its output lines begin with its index.
+    Signals are forwarded to all processes. When one fails, the others are stopped, and its exit code is returned.
     """
-    resolved = load(config, overrides)  # what is wrong with the config is said once
+    resolved = load(config, overrides)  # report an invalid config once, not once per process
     cpu = resolved.config.runtime.platform == "cpu" or os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
     try:
         environments = local.environments(processes, os.environ, None if cpu else gpus_present())

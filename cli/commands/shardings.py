@@ -1,4 +1,4 @@
-"""`ridge shardings CONFIG`: how every parameter is divided over the devices, and what each device holds."""
+"""`ridge shardings CONFIG`: the sharding of every parameter, and the bytes per device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from ridgeline.cli.tables import Column, print_json, print_table
 
 @click.command()
 @config_arguments
-@click.option("--devices", type=click.IntRange(min=1), help="Plan for this many devices instead of those of this machine.")
+@click.option(
+    "--devices",
+    type=click.IntRange(min=1),
+    help="Number of devices [default: the product of the mesh axes, or the devices of this machine].",
+)
 @json_option
 def shardings(config: str, overrides: tuple[str, ...], devices: int | None, as_json: bool) -> None:
-    """Print parameter -> logical axes -> partition spec -> bytes per device of CONFIG, and totals.
+    """Print logical axes, partition spec and bytes per device of every parameter of CONFIG, and totals.
 
-    Nothing is allocated, so any model on any number of devices can be asked for.
+    Nothing is allocated, so this works for any model and number of devices without the hardware.
     """
     from ridgeline.configs.load import load
 
@@ -36,7 +40,7 @@ def shardings(config: str, overrides: tuple[str, ...], devices: int | None, as_j
     sizes = resolved.mesh.sizes.values()
     devices = devices or (math.prod(sizes) if -1 not in sizes else jax.device_count())
     partitioner = Partitioner(abstract_mesh(resolved.mesh, devices), Rules.from_config(resolved.mesh))
-    # How the step is computed (attention backend, rematerialisation) may need the real devices and changes no parameter.
+    # Attention backend and rematerialization may need the real devices, and do not change the parameters.
     spec = model_spec(resolved.model_copy(update={"compute": ComputeConfig()}), partitioner)
     optimizer = build_optimizer(resolved.optimizer, resolved.precision, spec.param_axes)
     opt_state = jax.eval_shape(optimizer.init, spec.abstract_params)
@@ -61,7 +65,7 @@ def shardings(config: str, overrides: tuple[str, ...], devices: int | None, as_j
         title=f"mesh {layout}, {devices:,} devices; MB is 1e6 bytes",
     )
     whole = report.parameter_bytes / 1e9
-    print(f"\n{report.parameters:,} parameters, {whole:,.3f} GB ({resolved.precision.params}) in all; per device, in GB (1e9 bytes):")
+    print(f"\n{report.parameters:,} parameters, {whole:,.3f} GB ({resolved.precision.params}) in total; per device, in GB (1e9 bytes):")
     totals = {
         f"parameters ({resolved.precision.params})": report.parameter_bytes_per_device,
         f"gradients ({resolved.precision.gradients})": report.gradient_bytes_per_device,

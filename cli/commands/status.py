@@ -1,4 +1,4 @@
-"""`ridge status RUN`."""
+"""`ridge status RUN`: state of a run's Slurm jobs, and its progress."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ridgeline.cli.options import json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 
 if TYPE_CHECKING:
-    from ridgeline.launch.slurm.progress import RunProgress
     from ridgeline.launch.slurm.state import JobState
     from ridgeline.rundir.jobs import JobRecord
+    from ridgeline.rundir.progress import RunProgress
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @json_option
 def status(run: Path, as_json: bool) -> None:
-    """Show the jobs of RUN, a run directory that was submitted, and how far training is.
+    """Show the Slurm jobs of RUN, a submitted run directory, and the training progress.
 
-    On the directory of a sweep: the table of its points.
+    For the directory of a sweep, shows the table of its points.
     """
-    from ridgeline.launch.slurm import sweep
-    from ridgeline.launch.slurm.progress import run_progress
+    from ridgeline.launch.trials import sweep
+    from ridgeline.rundir.progress import run_progress
 
     if sweep.is_sweep(run):
-        from ridgeline.cli.commands.sweep import print_results
+        from ridgeline.cli.slurm import print_sweep
 
-        print_results(run, as_json=as_json)
+        print_sweep(run, as_json=as_json)
         return
     records = sweep.jobs_of(run)
     states = [(record, state) for record in records for state in _states(run, record)]
@@ -58,9 +58,9 @@ def status(run: Path, as_json: bool) -> None:
 
 
 def _states(run: Path, record: JobRecord) -> list[JobState]:
-    """Ask Slurm; of a job it has forgotten the run's own record says how it ended."""
-    from ridgeline.launch.slurm.progress import job_exit_code
+    """Query Slurm. For a job it no longer knows, take the exit code from the run's own record."""
     from ridgeline.launch.slurm.state import FORGOTTEN, job_states
+    from ridgeline.rundir.progress import job_exit_code
 
     states = job_states(record.job, record.slurm_cluster)
     if [state.state for state in states] == [FORGOTTEN]:
@@ -79,19 +79,19 @@ def _duration(seconds: float) -> str:
 
 
 def describe_progress(progress: RunProgress, now_s: float) -> str:
-    """Say in a line how far a run is."""
+    """Return the progress of a run in one line."""
     from ridgeline.configs.format import format_count, format_duration
 
     if progress.logged_at_s is None:
-        return "training has not begun"
+        return "training has not started"
     ago = format_duration(max(0.0, now_s - progress.logged_at_s))
     starts = f", start {progress.starts}" if progress.starts > 1 else ""
     if progress.step is None:
-        return f"no step yet{starts} (last sign of life {ago} ago)"
+        return f"no step yet{starts} (last log line {ago} ago)"
     parts = [f"step {progress.step:,}" + ("" if progress.steps is None else f"/{progress.steps:,}")]
     parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
     parts += [f"{format_count(progress.tokens_per_s)} tokens/s"] if progress.tokens_per_s is not None else []
     if progress.finished:
         return f"{', '.join(parts)}{starts}: finished"
     parts += [f"eta {format_duration(progress.eta_s)}"] if progress.eta_s is not None else []
-    return f"{', '.join(parts)}{starts} (last sign of life {ago} ago)"
+    return f"{', '.join(parts)}{starts} (last log line {ago} ago)"

@@ -1,73 +1,24 @@
-"""`ridge submit CONFIG --cluster C --nodes N`."""
+"""`ridge submit CONFIG --cluster C --nodes N`: submit a training run as a Slurm job."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import config_arguments, json_option
+from ridgeline.cli.options import config_arguments, job_options, json_option
+from ridgeline.cli.slurm import print_findings, read_cluster
 from ridgeline.cli.tables import print_json
-from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
-    from ridgeline.configs.cluster import ClusterConfig
-    from ridgeline.launch.slurm.lint import Finding
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def cluster_options(*, required: bool = True) -> Callable[[Function], Function]:
-    """Take what says where and how a job runs."""
-    options = (
-        click.option("--cluster", "-c", required=required, help="Cluster file: a shipped one by name, or a YAML file."),
-        click.option("--time", help="Time limit as Slurm writes it: 90, 12:00:00, 2-00:00:00."),
-        click.option("--account", help="Account to charge."),
-        click.option("--qos", help="Quality of service."),
-        click.option("--partition", help="Partition."),
-        click.option(
-            "--cluster-set",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Override a key of the cluster file, such as slurm.max_restarts=3; repeatable.",
-        ),
-        click.option("--dry-run", is_flag=True, help="Print the script; write nothing, submit nothing."),
-    )
-
-    def add(function: Function) -> Function:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return add
-
-
-def read_cluster(name: str, overrides: Iterable[str], **given: str | None) -> ClusterConfig:
-    """Load a cluster file with the options of a command line on top, SBATCH_* variables underneath."""
-    from ridgeline.configs.cluster import load_cluster
-    from ridgeline.launch.slurm.submit import with_environment
-
-    options = [f"slurm.{key}={value}" for key, value in given.items() if value is not None]
-    return with_environment(load_cluster(name, [*overrides, *options]).config, os.environ)
-
-
-def tell_findings(findings: list[Finding]) -> None:
-    """Print warnings, and refuse a job with errors."""
-    for finding in findings:
-        if not finding.error:
-            click.echo(f"ridge: {finding}", err=True)
-    errors = [finding.message for finding in findings if finding.error]
-    if errors:
-        raise UserError("\n".join(errors))
+    pass
 
 
 @click.command()
 @config_arguments
-@click.option("--nodes", "-N", type=click.IntRange(min=1), required=True, help="Nodes of the job.")
-@cluster_options()
-@click.option("--no-preflight", is_flag=True, help="Start training without `ridge doctor` before it.")
+@click.option("--nodes", "-N", type=click.IntRange(min=1), required=True, help="Number of nodes.")
+@job_options()
+@click.option("--no-preflight", is_flag=True, help="Do not run `ridge doctor` before training.")
 @json_option
 def submit(
     config: str,
@@ -85,8 +36,8 @@ def submit(
 ) -> None:
     """Submit the training of CONFIG as a Slurm job.
 
-    Writes a full job script, a snapshot of the code and the resolved config into the run directory and hands the script to sbatch. The
-    job is checked first: what would fail in the queue is refused here.
+    Checks the job first, and rejects one that would fail in the queue. Then writes the complete job script, a snapshot of the code and the
+    resolved config into the run directory, and passes the script to sbatch.
     """
     from datetime import UTC, datetime
     from pathlib import Path
@@ -104,9 +55,9 @@ def submit(
     job = slurm.training_job(resolved, site, size, by, preflight=not no_preflight)
     if dry_run:
         click.echo(job_script(job), nl=False)
-        tell_findings(findings)
+        print_findings(findings)
         return
-    tell_findings(findings)
+    print_findings(findings)
     slurm.refuse_second_job(job.root)
     number = slurm.submit(job, resolved, by, {"nodes": nodes})
     if as_json:
@@ -118,6 +69,6 @@ def submit(
 
 
 def _shown(path: Any) -> str:
-    from ridgeline.configs.tree import display_path
+    from ridgeline.configs.yaml_tree import display_path
 
     return display_path(path)

@@ -1,4 +1,4 @@
-"""`ridge timeline RUN`: a run's phases as a picture or a trace."""
+"""`ridge timeline RUN`: the phases of a run as a picture or a trace."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ridgeline.cli.commands.goodput import read_run
+from ridgeline.cli.tables import write_text
 from ridgeline.configs.errors import UserError
 
 FORMATS = (".svg", ".html", ".json")
@@ -19,25 +19,22 @@ FORMATS = (".svg", ".html", ".json")
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="FILE.svg or FILE.html: a picture; FILE.json: a trace for ui.perfetto.dev. Default: timeline.html in RUN.",
+    help="FILE.svg or FILE.html: a picture; FILE.json: a trace for ui.perfetto.dev [default: timeline.html in RUN].",
 )
 def timeline(run: Path, output: Path | None) -> None:
-    """Draw the execution flow of RUN: launch, init, restore, compile, training, evaluations, saves, restarts, by process."""
+    """Draw the phases of RUN per process: launch, initialization, restore, compilation, training, evaluation, saves, restarts."""
     from ridgeline.explain.gantt import gantt_html, gantt_svg, perfetto_trace
-    from ridgeline.rundir.events import event_files, read_events
+    from ridgeline.rundir.directory import RunDir
 
     output = run / "timeline.html" if output is None else output
     if output.suffix not in FORMATS:
         raise UserError(f"--output '{output}' must end in {', '.join(FORMATS)}")
-    record = read_run(run)
-    events = read_events(event_files(run))
-    title = f"{record['name']}: {len(record['starts'])} start(s)"
+    directory = RunDir.open(run)
+    events = directory.require_events()
+    title = f"{directory.name}: {len(directory.record.starts)} start(s)"
     if output.suffix == ".json":
         text = json.dumps(perfetto_trace(events))
     else:
         text = (gantt_svg if output.suffix == ".svg" else gantt_html)(events, title)
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}") from None
+    write_text(output, text)
     click.echo(f"wrote {output}")

@@ -1,4 +1,4 @@
-"""`ridge train CONFIG [key=value ...]`."""
+"""`ridge train CONFIG [key=value ...]`: train a model, or resume a run."""
 
 from __future__ import annotations
 
@@ -16,56 +16,47 @@ import click
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.launch import cluster, environment, exit_codes
-from ridgeline.trainer.stop import Stop, StopAsked
+from ridgeline.trainer.stop import Stop, StopRequested
 
 if TYPE_CHECKING:
+    from ridgeline.configs.schema import Config
     from ridgeline.trainer.loop import Outcome
 
 GRACE = "RIDGE_GRACE_S"
-"""Variable in which a job script says how long a job has to end once it is asked to."""
+"""Environment variable set by the job script: seconds between the stop signal and the end of the job."""
 LINGER_S = 3.0
-"""Process 0 holds the coordination service: it leaves last, so that nobody takes its leaving for a failure."""
+"""Process 0 runs the coordination service and exits last, so that peers do not mistake its exit for a crash."""
 
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
-@click.option("--coordinator", metavar="HOST:PORT", help="Where process 0 listens, if no launcher says it.")
-@click.option("--processes", type=int, help="Number of processes of the run, if no launcher says it.")
-@click.option("--process", type=int, help="Index of this process, if no launcher says it.")
-@click.option("--from-step", type=int, metavar="N", help="Restart from the checkpoint of step N; later ones are set aside, not deleted.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--coordinator", metavar="HOST:PORT", help="Address of process 0, if there is no launcher.")
+@click.option("--processes", type=int, help="Number of processes, if there is no launcher.")
+@click.option("--process", type=int, help="Index of this process, if there is no launcher.")
+@click.option(
+    "--from-step", type=int, metavar="N", help="Restart from the checkpoint of step N. Later checkpoints are set aside, not deleted."
+)
 def train(
     config: Path, overrides: tuple[str, ...], coordinator: str | None, processes: int | None, process: int | None, from_step: int | None
 ) -> None:
-    """Train a model: start a run, or continue the one in its run directory.
+    """Train a model: start a run, or resume the one in its run directory.
 
-    CONFIG is a YAML file; each override is section.key=value, e.g. trainer.steps=200 mesh.fsdp=4.
-    Under srun, mpirun, torchrun or a Kubernetes indexed job the processes find each other by themselves.
-    Ctrl-C saves and stops; the same command continues.
+    CONFIG is a YAML file, or the name of a shipped config. An override is section.key=value, such as trainer.steps=200 or mesh.fsdp=4.
+    Under srun, mpirun, torchrun or a Kubernetes indexed job, the processes find each other automatically. Ctrl-C saves and stops; the same
+    command resumes.
     """
     stop = Stop().install()
     resolved = load(config, overrides)
     here = cluster.describe(os.environ, flags=cluster.Flags(coordinator, processes, process), platform=resolved.config.runtime.platform)
     settings = environment.prepare(resolved.config, here)
     if here.process == 0:
-        click.echo("\n".join([*cluster.explain(here), *environment.lines(settings)]))
-    try:
-        joined = cluster.join(here, resolved.config, stop=stop)
-        stop.check()
-    except StopAsked as asked:
-        _leave(_stopped(asked.signal.name), here.process, here.processes)
-    except cluster.ClusterError as error:
-        click.echo(f"ridge: stopped: {error}", err=True)
-        sys.exit(error.exit_code)
-    except cluster.Preempted as error:
-        click.echo(f"ridge: stopped: {error}; nothing to save yet", err=True)
-        sys.exit(exit_codes.PREEMPTED)
+        click.echo("\n".join([*cluster.summary(here, resolved.config.runtime), *environment.lines(settings)]))
+    joined = _join(here, resolved.config, stop)
 
     loading_s = time.monotonic()
     from ridgeline.explain.trace.background import start as start_analysis
-    from ridgeline.trainer.checkpoint.checkpointer import CheckpointError
-    from ridgeline.trainer.checkpoint.finite import NumericalFailure
-    from ridgeline.trainer.peers import lost_peer
+    from ridgeline.trainer.failures import CheckpointError, NumericalFailure, lost_peer
     from ridgeline.trainer.run import train as run_training
 
     loaded_s = time.monotonic()
@@ -83,13 +74,13 @@ def train(
             analyze=start_analysis,
             from_step=from_step,
         )
-    except StopAsked as asked:
-        _leave(_stopped(asked.signal.name), here.process, here.processes)
+    except StopRequested as request:
+        _leave(_stopped(request.signal.name), here.process, here.processes)
     except NumericalFailure as error:
         click.echo(f"ridge: stopped: {error}; {_how_to_continue(config, error.steps)}", err=True)
         sys.exit(exit_codes.NUMERICAL_FAILURE)
     except CheckpointError as error:
-        if (why := lost_peer(error, here.processes)) is not None:  # a save that failed because a process went is no failure of the disk
+        if (why := lost_peer(error, here.processes)) is not None:  # a save can fail because a peer died, not because of the disk
             _lost(why)
         click.echo(f"ridge: stopped: {error}", err=True)
         sys.exit(exit_codes.SAVE_FAILURE)
@@ -106,16 +97,35 @@ def train(
         sys.exit(_stopped(outcome.stopped_by.name))
 
 
+def _join(here: cluster.Cluster, config: Config, stop: Stop) -> cluster.Joined:
+    """Connect to the other processes of the run; exit when that fails or a stop is requested."""
+    try:
+        joined = cluster.join(here, config, stop=stop)
+        stop.check()
+    except StopRequested as request:
+        _leave(_stopped(request.signal.name), here.process, here.processes)
+    except cluster.ClusterError as error:
+        click.echo(f"ridge: stopped: {error}", err=True)
+        sys.exit(error.exit_code)
+    except cluster.Preempted as error:
+        click.echo(f"ridge: stopped: {error}; nothing to save yet", err=True)
+        sys.exit(exit_codes.PREEMPTED)
+    return joined
+
+
 def _report(run_dir: Path, outcome: Outcome) -> None:
-    """Print the end of a run: where the time went, what held it back most, and how to go on."""
-    from ridgeline.explain.diagnosis.last_word import last_word
+    """Print where the time of the run went, its main bottleneck, and how to continue."""
+    from ridgeline.explain.diagnosis.rules import summary_line
     from ridgeline.explain.summary import format_summary, summarize
     from ridgeline.rundir.events import event_file, read_events
+    from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 
     click.echo(format_summary(summarize(read_events(event_file(run_dir, 0)))))
-    click.echo(last_word(run_dir))
+    click.echo(summary_line(run_dir))
     if not outcome.finished:
-        click.echo(f"stopped at step {outcome.steps}; run the same command again to continue")
+        saved = checkpoint_dirs.complete_steps(run_dir / "checkpoints")
+        source = f" from step {saved[-1]}" if saved else ""
+        click.echo(f"stopped at step {outcome.steps}; run the same command again to resume{source}")
 
 
 def _lost(why: str) -> NoReturn:
@@ -124,12 +134,12 @@ def _lost(why: str) -> NoReturn:
 
 
 def _how_to_continue(config: Path, steps: Sequence[int]) -> str:
-    """Name the step that a restart takes, and the earlier ones to choose from."""
+    """Return the command that resumes, the step it resumes from, and the earlier steps."""
     command = f"ridge train {shlex.quote(str(config))}"
     if not steps:
-        return f"there is no checkpoint: '{command}' starts at step 0"
-    earlier = f"; with --from-step N from {', '.join(map(str, steps[:-1]))}" if len(steps) > 1 else ""
-    return f"'{command}' continues from step {steps[-1]}{earlier}"
+        return f"there is no checkpoint: '{command}' restarts at step 0"
+    earlier = f"; to resume from an earlier step: --from-step {' or '.join(map(str, steps[:-1]))}" if len(steps) > 1 else ""
+    return f"'{command}' resumes from step {steps[-1]}{earlier}"
 
 
 def _stopped(name: str) -> int:
@@ -143,11 +153,11 @@ def _grace_s() -> float | None:
     try:
         return float(text)
     except ValueError:
-        raise UserError(f"{GRACE}={text} is not a number of seconds") from None
+        raise UserError(f"{GRACE}={text} must be a number of seconds") from None
 
 
 def _leave(code: int, process: int, processes: int) -> NoReturn:
-    """End at once: threads may be inside a compiler, and jax.distributed's own farewell would wait for processes that are gone."""
+    """Exit immediately: threads may be compiling, and a clean shutdown of jax.distributed would wait for processes that are gone."""
     if process == 0 and processes > 1:
         time.sleep(LINGER_S)
     sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""From figures to a decision: facts of a run, rules with declared thresholds, findings ranked by what they could gain."""
+"""From figures to a decision: facts of a run, rules with declared thresholds, findings ranked by their possible gain."""

@@ -1,4 +1,4 @@
-"""What the planner expects of a run on the cluster it ran on: seconds by term, bandwidth of collectives, memory to be had."""
+"""What the planner expects of a run on its cluster: seconds of a step by term, bandwidth of collectives, device memory."""
 
 from __future__ import annotations
 
@@ -7,31 +7,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ridgeline.configs.cluster import ClusterConfig, load_cluster
+from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import Calibration, load_calibration
-from ridgeline.planner.communication import bus_factor, time_s
-from ridgeline.planner.hardware import Hardware, hardware
+from ridgeline.planner.communication import mesh_bus_bandwidth
+from ridgeline.planner.hardware import hardware
 from ridgeline.planner.links import Fabric
 from ridgeline.planner.step_time import step_time
-
-_MODELLED = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+from ridgeline.rundir.directory import RunDir, known_cluster
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A cluster, and what the planner says about one run on it."""
+    """The planner's expectations of one run on a cluster."""
 
     cluster: ClusterConfig
     mesh: Mapping[str, int]
     """Axis -> devices, all axes."""
     breakdown_s: Mapping[str, float] = field(default_factory=dict)
-    """Planned seconds of a step by term (planner.step_time)."""
+    """Planned seconds of a step by term (planner.step_time); empty where the run cannot be planned on the cluster."""
     calibration: Calibration = field(default_factory=load_calibration)
-    """The rates the planner counts with."""
+    """The rates the planner uses."""
 
     @property
     def step_s(self) -> float | None:
@@ -40,50 +37,41 @@ class Expected:
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of one device. A CPU's is its share of the node's."""
-        device: Hardware = hardware(self.cluster.device)
+        """Memory of one device; of a CPU device, its share of the memory of the node."""
+        device = hardware(self.cluster.device)
         if device.name != "cpu":
             return device.memory_bytes
         return int(self.cluster.memory_per_node_gib * 2**30 / self.cluster.devices_per_node)
 
     def bus_bandwidth(self, kind: str, size_bytes: float, axes: Sequence[str]) -> float | None:
         """Return the planned bus bandwidth of a collective in bytes/s; None for kinds and axes without a model."""
-        if kind not in _MODELLED or not axes or not set(axes) <= set(self.mesh):
-            return None
-        group = self._fabric.axes_group(self.mesh, tuple(axes))
-        seconds = time_s(kind, size_bytes, group).seconds
-        return size_bytes / seconds * bus_factor(kind, group.size) if seconds > 0 else None
+        return mesh_bus_bandwidth(kind, size_bytes, self._fabric, self.mesh, axes)
 
     @functools.cached_property
     def _fabric(self) -> Fabric:
         return Fabric.from_cluster(self.cluster, self.calibration, num_devices=math.prod(self.mesh.values()))
 
 
-def expect(
-    run: Path, config: Config | None, plan: Mapping[str, Any] | None, cluster: str | None = None, calibration: str | Path | None = None
-) -> Expected | None:
-    """Return what to expect of a run; None where nothing says what it ran on.
+def expect(run: RunDir, cluster: str | None = None, calibration: str | Path | None = None) -> Expected | None:
+    """Return what the planner expects of a run; None where cluster, mesh or config are unknown.
 
     Args:
-      run: the run directory.
-      config: of the run.
-      plan: its plan.json, which knows the mesh, and the cluster of a run on GPUs.
-      cluster: file or name; None: the file it was submitted with (the newest slurm/*/cluster.yaml), else that of the plan.
+      run: the run directory; plan.json has the mesh.
+      cluster: file or name; None: see rundir.directory.known_cluster.
       calibration: file of `ridge calibrate`; None: published rates.
 
     Raises:
       UserError: there is no such cluster or calibration, or its device cannot be planned for.
     """
-    mesh = (plan or {}).get("mesh")
-    submitted = sorted(run.glob("slurm/*/cluster.yaml"), key=lambda path: path.stat().st_mtime)
-    name = cluster or (str(submitted[-1]) if submitted else (plan or {}).get("cluster"))
-    if name is None or mesh is None or config is None:
+    found = known_cluster(run, cluster)
+    mesh = None if run.plan is None else run.plan.mesh
+    if found is None or mesh is None or run.config is None:
         return None
-    found, rates = load_cluster(str(name)).config, load_calibration(calibration)
+    rates = load_calibration(calibration)
     try:
-        breakdown = step_time(config, mesh, found, rates).breakdown_s
+        breakdown = step_time(run.config, mesh, found, rates).breakdown_s
     except UserError:
         if cluster is not None:
             raise
-        breakdown = {}  # the links and the memory are known all the same
+        breakdown = {}  # links and memory are known without it
     return Expected(found, dict(mesh), breakdown, rates)

@@ -1,73 +1,74 @@
-"""What is known about a run before any judgement: figures with their units, each absent (None) where nothing measured it."""
+"""The facts of a run that rules judge: figures with their units, each None where nothing measured it."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.load import from_resolved
 from ridgeline.configs.schema import Config
 from ridgeline.explain.diagnosis.expected import Expected, expect
-from ridgeline.explain.diagnosis.held_down import device_rows
-from ridgeline.explain.diagnosis.knobs import Rival
 from ridgeline.explain.diagnosis.ranks import steady
-from ridgeline.explain.study.scaling import Study
+from ridgeline.explain.diagnosis.settings import SimplerRun
+from ridgeline.explain.diagnosis.throttled import device_samples
+from ridgeline.explain.study.analysis import Study
+from ridgeline.rundir.analysis import Analysis, Collective, DeviceStep
 from ridgeline.rundir.bench_results import RESULTS, read
-from ridgeline.rundir.events import JAX_CACHE, LOADED, event_files, read_events
+from ridgeline.rundir.device_state import DeviceState
+from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.events import JAX_CACHE, LOADED
 from ridgeline.rundir.goodput import Ledger, queue_waits, run_ledger
 from ridgeline.rundir.noise import percentile
-from ridgeline.rundir.phases import phases
+from ridgeline.rundir.phases import Phase, phases
 from ridgeline.rundir.recompilation import Recompilation, recompilations
+from ridgeline.rundir.records import CompileRecord, Devices, PlanRecord, Start, TrafficRow
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The figures rules look at."""
+    """What rules judge: the figures of one run, or of several runs of the same work."""
 
     name: str
     ledger: Ledger
     path: Path | None = None
     """The run directory."""
     submitted: str | None = None
-    """The cluster file it was submitted with."""
+    """The cluster file of its newest submission."""
     nodes: int = 1
-    """It ran on so many, when it was submitted."""
+    """Number of nodes of its newest submission."""
     config: Config | None = None
     steps: Sequence[Mapping[str, Any]] = ()
     """One record per log line: step, loss, tokens_per_s, step_time_p50_s, data_wait_s, ..."""
     compiles: Sequence[tuple[str, float, bool]] = ()
     """(program, seconds, during the loop) of every compilation."""
     cached_s: float = 0.0
-    """Seconds of those before the loop whose programs a cache had: tracing, lowering and loading, which a slow machine draws out."""
+    """Seconds of the compilations before the loop that a cache served: tracing, lowering and loading, which are long on a slow machine."""
     saves_s: Sequence[float] = ()
-    """Time each save held up the loop."""
+    """Time the loop waited for each save."""
     recompilations: Sequence[Recompilation] = ()
     """Programs compiled again during the loop: the step, the line that called them, what changed."""
     bench: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Layer -> seconds per step, by round: the newest stored `ridge bench all` of the same work on the same devices."""
-    analysis: Mapping[str, Any] | None = None
-    """The newest step ledger (`ridge analyze --json`)."""
-    plan: Mapping[str, Any] | None = None
-    """What was planned beside what was compiled, when the run started (plan.json)."""
-    compiled: Mapping[str, Any] | None = None
-    """The report of the compiled step (compile.json: written at the start, or by `ridge compile --json`)."""
+    analysis: Analysis | None = None
+    """The newest step ledger (analysis.json)."""
+    plan: PlanRecord | None = None
+    """What was planned beside what was compiled, when the run started."""
+    compiled: CompileRecord | None = None
+    """The compiled step (compile.json: written at the start, or by `ridge compile --json`)."""
     expected: Expected | None = None
-    """What the planner says about this run on its cluster."""
-    devices: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Device -> what it said of its clock, power and quota at each log line."""
+    """What the planner expects of this run on its cluster."""
+    devices: Mapping[str, Sequence[DeviceState]] = field(default_factory=dict)
+    """Device -> its clock, power and quota at each log line."""
     study: Study | None = None
     """Several runs at several scales."""
     batch_study: Study | None = None
-    """Several runs at several batch sizes (`devices` is the batch)."""
+    """Several runs at several batch sizes."""
     size_studies: Mapping[int, Study] = field(default_factory=dict)
     """Parameters of the model -> runs of that model at several scales."""
-    simpler: Rival | None = None
+    simpler: SimplerRun | None = None
     """A run of the same work with fewer performance settings."""
     axis: str | None = None
     """The mesh axis that grows from run to run."""
@@ -76,20 +77,20 @@ class Facts:
 
     @property
     def step_s(self) -> float | None:
-        """Median step time of the log windows after the first, which still warms up."""
+        """Median step time of the log windows after the first, which is warm-up."""
         values = sorted(float(s["step_time_p50_s"]) for s in (self.steps[1:] or self.steps) if "step_time_p50_s" in s)
         return percentile(values, 0.5) if values else None
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the step time that waited for data, over all windows."""
+        """Share of the step time spent waiting for data, over all windows."""
         waits = [(float(s["data_wait_s"]), float(s["step_time_mean_s"])) for s in self.steps if "data_wait_s" in s]
         total_s = math.fsum(step_s for _, step_s in waits)
         return math.fsum(wait_s for wait_s, _ in waits) / total_s if total_s > 0 else None
 
     @property
     def padding_share(self) -> float | None:
-        """Share of the positions of a step that hold no target."""
+        """Share of the positions of a step that have no target."""
         if self.config is None:
             return None
         positions = self.config.data.batch_size * self.config.data.seq_len
@@ -102,12 +103,12 @@ class Facts:
         last = next((s for s in reversed(self.steps) if "peak_bytes" in s), None)
         if last is not None:
             return float(last["peak_bytes"])
-        sizes = self.compiled or (self.plan or {}).get("compiled")
-        return None if sizes is None else float(sizes["argument_bytes"] + sizes["temp_bytes"])
+        sizes = self.compiled or (None if self.plan is None else self.plan.compiled)
+        return None if sizes is None else float(sizes.step_bytes)
 
     @property
     def memory_limit_bytes(self) -> float | None:
-        """What the allocator may use; where the backend does not say, the memory of a device of the cluster."""
+        """Limit of the allocator; where the backend reports none, the memory of a device of the cluster."""
         last = next((s for s in reversed(self.steps) if s.get("limit_bytes")), None)
         if last is not None:
             return float(last["limit_bytes"])
@@ -120,114 +121,108 @@ class Facts:
         return None if used is None or limit is None else used / limit
 
     @property
-    def traffic(self) -> Sequence[Mapping[str, Any]]:
+    def traffic(self) -> Sequence[TrafficRow]:
         """Planned and compiled bytes per step by kind and axes of collectives."""
-        rows: Sequence[Mapping[str, Any]] = (self.compiled or {}).get("traffic") or (self.plan or {}).get("communication") or ()
-        return rows
+        compiled = () if self.compiled is None else self.compiled.traffic
+        return compiled or (() if self.plan is None else self.plan.communication)
+
+    @property
+    def collectives(self) -> Sequence[Collective]:
+        """Collectives of the step ledger, longest exposed time first; none without a profile."""
+        return sorted(() if self.analysis is None else self.analysis.collectives, key=lambda each: -each.exposed_s)
 
     @property
     def compute_share(self) -> float | None:
-        """Share of the step that the device that computes longest computes; None without a profile."""
-        shares = [d["compute_s"] / d["total_s"] for d in (self.analysis or {}).get("devices", ()) if d["total_s"] > 0]
-        return max(shares, default=None)
+        """Largest share of the step that a device computes; None without a profile."""
+        devices = () if self.analysis is None else self.analysis.devices
+        return max((device.compute_s / device.total_s for device in devices if device.total_s > 0), default=None)
 
     def share(self, *categories: str) -> float:
         """Share of the wall time in categories of the run ledger."""
         return sum(self.ledger.seconds[name] for name in categories) / self.ledger.wall_s if self.ledger.wall_s > 0 else 0.0
 
-    def every_device(self, part: Callable[[Mapping[str, Any]], float]) -> float | None:
-        """Return the share of the step that a part of the step ledger takes on every device, in three of four steps at least.
+    def every_device(self, part: Callable[[DeviceStep], float]) -> float | None:
+        """Return the share of the step that a part of the step ledger takes on every device in at least three of four steps.
 
-        What only some devices have is the matter of whoever they wait for; what only some steps have is noise.
+        A part that only some devices have is caused by the device they wait for; a part that only some steps have is noise.
         """
         shares = [
-            min(part(device) / device["total_s"] for device in step["devices"])
-            for step in (self.analysis or {}).get("steps", ())
-            if step.get("devices") and all(device["total_s"] > 0 for device in step["devices"])
+            min(part(device) / device.total_s for device in step.devices)
+            for step in (() if self.analysis is None else self.analysis.steps)
+            if step.devices and all(device.total_s > 0 for device in step.devices)
         ]
         return steady(shares) if shares else None
 
 
-def read_facts(run: Path, *, cluster: str | None = None, calibration: Path | None = None, **more: Any) -> Facts:
-    """Gather the facts of a run directory.
+def read_facts(run: RunDir, *, cluster: str | None = None, calibration: Path | None = None, **more: Any) -> Facts:
+    """Read the facts of a run directory.
 
     Args:
       run: the run directory.
-      cluster: file or name of the cluster it ran on; None: what the run itself knows of it.
-      calibration: file of `ridge calibrate` that was made on it; None: published rates.
-      more: fields of Facts that come from elsewhere (a study, a price).
+      cluster: file or name of the cluster it ran on; None: see rundir.directory.known_cluster.
+      calibration: file of `ridge calibrate` from that cluster; None: published rates.
+      more: fields of Facts from elsewhere (a study, a price).
 
     Raises:
       UserError: the run has no events, or a file of it is damaged; or there is no such cluster or calibration.
     """
-    events = read_events(event_files(run))
-    ledger = run_ledger(events, queue_waits(run, events))
+    events = run.events
     found = phases(events)
-    record = _json(run / "run.json") or {}
-    start = (record.get("starts") or [{}])[-1]
-    config_file = run / "config.yaml"
-    config = from_resolved(config_file) if config_file.is_file() else None
-    plan = _json(run / "plan.json")
-    analyses = sorted(run.glob("tensorboard/plugins/profile/*/analysis.json"), key=lambda path: path.stat().st_mtime)
-    expected = expect(run, config, plan, cluster, calibration)
-    submissions = sorted(run.glob("slurm/*/cluster.yaml"), key=lambda path: path.stat().st_mtime)
-    submitted = str(submissions[-1]) if submissions else None
+    start = run.record.last_start if run.exists else None
+    expected = expect(run, cluster, calibration)
+    compiles = [p for p in found if p.name == "compile" and p.process == 0]
     return Facts(
-        name=str(record.get("name", run.name)),
-        ledger=ledger,
-        path=run,
-        submitted=submitted,
-        nodes=_nodes(start, submitted),
-        config=config,
+        name=run.name,
+        ledger=run_ledger(events, queue_waits(run, events)),
+        path=run.path,
+        submitted=None if run.cluster_file is None else str(run.cluster_file),
+        nodes=_nodes(run, start),
+        config=run.config,
         steps=[event.fields for event in events if event.kind == "step" and event.process == 0],
-        compiles=[
-            (str(p.fields.get("program", "?")), p.duration_s, _inside_loop(p)) for p in found if p.name == "compile" and p.process == 0
-        ],
-        cached_s=math.fsum(
-            p.duration_s
-            for p in found
-            if p.name == "compile" and p.process == 0 and p.fields.get("source") in (JAX_CACHE, LOADED) and not _inside_loop(p)
-        ),
+        compiles=[(str(p.fields.get("program", "?")), p.duration_s, _inside_loop(p)) for p in compiles],
+        cached_s=math.fsum(p.duration_s for p in compiles if p.fields.get("source") in (JAX_CACHE, LOADED) and not _inside_loop(p)),
         recompilations=recompilations(events, 0),
-        bench=stored_ladder(Path(str(start.get("directory", "."))), config, start.get("devices") or {}),
+        bench={} if start is None else stored_ladder(Path(start.directory), run.config, start.devices),
         saves_s=[p.duration_s for p in found if p.name == "save" and p.process == 0],
-        analysis=with_planned(_json(analyses[-1]), expected) if analyses else None,
-        plan=plan,
-        compiled=_json(run / "compile.json"),
+        analysis=None if run.analysis is None else _with_planned(run.analysis, expected),
+        plan=run.plan,
+        compiled=run.compiled,
         expected=expected,
-        devices=device_rows(events),
+        devices=device_samples(events),
         **more,
     )
 
 
-def _nodes(start: Mapping[str, Any], submitted: str | None) -> int:
-    """Nodes of a start."""
-    devices = int((start.get("devices") or {}).get("count", 1))
-    return 1 if submitted is None else max(1, devices // load_cluster(submitted).config.devices_per_node)
+def _nodes(run: RunDir, start: Start | None) -> int:
+    """Number of nodes of a start."""
+    return 1 if run.cluster is None or start is None else max(1, start.devices.count // run.cluster.devices_per_node)
 
 
-def _inside_loop(phase: Any) -> bool:
+def _inside_loop(phase: Phase) -> bool:
     parent = phase.parent
     while parent is not None and parent.name != "train":
         parent = parent.parent
     return parent is not None
 
 
-def with_planned(analysis: dict[str, Any] | None, expected: Expected | None) -> dict[str, Any] | None:
-    """Put the planned bus bandwidth beside the measured one of each collective that has none."""
-    for row in (analysis or {}).get("collectives", []):
-        if expected is not None and row.get("planned_bus_bandwidth") is None and row.get("axes") and row.get("bytes") and row.get("count"):
-            row["planned_bus_bandwidth"] = expected.bus_bandwidth(row["kind"], row["bytes"] / row["count"], row["axes"])
-    return analysis
+def _with_planned(analysis: Analysis, expected: Expected | None) -> Analysis:
+    """Add the planned bus bandwidth to each collective that has none."""
+
+    def planned(row: Collective) -> Collective:
+        if expected is None or row.planned_bus_bandwidth is not None or not (row.axes and row.bytes and row.count):
+            return row
+        return replace(row, planned_bus_bandwidth=expected.bus_bandwidth(row.kind, row.bytes / row.count, row.axes))
+
+    return replace(analysis, collectives=[planned(row) for row in analysis.collectives])
 
 
-def stored_ladder(directory: Path, config: Config | None, devices: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
+def stored_ladder(directory: Path, config: Config | None, devices: Devices) -> Mapping[str, Sequence[float]]:
     """Return the series of the newest result of `ridge bench all` of this work on these devices; {} where there is none.
 
     Args:
-      directory: the run was started in it; results are below it by default.
-      config: of the run; what it trains, how, and on which mesh must be equal.
-      devices: platform, kind and count.
+      directory: where the run was started; results are below it by default.
+      config: of the run; model, compute, precision, mesh, optimizer and batch must be equal.
+      devices: platform, kind and count must be equal.
     """
     if config is None:
         return {}
@@ -240,19 +235,9 @@ def stored_ladder(directory: Path, config: Config | None, devices: Mapping[str, 
         device = found.provenance["device"]
         alike = all(found.config.get(section) == mine[section] for section in _WORK)
         rows = all(found.config.get("data", {}).get(key) == mine["data"][key] for key in ("batch_size", "seq_len"))
-        if alike and rows and all(device.get(key) == devices.get(key) for key in ("platform", "kind", "count")):
+        if alike and rows and all(device.get(key) == getattr(devices, key) for key in ("platform", "kind", "count")):
             return found.series
     return {}
 
 
 _WORK = ("model", "compute", "precision", "mesh", "optimizer")
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

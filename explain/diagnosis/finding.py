@@ -1,7 +1,7 @@
-"""What a rule says, and the thresholds rules compare with.
+"""Findings of the diagnosis, and the thresholds that rules compare with.
 
-Lenses and patterns: J. Torres, Supercomputing for Artificial Intelligence, chapter 16. The ceiling of a gain is that of removing a share
-R of the time T altogether: T / (T - R) - 1 (Amdahl's law with an infinite speedup of that part).
+Lenses and patterns: J. Torres, Supercomputing for Artificial Intelligence, chapter 16. The gain of a finding is a ceiling: the speedup of
+removing a share R of the time T completely is T / (T - R) - 1 (Amdahl's law).
 """
 
 from __future__ import annotations
@@ -10,65 +10,87 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Lens = Literal["amortisation", "co-design", "balanced pipelines", "purpose"]
+Lens = Literal["amortization", "co-design", "balanced pipelines", "purpose"]
 Confidence = Literal["high", "medium", "low"]
 
 PATTERNS = {
-    "bottlenecks move": "bottlenecks move, they do not vanish",
-    "amortisation": "amortisation decides scalability",
-    "metrics differ": "throughput, efficiency, time-to-solution differ",
-    "bigger costs more": "bigger workloads scale better and cost more",
-    "complexity": "optimisation costs more than performance",
-    "cost": "cost is a first-class constraint",
+    "bottlenecks move": "removing a bottleneck exposes the next one",
+    "amortization": "amortization of fixed costs decides scalability",
+    "metrics differ": "throughput, efficiency and time to solution differ",
+    "bigger costs more": "larger workloads scale better and cost more",
+    "complexity": "optimizations cost maintenance as well as time",
+    "cost": "cost is a constraint like time",
 }
 
 THRESHOLDS: dict[str, tuple[float, str]] = {
-    "data_wait": (0.05, "share of the step time waiting for the loader"),
-    "cold_start": (0.15, "share of the wall time before the first step that counts"),
-    "cold_start_s": (60.0, "seconds of it below which nobody waits for long"),
-    "cold_compile_s": (4.0, "seconds of compilation per start, of programs no cache had, that are too many, whatever the rest takes"),
-    "recompilations": (1, "compilations of one program during the loop beyond its first"),
-    "recompilation_share": (0.01, "share of the wall time compiling programs again"),
-    "host_bound": (0.15, "share of the step with idle devices while the host launches or does other things"),
-    "host_syncs": (0.15, "share of the step that devices idle because the host waited for them"),
+    "data_wait": (0.05, "share of the step time spent waiting for the loader"),
+    "cold_start": (0.15, "share of the wall time in start-up, compilation and restore"),
+    "cold_start_s": (60.0, "seconds of it that matter whatever they consist of"),
+    "cold_compile_s": (4.0, "seconds of compilation per start without a cache that matter"),
+    "recompilations": (1, "compilations of one program during training"),
+    "recompilation_share": (0.01, "share of the wall time in repeated compilation"),
+    "host_bound": (0.15, "share of the step in which devices are idle while the host launches or runs other code"),
+    "host_syncs": (0.15, "share of the step in which devices are idle after the host waited for them"),
     "straggler": (0.10, "own time of the slowest device beyond the median one that is not compute, over the step"),
-    "exposed_communication": (0.15, "share of the step in communication that no compute hides, waiting for others left out"),
-    "exposed_unsplit": (0.40, "the same, where waiting for others cannot be told from it"),
-    "unplanned": (0.05, "bytes of collectives beyond the planned ones of their kind and axes, over all planned ones"),
+    "exposed_communication": (0.15, "share of the step in exposed communication, waiting for other devices excluded"),
+    "exposed_unsplit": (0.40, "the same where waiting for other devices cannot be separated"),
+    "unplanned": (0.05, "bytes of collectives beyond the plan, over all planned bytes"),
     "padding": (0.10, "share of positions without a target"),
-    "recompute": (0.10, "share of compute time spent computing again in the backward pass"),
-    "recompute_memory": (0.75, "memory in use below which recomputation is needless"),
-    "checkpoint": (0.05, "share of the wall time held up by saves"),
-    "checkpoint_s": (1.0, "seconds of it below which nobody waits for long"),
-    "lost": (0.05, "share of the wall time done again after failures"),
+    "recompute": (0.10, "share of compute time in rematerialization"),
+    "recompute_memory": (0.75, "memory in use over the limit, below which rematerialization is not needed"),
+    "checkpoint": (0.05, "share of the wall time in which training waits for saves"),
+    "checkpoint_s": (1.0, "seconds of it that matter"),
+    "lost": (0.05, "share of the wall time in repeated steps"),
     "memory": (0.90, "memory in use over the limit"),
-    "throttled": (0.90, "clock over that of the others, or over its own base or highest one where something holds it down"),
-    "stopped": (0.10, "share of the time for which a control group had used up its CPU time"),
-    "unequal_compute": (0.70, "compute time of the median device over that of the slowest, for equal work"),
-    "slow_link": (0.70, "bus bandwidth over the planned one"),
-    "slow_link_share": (0.02, "share of the step that links slower than planned take beyond the plan"),
+    "throttled": (0.90, "clock over that of the other devices, or over its base or highest clock where it is throttled"),
+    "stopped": (0.10, "share of the time in which the CPU quota of the control group was used up"),
+    "unequal_compute": (0.70, "compute time of the median device over that of the slowest one, for equal work"),
+    "slow_link": (0.70, "measured over planned bus bandwidth"),
+    "slow_link_share": (0.02, "share of the step that slow links take beyond the plan"),
     "flat_batch": (0.05, "gain in throughput of a doubled batch"),
-    "small_batch": (0.30, "gain in throughput of a larger batch that is still to be had"),
+    "small_batch": (0.30, "gain in throughput of a larger batch"),
     "efficiency": (0.80, "parallel efficiency"),
-    "throughput_up": (0.30, "gain in throughput of the last step up in scale"),
-    "worthwhile": (0.10, "gain in time worth another step up"),
-    "dear": (0.50, "cost of the fastest scale beyond that of the cheapest"),
-    "hang": (0.01, "share of the wall time hanging"),
-    "size_gap": (0.10, "parallel efficiency of the largest model above that of the smallest, at one scale"),
-    "fragile_knobs": (2, "performance settings away from their defaults beyond those of the simpler run"),
-    "fragile_gain": (0.10, "gain in speed over the simpler run that pays for as many settings"),
+    "throughput_up": (0.30, "gain in throughput of the last increase in scale"),
+    "worthwhile": (0.10, "gain in time that makes a larger scale worthwhile"),
+    "dear": (0.50, "cost of the fastest scale over that of the cheapest, less one"),
+    "hang": (0.01, "share of the wall time in hangs"),
+    "size_gap": (0.10, "parallel efficiency of the largest model less that of the smallest, at one scale"),
+    "fragile_knobs": (2, "performance settings more than in the simpler run"),
+    "fragile_gain": (0.10, "gain in speed over the simpler run that justifies the settings"),
 }
 """Name -> (value, what it is compared with)."""
+
+TITLES = {
+    "input pipeline": "waiting for input data",
+    "start-up and compilation not amortised": "start-up and compilation",
+    "recompilation in steady state": "recompilation during training",
+    "host synchronisation in the step": "host synchronization in the step",
+    "accidental resharding": "unplanned resharding",
+    "padding waste": "padding",
+    "needless rematerialisation": "unnecessary rematerialization",
+    "checkpoint stalls": "waiting for saves",
+    "steps lost to failures": "steps repeated after failures",
+    "clocks throttled": "throttled device",
+    "throughput flat as the batch grows": "throughput does not grow with the batch",
+    "fixed overheads at scale": "fixed costs at scale",
+    "parallel efficiency falls": "low parallel efficiency",
+    "large models scale better than small": "the small model scales worse",
+    "faster but fragile": "performance settings without gain",
+    "best configuration is also the dearest": "the fastest configuration costs the most",
+    "the verdict depends on the metric": "the best scale depends on the objective",
+}
+"""Rule -> title for people, where it is not the name of the rule."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One constraint, with its evidence and what to do."""
+    """One bottleneck, with its evidence and what to do about it."""
 
     rule: str
+    """Identifier of the rule: a stable name for scripts."""
     confidence: Confidence
     gain: float
-    """Ceiling of the relative gain in throughput or time; 0 where the gain is in money or clarity."""
+    """Upper limit of the relative gain in speed (or cost, in comparisons of runs); 0 where nothing becomes faster."""
     lens: Lens
     pattern: str
     evidence: tuple[str, ...]
@@ -78,21 +100,26 @@ class Finding:
     overrides: tuple[str, ...] = ()
     """The action as `key=value` for the config."""
     command: str | None = None
-    """The action, or its first step, as a command line, where no key helps."""
+    """The action, or its first step, as a command line, where no config key does it."""
+
+    @property
+    def title(self) -> str:
+        """The rule in words."""
+        return TITLES.get(self.rule, self.rule)
 
     @property
     def gain_text(self) -> str:
-        """The ceiling in words."""
+        """The gain in words."""
         return gain_text(self.gain)
 
 
 def ceiling(share: float) -> float:
-    """Return T / (T - R) - 1 for a removable share R / T."""
+    """Return T / (T - R) - 1: the speedup of removing a share R / T of the time."""
     return share / (1 - share) if share < 1 else math.inf
 
 
 def gain_text(gain: float) -> str:
-    """Put a ceiling into words: a factor from twice as fast (or cheap) on."""
+    """Format a gain: a percentage, or a factor from 2x on."""
     if gain <= 0:
         return "no gain in speed"
     return f"gain at most {gain:.0%}" if gain < 1 else f"gain up to {1 + gain:.2g}x"

@@ -1,7 +1,7 @@
-"""What to do, exactly: overrides computed from a run's figures, and command lines where no key helps.
+"""Actions of findings: config overrides computed from the figures of a run, and command lines where no config key helps.
 
-An override is a `key=value` of the config; a command begins with variables or `srun` where it needs them, then `ridge`. Numbers say what
-would bring the cause below its threshold, if what does not scale with them stays as it is.
+An override is `key=value` of the config. A command begins with environment variables or `srun` where needed, then `ridge`. Values are
+those that bring the cause below its threshold, if everything that does not depend on them stays the same.
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from ridgeline.explain.diagnosis.finding import THRESHOLDS
 
 MOST_WORKERS = 32
 MOST_TIMES = 64
-"""No batch is proposed that is larger than so many of the present ones."""
+"""Largest proposed batch, in multiples of the present one."""
 LEAST_HANG_S = 60.0
 
 
 def workers(facts: Facts, waiting: float) -> str:
-    """Return the reader processes that would deliver a batch per step, at the rate of those there are; `waiting`: share of the step."""
+    """Return the number of loader workers that deliver one batch per step at the present rate per worker. `waiting`: share of the step."""
     config = facts.config
     now = max(1, config.data.workers) if config is not None else 1
     return f"data.workers={min(MOST_WORKERS, max(2, math.ceil(now / max(1 - waiting, 1e-3))))}"
 
 
 def batch(facts: Facts, overhead: float, limit: str) -> str | None:
-    """Return the batch at which a part of the step that does not grow with it falls to a threshold; a power of two times the present one.
+    """Return the batch size at which a fixed part of the step falls to a threshold: a power of two times the present one.
 
-    overhead: its share now. None where the config is not known.
+    Args:
+      facts: of the run.
+      overhead: share of the step of the fixed part.
+      limit: key of THRESHOLDS.
+
+    Returns None where the config is unknown.
     """
     if facts.config is None:
         return None
@@ -41,28 +46,28 @@ def batch(facts: Facts, overhead: float, limit: str) -> str | None:
 
 
 def longer(facts: Facts, before_s: float) -> str | None:
-    """Return the steps from which on the time before them is below its threshold; None where no step was timed."""
+    """Return the number of steps from which the time before them is below its threshold; None where no step was timed."""
     share = THRESHOLDS["cold_start"][0]
     return f"trainer.steps={math.ceil(before_s * (1 / share - 1) / facts.step_s)}" if facts.step_s else None
 
 
 def cache(facts: Facts) -> str | None:
-    """Return a compilation cache beside the run directory; None where one is set."""
+    """Return a compilation cache beside the run directory; None where the config has one."""
     if facts.config is None or facts.config.runtime.compilation_cache is not None:
         return None
     return f"runtime.compilation_cache={facts.config.directory.parent / 'compilation-cache'}"
 
 
-def rarer_saves(facts: Facts, share: float) -> str | None:
-    """Return the interval of saves at which they take their threshold of the time; None where saves do not go by steps."""
+def fewer_saves(facts: Facts, share: float) -> str | None:
+    """Return the save interval at which saves take their threshold of the time; None where the interval is not in steps."""
     every = facts.config.checkpoint.every if facts.config is not None else 0
     return f"checkpoint.every={every * max(2, math.ceil(share / THRESHOLDS['checkpoint'][0]))}" if every else None
 
 
-def oftener_saves(facts: Facts) -> str | None:
-    """Return the interval that loses least to failures and saves: sqrt(2 * save * time between failures) (Young 1974), in steps.
+def more_saves(facts: Facts) -> str | None:
+    """Return the save interval in steps that minimizes the time of saves and repeated steps; None without a step time.
 
-    At most half of the present one. None without a step time.
+    The interval is sqrt(2 * time of a save * time between failures) (Young 1974), at most half of the present one.
     """
     if facts.config is None or not facts.step_s:
         return None
@@ -73,8 +78,8 @@ def oftener_saves(facts: Facts) -> str | None:
     return f"checkpoint.every={max(1, min(every // 2, round(best)))}"
 
 
-def earlier_verdict(facts: Facts) -> str:
-    """Return a bound of the watchdog that ends a hang after 20 usual steps, a minute at least; half of the present one if that is lower."""
+def shorter_watchdog(facts: Facts) -> str:
+    """Return a watchdog limit of 20 usual steps, at least a minute; half of the present limit if that is lower."""
     bound_s = facts.config.trainer.hang_timeout_s if facts.config is not None else None
     wanted_s = max(LEAST_HANG_S, math.ceil(20 * (facts.step_s or 0.0)))
     if bound_s is not None and bound_s <= wanted_s:
@@ -83,7 +88,7 @@ def earlier_verdict(facts: Facts) -> str:
 
 
 def less_memory(facts: Facts) -> str | None:
-    """Return the next of: microbatches half as large, then recomputation; None where both are done."""
+    """Return the next of: microbatches of half the size, then more rematerialization; None where both are exhausted."""
     if facts.config is None:
         return None
     rows, parts = facts.config.data.batch_size, facts.config.trainer.accumulation
@@ -95,12 +100,12 @@ def less_memory(facts: Facts) -> str | None:
 
 
 def shorter_rows(facts: Facts, padding: float) -> str | None:
-    """Return the row length that holds the targets of a row of today, in multiples of 8."""
+    """Return the row length that fits the targets of a present row, a multiple of 8."""
     return None if facts.config is None else f"data.seq_len={max(8, 8 * math.ceil(facts.config.data.seq_len * (1 - padding) / 8))}"
 
 
 def rescaled(facts: Facts, devices: int) -> tuple[str, ...]:
-    """Return the mesh of this many devices: the axis that grew takes the change, else data or fsdp; () where it cannot."""
+    """Return the mesh for this many devices: the axis of the study changes, else data or fsdp; () where the sizes do not divide."""
     if facts.config is None:
         return ()
     sizes = facts.config.mesh.sizes
@@ -110,17 +115,17 @@ def rescaled(facts: Facts, devices: int) -> tuple[str, ...]:
 
 
 def train(facts: Facts, *settings: str) -> str:
-    """Return the command that goes on with the run."""
+    """Return the command that continues the run."""
     return shlex.join(["ridge", "train", _config(facts), *settings])
 
 
 def of_run(facts: Facts, command: str) -> str:
-    """Return a command of ours on the run directory."""
+    """Return a `ridge` command on the run directory."""
     return shlex.join(["ridge", command, str(facts.path or facts.name)])
 
 
 def without_nodes(facts: Facts, hosts: Sequence[str]) -> str:
-    """Return the command that runs it without some nodes: a submission as it was made, or srun's own option."""
+    """Return the command that runs it without some nodes: its submission with an option added, or srun with the option."""
     option = f"--exclude={','.join(hosts)}"
     if facts.submitted is None:
         return shlex.join(["srun", option, "ridge", "train", _config(facts)])
@@ -134,7 +139,7 @@ def without_nodes(facts: Facts, hosts: Sequence[str]) -> str:
 
 
 def with_variables(facts: Facts, **variables: str) -> str:
-    """Return the command that runs it with variables set."""
+    """Return the command that runs it with environment variables set."""
     if facts.submitted is None:
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), train(facts)])
     command = ["ridge", "submit", _config(facts), "--cluster", facts.submitted, "--nodes", str(facts.nodes)]
@@ -143,7 +148,7 @@ def with_variables(facts: Facts, **variables: str) -> str:
 
 
 def compared(facts: Facts, scales: Sequence[int], *options: str) -> str:
-    """Return the command of a study of the same work."""
+    """Return the command of a scaling study of the same work."""
     return shlex.join(["ridge", "scale", _config(facts), "--devices", ",".join(map(str, scales)), *options])
 
 

@@ -1,17 +1,19 @@
-"""All rules, and their application to the facts of a run.
+"""The catalogue of rules, and their application to the facts of a run.
 
-Gains are ceilings on the run's wall time, so that findings from the run ledger and from the step ledger rank against each other; those of
-rules on several runs are ceilings on what the comparison is about: time, or money.
+The gain of a finding on one run is an upper limit on its whole wall time, so that findings of the run ledger and of the step ledger can be
+ranked together. The gain of a finding on several runs is in what is compared: time or cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ridgeline.explain.diagnosis import run_rules, step_rules, study_rules
-from ridgeline.explain.diagnosis.facts import Facts
+from ridgeline.explain.diagnosis.facts import Facts, read_facts
 from ridgeline.explain.diagnosis.finding import THRESHOLDS, Finding
+from ridgeline.rundir.directory import RunDir
 
 Rule = Callable[[Facts], Finding | None]
 
@@ -22,10 +24,11 @@ class Row:
 
     name: str
     check: Rule
-    """Its docstring is the symptom."""
+    """The first line of its docstring is the symptom."""
     thresholds: tuple[str, ...]
-    """Keys of THRESHOLDS it compares with; none: what it looks for is no matter of degree."""
+    """Keys of THRESHOLDS that it compares with; none for a rule that compares choices."""
     reads: str
+    """Its input."""
     action: str
 
     @property
@@ -37,23 +40,29 @@ class Row:
 
 _RUN, _STEP, _RUNS = "run ledger and metrics", "step ledger of a profile", "several runs"
 CATALOGUE: tuple[Row, ...] = (
-    Row("input pipeline", run_rules.input_pipeline, ("data_wait",), _RUN, "more loader workers or cores; tokenise and pack ahead"),
+    Row(
+        "input pipeline",
+        run_rules.input_pipeline,
+        ("data_wait",),
+        _RUN,
+        "more loader workers or CPU cores; tokenize and pack ahead of time",
+    ),
     Row(
         "start-up and compilation not amortised",
         run_rules.cold_start,
         ("cold_start", "cold_start_s", "cold_compile_s"),
         _RUN,
-        "keep compilations in a cache; only long runs repay the rest",
+        "a compilation cache; more steps",
     ),
     Row(
         "recompilation in steady state",
         run_rules.recompilation,
         ("recompilations", "recompilation_share"),
         _RUN,
-        "one shape for every batch",
+        "pad every batch to one shape",
     ),
-    Row("host-bound steps", step_rules.host_bound, ("host_bound",), _STEP, "a larger batch: more work per launch"),
-    Row("host synchronisation in the step", step_rules.host_syncs, ("host_syncs",), _STEP, "read results a step late"),
+    Row("host-bound steps", step_rules.host_bound, ("host_bound",), _STEP, "a larger batch"),
+    Row("host synchronisation in the step", step_rules.host_syncs, ("host_syncs",), _STEP, "read results one step later"),
     Row("straggler", step_rules.straggler, ("straggler",), _STEP, "exclude its node and requeue"),
     Row(
         "exposed communication",
@@ -67,9 +76,9 @@ CATALOGUE: tuple[Row, ...] = (
         step_rules.resharding,
         ("unplanned",),
         "plan and compiled step",
-        "constrain the activation at the line it names",
+        "constrain the activation at the reported source line",
     ),
-    Row("padding waste", run_rules.padding, ("padding",), _RUN, "pack documents, or shorter rows"),
+    Row("padding waste", run_rules.padding, ("padding",), _RUN, "pack documents, or shorten the rows"),
     Row(
         "needless rematerialisation",
         step_rules.over_remat,
@@ -82,22 +91,22 @@ CATALOGUE: tuple[Row, ...] = (
         run_rules.checkpoint_stall,
         ("checkpoint", "checkpoint_s"),
         _RUN,
-        "save asynchronously, more rarely, or to a faster disk",
+        "save asynchronously, less often, or to a faster file system",
     ),
     Row("steps lost to failures", run_rules.lost_steps, ("lost",), _RUN, "save more often"),
-    Row("hang", run_rules.hang, ("hang",), _RUN, "exclude the node the stacks name"),
+    Row("hang", run_rules.hang, ("hang",), _RUN, "exclude the node in the stack traces"),
     Row(
         "memory near the limit",
         run_rules.memory_near_limit,
         ("memory",),
         "metrics, or compiled step and cluster",
-        "accumulate, or a stronger remat",
+        "gradient accumulation, or more rematerialization",
     ),
     Row(
         "clocks throttled",
         step_rules.throttled,
         ("throttled", "stopped", "unequal_compute"),
-        "clocks and quotas that were recorded; step ledger of a profile",
+        "recorded clocks and CPU quotas; step ledger of a profile",
         "exclude the node, or raise its power limit",
     ),
     Row(
@@ -112,43 +121,64 @@ CATALOGUE: tuple[Row, ...] = (
         study_rules.flat_batch,
         ("flat_batch",),
         _RUNS,
-        "stop growing the batch; fuse kernels, or accept",
+        "keep the smaller batch; fuse kernels",
     ),
-    Row("batch too small", study_rules.small_batch, ("small_batch",), _RUNS, "the larger batch, below the critical one"),
+    Row("batch too small", study_rules.small_batch, ("small_batch",), _RUNS, "the larger batch, below the critical batch size"),
     Row(
         "fixed overheads at scale",
         study_rules.time_barely_down,
         ("throughput_up", "worthwhile"),
         _RUNS,
-        "fewer devices; look at time to solution",
+        "fewer devices; compare time to solution",
     ),
-    Row("parallel efficiency falls", study_rules.efficiency_falls, ("efficiency",), _RUNS, "fewer devices, more work each, another layout"),
+    Row(
+        "parallel efficiency falls",
+        study_rules.efficiency_falls,
+        ("efficiency",),
+        _RUNS,
+        "fewer devices, more work per device, or another layout",
+    ),
     Row(
         "large models scale better than small",
         study_rules.large_scales_better,
         ("size_gap", "efficiency"),
         _RUNS,
-        "accept if the goal needs the large one",
+        "accept it if the goal needs the large model",
     ),
-    Row("faster but fragile", study_rules.fragile, ("fragile_knobs", "fragile_gain"), _RUNS, "prefer the simpler option"),
-    Row("best configuration is also the dearest", study_rules.dearest, ("dear", "efficiency"), _RUNS, "choose by budget and objective"),
-    Row("the verdict depends on the metric", study_rules.verdict_depends, (), _RUNS, "name the objective, decide again"),
+    Row("faster but fragile", study_rules.fragile, ("fragile_knobs", "fragile_gain"), _RUNS, "use the simpler run"),
+    Row("best configuration is also the dearest", study_rules.dearest, ("dear", "efficiency"), _RUNS, "choose by objective"),
+    Row("the verdict depends on the metric", study_rules.verdict_depends, (), _RUNS, "choose the objective first"),
 )
 """Every rule. Of findings with equal gains the earlier row comes first."""
 
 RULES: tuple[Rule, ...] = tuple(row.check for row in CATALOGUE)
 STUDY_RULES: tuple[Rule, ...] = tuple(row.check for row in CATALOGUE if row.reads == _RUNS)
-"""Rules on several runs: what their comparison says, whatever each run by itself suffers from."""
+"""Rules on several runs: findings of their comparison, not of a single run."""
 
 
 def diagnose(facts: Facts, rules: Sequence[Rule] = RULES) -> list[Finding]:
-    """Apply rules; the largest ceiling first. An empty list means: nothing worth changing."""
+    """Apply rules; return the findings, the largest gain first. An empty list means that no rule applies."""
     found = [finding for rule in rules if (finding := rule(facts)) is not None]
     return sorted(found, key=lambda finding: -finding.gain)
 
 
+def summary_line(path: Path) -> str:
+    """Return the main finding of a finished run in one line. It never raises: a run must not fail at its end because of the diagnosis."""
+    more = f"ridge diagnose {path}"
+    try:
+        facts = read_facts(RunDir(path))
+        findings = diagnose(facts)
+    except Exception as error:
+        return f"diagnosis: none ({type(error).__name__}: {error}); {more}"
+    if not findings:
+        unknown = "" if facts.analysis is not None else "; no step was profiled"
+        return f"diagnosis: no findings (goodput {facts.ledger.goodput:.1%}{unknown}); {more}"
+    first, others = findings[0], len(findings) - 1
+    return f"diagnosis: {first.title} ({first.gain_text}): {first.evidence[0]}{f'; {others} more finding(s)' if others else ''}; {more}"
+
+
 def rules_table() -> str:
-    """Render the catalogue as Markdown."""
+    """Return the catalogue as a Markdown table."""
     lines = ["| rule | symptom | threshold | reads | action |", "|---|---|---|---|---|"]
     for row in CATALOGUE:
         limits = (

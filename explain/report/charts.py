@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 260, 64, 12, 28, 36
-SERIES_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf")
-MORE_COLOURS = ("#8c564b", "#bcbd22", "#e377c2", "#7f7f7f", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5")
-CATEGORY_COLOURS = {
+SERIES_COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf")
+MORE_COLORS = ("#8c564b", "#bcbd22", "#e377c2", "#7f7f7f", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5")
+CATEGORY_COLORS = {
     "queue": "#c7c7c7",
     "startup": "#8c8c8c",
     "restore": "#17becf",
@@ -71,14 +71,14 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     parts.append(f'<text x="4" y="{TOP - 12}"><tspan font-weight="600">{html.escape(title)}</tspan>, {html.escape(y_label)}</text>')
     legend_px = float(WIDTH - RIGHT)
     for index, s in enumerate(finite):
-        colour = SERIES_COLOURS[index % len(SERIES_COLOURS)]
+        color = SERIES_COLORS[index % len(SERIES_COLORS)]
         path = " ".join(f"{x_px(x):.1f},{y_px(y):.1f}" for x, y in thinned(s.points))
         dash = ' stroke-dasharray="5 4"' if s.dashed else ""
         if len(s.points) == 1:
             x, y = s.points[0]
-            parts.append(f'<circle cx="{x_px(x):.1f}" cy="{y_px(y):.1f}" r="3" fill="{colour}"/>')
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
-        parts.append(f'<text x="{legend_px:.0f}" y="{TOP - 12}" text-anchor="end" style="fill:{colour}">{html.escape(s.name)}</text>')
+            parts.append(f'<circle cx="{x_px(x):.1f}" cy="{y_px(y):.1f}" r="3" fill="{color}"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"{dash}/>')
+        parts.append(f'<text x="{legend_px:.0f}" y="{TOP - 12}" text-anchor="end" style="fill:{color}">{html.escape(s.name)}</text>')
         legend_px -= 16 + 6.5 * len(s.name)
     return "\n".join([*parts, "</svg>"])
 
@@ -89,7 +89,7 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str 
     unit: of the values, `s` or `bytes`, for what is shown on hover.
     """
     names = list(dict.fromkeys(name for parts in rows.values() for name, value in parts.items() if value > 0))
-    colours = distinct_colours(names)
+    colors = distinct_colors(names)
     label_px = min(200, 20 + 7 * max(len(name) for name in rows))
     width, bar_px = 900, 26
     places, lines = _legend(names, label_px, width)
@@ -107,9 +107,9 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str 
             part = value / total * (width - label_px - RIGHT)
             shown = f"{value:,.4g} s" if unit == "s" else f"{value / 2**20:,.1f} MiB"
             tip = html.escape(f"{name}: {shown}, {value / total:.1%}")
-            box = f'<rect x="{x:.2f}" y="{y:.0f}" width="{part:.2f}" height="{bar_px}" fill="{colours[name]}"/>'
+            box = f'<rect x="{x:.2f}" y="{y:.0f}" width="{part:.2f}" height="{bar_px}" fill="{colors[name]}"/>'
             label = (
-                f'<text x="{x + 5:.1f}" y="{y + 17:.0f}" style="fill:{_ink_on(colours[name])}">{value / total:.0%}</text>'
+                f'<text x="{x + 5:.1f}" y="{y + 17:.0f}" style="fill:{_ink_on(colors[name])}">{value / total:.0%}</text>'
                 if part > 40
                 else ""
             )
@@ -118,16 +118,16 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str 
         y += bar_px + 10
     for name, (x, row_of_legend) in places.items():
         line = y + 8 + 20 * row_of_legend
-        parts.append(f'<rect x="{x:.0f}" y="{line - 9:.0f}" width="11" height="11" fill="{colours[name]}"/>')
+        parts.append(f'<rect x="{x:.0f}" y="{line - 9:.0f}" width="11" height="11" fill="{colors[name]}"/>')
         parts.append(f'<text x="{x + 16:.0f}" y="{line + 1:.0f}">{html.escape(name.replace("_", " "))}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
-def distinct_colours(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name: that of its category, else the next one that no other has."""
-    free = [colour for colour in (*SERIES_COLOURS, *MORE_COLOURS) if colour not in {CATEGORY_COLOURS.get(name) for name in names}]
-    unknown = [name for name in names if name not in CATEGORY_COLOURS]
-    return {name: CATEGORY_COLOURS.get(name) or free[unknown.index(name) % len(free)] for name in names}
+def distinct_colors(names: Sequence[str]) -> dict[str, str]:
+    """Return a color for each name: that of its category, else the next one that no other has."""
+    free = [color for color in (*SERIES_COLORS, *MORE_COLORS) if color not in {CATEGORY_COLORS.get(name) for name in names}]
+    unknown = [name for name in names if name not in CATEGORY_COLORS]
+    return {name: CATEGORY_COLORS.get(name) or free[unknown.index(name) % len(free)] for name in names}
 
 
 def _legend(names: Sequence[str], start_px: float, width_px: float) -> tuple[dict[str, tuple[float, int]], int]:
@@ -143,9 +143,9 @@ def _legend(names: Sequence[str], start_px: float, width_px: float) -> tuple[dic
     return places, line + 1
 
 
-def _ink_on(colour: str) -> str:
-    """Black or white, whichever can be read on a colour."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+def _ink_on(color: str) -> str:
+    """Black or white, whichever can be read on a color."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#111" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#fff"
 
 

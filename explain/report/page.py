@@ -1,128 +1,81 @@
-"""The report: verdict, curves, ledgers, timeline, plan against measurement, diagnosis, configuration; for one run or several.
+"""The report page: verdict, curves, ledgers, timeline, planned against measured figures, diagnosis, configuration; for one run or several.
 
-Everything is in one HTML file: styles, pictures and figures; no script, nothing from a network.
+The page is one HTML file with styles and charts inside; it has no script and loads nothing.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from ridgeline.configs.errors import UserError
 from ridgeline.configs.format import format_count, format_duration, format_seconds
-from ridgeline.explain.diagnosis.facts import Facts, read_facts
 from ridgeline.explain.diagnosis.finding import Finding
-from ridgeline.explain.diagnosis.rules import diagnose
+from ridgeline.explain.diagnosis.throttled import most_throttled
 from ridgeline.explain.gantt import gantt_svg
 from ridgeline.explain.report.charts import Series, line_chart, stacked_bars
 from ridgeline.explain.report.comparison import against, speed_verdict
-from ridgeline.explain.report.devices import devices_section
-from ridgeline.explain.report.html import table, text
+from ridgeline.explain.report.html import document, table, text
 from ridgeline.explain.report.plan import plan_section
+from ridgeline.explain.report.run import RunReport
 from ridgeline.explain.report.step import step_section
-from ridgeline.explain.report.study import section, study_of
-from ridgeline.explain.report.style import STYLE
-from ridgeline.rundir.events import Event, event_files, read_events
+from ridgeline.explain.report.study import study_of, study_section
+from ridgeline.explain.study.document import Study
+from ridgeline.rundir.device_state import DeviceState
+from ridgeline.rundir.noise import median
 from ridgeline.rundir.phases import phases
 
 UNFOLDED = 3
-"""More runs than these are told in a sentence each, with the rest folded away."""
+"""With more runs than this, each is summarized in a sentence and its details are folded."""
 MAIN_PACKAGES = ("ridgeline", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+DEVICE_COLUMNS = (
+    ("clock_mhz", "clock MHz", "{:.0f}"),
+    ("rated_mhz", "highest or base MHz", "{:.0f}"),
+    ("power_w", "power W", "{:.0f}"),
+    ("power_limit_w", "limit W", "{:.0f}"),
+    ("temperature_c", "temperature C", "{:.0f}"),
+    ("stopped_share", "stopped by quota", "{:.0%}"),
+)
+"""Key of a device state, heading, format."""
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """What the page shows of one run."""
-
-    path: Path
-    record: Mapping[str, Any]
-    """run.json."""
-    events: Sequence[Event]
-    facts: Facts
-    findings: Sequence[Finding]
-    label: str
-    """What it is called on the page."""
-
-    @property
-    def start(self) -> Mapping[str, Any]:
-        """The newest entry of run.json's starts."""
-        return self.record["starts"][-1] if self.record.get("starts") else {}
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """XLA flags and variables of the newest start, by name; those that were dropped left out."""
-        return {str(s["name"]): str(s["value"]) for s in self.environment or [] if s.get("chosen") != "dropped"}
-
-    @property
-    def environment(self) -> list[dict[str, Any]] | None:
-        """Settings of the newest start with who chose them and why; None where they were not recorded."""
-        found = [event.fields for event in self.events if event.kind == "environment" and event.process == 0]
-        return list(found[-1].get("settings", [])) if found else None
-
-    @property
-    def devices(self) -> int:
-        """Devices of the newest start."""
-        return int(self.start.get("devices", {}).get("count", 1))
-
-
-def read_run(path: Path, label: str | None = None, **more: Any) -> RunReport:
-    """Gather what the page shows of a run directory. Raises UserError when it is none."""
-    try:
-        record = json.loads((path / "run.json").read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} is not a run directory: it has no run.json") from None
-    except ValueError as error:
-        raise UserError(f"{path / 'run.json'} cannot be read: {error}") from None
-    files = event_files(path)
-    if not files:
-        raise UserError(f"{path} has no events.jsonl: the run never started")
-    facts = read_facts(path, **more)
-    return RunReport(path, record, read_events(files), facts, diagnose(facts), label or str(record.get("name", path.name)))
-
-
-def render(runs: Sequence[RunReport], study: Mapping[str, Any] | None = None) -> str:
+def render(runs: Sequence[RunReport], study: Study | None = None) -> str:
     """Return the page about one run, or about several with a comparison against the first.
 
-    study: the document of a study that the runs belong to (explain/study/study.py); None: made from runs at several scales or batch sizes.
+    study: the document of a study that the runs belong to; None: built from runs at several scales or batch sizes.
     """
     if study is None and len(runs) > 1:
-        study = study_of([run.path for run in runs], runs[0].facts.price_usd)
+        study = study_of([run.run.path for run in runs], runs[0].facts.price_usd)
     title = runs[0].label if len(runs) == 1 else " against ".join(run.label for run in runs)
     title = title if study is None else f"{study['name']}: {len(runs)} runs"
     body = [f"<h1>{text(title)}</h1>"]
-    body += [] if study is None else section(study, table)
+    body += [] if study is None else study_section(study)
     if len(runs) > 1:
         body += _comparison(runs)
     if len(runs) > UNFOLDED:
         body.append("<h2>The runs</h2>")
     for run in runs:
         body += _one(run, heading=len(runs) > 1) if len(runs) <= UNFOLDED else _folded(run)
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return f"{head}<title>{text(title)}</title><style>{STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
+    return document(title, body)
 
 
 def verdict(run: RunReport) -> str:
-    """Say in a sentence or two how the run went and what to do first."""
+    """Summarize the run and its main finding in a few sentences."""
     ledger = run.facts.ledger
     losses = [(e.fields["step"], e.fields["loss"]) for e in run.events if e.kind == "step" and e.process == 0]
     went = f"{ledger.steps:,} steps in {format_duration(ledger.wall_s)} on {run.devices} device(s)"
     if ledger.starts > 1:
         went += f", {ledger.starts} starts"
     loss = f"; loss {float(losses[0][1]):.3f} to {float(losses[-1][1]):.3f}" if losses else ""
-    useful = f"{ledger.goodput:.0%} of the time was steps that count"
     if not run.findings:
-        return f"{went}{loss}. {useful}; nothing worth changing was found."
+        return f"{went}{loss}. Goodput {ledger.goodput:.0%}; no findings."
     first = run.findings[0]
-    return f"{went}{loss}. {useful}. First to change: {first.rule} ({first.gain_text}): {first.action}."
+    finding = f"{first.title} ({first.gain_text}): {first.evidence[0]}"
+    return f"{went}{loss}. Goodput {ledger.goodput:.0%}. Main finding: {finding}. Action: {first.action}."
 
 
 def _folded(run: RunReport) -> list[str]:
-    """One of many runs: its verdict, and the rest when it is asked for."""
+    """One of many runs: its verdict, and the details folded."""
     lead = [f"<h3>{text(run.label)}</h3>", f"<p>{text(verdict(run))}</p>"]
-    return [*lead, f"<details><summary>everything about {text(run.label)}</summary>", *_one(run, heading=False), "</details>"]
+    return [*lead, f"<details><summary>details of {text(run.label)}</summary>", *_one(run, heading=False), "</details>"]
 
 
 def _one(run: RunReport, *, heading: bool) -> list[str]:
@@ -131,14 +84,8 @@ def _one(run: RunReport, *, heading: bool) -> list[str]:
     parts += ["<h2>Curves</h2>", f'<div class="charts">{_curves([run])}</div>']
     parts += ["<h2>Where the time went</h2>", '<div class="wide">', stacked_bars("Run ledger", {"run": run.facts.ledger.seconds}), "</div>"]
     parts += [_ledger_table(run), "<h2>Timeline</h2>", '<div class="wide">', gantt_svg(run.events), "</div>"]
-    parts += (
-        step_section(run.facts.analysis)
-        + devices_section(run.facts.devices)
-        + plan_section(run.facts)
-        + _diagnosis(run)
-        + _configuration(run)
-    )
-    return parts
+    parts += step_section(run.facts.analysis) + _devices(run.facts.devices) + plan_section(run.facts)
+    return parts + _diagnosis(run) + _configuration(run)
 
 
 def _cards(run: RunReport) -> str:
@@ -164,7 +111,7 @@ def _cards(run: RunReport) -> str:
 
 
 def _curves(runs: Sequence[RunReport]) -> str:
-    """Loss, evaluation, speed and goodput over steps, of one run or of several in one picture."""
+    """Loss, evaluation, speed and goodput over steps, of one run or of several in one chart."""
 
     def of(run: RunReport, key: str) -> list[tuple[float, float]]:
         return [(float(s["step"]), float(s[key])) for s in run.facts.steps if isinstance(s.get(key), int | float)]
@@ -209,37 +156,52 @@ def _ledger_table(run: RunReport) -> str:
     return table(head, rows)
 
 
+def _devices(devices: Mapping[str, Sequence[DeviceState]]) -> list[str]:
+    """Clock, power and temperature of every device: medians over the log lines; [] where none was recorded."""
+    if not devices:
+        return []
+    rows = []
+    for name, samples in devices.items():
+        known = [[getattr(sample, key) for sample in samples if getattr(sample, key) is not None] for key, _, _ in DEVICE_COLUMNS]
+        figures = [write.format(median(values)) if values else "n/a" for values, (_, _, write) in zip(known, DEVICE_COLUMNS, strict=True)]
+        rows.append([name, *figures, ", ".join(sorted({reason for sample in samples for reason in sample.reasons}))])
+    found = most_throttled(devices)
+    summary = "No device is throttled." if found is None else f"Throttled: {found.reason}."
+    head = ["device", *(heading for _, heading, _ in DEVICE_COLUMNS), "throttle reasons"]
+    return ["<h3>Devices</h3>", f'<p class="soft">{text(summary)} Medians over the log lines.</p>', table(head, rows)]
+
+
 def _diagnosis(run: RunReport) -> list[str]:
     if not run.findings:
-        return ["<h2>Diagnosis</h2>", '<p class="mark">Nothing worth changing.</p>']
+        return ["<h2>Diagnosis</h2>", '<p class="mark">No findings.</p>']
     return ["<h2>Diagnosis</h2>", *(_finding(number, finding) for number, finding in enumerate(run.findings, 1))]
 
 
 def _finding(number: int, finding: Finding) -> str:
-    """One finding: evidence, what to do, what binds next."""
-    told = [("evidence", evidence) for evidence in finding.evidence] + [("do", finding.action)]
-    rows = [(name, text(value)) for name, value in told]
-    rows += [("run", f"<code>{text(finding.command)}</code>")] if finding.command else []
-    rows += [("measure next", text(finding.measure_next)), ("binds next", text(finding.next_bottleneck))]
-    rows.append(("lens", text(f"{finding.lens}: {finding.pattern}")))
-    head = f"<h3>{number}. {text(finding.rule)} <span>({text(finding.gain_text)}, confidence {finding.confidence})</span></h3>"
-    return f'<div class="finding">{head}<dl>{"".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows)}</dl></div>'
+    """One finding: title and gain, evidence, action; then what to measure next and the next bottleneck."""
+    rows = [("evidence", "<br>".join(text(line) for line in finding.evidence)), ("action", text(finding.action))]
+    rows += [("command", f"<code>{text(finding.command)}</code>")] if finding.command else []
+    head = f"<h3>{number}. {text(finding.title)} <span>({text(finding.gain_text)}, confidence {finding.confidence})</span></h3>"
+    body = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows)
+    after = f"Measure next: {finding.measure_next}. Next bottleneck: {finding.next_bottleneck}. Principle: {finding.pattern}."
+    return f'<div class="finding">{head}<dl>{body}</dl><p class="soft">{text(after)}</p></div>'
 
 
 def _configuration(run: RunReport) -> list[str]:
-    start = run.start
-    git, devices = start.get("git", {}), start.get("devices", {})
-    commit = f"{git.get('commit') or 'not known'}{' with uncommitted changes' if git.get('dirty') else ''}"
-    where = f"in {start.get('processes', 1)} process(es) on {start.get('host', '?')}"
+    start, record = run.start, run.run.record
+    commit = f"{start.git.commit or 'unknown'}{' with uncommitted changes' if start.git.dirty else ''}"
     rows = [
-        ["run", f"{run.record.get('name')} ({run.record.get('id')})"],
-        ["command", " ".join(start.get("command", []))],
+        ["run", f"{record.name} ({record.id})"],
+        ["command", " ".join(start.command)],
         ["commit (SHA)", commit],
-        ["devices", f"{run.devices} x {devices.get('kind')} {where}"],
-        ["system", f"Python {start.get('python', '?')}, {start.get('system', '?')}"],
-        ["started", ", ".join(str(s.get("time")) for s in run.record.get("starts", []))],
+        [
+            "devices",
+            f"{run.devices} x {start.devices.kind or 'unknown'} in {start.processes} process(es) on {start.host or 'unknown host'}",
+        ],
+        ["system", f"Python {start.python or '?'}, {start.system or '?'}"],
+        ["started", ", ".join(each.time for each in record.starts)],
     ]
-    packages = start.get("packages", {})
+    packages = start.packages
     main = [f"{name} {packages[name]}" for name in MAIN_PACKAGES if name in packages]
     rows += [["packages", ", ".join(main)]] if main else []
     parts = ["<h2>Configuration and environment</h2>", table(["", ""], rows)]
@@ -248,7 +210,7 @@ def _configuration(run: RunReport) -> list[str]:
         parts += ["<h3>XLA flags and environment settings</h3>", table(["setting", "value", "chosen by", "why"], lines)]
     elif run.environment is not None:
         parts.append('<p class="soft">No XLA flag or environment setting was set.</p>')
-    config = run.path / "config.yaml"
+    config = run.run.config_file
     listing = config.read_text() if config.is_file() else "n/a"
     every = "\n".join(f"{name}=={version}" for name, version in packages.items())
     parts.append(f"<details><summary>config.yaml</summary><pre>{text(listing)}</pre></details>")
@@ -261,7 +223,7 @@ def _comparison(runs: Sequence[RunReport]) -> list[str]:
     for run in runs[1:]:
         compared = against(runs[0], run)
         if len(runs) > UNFOLDED:
-            said = f"{run.label} against {runs[0].label}: {speed_verdict(runs[0], run)}"
-            compared = [f"<details><summary>{text(said)}</summary>", *compared, "</details>"]
+            summary = f"{run.label} against {runs[0].label}: {speed_verdict(runs[0], run)}"
+            compared = [f"<details><summary>{text(summary)}</summary>", *compared, "</details>"]
         parts += compared
     return parts

@@ -1,32 +1,29 @@
-"""The roofline of a captured step as SVG: every operation by arithmetic intensity and rate, its area its time."""
+"""The roofline of a profiled step as SVG: operations by arithmetic intensity and rate; the area of a dot is its time."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from ridgeline.explain.report.charts import SERIES_COLOURS, short
+from ridgeline.explain.report.charts import SERIES_COLORS, short
 from ridgeline.explain.trace.components import peak_flops_of
 from ridgeline.planner.hardware import hardware
+from ridgeline.rundir.analysis import Analysis, Operation
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 420, 70, 16, 44, 44
-PASSES = dict(zip(("forward", "backward", "recompute", "update"), SERIES_COLOURS, strict=False))
+PASSES = dict(zip(("forward", "backward", "recompute", "update"), SERIES_COLORS, strict=False))
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def roofline_svg(analysis: Mapping[str, Any]) -> str:
-    """Draw the operations of an analysis (`ridge analyze --json`); empty without one that has FLOPs and bytes.
-
-    A device that the catalogue does not know has no roof.
-    """
-    points = [o for o in analysis.get("operations", []) if o.get("flops") and o.get("bytes") and o.get("time_s")]
+def roofline_svg(analysis: Analysis) -> str:
+    """Draw the operations; empty without one that has FLOPs and bytes. A device that is not in the catalogue has no roof."""
+    points = [(o, o.flops / o.bytes, o.flops / o.time_s) for o in analysis.operations if o.flops and o.bytes and o.time_s]
     if not points:
         return ""
-    peak, bandwidth = _roof(analysis, points)
-    xs = [o["flops"] / o["bytes"] for o in points] + ([peak / bandwidth] if peak and bandwidth else [])
-    ys = [o["flops"] / o["time_s"] for o in points] + ([peak] if peak else [])
+    peak, bandwidth = _roof(analysis.hardware, [o for o, _, _ in points])
+    xs = [intensity for _, intensity, _ in points] + ([peak / bandwidth] if peak and bandwidth else [])
+    ys = [rate for _, _, rate in points] + ([peak] if peak else [])
     x_px, x_ticks = _scale(xs, LEFT, WIDTH - RIGHT)
     y_px, y_ticks = _scale(ys, HEIGHT - BOTTOM, TOP)
     view = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
@@ -45,28 +42,28 @@ def roofline_svg(analysis: Mapping[str, Any]) -> str:
         corners = [(start, start * bandwidth), (edge, peak), (high, peak)]
         path = " ".join(f"{x_px(x):.1f},{y_px(y):.1f}" for x, y in corners)
         parts.append(f'<polyline class="roof" points="{path}" fill="none"/>')
-    longest_s = max(o["time_s"] for o in points)
-    for o in sorted(points, key=lambda o: -o["time_s"]):
-        radius = 3 + 11 * math.sqrt(o["time_s"] / longest_s)
-        tip = f"{o['op'] or o['kernel_name']} ({o['component']}, {o['phase']}): {o['time_s'] * 1e3:.3g} ms"
-        where = f'cx="{x_px(o["flops"] / o["bytes"]):.1f}" cy="{y_px(o["flops"] / o["time_s"]):.1f}" r="{radius:.1f}"'
-        colour = PASSES.get(o["phase"], "#888")
-        circle = f'<circle {where} fill="{colour}" fill-opacity="0.25" stroke="{colour}" stroke-width="1.5"/>'
+    longest_s = max(o.time_s for o, _, _ in points)
+    for o, intensity, rate in sorted(points, key=lambda point: -point[0].time_s):
+        radius = 3 + 11 * math.sqrt(o.time_s / longest_s)
+        tip = f"{o.op or o.kernel_name} ({o.component}, {o.phase}): {o.time_s * 1e3:.3g} ms"
+        where = f'cx="{x_px(intensity):.1f}" cy="{y_px(rate):.1f}" r="{radius:.1f}"'
+        color = PASSES.get(o.phase, "#888")
+        circle = f'<circle {where} fill="{color}" fill-opacity="0.25" stroke="{color}" stroke-width="1.5"/>'
         parts.append(f"<g><title>{html.escape(tip)}</title>{circle}</g>")
     x = float(LEFT + 90)
-    for name, colour in PASSES.items():
-        if any(o["phase"] == name for o in points):
-            parts.append(f'<circle cx="{x:.0f}" cy="{TOP - 16}" r="5" fill="{colour}"/><text x="{x + 10:.0f}" y="{TOP - 12}">{name}</text>')
+    for name, color in PASSES.items():
+        if any(o.phase == name for o, _, _ in points):
+            parts.append(f'<circle cx="{x:.0f}" cy="{TOP - 16}" r="5" fill="{color}"/><text x="{x + 10:.0f}" y="{TOP - 12}">{name}</text>')
             x += 34 + 7 * len(name)
     return "\n".join([*parts, "</svg>"])
 
 
-def _roof(analysis: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    name = analysis.get("hardware")
-    if not name:
+def _roof(name: str | None, operations: Sequence[Operation]) -> tuple[float | None, float | None]:
+    """Return the peak in FLOP/s for the dtype of the largest operation, and the memory bandwidth in bytes/s; None for an unknown device."""
+    if name is None:
         return None, None
-    device = hardware(str(name))
-    dtype = max(points, key=lambda o: float(o["flops"])).get("dtype", "")
+    device = hardware(name)
+    dtype = max(operations, key=lambda o: o.flops or 0.0).dtype
     return peak_flops_of(device, dtype), device.memory_bandwidth_bytes_per_s
 
 

@@ -1,46 +1,47 @@
-"""The part of the report about a study: what it says, its table, its pictures, what the rules on several runs find in it."""
+"""The part of the report about a study: its verdict, table and charts, and the findings of the rules on several runs."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.explain.diagnosis.finding import TITLES
 from ridgeline.explain.diagnosis.rules import STUDY_RULES, diagnose
 from ridgeline.explain.diagnosis.several import facts_of
+from ridgeline.explain.report.html import table, text
 from ridgeline.explain.report.study_charts import charts
+from ridgeline.explain.study.document import Study, cells, columns, is_scaling
 from ridgeline.explain.study.measured import MeasuredRun, read_measured
-from ridgeline.explain.study.study import Question, document, scales_of
-from ridgeline.explain.study.sweep import COLUMNS as SWEEP_COLUMNS
-from ridgeline.explain.study.sweep import Value, sweep_document
-from ridgeline.explain.study.table import COLUMNS, columns
-
-Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+from ridgeline.explain.study.scaling import Question, scales_of, scaling_study
+from ridgeline.explain.study.sweep import Value, sweep_study
 
 
-def study_of(runs: Sequence[Path], price_usd: float | None = None) -> dict[str, Any] | None:
-    """Return the study that several runs are: at several scales or batch sizes; None where they are none."""
+def study_of(runs: Sequence[Path], price_usd: float | None = None) -> Study | None:
+    """Return the document of the study that several runs form, at several scales or batch sizes; None when they form none."""
     try:
         measured = [read_measured(run) for run in runs]
         facts = facts_of(measured)
     except UserError:
-        return None  # runs may be compared in a report whatever they differ in
+        return None  # a report compares runs whatever they differ in
     name, found = measured[0].name, [asdict(finding) for finding in diagnose(facts, STUDY_RULES)]
+    study: Study | None = None
     if facts.study is not None:
         question = Question(weak=facts.study.weak, price_usd=price_usd)
-        return document(name, scales_of(measured), question, where="finished runs") | {"findings": found}
-    if facts.batch_study is not None:
+        study = scaling_study(name, scales_of(measured), question, where="finished runs")
+    elif facts.batch_study is not None:
         sizes = sorted({run.config.data.batch_size for run in measured})
         values = [Value(size, [run for run in measured if run.config.data.batch_size == size]) for size in sizes]
-        return sweep_document(name, "data.batch_size", values, "time") | {"findings": found}
-    return None
+        study = sweep_study(name, "data.batch_size", values, "time")
+    if study is not None:
+        study["findings"] = found
+    return study
 
 
 def findings_of(measured: Sequence[MeasuredRun], **question: Any) -> list[dict[str, Any]]:
-    """Return what the rules on several runs find in the runs of a study; [] where too few ran, or what was varied has no rule.
+    """Return the findings of the rules on several runs; [] for too few runs, or where no rule covers what was varied.
 
     question: `price_usd` and `tokens` of explain.diagnosis.several.facts_of.
     """
@@ -50,17 +51,15 @@ def findings_of(measured: Sequence[MeasuredRun], **question: Any) -> list[dict[s
         return []
 
 
-def section(study: Mapping[str, Any], table: Table) -> list[str]:
-    """Return the HTML of a study; `table` makes one from headings and rows."""
-    scaling = study["kind"] == "scaling"
-    shown = [column for column in columns(study["rows"], COLUMNS if scaling else SWEEP_COLUMNS) if column[0] != "failure"]  # said above
-    rows = [["n/a" if row.get(key) is None else write(row[key]) for key, _, write in shown] for row in study["rows"]]
-    title = f"{study['mode'].capitalize()} scaling" if scaling else f"S{study['kind'][1:]}"
-    parts = [f"<h2>{html.escape(title)}</h2>", "<ul>"]
-    parts += [f"<li>{html.escape(sentence)}</li>" for sentence in study["verdict"]]
-    parts += ["</ul>", table([heading for _, heading, _ in shown], rows)]
+def study_section(study: Study) -> list[str]:
+    """Return the HTML of a study."""
+    shown = [column for column in columns(study) if column[0] != "failure"]  # the verdict lists the failures
+    title = f"{study['mode'].capitalize()} scaling" if is_scaling(study) else f"S{study['kind'][1:]}"
+    parts = [f"<h2>{text(title)}</h2>", "<ul>"]
+    parts += [f"<li>{text(sentence)}</li>" for sentence in study["verdict"]]
+    parts += ["</ul>", table([heading for _, heading, _ in shown], cells(study, shown))]
     for finding in study.get("findings", []):
-        told = f"{finding['rule']}: {'; '.join(finding['evidence'])}. Do: {finding['action']}."
-        parts.append(f"<p>{html.escape(told)}</p>")
-    pictures = charts(study) if scaling else {}
+        line = f"{TITLES.get(finding['rule'], finding['rule'])}: {'; '.join(finding['evidence'])}. Action: {finding['action']}."
+        parts.append(f"<p>{text(line)}</p>")
+    pictures = charts(study) if is_scaling(study) else {}
     return [*parts, '<div class="charts">', *(f"<div>{picture}</div>" for picture in pictures.values()), "</div>"]

@@ -1,4 +1,4 @@
-"""Pictures of a study document (explain/study/study.py): throughput, efficiency, time to solution with its law, cost (log2 axis)."""
+"""Charts of a study document (explain/study/document.py): throughput, efficiency, time to solution with its fit, cost; log2 axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.explain.report.charts import SERIES_COLOURS, short, ticks
+from ridgeline.explain.report.charts import SERIES_COLORS, short, ticks
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 280, 64, 16, 40, 40
 LAW_POINTS = 60
@@ -27,7 +27,7 @@ class Curve:
 
 
 def charts(study: Mapping[str, Any]) -> dict[str, str]:
-    """Draw every picture that the figures allow; name -> SVG."""
+    """Draw every chart that the figures allow; name -> SVG."""
     ran = [row for row in study["rows"] if row.get("failure") is None]
     if len(ran) < 2:
         return {}
@@ -139,22 +139,22 @@ def chart(title: str, y_label: str, curves: Sequence[Curve], *, low: float | Non
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">devices</text>')
     legend_px = float(WIDTH - RIGHT)
     for index, curve in enumerate(curves):
-        colour = SERIES_COLOURS[index % len(SERIES_COLOURS)]
-        parts += _drawn(curve, colour, at)
-        parts.append(f'<text x="{legend_px:.0f}" y="14" text-anchor="end" style="fill:{colour}">{html.escape(curve.name)}</text>')
+        color = SERIES_COLORS[index % len(SERIES_COLORS)]
+        parts += _drawn(curve, color, at)
+        parts.append(f'<text x="{legend_px:.0f}" y="14" text-anchor="end" style="fill:{color}">{html.escape(curve.name)}</text>')
         legend_px -= 16 + 6.5 * len(curve.name)
     return "\n".join([*parts, "</svg>"])
 
 
-def _drawn(curve: Curve, colour: str, at: Any) -> list[str]:
+def _drawn(curve: Curve, color: str, at: Any) -> list[str]:
     """Draw one curve: its line, its dots, its bars."""
     points = [at(x, y) for x, y in curve.points]
     dash = ' stroke-dasharray="5 4"' if curve.dashed else ""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>'] if len(points) > 1 else []
+    parts = [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"{dash}/>'] if len(points) > 1 else []
     if curve.dots:
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>' for x, y in points]
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{color}"/>' for x, y in points]
     for devices, low, high in curve.bars:
         (x, top), (_, bottom) = at(devices, high), at(devices, low)
-        parts.append(f'<path d="M{x:.1f} {top:.1f}V{bottom:.1f}M{x - 4:.1f} {top:.1f}h8M{x - 4:.1f} {bottom:.1f}h8" stroke="{colour}"/>')
+        parts.append(f'<path d="M{x:.1f} {top:.1f}V{bottom:.1f}M{x - 4:.1f} {top:.1f}h8M{x - 4:.1f} {bottom:.1f}h8" stroke="{color}"/>')
     return parts

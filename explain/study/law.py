@@ -1,9 +1,9 @@
-"""The law of scaling times, its fit, and what it says about a scale that was not measured.
+"""The law of scaling times, its fit, and forecasts for scales that were not measured.
 
     T(p) = fixed + work / p + sync * log2(p)        (Amdahl's law with a term that grows with the scale)
 
-every coefficient >= 0; the fit minimises relative errors, so that the small times of large scales count as much as the large ones of
-small scales. In weak scaling, where the work grows with the devices, T(p) = fixed + sync * log2(p).
+with all coefficients >= 0. The fit minimizes relative errors, so that small times at large scales count as much as large times at small
+scales. In weak scaling, where the work grows with the devices, T(p) = fixed + sync * log2(p).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 
 LEAST_NOISE = 0.01
-"""Relative scatter of a measured time that no fit makes smaller: with as many terms as points the residuals are nothing."""
+"""Lower bound of the relative scatter of a measured time: with as many terms as points the residuals are zero."""
 _DRAWS = 400
 _INTERVAL = (5, 95)
 """Percentiles of the interval of a forecast."""
@@ -38,19 +38,19 @@ class Law:
 
     @property
     def fastest_devices(self) -> float:
-        """Where more devices stop helping: dT/dp = 0; infinite without a term that grows."""
+        """The number of devices with the least time (dT/dp = 0); infinite without a growing term."""
         return self.work_s * math.log(2) / self.sync_s if self.sync_s > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a law says about a scale that was not measured. An interval of the fit, not of what the law leaves out."""
+    """The forecast of a law for a scale that was not measured. The interval covers the fit, not effects outside of the law."""
 
     devices: int
     time_s: float
     low_s: float
     high_s: float
-    """90 % interval: the fit repeated on times that scatter as the measured ones do."""
+    """Upper end of the 90 % interval: the fit repeated on times that scatter like the measured ones."""
 
 
 def fit_law(devices: Sequence[float], times_s: Sequence[float], *, work: bool = True) -> Law:
@@ -68,7 +68,7 @@ def fit_law(devices: Sequence[float], times_s: Sequence[float], *, work: bool = 
         for subset in combinations(allowed, count):
             chosen, *_ = np.linalg.lstsq(terms[:, subset], np.ones_like(y), rcond=None)
             error = float(np.sum((terms[:, subset] @ chosen - 1) ** 2))
-            # a further term must earn its place: with as many terms as points anything fits
+            # a further term must improve the fit: with as many terms as points the fit is exact
             if np.all(chosen >= 0) and error < best_error * (1 - 1e-9) and count < len(y) + (count == 1):
                 best = np.zeros(3)
                 best[list(subset)] = chosen
@@ -82,14 +82,14 @@ def forecast(
 ) -> Forecast:
     """Predict the time at a scale, with an interval.
 
-    The fit is repeated on times drawn around the fitted law, each with the scatter of its repeats or that of the residuals, whichever is
-    larger (parametric bootstrap, Efron 1979). Few points and many terms make it wide, as they should.
+    The fit is repeated on times drawn around the fitted law, each with the larger of the spread of its repeats and the scatter of the
+    residuals (parametric bootstrap, Efron 1979). The interval is wide for few points and many terms.
 
     Args:
-      law: what was fitted to `devices` and `times_s`.
-      spreads: relative half-width of the repeats of each time; 0 for one run.
-      at: the scale asked about.
-      seed: of the draws, so that a forecast is a function of the figures.
+      law: fitted to `devices` and `times_s`.
+      spreads: relative spread of the repeats of each time (rundir.noise.spread).
+      at: the scale to forecast.
+      seed: of the draws.
     """
     p, y = np.asarray(devices, dtype=float), np.asarray(times_s, dtype=float)
     fitted = np.asarray([law.time_s(float(scale)) for scale in p])

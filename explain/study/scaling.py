@@ -1,9 +1,6 @@
-"""Scaling studies: from times and rates at several scales to efficiency, money, a fitted law, and where to stop.
+"""Build the document of a scaling study: a row per scale, the fitted law, the stopping points, and a verdict in sentences.
 
-Strong scaling: the same work on more devices; weak scaling: work that grows with the devices, so that every device always does the same.
-The law of explain/study/law.py is fitted to the times to solution and to the times of a step.
-
-Parallel efficiency is the speedup in rate (or in time per unit of work) over the ratio of the devices, against the smallest scale.
+Measurements come from explain/study/measured.py, the analysis from explain/study/analysis.py. A scale that failed is a row with its reason.
 """
 
 from __future__ import annotations
@@ -12,258 +9,352 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.explain.study.law import Forecast, Law, fit_law, forecast
+from ridgeline.configs.format import format_count, format_duration, format_seconds
+from ridgeline.configs.rules import check_devices
+from ridgeline.configs.schema import Config
+from ridgeline.explain.study.analysis import Point, Row, Study, analyze, stopping_point
+from ridgeline.explain.study.document import FORMAT, FittedLaw, NextScale, Prediction, ScalingRow, ScalingStudy, Stop
+from ridgeline.explain.study.measured import MeasuredRun
+from ridgeline.planner.scaling import WORTHWHILE
+from ridgeline.planner.search import Objective
+from ridgeline.rundir.noise import median, spread
 
-Objective = Literal["time", "cost", "efficiency"]
+OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "efficiency")
+ENOUGH_REPEATS = 3
+NAMES = {"time": "time to solution", "cost": "cost", "efficiency": "parallel efficiency"}
 
 
 @dataclass(frozen=True)
-class Point:
-    """What was measured at one scale. A failed run is a point without figures."""
+class Scale:
+    """The runs at one scale."""
 
     devices: int
-    time_s: float | None = None
-    """Time to solution: the whole run, start-up and compilation included."""
-    rate: float | None = None
-    """Units of work per second in steady state, over all devices (tokens/s, images/s)."""
-    spread: float = 0.0
-    """Relative half-width of the repeats (0: one run)."""
-    failure: str | None = None
-    work: float | None = None
-    """Units of work of the whole run; None: the same at every scale (strong scaling)."""
-
-    @property
-    def unit_time_s(self) -> float | None:
-        """Time to solution per unit of work; of all of it where it is the same at every scale."""
-        return None if self.time_s is None else self.time_s / (self.work or 1.0)
+    runs: Sequence[MeasuredRun] = ()
+    """Finished runs; several are repeats."""
+    failures: Sequence[str] = ()
+    """Why the other runs have no figures."""
+    nodes: int | None = None
+    mesh: str = ""
+    """Sizes of the mesh axes, as in fsdp=4."""
+    batch_size: int | None = None
+    predicted: Prediction = field(default_factory=Prediction)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One scale, derived."""
+class Question:
+    """The question a study answers."""
 
-    devices: int
-    time_s: float | None = None
-    rate: float | None = None
-    speedup: float | None = None
-    """Of the rate; of the time where there is no rate."""
-    efficiency: float | None = None
-    time_speedup: float | None = None
-    time_efficiency: float | None = None
-    marginal_gain: float | None = None
-    """Relative gain in rate (or speed) over the scale before it."""
-    marginal_time: float | None = None
-    """Relative change of the time to solution (per unit of work) over the scale before it; negative is a gain."""
-    cost: float | None = None
-    """Device-hours of the whole run times price; without a price, device-hours."""
-    unit_cost: float | None = None
-    """Cost of a unit of work; of the whole run where the work is the same at every scale."""
-    rate_per_device: float | None = None
-    spread: float = 0.0
-    """Relative half-width of the repeats."""
-    failure: str | None = None
-
-
-@dataclass(frozen=True)
-class Study:
-    """The analysis of a scaling study."""
-
-    rows: tuple[Row, ...]
-    law: Law | None
-    """Of the times to solution; None with fewer than three of them."""
-    next_devices: int
-    next_time_s: float | None
-    """The law's prediction for the next doubling."""
+    objective: Objective = "time"
     weak: bool = False
-    """Whether the work grows with the devices."""
-    next_time: Forecast | None = None
-    """`next_time_s` with its interval."""
-    step_law: Law | None = None
-    """Of the time of a step, up to a constant: devices over rate in weak scaling, 1 over rate otherwise; None with fewer than three."""
-    next_step: Forecast | None = None
-    """The step law's prediction for the next doubling, with its interval."""
-    doubts: tuple[str, ...] = field(default=())
-    """What in the figures contradicts itself or the law."""
+    price_usd: float | None = None
+    """Of one device and hour."""
+    tokens: float | None = None
+    """Tokens of the run whose time to solution is wanted; None: of the measured runs."""
 
 
-def analyse(points: Sequence[Point], *, price_per_device_hour: float = 1.0) -> Study:
-    """Analyse a study: weak scaling when the points say that their work differs, else strong scaling.
-
-    Raises:
-      UserError: fewer than two scales have figures, scales repeat, or a figure is not positive.
-    """
-    ordered = sorted(points, key=lambda point: point.devices)
-    good = [p for p in ordered if p.failure is None and (p.time_s is not None or p.rate is not None)]
-    if len(good) < 2:
-        raise UserError(f"a scaling study needs at least two scales that ran; {len(good)} of {len(points)} did")
-    if len({p.devices for p in ordered}) < len(ordered):
-        raise UserError(f"a scale appears twice in the study: {[p.devices for p in ordered]}; give repeats as one point with a spread")
-    for p in good:
-        if p.devices < 1 or min(p.time_s or 1, p.rate or 1) <= 0:
-            raise UserError(f"devices, times and rates must be positive; got {p}")
-    weak = len({p.work for p in good}) > 1
-    if weak and not all(p.work for p in good):
-        raise UserError("the work of some scales is known and that of others is not: they cannot be compared")
-    rows = _rows(ordered, good[0], price_per_device_hour)
-    timed = [p for p in good if p.time_s is not None]
-    following = 2 * good[-1].devices
-    law, next_time = _fitted(timed, [p.time_s or 0.0 for p in timed], following, weak)
-    rated = [p for p in good if p.rate is not None]
-    steps = [(p.devices if weak else 1) / (p.rate or 1.0) for p in rated]
-    step_law, next_step = _fitted(rated, steps, following, weak)
-    doubts = _superlinear(rows) + (_below_the_floor(timed) if law is not None and not weak else [])
-    next_time_s = None if next_time is None else next_time.time_s
-    return Study(tuple(rows), law, following, next_time_s, weak, next_time, step_law, next_step, tuple(doubts))
-
-
-def _fitted(points: Sequence[Point], times_s: Sequence[float], at: int, weak: bool) -> tuple[Law | None, Forecast | None]:
-    """Fit the law to three times or more (weak scaling has a term less: two are a line through anything, too) and look one scale ahead."""
-    if len(points) < 3:
-        return None, None
-    devices = [p.devices for p in points]
-    law = fit_law(devices, times_s, work=not weak)
-    return law, forecast(law, devices, times_s, [p.spread for p in points], at, work=not weak)
-
-
-def _rows(ordered: Sequence[Point], base: Point, price: float) -> list[Row]:
-    rows: list[Row] = []
-    previous: Point | None = None
-    for p in ordered:
-        if p.failure is not None or (p.time_s is None and p.rate is None):
-            rows.append(Row(p.devices, failure=p.failure or "no figures"))
-            continue
-        ratio = p.devices / base.devices
-        time_speedup = base.unit_time_s / p.unit_time_s if base.unit_time_s and p.unit_time_s else None
-        rate_speedup = p.rate / base.rate if base.rate and p.rate else None
-        speedup = rate_speedup if rate_speedup is not None else time_speedup
-        before = None if previous is None else _relative(previous.rate, p.rate)
-        if before is None and previous is not None and previous.unit_time_s and p.unit_time_s:
-            before = previous.unit_time_s / p.unit_time_s - 1
-        cost = None if p.time_s is None else p.devices * p.time_s / 3600 * price
-        rows.append(
-            Row(
-                devices=p.devices,
-                time_s=p.time_s,
-                rate=p.rate,
-                speedup=speedup,
-                efficiency=None if speedup is None else speedup / ratio,
-                time_speedup=time_speedup,
-                time_efficiency=None if time_speedup is None else time_speedup / ratio,
-                marginal_gain=before,
-                marginal_time=None if previous is None else _relative(previous.unit_time_s, p.unit_time_s),
-                cost=cost,
-                unit_cost=None if cost is None else cost / (p.work or 1.0),
-                rate_per_device=None if p.rate is None else p.rate / p.devices,
-                spread=p.spread,
-            )
-        )
-        previous = p
-    return rows
-
-
-def _relative(old: float | None, new: float | None) -> float | None:
-    return None if not old or new is None else new / old - 1
-
-
-def stopping_point(study: Study, objective: Objective, *, worthwhile: float = 0.1, least_efficiency: float = 0.8) -> tuple[int, str]:
-    """Say at which measured scale to stop for an objective, and why.
-
-    Args:
-      study: the analysis.
-      objective: `time`: go on while another step up shortens the time to solution by at least `worthwhile`; `efficiency`: the largest
-        scale with parallel efficiency of at least `least_efficiency`; `cost`: the largest scale whose cost is within `worthwhile` of the
-        cheapest one's.
-      worthwhile: relative gain below which one stops.
-      least_efficiency: parallel efficiency below which one stops.
-    """
-    rows = [row for row in study.rows if row.failure is None]
-    chosen, why = rows[0], "it is the smallest scale"
-    what = "the time per unit of work" if study.weak else "the run"
-    if objective == "time":
-        for row in rows[1:]:
-            gain = -row.marginal_time if row.marginal_time is not None else 1 - 1 / (1 + (row.marginal_gain or 0.0))
-            if gain < worthwhile:
-                change = f"shorten {what} by {gain:.1%} only" if gain >= 0 else f"lengthen {what} by {-gain:.1%}"
-                return chosen.devices, f"going on to {row.devices} would {change}"
-            chosen, why = row, f"each step up to here shortened {what} by at least {worthwhile:.0%}"
-        return chosen.devices, why + "; nothing larger was measured"
-    if objective == "efficiency":
-        for row in rows[1:]:
-            if row.efficiency is not None and row.efficiency < least_efficiency:
-                return chosen.devices, f"at {row.devices} the parallel efficiency falls to {row.efficiency:.1%}"
-            chosen, why = row, f"the parallel efficiency is still {row.efficiency:.1%}" if row.efficiency is not None else why
-        return chosen.devices, why
-    costs = [(row, _unit_cost(row)) for row in rows]
-    cheapest = min(cost for _, cost in costs)
-    within = [row for row, cost in costs if cost <= cheapest * (1 + worthwhile)]
-    last = within[-1]
-    return last.devices, f"its cost is within {worthwhile:.0%} of the cheapest scale ({min(costs, key=lambda pair: pair[1])[0].devices})"
-
-
-def _unit_cost(row: Row) -> float:
-    """Cost up to a constant: of the whole run, or of a unit of work where only rates are known."""
-    if row.unit_cost is not None:
-        return row.unit_cost
-    assert row.rate_per_device is not None
-    return 1 / row.rate_per_device
-
-
-def _superlinear(rows: Sequence[Row]) -> list[str]:
-    """Efficiency beyond 1 means that something else changed too (a cache that fits, another batch, a bad baseline)."""
-    best = {row.devices: max(row.efficiency or 0.0, row.time_efficiency or 0.0) for row in rows}
+def scales_of(runs: Sequence[MeasuredRun]) -> list[Scale]:
+    """Group finished runs by their devices."""
+    groups: dict[int, list[MeasuredRun]] = {}
+    for run in sorted(runs, key=lambda run: run.devices):
+        groups.setdefault(run.devices, []).append(run)
     return [
-        f"{devices} devices: efficiency {value:.1%} is above 100 %: more than the scale changed, or the baseline is slow"
-        for devices, value in best.items()
-        if value > 1.02
+        Scale(devices, group, mesh=mesh_text(group[0].config, devices), batch_size=group[0].config.data.batch_size)
+        for devices, group in groups.items()
     ]
 
 
-def _below_the_floor(timed: Sequence[Point]) -> list[str]:
-    """Name scales whose time is below what the law of the scales before them leaves: their fixed part cannot shrink."""
-    doubts = []
-    for index in range(3, len(timed)):
-        law = fit_law([p.devices for p in timed[:index]], [p.time_s or 0.0 for p in timed[:index]])
-        point = timed[index]
-        assert point.time_s is not None
-        expected_s = law.time_s(point.devices)
-        tolerance = max(0.05, 3 * law.worst_error, 3 * point.spread)
-        if point.time_s < min(expected_s, max(law.fixed_s, 0.0) or math.inf) * (1 - tolerance):
-            doubts.append(
-                f"{point.devices} devices: {point.time_s:.4g} s is less than the {law.fixed_s:.4g} s that no scale before it got rid of "
-                f"({expected_s:.4g} s expected): not the same work, or not the same start-up"
-            )
-    return doubts
+def mesh_text(config: Config, devices: int) -> str:
+    """Return the mesh axes larger than 1 and their sizes, as in fsdp=4."""
+    sizes = check_devices(config, devices)
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
-def check_claims(study: Study, claims: dict[int, dict[str, float]], *, digits: float = 0.006) -> list[str]:
-    """Compare published derived figures with what follows from the published measurements.
+def point_of(scale: Scale, question: Question) -> Point:
+    """Return the point of a scale: medians of its repeats, the larger spread of time and rate; a failure when none ran."""
+    if not scale.runs:
+        return Point(scale.devices, failure="; ".join(dict.fromkeys(scale.failures)) or "did not run")
+    times_s = [run.solution_s(question.tokens) for run in scale.runs]
+    rates = [run.tokens_per_s for run in scale.runs]
+    grows = question.weak and question.tokens is None
+    return Point(
+        scale.devices, median(times_s), median(rates), max(spread(times_s), spread(rates)), work=scale.runs[0].tokens if grows else None
+    )
+
+
+def analysis_of(scales: Sequence[Scale], question: Question) -> Study | None:
+    """Analyze a study; None while fewer than two scales have figures."""
+    points = [point_of(scale, question) for scale in scales]
+    if sum(point.failure is None for point in points) < 2:
+        return None
+    return analyze(points, price_per_device_hour=question.price_usd or 1.0)  # free devices: device-hours
+
+
+def scaling_study(name: str, scales: Sequence[Scale], question: Question, **more: Any) -> ScalingStudy:
+    """Return the document of a study.
 
     Args:
-      study: the analysis of the measurements.
-      claims: devices -> {`speedup`, `efficiency`, `time_speedup`, `ideal_rate`, `marginal_gain`: value}; efficiencies and gains are
-        fractions.
-      digits: largest absolute difference (relative for values above 1) that rounding explains.
+      name: of the config.
+      scales: with at least one finished run among them.
+      question: objective, price and tokens.
+      more: further keys of the document: where, axis, cores.
 
-    Returns:
-      One line for each figure that does not follow.
+    Raises:
+      UserError: no scale has a finished run.
     """
-    by_devices = {row.devices: row for row in study.rows}
-    base = next(row for row in study.rows if row.failure is None)
-    found = []
-    for devices, values in sorted(claims.items()):
-        row = by_devices[devices]
-        for name, claimed in values.items():
-            ideal = None if base.rate is None else base.rate * devices / base.devices
-            actual = ideal if name == "ideal_rate" else getattr(row, name)
-            if actual is not None and abs(actual - claimed) > digits * max(1.0, abs(actual)):
-                found.append(f"{devices} devices: {name} is printed as {claimed:g} and follows from the measurements as {actual:.4g}")
+    if not any(scale.runs for scale in scales):
+        reasons = "; ".join(dict.fromkeys(f"{s.devices} devices: {reason}" for s in scales for reason in s.failures))
+        raise UserError(f"no scale of this study ran: {reasons or 'nothing was started'}")
+    ordered = sorted(scales, key=lambda scale: scale.devices)
+    study = analysis_of(ordered, question)
+    derived: dict[int, Row] = {} if study is None else {row.value: row for row in study.rows}
+    found: ScalingStudy = {
+        "format": FORMAT,
+        "kind": "scaling",
+        "name": name,
+        "mode": "weak" if question.weak else "strong",
+        "objective": question.objective,
+        "price_usd": question.price_usd,
+        "tokens": question.tokens,
+        **more,  # type: ignore[typeddict-item]
+        "rows": [_row(scale, derived.get(scale.devices), question) for scale in ordered],
+        "law": None if study is None else _law(study),
+        "step_law": None if study is None else _step_law(study, ordered),
+        "next": None if study is None else _next(study, ordered),
+        "stop": {} if study is None else {objective: _stop(study, objective) for objective in OBJECTIVES},
+        "doubts": [] if study is None else list(study.doubts),
+        "verdict": [],
+    }
+    found["verdict"] = verdict(found)
     return found
 
 
-def doublings(study: Study) -> list[tuple[int, int, float]]:
-    """Return (from, to, relative gain in rate or speed) for neighbouring scales that ran."""
-    rows = [row for row in study.rows if row.failure is None]
-    return [(a.devices, b.devices, b.marginal_gain) for a, b in pairwise(rows) if b.marginal_gain is not None]
+def _stop(study: Study, objective: Objective) -> Stop:
+    devices, why = stopping_point(study, objective)
+    return {"devices": devices, "why": why}
+
+
+def _row(scale: Scale, row: Row | None, question: Question) -> ScalingRow:
+    point = point_of(scale, question)
+    made: ScalingRow = {
+        "devices": scale.devices,
+        "nodes": scale.nodes,
+        "mesh": scale.mesh,
+        "batch_size": scale.batch_size,
+        "runs": [str(run.path) for run in scale.runs],
+        "repeats": len(scale.runs),
+        "failures": list(scale.failures),
+        "failure": point.failure,
+        "prediction": scale.predicted,
+    }
+    if not scale.runs or point.time_s is None or point.rate is None:
+        return made
+    tokens = question.tokens or scale.runs[0].tokens
+    hours = scale.devices * point.time_s / 3600
+    usd = None if question.price_usd is None else hours * question.price_usd
+    expected = scale.predicted.get("tokens_per_s")
+    return {
+        **made,
+        "tokens_per_s": point.rate,
+        "tokens_per_s_per_device": point.rate / scale.devices,
+        "spread": spread([run.tokens_per_s for run in scale.runs]),
+        "step_s": median([run.step_s for run in scale.runs]),
+        "steps": scale.runs[0].steps,
+        "warmup_steps": max(run.warmup_steps for run in scale.runs),
+        "speedup": None if row is None else row.speedup,
+        "efficiency": None if row is None else row.efficiency,
+        "marginal_gain": None if row is None else row.marginal_gain,
+        "time_s": point.time_s,
+        "time_spread": spread([run.solution_s(question.tokens) for run in scale.runs]),
+        "time_speedup": None if row is None else row.time_speedup,
+        "marginal_time": None if row is None else row.marginal_time,
+        "startup_s": median([run.ledger.seconds["startup"] + run.ledger.seconds["restore"] for run in scale.runs]),
+        "compile_s": median([run.ledger.seconds["compile"] for run in scale.runs]),
+        "queue_s": median([run.ledger.seconds["queue"] for run in scale.runs]),
+        "goodput": median([run.ledger.goodput for run in scale.runs]),
+        "tokens": tokens,
+        "device_hours": hours,
+        "usd": usd,
+        "tokens_per_device_hour": tokens / hours,
+        "tokens_per_usd": tokens / usd if usd else None,
+        "peak_bytes": max((run.peak_bytes for run in scale.runs if run.peak_bytes is not None), default=None),
+        "predicted_tokens_per_s": expected,
+        "measured_over_predicted": point.rate / expected if expected else None,
+    }
+
+
+def _law(study: Study) -> FittedLaw | None:
+    law = study.law
+    if law is None:
+        return None
+    fastest = law.fastest_devices
+    return {
+        "fixed_s": law.fixed_s,
+        "work_s": law.work_s,
+        "sync_s": law.sync_s,
+        "worst_error": law.worst_error,
+        "fastest_devices": fastest if math.isfinite(fastest) else None,
+    }
+
+
+def _step_unit(study: Study, scales: Sequence[Scale]) -> float:
+    """Return the factor from the unit of the step law (seconds per token, times devices in weak scaling) to seconds per step."""
+    first = next(scale for scale in scales if scale.runs)
+    return first.runs[0].tokens_per_step / (first.devices if study.weak else 1)
+
+
+def _step_law(study: Study, scales: Sequence[Scale]) -> FittedLaw | None:
+    law = study.step_law
+    if law is None:
+        return None
+    unit = _step_unit(study, scales)
+    return {"fixed_s": law.fixed_s * unit, "work_s": law.work_s * unit, "sync_s": law.sync_s * unit, "worst_error": law.worst_error}
+
+
+def _next(study: Study, scales: Sequence[Scale]) -> NextScale | None:
+    if study.next_time is None:
+        return None
+    ahead, step = study.next_time, study.next_step
+    first, last = study.ran[0], study.ran[-1]
+    ratio = (study.next_value / last.value) if study.weak else 1.0
+    found: NextScale = {
+        "devices": study.next_value,
+        "time_s": ahead.time_s,
+        "time_low_s": ahead.low_s,
+        "time_high_s": ahead.high_s,
+        "marginal_time": None if last.time_s is None else ahead.time_s / (last.time_s * ratio) - 1,
+    }
+    if step is None:
+        return found
+    grown = study.next_value if study.weak else 1
+    found["tokens_per_s"] = grown / step.time_s
+    found["tokens_per_s_low"] = grown / step.high_s
+    found["tokens_per_s_high"] = grown / step.low_s
+    if first.rate is not None:
+        found["efficiency"] = found["tokens_per_s"] / first.rate / (study.next_value / first.value)
+    return found
+
+
+def verdict(study: ScalingStudy) -> list[str]:
+    """Return the verdict of a study in sentences, the most important first."""
+    ran = [row for row in study["rows"] if row.get("failure") is None]
+    lines = [f"{row['devices']} devices did not run: {row['failure']}" for row in study["rows"] if row.get("failure") is not None]
+    if len(ran) < 2:
+        return [*lines, "one scale ran: there is nothing to compare it with"]
+    stop = study["stop"][study["objective"]]
+    found = [f"for {_name(study, study['objective'])}, stop at {_devices(stop['devices'])}: {stop['why']}"]
+    found += [*_noise(ran), _best_by_metric(ran, study), *_other_objectives(study), *_law_sentences(study, ran)]
+    found += [*_next_sentences(study, ran), *_shared_cores(study), *_prediction(ran)]
+    return [*found, *lines, *(f"doubt: {doubt}" for doubt in study["doubts"])]
+
+
+def _name(study: ScalingStudy, objective: str) -> str:
+    """Name the metric of an objective. In weak scaling the work differs from scale to scale, so time and cost are per token."""
+    return NAMES[objective] if study["mode"] == "strong" or objective == "efficiency" else f"{objective} per token"
+
+
+def duration(value_s: float) -> str:
+    """Format a time with three digits; from a minute on in minutes, hours and days."""
+    return format_seconds(value_s) if value_s < 60 else format_duration(value_s)
+
+
+def _devices(count: int) -> str:
+    return f"{count} device" if count == 1 else f"{count} devices"
+
+
+def _best_by_metric(ran: Sequence[ScalingRow], study: ScalingStudy) -> str:
+    """Name the best scale by each metric."""
+    per_token = "time per token" if study["mode"] == "weak" else "time to solution"
+    best = {
+        "throughput": max(ran, key=lambda r: r["tokens_per_s"]),
+        "throughput per device": max(ran, key=lambda r: r["tokens_per_s_per_device"]),
+        per_token: min(ran, key=lambda r: r["time_s"] / r["tokens"]),
+        "tokens per device-hour": max(ran, key=lambda r: r["tokens_per_device_hour"]),
+    }
+    picks: dict[int, list[str]] = {}
+    for metric, row in best.items():
+        picks.setdefault(row["devices"], []).append(metric)
+    text = "; ".join(f"{' and '.join(metrics)}: {_devices(devices)}" for devices, metrics in picks.items())
+    return f"best by metric: {text}"
+
+
+def _other_objectives(study: ScalingStudy) -> list[str]:
+    mine = study["stop"][study["objective"]]["devices"]
+    others = {name: found["devices"] for name, found in study["stop"].items() if found["devices"] != mine}
+    if not others:
+        return ["all objectives stop there"]
+    return [
+        "other objectives stop elsewhere: " + ", ".join(f"{_name(study, name)} at {_devices(devices)}" for name, devices in others.items())
+    ]
+
+
+def _law_sentences(study: ScalingStudy, ran: Sequence[ScalingRow]) -> list[str]:
+    law = study["law"]
+    if law is None:
+        return [f"{len(ran)} scales ran: the law of fixed overhead, work and communication needs three"]
+    written = ((law["fixed_s"], "fixed"), (law["work_s"], "of work / devices"), (law["sync_s"], "x log2(devices)"))
+    terms = [f"{duration(value_s)} {words}" for value_s, words in written if value_s > 0]
+    last = ran[-1]
+    lines = [
+        f"time to solution = {' + '.join(terms)} (worst error {law['worst_error']:.1%}); "
+        f"the fixed part is {min(1.0, law['fixed_s'] / last['time_s']):.0%} of the time at {_devices(last['devices'])}"
+    ]
+    fastest = law.get("fastest_devices")
+    if study["mode"] == "strong" and fastest is not None and fastest < 4 * last["devices"]:
+        lines.append(
+            f"by that law more than about {fastest:.0f} devices are slower" if fastest > 1 else "by that law one device is fastest"
+        )
+    return lines
+
+
+def _next_sentences(study: ScalingStudy, ran: Sequence[ScalingRow]) -> list[str]:
+    ahead = study["next"]
+    if ahead is None:
+        return []
+    low, high = duration(ahead["time_low_s"]), duration(ahead["time_high_s"])
+    text = f"the fit predicts {duration(ahead['time_s'])} ({low} to {high}) at {_devices(ahead['devices'])}"
+    if "tokens_per_s" in ahead:
+        rates = f"{format_count(ahead['tokens_per_s_low'])} to {format_count(ahead['tokens_per_s_high'])}"
+        text += f", {format_count(ahead['tokens_per_s'])} tokens/s ({rates})"
+    gain = -(ahead["marginal_time"] or 0.0)
+    per = " per token" if study["mode"] == "weak" else ""
+    worth = "worth trying for time" if gain >= WORTHWHILE else "not worth it for time"
+    changes = f"{abs(gain):.0%} {'less' if gain >= 0 else 'more'} time{per} than at {_devices(ran[-1]['devices'])}"
+    return [f"{text}: {changes}, {worth}"]
+
+
+def _noise(ran: Sequence[ScalingRow]) -> list[str]:
+    """Name the steps between scales that are within the spread of the repeats."""
+    fewest = min(row["repeats"] for row in ran)
+    if fewest < 2:
+        return [f"one run at some scales: small differences may be noise (--repeats {ENOUGH_REPEATS})"]
+    lines = []
+    for before, after in pairwise(ran):
+        both, gain = before["spread"] + after["spread"], after["marginal_gain"]
+        if gain is not None and abs(gain) <= both:
+            lines.append(
+                f"{before['devices']} to {after['devices']} devices: {gain:+.1%} tokens/s is within the spread of the repeats "
+                f"(+-{both:.1%}): cannot tell"
+            )
+    return lines
+
+
+def _shared_cores(study: ScalingStudy) -> list[str]:
+    cores = study.get("cores")
+    if cores is None:
+        return []
+    return [f"all devices are virtual and share {cores} cores: this measures overheads, not the effect of more hardware"]
+
+
+def _prediction(ran: Sequence[ScalingRow]) -> list[str]:
+    """Compare with the planner, or name the reason why there is no prediction."""
+    compared = [row for row in ran if row.get("measured_over_predicted")]
+    if not compared:
+        reasons = dict.fromkeys(row["prediction"].get("why_none") for row in ran)
+        return [f"no prediction to compare with: {reason}" for reason in reasons if reason]
+    shares = {row["devices"]: share for row in compared if (share := row.get("measured_over_predicted")) is not None}
+    devices, share = max(shares.items(), key=lambda item: abs(item[1] - 1))
+    cluster = next(row["prediction"].get("cluster") for row in compared if row["devices"] == devices)
+    return [f"planner ({cluster}): measured {share:.0%} of the predicted tokens/s at {_devices(devices)}, the largest difference"]

@@ -1,1 +1,1 @@
-"""Step-time analysis of XLA profiles: read traces, assign work to steps, account for the time of every device, say where it went."""
+"""Step-time analysis of XLA profiles: read traces, assign work to steps, account for the time of every device."""

@@ -1,271 +1,202 @@
-"""Everything a capture tells about a step: the way from files to figures, and the figures as plain values."""
+"""Compute the analysis of a loaded capture: where the time of its steps went, on every device and host. Reads and writes no file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from ridgeline.explain.trace import intervals
-from ridgeline.explain.trace.capture import Capture, events_of, mesh_sizes, phases_by_cause
 from ridgeline.explain.trace.classify import NOTHING, kinds
-from ridgeline.explain.trace.communication import Communication, Member, Traffic, communication
-from ridgeline.explain.trace.components import Component, Operation, components, operations
-from ridgeline.explain.trace.frames import read_frames
-from ridgeline.explain.trace.host import HostReport, causes, host_report
-from ridgeline.explain.trace.ledger import CAUSES, Activity, StepLedger, activity, step_ledgers
-from ridgeline.explain.trace.program import Programs, read_programs
-from ridgeline.explain.trace.read import Device, Host, Ops, read_hosts
-from ridgeline.explain.trace.steps import Windows, assign, find_markers
-from ridgeline.planner.hardware import Hardware, find_hardware
+from ridgeline.explain.trace.communication import Communication, Member, communication
+from ridgeline.explain.trace.components import components, operations
+from ridgeline.explain.trace.host import causes, host_activity
+from ridgeline.explain.trace.ledger import CAUSES, Activity, activity, step_ledgers
+from ridgeline.explain.trace.load import HostProfile, Profile
+from ridgeline.explain.trace.read import Device, Ops
+from ridgeline.explain.trace.steps import Markers, Windows, assign, find_markers
+from ridgeline.planner.communication import mesh_bus_bandwidth
+from ridgeline.rundir.analysis import (
+    Analysis,
+    Assignment,
+    Collective,
+    DeviceStep,
+    DeviceTotal,
+    HostActivity,
+    Operation,
+    Range,
+    Statistics,
+    Step,
+    StepTimes,
+)
 from ridgeline.rundir.noise import percentile
-from ridgeline.rundir.recompilation import recompilations
 
 PARTIAL = 0.5
-"""A step with less than this share of the usual operations is cut off, and left out."""
+"""A step with less than this share of the usual operations is incomplete, and left out."""
 TIMES = ("total_s", "compute_s", "communication_s", "exposed_communication_s", "exposed_copy_s", "idle_s")
-
-PlannedBandwidth = Callable[[str, float, tuple[str, ...]], float | None]
-"""(kind, bytes of one run, axes) -> bus bandwidth in bytes/s."""
+"""Times of a step that have statistics over the steps and a range over the devices."""
 
 
-@dataclass
-class Analysis:
-    """What `analyze` found."""
-
-    capture: Capture
-    ledgers: list[StepLedger]
-    """Per device and step; only whole steps."""
-    components: list[Component]
-    operations: list[Operation]
-    """Compute only, longest first."""
-    communication: Communication
-    hosts: list[HostReport]
-    processes: list[int]
-    """Of the hosts."""
-    method: dict[str, tuple[str, float]]
-    """Device -> how its operations were given to steps, and the share placed by that evidence itself."""
-    device_kind: str | None
-    hardware: Hardware | None
-    """None: not in the catalogue, so there are no ceilings."""
-    notes: list[str] = field(default_factory=list)
-    """What a reader should know: steps left out, evidence that was missing."""
-    planned_bandwidth: PlannedBandwidth | None = None
-
-    @property
-    def devices(self) -> list[str]:
-        """Names of the devices, in the order of the mesh's flat list."""
-        return list(dict.fromkeys(ledger.device for ledger in self.ledgers))
-
-    @property
-    def steps(self) -> list[int | None]:
-        """Analysed steps."""
-        return list(dict.fromkeys(ledger.step for ledger in self.ledgers))
-
-
-@dataclass
-class _Seen:
-    """A device while it is analysed."""
+@dataclass(frozen=True)
+class _DeviceWork:
+    """The operations of one device, classified and assigned to steps."""
 
     host: int
+    """Index of its host."""
     device: Device
     label: str
     kinds: np.ndarray
     active: Activity
     windows: Windows
     whole: np.ndarray
-    """bool [S]: steps that are not cut off."""
+    """bool [S]: steps that the trace contains completely."""
+
+    def in_whole_steps(self) -> tuple[Ops, np.ndarray, np.ndarray]:
+        """Return the operations of whole steps that are work, their kinds, and the index of their step."""
+        of_op = self.windows.of_op
+        rows = np.flatnonzero((of_op >= 0) & self.whole[np.maximum(of_op, 0)] & (self.kinds != NOTHING))
+        return self.device.ops.take(rows), self.kinds[rows], of_op[rows]
 
 
-def analyze(capture: Capture, *, hardware: Hardware | None = None, planned_bandwidth: PlannedBandwidth | None = None) -> Analysis:
-    """Analyse a capture.
-
-    Args:
-      capture: from find_capture.
-      hardware: datasheet of the devices; None: looked up by the name the capture gives them.
-      planned_bandwidth: what the plan expects of a collective.
-
-    Raises:
-      UserError: a file is damaged, or holds no work of a device.
-    """
-    hosts = read_hosts(capture.traces)
-    device_kind = _device_kind(capture, hosts)
-    hardware = hardware or (find_hardware(device_kind) if device_kind else None)
-    programs = _programs(capture, hosts)
-    notes = [note for host in hosts for note in host.notes]
-    markers = [find_markers(host) for host in hosts]
-    seen = [
-        _seen(index, host, device, programs, assign(host, device, markers[index]))
-        for index, host in enumerate(hosts)
-        for device in host.devices
-        if len(device.ops)
-    ]
-    notes += _leave_out_partial(seen)
-    found = [causes(host, markers[i], phases_by_cause(capture, host.process)) for i, host in enumerate(hosts)]
+def analyze(profile: Profile) -> Analysis:
+    """Analyze a capture. `profile`: from load_profile."""
+    markers = [find_markers(each.host) for each in profile.hosts]
+    work, notes = _leave_out_partial(_work(profile, markers))
+    found = [causes(each, markers[i]) for i, each in enumerate(profile.hosts)]
     ledgers = [
         ledger
-        for s in seen
-        for ledger, whole in zip(step_ledgers(s.label, s.windows, s.active, found[s.host]), s.whole, strict=True)
+        for w in work
+        for ledger, whole in zip(step_ledgers(w.label, w.windows, w.active, found[w.host]), w.whole, strict=True)
         if whole
     ]
-    steps = len(dict.fromkeys(ledger.step for ledger in ledgers))
-    step_s = float(np.mean([ledger.total_s for ledger in ledgers]))
-    inside = [_inside(s) for s in seen]
-    chosen = [[part[:2] for s, part in zip(seen, inside, strict=True) if s.host == i] for i in range(len(hosts))]
-    top = operations(hosts, chosen, programs, steps=steps, hardware=hardware)
-    members = [
-        Member(s.host, s.label, ops, found_kinds, s.windows.step[of_op], s.active)
-        for s, (ops, found_kinds, of_op) in zip(seen, inside, strict=True)
-    ]
-    talk = communication(hosts, members, programs, steps=steps, step_s=step_s)
-    if not programs.by_name:
-        notes.append("no HLO beside the profile: no FLOPs, bytes or axes; opcodes are guessed from names")
-    if hardware is None:
-        notes.append(f"no datasheet for {device_kind or 'these devices'}: no ceilings")
+    steps, devices = _by_step(ledgers), _by_device(ledgers, work)
+    longest, collectives = _inside(profile, work, len(steps), float(np.mean([times.total_s for _, times in ledgers])))
     return Analysis(
-        capture=capture,
-        ledgers=ledgers,
-        components=components(top),
-        operations=top,
-        communication=talk,
-        hosts=[_host(capture, host, i, markers[i], found[i], seen) for i, host in enumerate(hosts) if any(s.host == i for s in seen)],
-        processes=[host.process for i, host in enumerate(hosts) if any(s.host == i for s in seen)],
-        method={s.label: (s.windows.method, s.windows.covered) for s in seen},
-        device_kind=device_kind,
-        hardware=hardware,
-        notes=notes + talk.notes,
-        planned_bandwidth=planned_bandwidth,
-    )
-
-
-def _device_kind(capture: Capture, hosts: Sequence[Host]) -> str | None:
-    named = next((device.model for host in hosts for device in host.devices if device.model), None)
-    kind = capture.record.get("device_kind") or named
-    return str(kind) if kind else ("cpu" if hosts[0].kind == "cpu" else None)
-
-
-def _programs(capture: Capture, hosts: Sequence[Host]) -> Programs:
-    seen = sum(1 for host in hosts for device in host.devices if len(device.ops))
-    devices = int(capture.record.get("num_devices", seen))
-    return read_programs(capture.directory, devices, mesh_sizes(capture, devices))
-
-
-def _seen(index: int, host: Host, device: Device, programs: Programs, windows: Windows) -> _Seen:
-    found = kinds(device.ops, host, programs)
-    return _Seen(index, device, host.label(device), found, activity(device.ops, found), windows, np.ones(len(windows.step), bool))
-
-
-def _leave_out_partial(seen: Sequence[_Seen]) -> list[str]:
-    """Mark steps that a capture holds only in part (on any device); return what to say about it."""
-    cut: set[int] = set()
-    common = set.intersection(*(set(s.windows.step.tolist()) for s in seen))
-    for s in seen:
-        count = np.bincount(s.windows.of_op[s.windows.of_op >= 0], minlength=len(s.windows.step))
-        cut |= set(s.windows.step[count < PARTIAL * np.median(count)].tolist())
-        cut |= set(s.windows.step.tolist()) - common
-    if len(cut) >= len(common):
-        return []
-    for s in seen:
-        s.whole = ~np.isin(s.windows.step, sorted(cut))
-    return [f"step {step} is only partly in the trace and left out" for step in sorted(cut)]
-
-
-def _inside(s: _Seen) -> tuple[Ops, np.ndarray, np.ndarray]:
-    """Operations of whole steps that count for something, their kinds, and the index of their step."""
-    of_op = s.windows.of_op
-    rows = np.flatnonzero((of_op >= 0) & s.whole[np.maximum(of_op, 0)] & (s.kinds != NOTHING))
-    return s.device.ops.take(rows), s.kinds[rows], of_op[rows]
-
-
-def _host(capture: Capture, host: Host, index: int, markers: Any, found: Mapping[str, np.ndarray], seen: Sequence[_Seen]) -> HostReport:
-    mine = [s for s in seen if s.host == index]
-    start = min(int(s.windows.start[s.whole].min()) for s in mine)
-    end = max(int(s.windows.end[s.whole].max()) for s in mine)
-    return host_report(
-        host,
-        markers,
-        found,
-        [intervals.clip(s.active.busy, start, end) for s in mine],
-        (start, end),
-        int(mine[0].whole.sum()),
-        recompilations(events_of(capture, host.process), host.process),
-        read_frames(host.path),
-    )
-
-
-def statistics(values: Sequence[float]) -> dict[str, float]:
-    """Return mean, p50, p95, min and max."""
-    ordered = sorted(values)
-    return {
-        "mean": float(np.mean(ordered)),
-        "p50": percentile(ordered, 0.5),
-        "p95": percentile(ordered, 0.95),
-        "min": ordered[0],
-        "max": ordered[-1],
-    }
-
-
-def to_json(analysis: Analysis, *, top: int = 20) -> dict[str, Any]:
-    """Return the analysis as plain values; the contract of `ridge analyze --json`. `top`: how many operations to list."""
-    record = analysis.capture.record
-    methods = sorted(set(analysis.method.values()))
-    return {
-        "profile": str(analysis.capture.directory),
-        "device_kind": analysis.device_kind,
-        "hardware": None if analysis.hardware is None else analysis.hardware.name,
-        "step_assignment": [{"method": method, "covered": covered} for method, covered in methods],
-        "unprofiled_step_time_s": record.get("unprofiled_step_time_s"),
-        "devices": [_device_json(analysis, device) for device in analysis.devices],
-        "steps": [_step_json(analysis, step) for step in analysis.steps],
-        "summary": {key: statistics([s[key] for s in (_step_json(analysis, step) for step in analysis.steps)]) for key in TIMES},
-        "spread": {key: _spread([_device_json(analysis, device)[key] for device in analysis.devices]) for key in TIMES},
-        "components": [asdict(c) for c in analysis.components],
-        "operations": [asdict(o) for o in analysis.operations[:top]],
-        "collectives": [_traffic_json(t, analysis.planned_bandwidth) for t in analysis.communication.traffic],
-        "stragglers": [asdict(s) for s in analysis.communication.stragglers],
-        "clock_offsets_s": analysis.communication.clock_offsets_s,
-        "hosts": [
-            asdict(host) | {"process": process, "devices": [d for d in analysis.devices if d.rpartition("/")[0] == host.host]}
-            for host, process in zip(analysis.hosts, analysis.processes, strict=True)
+        profile=str(profile.capture.directory),
+        device_kind=profile.device_kind,
+        hardware=None if profile.hardware is None else profile.hardware.name,
+        step_assignment=[Assignment(*pair) for pair in sorted({(w.windows.method, w.windows.covered) for w in work})],
+        unprofiled_step_time_s=profile.capture.record.unprofiled_step_time_s,
+        devices=devices,
+        steps=steps,
+        summary={key: statistics([getattr(step, key) for step in steps]) for key in TIMES},
+        spread={key: _range([getattr(device, key) for device in devices]) for key in TIMES},
+        components=components(longest),
+        operations=longest,
+        collectives=[_with_plan(each, profile) for each in collectives.traffic],
+        stragglers=collectives.stragglers,
+        clock_offsets_s=collectives.clock_offsets_s,
+        hosts=[
+            _host(each, markers[i], found[i], mine, devices)
+            for i, each in enumerate(profile.hosts)
+            if (mine := [w for w in work if w.host == i])
         ],
-        "notes": analysis.notes,
-    }
+        notes=[*(note for each in profile.hosts for note in each.host.notes), *notes, *_missing(profile), *collectives.notes],
+    )
 
 
-def _device_json(analysis: Analysis, device: str) -> dict[str, Any]:
-    mine = [ledger for ledger in analysis.ledgers if ledger.device == device]
-    return {"device": device, **_sums(mine), "steps": len(mine), "assignment": analysis.method[device][0]}
+def _work(profile: Profile, markers: Sequence[Markers | None]) -> list[_DeviceWork]:
+    """Classify the operations of every device and assign them to steps."""
+    work = []
+    for index, host in enumerate(each.host for each in profile.hosts):
+        for device in host.devices:
+            if len(device.ops):
+                windows, found = assign(host, device, markers[index]), kinds(device.ops, host, profile.programs)
+                whole = np.ones(len(windows.step), bool)
+                work.append(_DeviceWork(index, device, host.label(device), found, activity(device.ops, found), windows, whole))
+    return work
 
 
-def _step_json(analysis: Analysis, step: int | None) -> dict[str, Any]:
-    """Mean over devices, and the parts of each."""
-    mine = [ledger for ledger in analysis.ledgers if ledger.step == step]
-    mean = _sums(mine)
-    scale = 1 / len(mine)
-    return {
-        "step": step,
-        **{key: value * scale for key, value in mean.items() if key != "idle_by_cause"},
-        "idle_by_cause": {cause: value * scale for cause, value in mean["idle_by_cause"].items()},
-        "devices": [{"device": ledger.device, **_sums([ledger]), "operations": ledger.operations} for ledger in mine],
-    }
+def _leave_out_partial(work: Sequence[_DeviceWork]) -> tuple[Sequence[_DeviceWork], list[str]]:
+    """Mark the steps that the trace contains only in part on any device; return the work, and a note for each such step."""
+    cut: set[int] = set()
+    common = set.intersection(*(set(w.windows.step.tolist()) for w in work))
+    for w in work:
+        count = np.bincount(w.windows.of_op[w.windows.of_op >= 0], minlength=len(w.windows.step))
+        cut |= set(w.windows.step[count < PARTIAL * np.median(count)].tolist())
+        cut |= set(w.windows.step.tolist()) - common
+    if len(cut) >= len(common):
+        return work, []
+    marked = [replace(w, whole=~np.isin(w.windows.step, sorted(cut))) for w in work]
+    return marked, [f"step {step} is only partly in the trace and left out" for step in sorted(cut)]
 
 
-def _sums(ledgers: Sequence[StepLedger]) -> dict[str, Any]:
-    sums: dict[str, Any] = {key: sum(getattr(ledger, key) for ledger in ledgers) for key in TIMES}
-    sums["overlapped_communication_s"] = sums["communication_s"] - sums["exposed_communication_s"]
-    sums["idle_by_cause"] = {cause: sum(ledger.idle_by_cause[cause] for ledger in ledgers) for cause in CAUSES}
-    sums["residual_s"] = sum(ledger.residual_s for ledger in ledgers)
-    return sums
+def _inside(profile: Profile, work: Sequence[_DeviceWork], steps: int, step_s: float) -> tuple[list[Operation], Communication]:
+    """Return the compute operations, longest first, and the collectives of the whole steps."""
+    hosts = [each.host for each in profile.hosts]
+    inside = [w.in_whole_steps() for w in work]
+    chosen = [[part[:2] for w, part in zip(work, inside, strict=True) if w.host == i] for i in range(len(hosts))]
+    members = [
+        Member(w.host, w.label, ops, found, w.windows.step[of_op], w.active) for w, (ops, found, of_op) in zip(work, inside, strict=True)
+    ]
+    longest = operations(hosts, chosen, profile.programs, steps=steps, hardware=profile.hardware)
+    return longest, communication(hosts, members, profile.programs, steps=steps, step_s=step_s)
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"min": min(values), "max": max(values)}
+def _missing(profile: Profile) -> list[str]:
+    """Notes on evidence that is missing."""
+    notes = []
+    if not profile.programs.by_name:
+        notes.append("no HLO beside the profile: no FLOPs, bytes or axes; opcodes are guessed from names")
+    if profile.hardware is None:
+        notes.append(f"no datasheet for {profile.device_kind or 'these devices'}: no ceilings")
+    return notes
 
 
-def _traffic_json(traffic: Traffic, planned: PlannedBandwidth | None) -> dict[str, Any]:
-    expected = None
-    if planned is not None and traffic.axes and traffic.bytes is not None and traffic.count:
-        expected = planned(traffic.kind, traffic.bytes / traffic.count, traffic.axes)
-    return asdict(traffic) | {"planned_bus_bandwidth": expected}
+def _host(
+    each: HostProfile, markers: Markers | None, found: Mapping[str, np.ndarray], mine: Sequence[_DeviceWork], devices: Sequence[DeviceTotal]
+) -> HostActivity:
+    start = min(int(w.windows.start[w.whole].min()) for w in mine)
+    end = max(int(w.windows.end[w.whole].max()) for w in mine)
+    busy = [intervals.clip(w.active.busy, start, end) for w in mine]
+    activity = host_activity(each, markers, found, busy, (start, end), int(mine[0].whole.sum()))
+    labels = [device.device for device in devices if device.device.rpartition("/")[0] == activity.host]
+    return replace(activity, process=each.host.process, devices=labels)
+
+
+def _with_plan(collective: Collective, profile: Profile) -> Collective:
+    """Add the bus bandwidth that the planner expects, where cluster, mesh and size are known."""
+    if profile.fabric is None or profile.mesh is None or not (collective.axes and collective.bytes and collective.count):
+        return collective
+    size_bytes = collective.bytes / collective.count
+    planned = mesh_bus_bandwidth(collective.kind, size_bytes, profile.fabric, profile.mesh, collective.axes)
+    return replace(collective, planned_bus_bandwidth=planned)
+
+
+def _by_device(ledgers: Sequence[tuple[int | None, DeviceStep]], work: Sequence[_DeviceWork]) -> list[DeviceTotal]:
+    """Sums over the steps, in the order of the mesh's flat device list."""
+    method = {w.label: w.windows.method for w in work}
+    found = []
+    for device in dict.fromkeys(times.device for _, times in ledgers):
+        mine = [times for _, times in ledgers if times.device == device]
+        found.append(DeviceTotal(**_sums(mine), device=device, steps=len(mine), assignment=method[device]))
+    return found
+
+
+def _by_step(ledgers: Sequence[tuple[int | None, DeviceStep]]) -> list[Step]:
+    """Means over the devices."""
+    found = []
+    for step in dict.fromkeys(step for step, _ in ledgers):
+        mine = [times for number, times in ledgers if number == step]
+        found.append(Step(**_sums(mine, 1 / len(mine)), step=step, devices=mine))
+    return found
+
+
+_SUMMED = tuple(field.name for field in fields(StepTimes) if field.name != "idle_by_cause")
+
+
+def _sums(times: Sequence[StepTimes], scale: float = 1.0) -> dict[str, Any]:
+    sums: dict[str, Any] = {key: scale * sum(getattr(each, key) for each in times) for key in _SUMMED}
+    return sums | {"idle_by_cause": {cause: scale * sum(each.idle_by_cause[cause] for each in times) for cause in CAUSES}}
+
+
+def statistics(values: Sequence[float]) -> Statistics:
+    """Return mean, median, 95th percentile, minimum and maximum."""
+    ordered = sorted(values)
+    return Statistics(float(np.mean(ordered)), percentile(ordered, 0.5), percentile(ordered, 0.95), ordered[0], ordered[-1])
+
+
+def _range(values: Sequence[float]) -> Range:
+    return Range(min(values), max(values))

@@ -1,4 +1,4 @@
-"""What an operation is to a device: compute, communication, a memory copy, or nothing of its own."""
+"""Classify operations: compute, communication, memory copy, or no work of its own."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def kinds(ops: Ops, host: Host, programs: Programs) -> np.ndarray:
 def kind_of(name: str, op: str, opcode: str, details: str, kind: Kind) -> int:
     """Classify one operation.
 
-    Communication: the name is NCCL's (RCCL's, NVSHMEM's), or the HLO opcode is a collective, send or receive, or a copy goes to a peer
-    device. Copies: copies and fills of memory by the driver; on the CPU backend the HLO's own `copy`.
+    Communication: a kernel of NCCL, RCCL or NVSHMEM; an HLO collective, send or receive; a copy to a peer device. Copies: memory copies and
+    fills by the driver; on the CPU backend the HLO instruction `copy`.
 
     Args:
       name: of the event.
-      op: the HLO instruction, '' when the trace does not say.
-      opcode: its opcode, or what its name suggests.
+      op: the HLO instruction, '' when unknown.
+      opcode: its opcode, or a guess from its name.
       details: statistic `memcpy_details` or `memset_details`, '' when there is none.
       kind: of device.
     """
@@ -76,7 +76,7 @@ def _opcode(programs: Programs, module: str, op: str) -> str:
 
 
 def _kinds_of_details(ops: Ops, host: Host) -> np.ndarray:
-    """Details hold sizes and so hardly repeat: keep the one thing that matters, whether the copy goes to a peer."""
+    """Map details, which contain sizes and rarely repeat, to one of two values: a copy to a peer, or not."""
     present = np.unique(ops.details)
     peer = next((int(d) for d in present if d != MISSING and _PEER.search(host.strings[d])), MISSING)
     plain = next((int(d) for d in present if d != MISSING and not _PEER.search(host.strings[d])), MISSING)

@@ -1,11 +1,11 @@
-"""Inside communication: what each collective moved, how fast, what compute hid of it, and who was waited for.
+"""Collectives of a profile: bytes, bandwidth, exposed and overlapped time, waiting, and stragglers.
 
-A collective cannot move data before its last member arrives: from its own start to the start of the last member a device waits, the rest
-is time on the wire. Members are matched by step, instruction and occurrence. Clocks of different hosts are first aligned on the ends of
-collectives that span them, which all members leave together (up to the time of the last hop).
+A collective cannot transfer data before its last member arrives. A device waits from its own start to the start of the last member; the
+rest is transfer time (on the wire). Members are matched by step, instruction and occurrence. Clocks of different hosts are aligned first,
+on the ends of collectives that span them, because all members finish together (up to the time of the last hop).
 
 Bandwidths follow nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is bytes over time, bus bandwidth is that times 2(n-1)/n for an
-all-reduce, (n-1)/n for gathers, scatters and all-to-alls, 1 for point to point. Time is that on the wire, waiting left out.
+all-reduce, (n-1)/n for gathers, scatters and all-to-alls, 1 for point to point. Time is the transfer time, without waiting.
 """
 
 from __future__ import annotations
@@ -22,67 +22,25 @@ from ridgeline.explain.trace.ledger import PS, Activity
 from ridgeline.explain.trace.program import Program, Programs, guessed_opcode
 from ridgeline.explain.trace.read import Host, Ops
 from ridgeline.explain.trace.wire import MISSING
-from ridgeline.hlo.parse import part_of, scope
+from ridgeline.hlo.module import part_of, scope
 from ridgeline.planner.communication import bus_factor
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives of one kind over the same axes in the same part of the model. Times and bytes per step and device."""
-
-    kind: str
-    axes: tuple[str, ...] | None
-    """None: not known, or no product of mesh axes."""
-    layer: str
-    """The named scope they come from: attention, mlp, ...; `other` outside all."""
-    phase: str
-    """forward, backward, recompute or update."""
-    count: float
-    """Runs per step and device."""
-    bytes: float | None
-    """Of the unsharded side; None where the HLO was not saved."""
-    time_s: float
-    exposed_s: float
-    """Not hidden by compute."""
-    wait_s: float | None
-    """Waiting for the last member; None where members cannot be matched."""
-    wire_s: float | None
-    group_size: int | None
-    algorithm_bandwidth: float | None
-    """bytes/s."""
-    bus_bandwidth: float | None
-    """bytes/s."""
-    instructions: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A device the others waited for."""
-
-    host: str
-    device: str
-    late_s: float
-    """How much later than the median member it arrived at collectives, summed, per step."""
-    last_share: float
-    """Share of the collectives it took part in that it reached last."""
-    cost_s: float
-    """Time the others waited for it, per step and other device."""
+from ridgeline.rundir.analysis import Collective, Straggler
 
 
 @dataclass
 class Communication:
-    """What analysing the collectives gave."""
+    """The collectives of a profile."""
 
-    traffic: list[Traffic] = field(default_factory=list)
+    traffic: list[Collective] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
     clock_offsets_s: dict[str, float] = field(default_factory=dict)
-    """Host -> how far its clock is ahead of the first host's, where collectives show it."""
+    """Host -> how far its clock is ahead of that of the first host, where collectives show it."""
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One device's part in the analysis."""
+    """The operations of one device."""
 
     host: int
     """Index of its host."""
@@ -113,11 +71,11 @@ class _Calls:
 _Key = tuple[str, tuple[str, ...] | None, str, str, int | None]
 """Kind, axes, layer, pass, group size."""
 LATE_SHARE = 0.02
-"""A straggler is named when what it costs the others is at least this share of a step."""
+"""A straggler is reported when the others wait for it for at least this share of a step."""
 
 
 def communication(hosts: Sequence[Host], members: Sequence[Member], programs: Programs, *, steps: int, step_s: float) -> Communication:
-    """Analyse the collectives.
+    """Analyze the collectives.
 
     Args:
       hosts: the traces.
@@ -145,7 +103,7 @@ def communication(hosts: Sequence[Host], members: Sequence[Member], programs: Pr
     found.traffic = _traffic(calls, programs, per=1 / (len(members) * steps))
     unmatched = sum(call.wait is None for call in calls)
     if unmatched and len(members) > 1:
-        found.notes.append(f"{unmatched} of {len(calls)} collectives could not be matched between devices: no split of wire and waiting")
+        found.notes.append(f"{unmatched} of {len(calls)} collectives could not be matched between devices: their waiting time is unknown")
     for d in sorted(cost, key=lambda d: -cost[d]):
         each_s = cost[d] * PS / steps
         if each_s >= LATE_SHARE * step_s and last[d] / max(1, took[d]) > 0.5:
@@ -185,7 +143,7 @@ def _one(key: tuple[str, str], by_device: Mapping[int, tuple[np.ndarray, ...]]) 
 
 
 def _groups(call: _Calls, programs: Programs, members: Sequence[Member]) -> list[list[int]] | None:
-    """Rows of a call that move data together; None when that is not known."""
+    """Return the groups of devices that communicate, as rows of a call; None when unknown."""
     program = programs.find(call.module)
     if program is None:
         return [list(range(len(call.members)))]
@@ -205,7 +163,7 @@ def _wait(
     last: dict[int, int],
     took: dict[int, int],
 ) -> None:
-    """Split every call of an instruction into waiting and wire, and note who came last."""
+    """Split every call of an instruction into waiting and transfer, and record the last member."""
     if not call.matched or groups is None or len(call.members) < 2:
         return
     start = call.start - shift[call.members][:, None]
@@ -219,7 +177,7 @@ def _wait(
         call.wait[group] = np.clip(np.minimum(arrival, end[group]) - mine, 0, None)
         slowest = mine.argmax(axis=0)
         ordered = np.sort(mine, axis=0)
-        # Only the time between the last two arrivals is the last one's fault.
+        # The last device is responsible only for the time between the last two arrivals.
         blame = ordered[-1] - ordered[-2]
         lateness = np.clip(mine - np.median(mine, axis=0), 0, None).sum(axis=1)
         for row, device in enumerate(devices):
@@ -230,7 +188,7 @@ def _wait(
 
 
 def _clock_offsets(hosts: Sequence[Host], members: Sequence[Member], calls: Sequence[_Calls], programs: Programs) -> dict[int, int]:
-    """Host -> picoseconds to take off its times so that the ends of shared collectives agree. Times count from each host's own zero."""
+    """Return host -> picoseconds to subtract from its times so that the ends of shared collectives agree."""
     offsets = dict.fromkeys(sorted({m.host for m in members}), 0)
     if len(offsets) < 2:
         return offsets
@@ -254,7 +212,7 @@ def _clock_offsets(hosts: Sequence[Host], members: Sequence[Member], calls: Sequ
     return offsets
 
 
-def _traffic(calls: Sequence[_Calls], programs: Programs, per: float) -> list[Traffic]:
+def _traffic(calls: Sequence[_Calls], programs: Programs, per: float) -> list[Collective]:
     groups: dict[_Key, list[tuple[_Calls, float | None]]] = defaultdict(list)
     key: _Key
     for call in calls:
@@ -270,7 +228,7 @@ def _traffic(calls: Sequence[_Calls], programs: Programs, per: float) -> list[Tr
     return sorted((_summed(key, found, per) for key, found in groups.items()), key=lambda t: -t.time_s)
 
 
-def _summed(key: _Key, found: Sequence[tuple[_Calls, float | None]], per: float) -> Traffic:
+def _summed(key: _Key, found: Sequence[tuple[_Calls, float | None]], per: float) -> Collective:
     kind, axes, layer, phase, size = key
     time_s = sum(float((c.end - c.start).sum()) for c, _ in found) * PS * per
     exposed_s = sum(float(c.exposed.sum()) for c, _ in found) * PS * per
@@ -281,7 +239,7 @@ def _summed(key: _Key, found: Sequence[tuple[_Calls, float | None]], per: float)
     wire_s = None if wait_s is None else time_s - wait_s
     basis_s = wire_s if wire_s is not None else time_s
     bandwidth = moved / basis_s if moved is not None and basis_s > 0 else None
-    return Traffic(
+    return Collective(
         kind=kind,
         axes=axes,
         layer=layer,
@@ -304,7 +262,7 @@ def _bus_factor(kind: str, size: int) -> float:
 
 
 def _instruction(program: Program, op: str) -> str:
-    """The instruction with the groups: of a start and done pair the start."""
+    """Return the instruction that has the replica groups: of a start and done pair, the start."""
     if op in program.collectives:
         return op
     for computation in program.module.computations.values():
@@ -319,7 +277,7 @@ def _instruction(program: Program, op: str) -> str:
 
 
 def _kind(op: str) -> str:
-    """Name a collective the HLO does not know, from its instruction or kernel."""
+    """Guess the kind of a collective that is not in the HLO from the name of its instruction or kernel."""
     lowered = guessed_opcode(op).lower().replace("-", "")
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "broadcast", "send", "recv"):
         if kind.replace("-", "") in lowered:

@@ -1,15 +1,14 @@
 """Inside compute: time, FLOPs, bytes and headroom by part of the model and by kernel.
 
-Times are per step and device (sums over devices and steps, divided by both). FLOPs and bytes are those of the HLO (hlo.roofline): of
-products and attention, and what must move to and from memory. A kernel's ceiling is max(FLOPs / peak, bytes / bandwidth) with the
-datasheet figures of the device (planner.hardware); without them there is no ceiling, and nothing is guessed.
+Times are per step and device (sums over devices and steps, divided by both). FLOPs and bytes are those of the HLO (hlo.roofline): FLOPs of
+matmuls and attention, and the bytes that must move to and from memory. The ceiling of a kernel is max(FLOPs / peak, bytes / bandwidth) with
+the datasheet figures of the device (planner.hardware). A device without a datasheet has no ceiling.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,63 +17,15 @@ from ridgeline.explain.trace.ledger import PS
 from ridgeline.explain.trace.program import Programs
 from ridgeline.explain.trace.read import Host, Ops
 from ridgeline.explain.trace.wire import MISSING
-from ridgeline.hlo.parse import part_of, scope
+from ridgeline.hlo.module import part_of, scope
 from ridgeline.hlo.roofline import Kernel
 from ridgeline.planner.hardware import Hardware
+from ridgeline.rundir.analysis import Component, Operation
 
 OTHER = "other"
 """Component of work outside every named scope; work of other programs is named after the program."""
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32", "f64": "float64"}
-"""HLO dtype of a product's inputs -> arithmetic in the catalogue (XLA's default precision for float32; see planner.hardware)."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One HLO instruction (or kernel without one), over all devices and steps."""
-
-    op: str
-    module: str
-    kernel_name: str
-    """What the trace calls it."""
-    component: str
-    phase: str
-    """forward, backward, recompute or update."""
-    time_s: float
-    """Per step and device."""
-    runs: float
-    """Per step and device."""
-    flops: float | None
-    """Per step and device; None where the HLO was not saved."""
-    bytes: float | None
-    ceiling_s: float | None
-    """The least time by the roofline, per step and device; None without FLOPs and bytes, or for an unknown device."""
-    bound: str | None
-    """`compute` or `memory`."""
-    source: str | None
-    """`file:line`."""
-    dtype: str = ""
-    """Of the inputs of its products, as HLO writes it."""
-
-
-@dataclass(frozen=True)
-class Component:
-    """A part of the model in one pass. Times, FLOPs and bytes per step and device."""
-
-    component: str
-    phase: str
-    time_s: float
-    share: float
-    """Of all compute."""
-    runs: float
-    flops: float | None
-    bytes: float | None
-    flops_per_s: float | None
-    bytes_per_s: float | None
-    ceiling_s: float | None
-    attained: float | None
-    """Ceiling over time: 1 is as fast as the device can."""
-    headroom_s: float | None
-    """Time above the ceiling."""
+"""HLO dtype of the inputs of a matmul -> name in the catalogue (XLA's default precision for float32; see planner.hardware)."""
 
 
 def operations(
@@ -89,7 +40,7 @@ def operations(
 
     Args:
       hosts: the traces.
-      chosen: per host and device, the operations inside the analysed steps and their kinds.
+      chosen: per host and device, the operations inside the analyzed steps and their kinds.
       programs: the HLO saved beside.
       steps: number of steps.
       hardware: datasheet of the devices.
@@ -134,7 +85,7 @@ def _add(times: dict[tuple[str, str, str, str], list[float]], host: Host, ops: O
 def _merged(
     times: Mapping[tuple[str, str, str, str], Sequence[float]], programs: Programs
 ) -> dict[tuple[str, str, str, str], tuple[float, float]]:
-    """Drop the scope where the HLO knows better."""
+    """Drop the scope of the trace where the HLO has its own."""
     merged: dict[tuple[str, str, str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for (module, op, kernel, path), (time_s, runs) in times.items():
         known = (program := programs.find(module)) is not None and op in program.kernels
@@ -172,20 +123,20 @@ def _operation(key: tuple[str, str, str, str], time_s: float, runs: float, progr
 
 
 def _without_hlo(module: str, path: str, programs: Programs) -> tuple[str, str]:
-    """Component and pass of an operation from the path the trace carries; another program than those saved is a component by itself."""
+    """Return component and pass from the path in the trace; a program whose HLO was not saved is a component of its own."""
     if programs.by_name and module and module not in programs.by_name:
         return module, "update"
     return scope(path) or OTHER, part_of(path)
 
 
 def peak_flops_of(hardware: Hardware, dtype: str) -> float | None:
-    """Return the datasheet peak in FLOP/s for products of an HLO dtype; None when the catalogue has none."""
+    """Return the datasheet peak in FLOP/s for matmuls of an HLO dtype; None when the catalogue has none."""
     name = "float8" if dtype.startswith("f8") else "float4" if dtype.startswith("f4") else DTYPES.get(dtype, "")
     return hardware.peak_flops.get(name) or (hardware.peak_flops.get("float32") if dtype == "f32" else None)
 
 
 def _least(kernel: Kernel, hardware: Hardware | None) -> tuple[float, str] | None:
-    """The least time of one run, and what binds."""
+    """The least time of one run, and the bottleneck: `compute` or `memory`."""
     if hardware is None:
         return None
     memory_s = kernel.bytes / hardware.memory_bandwidth_bytes_per_s
@@ -217,6 +168,6 @@ def _component(key: tuple[str, str], group: Sequence[Operation], all_s: float) -
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """A sum that is unknown as soon as one part is."""
+    """Return the sum; None when a part is unknown."""
     found = list(values)
     return None if any(v is None for v in found) else float(sum(v for v in found if v is not None))

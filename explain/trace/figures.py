@@ -1,19 +1,20 @@
-"""Two figures of an analysis as PNG: what the devices did, and where kernels stand under the roofline.
+"""Two figures of an analysis as PNG: the time of each device by kind of work, and the operations under the roofline.
 
-Drawn with Pillow, which TensorBoard brings along: a plotting library would be the heaviest import of the project for two pictures.
+Drawn with Pillow, a dependency of TensorBoard: a plotting library would be the heaviest import of the project.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ridgeline.explain.trace.analysis import Analysis
-from ridgeline.explain.trace.components import Operation, peak_flops_of
+from ridgeline.explain.trace.components import peak_flops_of
+from ridgeline.planner.hardware import hardware
+from ridgeline.rundir.analysis import Analysis, DeviceTotal, Operation
 
 WIDTH = 1000
 _INK, _FAINT, _PAPER = "#222222", "#bbbbbb", "#ffffff"
@@ -26,47 +27,43 @@ PARTS = {
 PHASES = {"forward": "#1f77b4", "backward": "#d62728", "recompute": "#9467bd", "update": "#2ca02c"}
 
 
-def breakdown(devices: Sequence[Mapping[str, Any]], most: int = 32) -> bytes:
-    """Draw one bar per device, divided into what sums to its step (`devices` of the JSON report). Returns a PNG."""
+def breakdown(devices: Sequence[DeviceTotal], most: int = 32) -> bytes:
+    """Draw one bar per device, divided into the parts of its steps; the first `most` devices. Returns a PNG."""
     shown = devices[:most]
     row, left, top = 24, 210, 40
     height = top + row * len(shown) + 16
     image, draw = _canvas(height)
     x = float(left)
-    for name, (_, colour) in PARTS.items():
-        draw.rectangle((x, 12, x + 12, 24), fill=colour)
+    for name, (_, color) in PARTS.items():
+        draw.rectangle((x, 12, x + 12, 24), fill=color)
         draw.text((x + 17, 10), name, fill=_INK, font=_font())
         x += 40 + 8 * len(name)
-    longest = max(float(d["total_s"]) for d in shown) or 1.0
+    longest = max(d.total_s for d in shown) or 1.0
     for index, device in enumerate(shown):
         y, x = top + row * index, float(left)
-        draw.text((left - 8, y + 9), _ellipsis(str(device["device"])), fill=_INK, font=_font(), anchor="rm")
-        for key, colour in PARTS.values():
-            width = float(device[key]) / longest * (WIDTH - left - 20)
-            draw.rectangle((x, y, x + width, y + row - 6), fill=colour)
+        draw.text((left - 8, y + 9), _ellipsis(device.device), fill=_INK, font=_font(), anchor="rm")
+        for key, color in PARTS.values():
+            part_s = float(getattr(device, key))
+            width = part_s / longest * (WIDTH - left - 20)
+            draw.rectangle((x, y, x + width, y + row - 6), fill=color)
             if width > 44:
-                draw.text(
-                    (x + width / 2, y + 9),
-                    f"{float(device[key]) / float(device['total_s']):.0%}",
-                    fill="#ffffff",
-                    font=_font(),
-                    anchor="mm",
-                )
+                share = f"{part_s / device.total_s:.0%}"
+                draw.text((x + width / 2, y + 9), share, fill="#ffffff", font=_font(), anchor="mm")
             x += width
     return _png(image)
 
 
 def roofline(analysis: Analysis, most: int = 200) -> bytes | None:
-    """Draw operations by arithmetic intensity and rate, both logarithmic, under the roof of the device. Returns a PNG.
+    """Draw operations by arithmetic intensity and rate, both logarithmic, under the roof of the device.
 
-    None without any operation that has FLOPs. A device without a datasheet has no roof.
+    Returns a PNG; None without an operation that has FLOPs. A device without a datasheet has no roof.
     """
     points = [(o, o.flops / o.bytes, o.flops / o.time_s) for o in analysis.operations if o.flops and o.bytes and o.time_s][:most]
     if not points:
         return None
-    hardware = analysis.hardware
-    peak = None if hardware is None else peak_flops_of(hardware, _dtype(analysis))
-    bandwidth = None if hardware is None else hardware.memory_bandwidth_bytes_per_s
+    device = None if analysis.hardware is None else hardware(analysis.hardware)
+    peak = None if device is None else peak_flops_of(device, _dtype(analysis))
+    bandwidth = None if device is None else device.memory_bandwidth_bytes_per_s
     xs = [x for _, x, _ in points] + ([peak / bandwidth] if peak and bandwidth else [])
     ys = [y for _, _, y in points] + ([peak] if peak else [])
     height, left, bottom, top = 620, 90, 60, 40
@@ -90,8 +87,8 @@ def roofline(analysis: Analysis, most: int = 200) -> bytes | None:
     for operation, intensity, rate in points:
         _dot(draw, x_of(intensity), y_of(rate), operation, points[0][0].time_s)
     x = left + 60.0
-    for name, colour in PHASES.items():
-        draw.ellipse((x, 14, x + 10, 24), fill=colour)
+    for name, color in PHASES.items():
+        draw.ellipse((x, 14, x + 10, 24), fill=color)
         draw.text((x + 15, 10), name, fill=_INK, font=_font())
         x += 110
     return _png(image)
@@ -104,7 +101,7 @@ def _dot(draw: ImageDraw.ImageDraw, x: float, y: float, operation: Operation, lo
 
 
 def _dtype(analysis: Analysis) -> str:
-    """Of the products that take the most time."""
+    """Of the matmuls that take the most time."""
     return next((o.dtype for o in analysis.operations if o.flops and o.dtype), "")
 
 

@@ -1,20 +1,20 @@
-"""What a host was doing: causes of idle devices, launches and the queue, waits that starve the device, compilations."""
+"""What a host was doing: causes of idle devices, launches and the queue, waits that leave the device idle, compilations."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from ridgeline.explain.trace import intervals
-from ridgeline.explain.trace.frames import Frames
 from ridgeline.explain.trace.ledger import PS
+from ridgeline.explain.trace.load import Frames, HostProfile
 from ridgeline.explain.trace.read import Events, Host
 from ridgeline.explain.trace.steps import Markers
 from ridgeline.explain.trace.wire import MISSING
-from ridgeline.rundir.recompilation import Change, Recompilation
+from ridgeline.rundir.analysis import Compilation, HostActivity, Sync
+from ridgeline.rundir.recompilation import Recompilation
 
 ACTIVITIES: dict[str, re.Pattern[str]] = {
     "compile": re.compile(r".*([Cc]ompil(e|ation)|XlaLower|LowerTo|backend_compile)"),
@@ -24,80 +24,20 @@ ACTIVITIES: dict[str, re.Pattern[str]] = {
         r"(PjitFunction|.*Execut|ParseArguments|shard_args|DevicePut|BufferFromHost|(cu|cuda|hip)(Graph)?(Mem|Launch)|.*LaunchKernel|cuLaunch)"
     ),
 }
-"""Cause -> names of host events. Earlier rows win where several go on at once."""
+"""Cause -> names of host events. Where several overlap, the earlier row counts."""
 SYNC = re.compile(
     r"(np\.asarray\(jax\.Array\)|.*block_until_ready|.*BlockHostUntil|.*Await|.*ToLiteral|(cu|cuda|hip)\w*Synchronize|ArrayImpl\._value)"
 )
 _PYTHON = re.compile(r"\$?(?P<file>[^\s:$]+\.py):(?P<line>\d+)[ :]")
 _LIBRARY = re.compile(r"(site-packages|/jax/|jax/_src|^(array|api|pjit|profiler|contextlib|threading)\.py)")
 WAIT_S = 20e-6
-"""A wait or a gap shorter than this counts for nothing."""
+"""Shorter waits and gaps are ignored."""
 STARVED = 0.005
-"""A wait starves the device when at least this share of a step passes without work because of it."""
-
-
-@dataclass
-class Sync:
-    """Waits of the host for work of the device, at one place in the program, that left the device without work.
-
-    The device works during the wait, ends before it does, and has nothing to do until the host launches again. Without the wait the host
-    would have come earlier by as much as it waited for that work: so much of the idle time is due to the wait, the rest to whatever the
-    host did then. Reading what has long been there while the device idles is no wait but work of the host.
-    """
-
-    what: str
-    source: str
-    """`file:line` of the innermost frame outside libraries, from Python frames in the trace or sampled beside it; else the enclosing
-    annotation or `?`."""
-    count: int = 0
-    wait_s: float = 0.0
-    idle_after_s: float = 0.0
-    """Time the device had nothing to do because of them."""
-
-
-@dataclass
-class Compilation:
-    """A program that was compiled while steps ran."""
-
-    program: str
-    """Its name; of one seen in the trace only, what the compiler calls it."""
-    count: int
-    duration_s: float
-    step: int | None = None
-    """None: seen in the trace only."""
-    arguments: tuple[Change, ...] = ()
-    """What differs from the compilation before, where that is known."""
-    source: str | None = None
-    captured: bool = True
-    """Inside the analysed time."""
-
-
-@dataclass
-class HostReport:
-    """What one host did during the analysed time."""
-
-    host: str
-    span_s: float
-    launches: int
-    """Kernels and copies on a GPU host; program calls on the CPU backend."""
-    launches_per_s: float
-    queue_depth_mean: float | None
-    """Launched and not begun, over time; None when launches cannot be matched with operations."""
-    launch_to_start_s: float | None
-    """Mean time between the launch of an operation and its begin."""
-    gaps: int
-    """Stretches longer than 20 us without any work on the device, mean over devices."""
-    longest_gap_s: float
-    longest_gap_cause: str
-    syncs: list[Sync] = field(default_factory=list)
-    compilations: list[Compilation] = field(default_factory=list)
-    """Seen in the trace; and those of the run's event log, anywhere in the run, with the arguments that changed."""
-    waits_s: float = 0.0
-    """All waits of the host for the device while it worked, harmless ones included."""
+"""A wait is reported when the device is idle because of it for at least this share of a step."""
 
 
 def main_thread(host: Host, markers: Markers | None) -> list[Events]:
-    """Return the thread that runs the training loop: that of the steps; else the one that calls most programs; else all."""
+    """Return the thread of the training loop: that of the step markers; else the one that calls the most programs; else all threads."""
     if markers is not None:
         return [t for t in host.threads if t.thread == markers.thread and (t.step != MISSING).any()]
     calls = [(sum(host.strings[n].startswith("PjitFunction") for n in t.name), t) for t in host.threads]
@@ -105,14 +45,9 @@ def main_thread(host: Host, markers: Markers | None) -> list[Events]:
     return [most[1]] if most[0] and most[1] is not None else list(host.threads)
 
 
-def causes(host: Host, markers: Markers | None, phases: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, np.ndarray]:
-    """Return when the host was doing what: disjoint interval sets by cause.
-
-    Args:
-      host: the trace.
-      markers: its steps.
-      phases: cause -> (start, end) in seconds since 1970, from the run's event log.
-    """
+def causes(profile: HostProfile, markers: Markers | None) -> dict[str, np.ndarray]:
+    """Return when the host was doing what, by the trace and the event log: disjoint interval sets by cause. `markers`: its steps."""
+    host, phases = profile.host, profile.phases
     threads = main_thread(host, markers)
     launchers = [t for t in host.threads if (t.correlation != MISSING).any() and not any(t is other for other in threads)]
     found: dict[str, np.ndarray] = {}
@@ -126,57 +61,64 @@ def causes(host: Host, markers: Markers | None, phases: Mapping[str, Sequence[tu
     return found
 
 
-def host_report(
-    host: Host,
+def host_activity(
+    profile: HostProfile,
     markers: Markers | None,
     found: Mapping[str, np.ndarray],
     busy: Sequence[np.ndarray],
     span: tuple[int, int],
     steps: int,
-    recompilations: Sequence[Recompilation] = (),
-    frames: Frames | None = None,
-) -> HostReport:
-    """Describe a host.
+) -> HostActivity:
+    """Describe what a host did.
 
     Args:
-      host: the trace.
+      profile: what was recorded of it.
       markers: its steps.
       found: causes().
       busy: per device, when it had work.
-      span: analysed time, picoseconds.
-      steps: how many steps that is.
-      recompilations: of this process, from the run's event log.
-      frames: where its main thread was, sampled during the capture.
+      span: analyzed time, picoseconds.
+      steps: number of steps in that time.
     """
-    start, end = span
+    host, (start, end) = profile.host, span
     span_s = (end - start) * PS
     launches = _launches(host, start, end)
     depth, delay_s = _queue(host, start, end)
-    whole = np.array([[start, end]], np.int64)
-    gaps = [intervals.subtract(whole, b) for b in busy]
-    long = [g[(g[:, 1] - g[:, 0]) * PS > WAIT_S] for g in gaps]
-    longest = max((g[np.argmax(g[:, 1] - g[:, 0])] for g in long if len(g)), key=lambda g: g[1] - g[0], default=None)
-    cause = "none"
-    if longest is not None:
-        parts = {name: intervals.total(intervals.clip(s, int(longest[0]), int(longest[1]))) for name, s in found.items()}
-        parts["other"] = int(longest[1] - longest[0]) - sum(parts.values())
-        cause = max(parts, key=lambda name: parts[name])
+    gaps, longest = _gaps(busy, start, end)
     least_s = max(WAIT_S, STARVED * span_s / steps)
-    syncs, waits_s = _syncs(host, main_thread(host, markers), intervals.join(*busy), (start, end), least_s, frames)
-    return HostReport(
+    syncs, waits_s = _syncs(host, main_thread(host, markers), intervals.join(*busy), (start, end), least_s, profile.frames)
+    return HostActivity(
         host=host.name,
         span_s=span_s,
         launches=launches,
         launches_per_s=launches / span_s if span_s > 0 else 0.0,
         queue_depth_mean=depth,
         launch_to_start_s=delay_s,
-        gaps=round(float(np.mean([len(g) for g in long]))) if long else 0,
-        longest_gap_s=0.0 if longest is None else float(longest[1] - longest[0]) * PS,
-        longest_gap_cause=cause,
+        gaps=gaps,
+        longest_gap_s=0.0 if longest is None else (longest[1] - longest[0]) * PS,
+        longest_gap_cause=_main_cause(found, longest),
         syncs=syncs,
-        compilations=_compilations(host, start, end, recompilations),
+        compilations=_compilations(host, start, end, profile.recompilations),
         waits_s=waits_s,
     )
+
+
+def _gaps(busy: Sequence[np.ndarray], start: int, end: int) -> tuple[int, tuple[int, int] | None]:
+    """Return the number of gaps longer than WAIT_S, mean over devices, and the longest of them."""
+    whole = np.array([[start, end]], np.int64)
+    gaps = [intervals.subtract(whole, b) for b in busy]
+    long = [g[(g[:, 1] - g[:, 0]) * PS > WAIT_S] for g in gaps]
+    longest = max((g[np.argmax(g[:, 1] - g[:, 0])] for g in long if len(g)), key=lambda g: g[1] - g[0], default=None)
+    count = round(float(np.mean([len(g) for g in long]))) if long else 0
+    return count, None if longest is None else (int(longest[0]), int(longest[1]))
+
+
+def _main_cause(found: Mapping[str, np.ndarray], gap: tuple[int, int] | None) -> str:
+    """Return what the host did for most of a gap; `none` without a gap."""
+    if gap is None:
+        return "none"
+    parts = {name: intervals.total(intervals.clip(s, *gap)) for name, s in found.items()}
+    parts["other"] = gap[1] - gap[0] - sum(parts.values())
+    return max(parts, key=lambda name: parts[name])
 
 
 def _matching(host: Host, thread: Events, pattern: re.Pattern[str]) -> np.ndarray:
@@ -186,7 +128,7 @@ def _matching(host: Host, thread: Events, pattern: re.Pattern[str]) -> np.ndarra
 
 
 def _phase(host: Host, start_s: float, end_s: float) -> np.ndarray:
-    """A phase of the event log on the clock of the trace."""
+    """Return a phase of the event log in picoseconds of the trace's clock."""
     if not host.has_wall_clock:
         return intervals.EMPTY
     low, high = (round((min(max(t - host.zero_ns / 1e9, -1e6), 1e6)) * 1e12) for t in (start_s, end_s))
@@ -203,7 +145,7 @@ def _launches(host: Host, start: int, end: int) -> int:
 
 
 def _queue(host: Host, start: int, end: int) -> tuple[float | None, float | None]:
-    """Mean number of operations launched and not begun per device, and mean time they waited (Little's law joins the two)."""
+    """Return the mean number of operations launched and not begun per device, and the mean time they waited (Little's law)."""
     launched = [(t.correlation[known], t.end[known]) for t in host.threads if (known := t.correlation != MISSING).any()]
     if not launched or end <= start:
         return None, None
@@ -225,14 +167,14 @@ def _queue(host: Host, start: int, end: int) -> tuple[float | None, float | None
 def _syncs(
     host: Host, threads: Sequence[Events], busy: np.ndarray, span: tuple[int, int], least_s: float, frames: Frames | None
 ) -> tuple[list[Sync], float]:
-    """Find waits that left every device of the host without work for `least_s`, though work was to come; and the length of all waits.
+    """Return the waits after which all devices of the host were idle for `least_s` with work still to come, and the length of all waits.
 
     Args:
       busy: when any device of the host had work.
-      span: analysed time, picoseconds.
+      span: analyzed time, picoseconds.
     """
     start, end = span
-    found: dict[tuple[str, str], Sync] = {}
+    found: dict[tuple[str, str], tuple[int, float, float]] = {}  # count, wait, idle after
     waits_s = 0.0
     charged: set[int] = set()
     for thread in threads:
@@ -242,11 +184,11 @@ def _syncs(
         reach = MISSING
         for row in rows.tolist():
             if thread.end[row] <= reach:
-                continue  # inside the one before
+                continue  # nested in the wait before
             reach = int(thread.end[row])
             worked = intervals.clip(busy, int(thread.start[row]), reach)
             if not len(worked):
-                continue  # what it reads is there already
+                continue  # the result is already there: not a wait
             waits_s += (reach - int(thread.start[row])) * PS
             after = int(np.searchsorted(busy[:, 0], reach, side="left"))
             idle = int(busy[after, 0] - worked[-1, 1]) if after < len(busy) and busy[after - 1, 1] <= reach else 0
@@ -255,16 +197,14 @@ def _syncs(
                 continue
             charged.add(after)
             key = host.strings[int(thread.name[row])], _source(host, thread, row, frames)
-            sync = found.setdefault(key, Sync(*key))
-            sync.count += 1
-            sync.wait_s += (reach - int(thread.start[row])) * PS
-            sync.idle_after_s += lost_s
-    return sorted(found.values(), key=lambda s: -s.idle_after_s), waits_s
+            count, wait_s, lost_before_s = found.get(key, (0, 0.0, 0.0))
+            found[key] = count + 1, wait_s + (reach - int(thread.start[row])) * PS, lost_before_s + lost_s
+    return sorted((Sync(what, source, *figures) for (what, source), figures in found.items()), key=lambda s: -s.idle_after_s), waits_s
 
 
 def _source(host: Host, thread: Events, row: int, sampled: Frames | None) -> str:
-    """The innermost Python frame around an event, outside libraries where there is one; else the frame sampled most often during it; else
-    the annotation around it."""
+    """Return the innermost Python frame around an event, preferably outside libraries; else the line sampled most often during it; else
+    the enclosing annotation."""
     around = np.flatnonzero((thread.start[:row] <= thread.start[row]) & (thread.end[:row] >= thread.end[row]))
     names = [host.strings[int(thread.name[i])] for i in around[::-1]]
     frames = [found for name in names if (found := _PYTHON.match(name))]
@@ -279,7 +219,7 @@ def _source(host: Host, thread: Events, row: int, sampled: Frames | None) -> str
 
 
 def _compilations(host: Host, start: int, end: int, logged: Sequence[Recompilation]) -> list[Compilation]:
-    found: dict[str, Compilation] = {}
+    found: dict[str, tuple[int, float]] = {}
     for thread in host.threads:
         names = {n for n in np.unique(thread.name).tolist() if ACTIVITIES["compile"].match(host.strings[n])}
         rows = np.flatnonzero(np.isin(thread.name, list(names)) & (thread.start >= start) & (thread.start < end))
@@ -288,11 +228,10 @@ def _compilations(host: Host, start: int, end: int, logged: Sequence[Recompilati
             if thread.end[row] > reach:  # the outermost only
                 reach = int(thread.end[row])
                 name = host.strings[int(thread.name[row])]
-                seen = found.setdefault(name, Compilation(name, 0, 0.0))
-                seen.count += 1
-                seen.duration_s += float(thread.end[row] - thread.start[row]) * PS
+                count, duration_s = found.get(name, (0, 0.0))
+                found[name] = count + 1, duration_s + float(thread.end[row] - thread.start[row]) * PS
     known = []
     for r in logged:
         moment = (r.time_s - host.zero_ns / 1e9) / PS if host.has_wall_clock else -1.0
         known.append(Compilation(r.program, 1, r.duration_s, r.step, r.arguments, r.source, start <= moment < end))
-    return [*found.values(), *known]
+    return [*(Compilation(name, *figures) for name, figures in found.items()), *known]

@@ -8,7 +8,7 @@ EMPTY = np.zeros((0, 2), np.int64)
 
 
 def union(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return the union of intervals [n], in any order; those of no length count for nothing."""
+    """Return the union of intervals [n], in any order; intervals of no length are dropped."""
     keep = end > start
     start, end = start[keep], end[keep]
     if not len(start):

@@ -1,4 +1,4 @@
-"""What the compiled programs say about the operations of a trace: opcodes, kernels with FLOPs and bytes, collectives with their groups."""
+"""The compiled programs of a profile: opcodes, kernels with FLOPs and bytes, collectives with their groups, by instruction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from ridgeline.configs.errors import UserError
 from ridgeline.hlo.collectives import Collective, collectives, replica_groups
-from ridgeline.hlo.parse import Instruction, Module, parse
+from ridgeline.hlo.module import Instruction, Module
+from ridgeline.hlo.parse import parse
 from ridgeline.hlo.roofline import Kernel, kernels
 
 HLO_SUFFIX = ".hlo.txt"
@@ -26,11 +27,11 @@ class Program:
     module: Module
     num_devices: int
     mesh: Mapping[str, int] | None
-    """Axis -> size in mesh order; None when not known."""
+    """Axis -> size in mesh order; None when unknown."""
 
     @cached_property
     def opcodes(self) -> dict[str, str]:
-        """Instruction -> opcode; that of an asynchronous wrapper or of a fused collective is the collective's own."""
+        """Instruction -> opcode; for an asynchronous wrapper or a fused collective, the opcode of the collective."""
         found: dict[str, str] = {}
         for _, instruction in self.module.instructions():
             opcode = instruction.opcode
@@ -54,7 +55,7 @@ class Program:
 
     @cached_property
     def groups(self) -> dict[str, np.ndarray]:
-        """Instruction -> its groups of devices, int [groups, members]; permutes and unreadable ones are left out."""
+        """Instruction -> replica groups, int [groups, members]; without permutes and groups that cannot be parsed."""
         found: dict[str, np.ndarray] = {}
         for _, instruction in self.module.instructions():
             if instruction.name in self.collectives and "replica_groups=" in instruction.attributes:
@@ -71,7 +72,7 @@ class Programs:
     by_name: dict[str, Program] = field(default_factory=dict)
 
     def find(self, module: str) -> Program | None:
-        """Return a module by the name a trace gives it."""
+        """Return a module by its name in the trace; None when its HLO was not saved."""
         return self.by_name.get(module)
 
 
@@ -100,12 +101,12 @@ _CONTAINER = re.compile(r"(while|conditional|call)(?![a-z])")
 
 
 def is_collective(opcode: str) -> bool:
-    """Say whether an opcode (or an instruction's name, `-` for `_`) is that of a collective, send or receive; starts and dones too."""
+    """Whether an opcode (or an instruction name with `-` for `_`) is a collective, send or receive, or the start or done of one."""
     return _COLLECTIVE.match(opcode) is not None
 
 
 def is_container(opcode: str) -> bool:
-    """Say whether an operation only runs others, which a trace lists by themselves."""
+    """Whether an operation only contains others, which the trace lists separately."""
     return _CONTAINER.match(opcode) is not None
 
 

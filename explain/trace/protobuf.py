@@ -1,4 +1,4 @@
-"""Protobuf's wire format: numbers, texts, the fields of a message, and the small messages of an XSpace that are read one at a time."""
+"""The protobuf wire format: numbers, texts, the fields of a message, and the small messages of an XSpace that are read one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Value = int | float | str
 
 
 class Damaged(ValueError):
-    """Not a whole XSpace message."""
+    """Not a complete XSpace message."""
 
 
 def varints(data: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -25,7 +25,7 @@ def varints(data: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndar
     shift = 7
     while len(rows):
         if shift > 63:
-            break  # ten bytes say no more than 64 bits; a longer one ends beyond its message, which is noticed there
+            break  # ten bytes have at most 64 bits; a longer one ends beyond its message, which is detected there
         byte = data[np.minimum(after[rows], len(data) - 1)]
         value[rows] |= (byte & 127).astype(np.uint64) << np.uint64(shift)
         after[rows] += 1
@@ -50,7 +50,7 @@ def fields(data: Buffer, start: int, end: int) -> Iterator[tuple[int, int, int, 
         else:
             raise Damaged(f"unknown wire type {wire}")
         if stop > end or not tag >> 3:
-            raise Damaged("it is cut off")
+            raise Damaged("the file is truncated")
         yield tag >> 3, position, begin, stop
         position = stop
 
@@ -69,7 +69,7 @@ def varint(data: Buffer, position: int) -> tuple[int, int]:
             if shift > 63:
                 raise Damaged("a number is too long")
     except IndexError:
-        raise Damaged("it is cut off") from None
+        raise Damaged("the file is truncated") from None
 
 
 def decode_text(data: Buffer, start: int, end: int) -> str:

@@ -1,7 +1,7 @@
-"""A profile as the analysis sees it: per host, its devices with their operations, and what its threads did.
+"""Read traces into columns: per host, the operations of its devices and the events of its threads.
 
-NVIDIA and AMD GPUs have planes of their own whose `Stream #` lines hold kernels and copies. The CPU backend has none: its operations are
-events of host threads, known by their statistics `hlo_op` and `device_ordinal` (threads are named differently from version to version).
+NVIDIA and AMD GPUs have their own planes whose `Stream #` lines contain kernels and copies. The CPU backend has none: its operations are
+events of host threads with the statistics `hlo_op` and `device_ordinal` (thread names differ between versions).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEVICE_PLANE = re.compile(r"/device:GPU:(\d+)")
 _SUFFIX = re.compile(r"-p(\d{5})$")
 
 EPOCH_NS = 10**17
-"""Times above this (1973) are wall clock."""
+"""Times above this (year 1973) are wall-clock times."""
 Kind = Literal["gpu", "cpu"]
 
 
@@ -45,11 +45,11 @@ class Ops:
     run: np.ndarray
     correlation: np.ndarray
     scope: np.ndarray
-    """Statistic `name` or `tf_op`: the path of jax transformations and named scopes, where the trace has it; else MISSING."""
+    """Statistic `name` or `tf_op`: the path of jax transformations and named scopes, where the trace contains it; else MISSING."""
     details: np.ndarray
     """Of a copy or memset, or MISSING."""
     graph: np.ndarray
-    """CUDA graph the operation is part of, or that it is as a whole; MISSING otherwise."""
+    """CUDA graph that the operation belongs to or is; MISSING otherwise."""
     stream: np.ndarray
     """int32: index of its line."""
 
@@ -59,7 +59,7 @@ class Ops:
     def take(self, rows: np.ndarray) -> Ops:
         """Return the operations of these rows (or of a mask)."""
         if len(rows) == len(self) and (rows.all() if rows.dtype == bool else (rows[1:] > rows[:-1]).all()):
-            return self  # all of them, in order: a copy would only take memory
+            return self  # all rows in order: no copy needed
         return Ops(*(getattr(self, key)[rows] for key in self.__dataclass_fields__))
 
 
@@ -72,7 +72,7 @@ class Device:
     ops: Ops
     """In order of their start."""
     model: str | None = None
-    """What the trace calls it, such as `NVIDIA H100 80GB HBM3`."""
+    """Model name in the trace, such as `NVIDIA H100 80GB HBM3`."""
 
 
 @dataclass
@@ -97,12 +97,12 @@ class Host:
     """One file: a process and its devices."""
 
     name: str
-    """Of the host, with its process where the run has several: `node01`, `node01-p00003`."""
+    """Name of the host, with the process in a run of several: `node01`, `node01-p00003`."""
     process: int
     path: Path
     kind: Kind
     zero_ns: int
-    """Zero of its times by the host's clock, nanoseconds since 1970; in files that do not tell, since some moment."""
+    """Zero of its times by the clock of the host, nanoseconds since 1970; since an unknown moment in files without wall-clock time."""
     strings: list[str]
     devices: list[Device]
     threads: list[Events]
@@ -114,7 +114,7 @@ class Host:
         return self.zero_ns > EPOCH_NS
 
     def label(self, device: Device) -> str:
-        """Name a device over all hosts."""
+        """Return the label of a device that is unique over all hosts."""
         return f"{self.name}/{self.kind}:{device.ordinal}"
 
 
@@ -122,21 +122,21 @@ def read_hosts(paths: Sequence[Path]) -> list[Host]:
     """Read the profiles of one capture, one file per process.
 
     Raises:
-      UserError: a file is missing, empty, truncated or no profile; or none of them holds work of a device.
+      UserError: a file is missing, empty, truncated or not a profile; or no file contains device work.
     """
     hosts = [read_host(path, number) for number, path in enumerate(sorted(paths))]
     if not any(len(device.ops) for host in hosts for device in host.devices):
-        raise UserError(f"{paths[0]} holds no work of any device: was something running while it was taken?")
+        raise UserError(f"{paths[0]} contains no device work: the profile was taken while no step ran")
     return hosts
 
 
 def read_host(path: Path, number: int = 0) -> Host:
-    """Read one file; `number` is the process where the file's name does not tell."""
+    """Read one file. `number`: the process, where the file name does not contain it."""
     return build_host(read_space(path, WANTED, lambda name: _DROPPED.match(name) is not None), path, number)
 
 
 def build_host(space: Space, path: Path, number: int = 0) -> Host:
-    """Sort the lines of a file into devices and threads."""
+    """Build devices and threads from the lines of a file."""
     name = path.name.removesuffix(".xplane.pb")
     process = _SUFFIX.search(name)
     gpus = [(int(found.group(1)), plane) for plane in space.planes if (found := _DEVICE_PLANE.search(plane.name))]
@@ -158,7 +158,7 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
                 host.threads.append(_events(line, rest))
             else:
                 host.threads.append(_events(line, np.ones(len(line.names), bool)))
-        plane.lines = [line for line in plane.lines if not gpus and "hlo_op" in line.stats]  # the rest is copied: let it go
+        plane.lines = [line for line in plane.lines if not gpus and "hlo_op" in line.stats]  # the rest was copied: free it
     host.threads = [thread for thread in host.threads if len(thread)]
     if gpus:
         host.devices = [_gpu(ordinal, plane) for ordinal, plane in sorted(gpus, key=lambda pair: pair[0])]
@@ -168,14 +168,14 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
 
 
 def _zero_ns(space: Space) -> int:
-    """The clock at the zero of times. Files of JAX count from the start of the capture, which is a statistic of one of the planes."""
+    """Return the wall-clock time of zero. Files of JAX count from the start of the capture, a statistic of one of the planes."""
     if space.base_ns > EPOCH_NS:
         return space.base_ns
     return space.base_ns + next((int(p.stats["profile_start_time"]) for p in space.planes if "profile_start_time" in p.stats), 0)
 
 
 def _gpu(ordinal: int, plane: Plane) -> Device:
-    """Kernels and copies of a GPU. Lines other than streams repeat them in another form (xprof adds such), or are the profiler's own."""
+    """Return the kernels and copies of a GPU. Lines other than streams repeat them in another form, or belong to the profiler."""
     streams = [line for line in plane.lines if line.name.startswith("Stream")]
     lines = streams or [line for line in plane.lines if line.name == "XLA Ops"]
     model = plane.stats.get("gpu_device_name")
@@ -184,7 +184,7 @@ def _gpu(ordinal: int, plane: Plane) -> Device:
 
 
 def _cpus(planes: list[Plane]) -> list[Device]:
-    """Operations of the CPU backend, by device: events with an `hlo_op`."""
+    """Return the operations of the CPU backend by device: events with an `hlo_op`."""
     lines = [line for plane in planes for line in plane.lines if "hlo_op" in line.stats]
     masks = [line.stats["hlo_op"] != MISSING for line in lines]
     ordinals = [line.stats.get("device_ordinal", np.zeros(len(line.names), np.int64)) for line in lines]
@@ -199,7 +199,7 @@ def _ops(lines: list[Line], masks: list[np.ndarray]) -> Ops:
             column = np.full(len(line.names), MISSING, np.int32)
             for key in keys:
                 if key in line.stats:
-                    column = np.where(column == MISSING, line.stats[key], column)  # widens where it must
+                    column = np.where(column == MISSING, line.stats[key], column)  # widens the type where needed
             columns.append(column[mask])
         return np.concatenate(columns) if columns else np.zeros(0, np.int64)
 

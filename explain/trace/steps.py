@@ -1,14 +1,14 @@
-"""Steps: which operation belongs to which step, by what evidence, and where a step begins and ends on a device.
+"""Steps: the assignment of operations to steps, and the start and end of a step on a device.
 
-The host runs ahead of the device, so the time of an operation does not tell its step. Evidence, best first:
+The host runs ahead of the device, so the start time of an operation does not determine its step. Methods, the most reliable first:
 
-* launch: the operation's `correlation_id` leads to its launch on the host, and that lies in (or after) a step's annotation;
-* run id: the operation's `run_id` leads to the host's call of the program (not where a lone CPU device runs it: there only the executor
-  has the id);
+* launch correlation: the `correlation_id` of the operation gives its launch on the host, which is in (or after) the annotation of a step;
+* run id: the `run_id` of the operation gives the host's call of the program (not with a single CPU device, where only the executor has the
+  id);
 * program id: the n-th execution of the main program is the n-th step;
-* time: the annotation that began last before the operation.
+* time: the last annotation that began before the operation.
 
-Without annotations the whole span of the devices is one stretch.
+Without annotations the whole span of the devices is one step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ridgeline.explain.trace.wire import MISSING
 Method = Literal["launch correlation", "run id", "program id", "time", "whole span"]
 _EXECUTOR = re.compile(r"ThunkExecutor::")
 ENOUGH = 0.9
-"""Evidence must cover this share of a device's operations to be used."""
+"""A method must cover this share of the operations of a device to be used."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Windows:
     """int64 [n]: index into `step` of every operation, or MISSING."""
     method: Method
     covered: float
-    """Share of the operations the method could place by itself."""
+    """Share of the operations that the method assigned directly."""
 
 
 def find_markers(host: Host) -> Markers | None:
-    """Return the annotations of steps (events with `step_num`) of the thread that has most; None without any."""
+    """Return the step annotations (events with `step_num`) of the thread with the most of them; None without any."""
     found = [(thread, np.flatnonzero(thread.step != MISSING)) for thread in host.threads]
     found = [(thread, rows) for thread, rows in found if len(rows)]
     if not found:
@@ -95,7 +95,7 @@ def _steps_of_ops(host: Host, ops: Ops, markers: Markers) -> tuple[np.ndarray, M
 
 
 def _launched_runs(host: Host, thread: Events) -> np.ndarray:
-    """The run ids of a thread's events that launch; an executor's wait for the end of a run carries its id too, long after the launch."""
+    """Return the run ids of the launches of a thread, without the waits of an executor, which have the id too but are much later."""
     waits = [n for n in np.unique(thread.name).tolist() if _EXECUTOR.match(host.strings[n])]
     return np.where(np.isin(thread.name, waits), MISSING, thread.run)
 
@@ -114,7 +114,7 @@ def _looked_up(ids: np.ndarray, threads: list[tuple[np.ndarray, Events]]) -> np.
 
 
 def _step_at(markers: Markers, times: np.ndarray) -> np.ndarray:
-    """Index of the annotation that began last before each time; MISSING before the first and for missing times."""
+    """Return the index of the last annotation that began before each time; MISSING before the first and for missing times."""
     index = np.searchsorted(markers.start, times, side="right") - 1
     return np.where(times == MISSING, MISSING, index)
 
@@ -124,13 +124,13 @@ def _share(of_op: np.ndarray) -> float:
 
 
 def _filled(of_op: np.ndarray) -> np.ndarray:
-    """Operations without evidence go with the one that started before them."""
+    """Assign operations without a step to the step of the operation before."""
     rows = np.where(of_op != MISSING, np.arange(len(of_op)), 0)
     return of_op[np.maximum.accumulate(rows)]
 
 
 def _by_program(ops: Ops, markers: Markers) -> np.ndarray | None:
-    """Cut at the operation of the main program that occurs once per step and starts first; None when there is none such."""
+    """Split at the first operation of the main program that occurs once per step; None when there is none."""
     known = (ops.op != MISSING) & ((ops.program != MISSING) | (ops.module != MISSING))
     if not known.any():
         return None
@@ -151,8 +151,8 @@ def _by_program(ops: Ops, markers: Markers) -> np.ndarray | None:
 
 
 def _bounds(ops: Ops, of_op: np.ndarray, markers: Markers) -> tuple[np.ndarray, np.ndarray]:
-    """A step begins when its annotation does, or when the work of the step before it ends, whichever is later; it ends where the next
-    begins, the last one when annotation and work are both over."""
+    """Return start and end of the steps. A step begins with its annotation or when the work of the step before ends, whichever is later; it
+    ends where the next begins, the last one when both its annotation and its work are over."""
     done = np.full(len(markers.step), MISSING, np.int64)
     placed = of_op >= 0
     np.maximum.at(done, of_op[placed], ops.end[placed])

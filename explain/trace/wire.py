@@ -1,9 +1,9 @@
 """Read `*.xplane.pb` into columns, a line at a time.
 
-jax.profiler.ProfileData reads the same files and is what the tests compare with, but builds the whole message in memory (several times
-the file) and makes Python objects of every statistic of every event; a trace of 1 GB would need more than the 4 GB and the minute it may
-take (benchmarks/analyze.py). Here the file is mapped, framing is walked in place, and events are parsed in batches by protobuf's C
-parser under a schema that leaves statistics as bytes: most of them repeat, so they are decoded once.
+jax.profiler.ProfileData reads the same files and is the reference of the tests, but it builds the whole message in memory (several times
+the file size) and creates Python objects for every statistic of every event. The limit for a trace of 1 GB is 4 GB and a minute
+(benchmarks/analyze.py). Here the file is memory-mapped, the message framing is read in place, and events are parsed in batches as numpy
+columns.
 
 The schema is XSpace of openxla/xla, xla/tsl/profiler/protobuf/xplane.proto.
 """
@@ -22,7 +22,7 @@ from ridgeline.explain.trace.protobuf import Buffer, Damaged, Value, decode_stat
 
 BATCH_BYTES = 8 << 20
 MISSING = -1
-"""Value of a statistic an event does not have."""
+"""Value of a statistic that an event does not have."""
 
 __all__ = ["MISSING", "Damaged", "Line", "Plane", "Space", "parse_space", "read_space"]
 
@@ -69,10 +69,10 @@ def read_space(path: Path, wanted: frozenset[str], drop: Callable[[str], bool]) 
     Args:
       path: an `*.xplane.pb` file.
       wanted: names of the statistics to keep.
-      drop: tells from an event's name that it is of no use.
+      drop: whether an event of this name is not needed.
 
     Raises:
-      UserError: the file is missing, empty, truncated or no profile.
+      UserError: the file is missing, empty, truncated or not a profile.
     """
     try:
         with path.open("rb") as file:
@@ -81,7 +81,7 @@ def read_space(path: Path, wanted: frozenset[str], drop: Callable[[str], bool]) 
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return parse_space(data, wanted, drop)
     except Damaged as error:
-        raise UserError(f"{path} is not a whole xplane profile: {error}") from None
+        raise UserError(f"{path} is not a complete xplane profile: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -99,24 +99,24 @@ def parse_space(data: Buffer, wanted: frozenset[str], drop: Callable[[str], bool
         elif number not in (2, 3):
             raise Damaged(f"unknown field {number}")
     if not space.planes:
-        raise Damaged("it holds no planes")
+        raise Damaged("it contains no planes")
     used = [base_ns for line, base_ns in pending if len(line.names)]
     if used and max(used) - min(used) > _LONGEST_NS:
         used = [base_ns for base_ns in used if base_ns]  # lines without a time of their own
     space.base_ns = min(used, default=0)
     if used and max(used) - space.base_ns > _LONGEST_NS:
-        raise Damaged("its lines lie years apart")
+        raise Damaged("its lines are years apart")
     for line, base_ns in pending:
         line.start_ps += (max(base_ns, space.base_ns) - space.base_ns) * 1000
     return space
 
 
 _LONGEST_NS = 10**15
-"""Eleven days: no capture is longer, and 64-bit picoseconds hold it."""
+"""Eleven days: longer than any capture, and small enough for 64-bit picoseconds."""
 
 
 class _Strings:
-    """Each text once."""
+    """Interned texts."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
@@ -169,7 +169,7 @@ def _plane(
 
 
 def _line(data: Buffer, start: int, end: int, reader: _Events) -> tuple[Line, int]:
-    """Read a line and the time its events count from. Events are handed to the parser in batches of adjacent ones."""
+    """Read a line and the zero of its times. Adjacent events are parsed in batches."""
     name, base_ns = "", 0
     parts: list[_Columns] = []
     position = start
@@ -177,10 +177,10 @@ def _line(data: Buffer, start: int, end: int, reader: _Events) -> tuple[Line, in
         if data[position] == _EVENT:
             raw = bytes(data[position : min(end, position + BATCH_BYTES)])
             starts, stops = _messages(raw)
-            if not starts:  # one event longer than a batch, or cut off
+            if not starts:  # one event longer than a batch, or truncated
                 length, begin = varint(data, position + 1)
                 if begin + length > end:
-                    raise Damaged("it is cut off inside an event")
+                    raise Damaged("the file is truncated inside an event")
                 raw, starts, stops = bytes(data[position : begin + length]), [begin - position], [begin + length - position]
             parts.append(reader.read(raw, starts, stops))
             position += stops[-1]
@@ -197,7 +197,7 @@ def _line(data: Buffer, start: int, end: int, reader: _Events) -> tuple[Line, in
 
 
 def _messages(raw: bytes) -> tuple[list[int], list[int]]:
-    """Find the events that follow each other at the start of `raw` and lie in it whole: where each begins and ends."""
+    """Return the starts and ends of the complete events at the start of `raw`."""
     starts: list[int] = []
     stops: list[int] = []
     position = 0
@@ -222,7 +222,7 @@ _EVENT = 0x22
 
 @dataclass
 class _Columns:
-    """A batch of events; arrays, since lists of Python integers would take five times the memory."""
+    """A batch of events, as arrays: lists of Python integers would need five times the memory."""
 
     names: np.ndarray
     start_ps: np.ndarray
@@ -246,7 +246,7 @@ class _Events:
         self._references: dict[int, int] = {}
 
     def read(self, raw: bytes, starts: list[int], stops: list[int]) -> _Columns:
-        """Parse XEvent messages that lie at `starts` to `stops` in `raw`."""
+        """Parse the XEvent messages at `starts` to `stops` in `raw`."""
         data = np.frombuffer(raw + bytes(_LONGEST_VARINT), np.uint8)
         begin, end = np.array(starts, np.int64), np.array(stops, np.int64)
         values = {number: np.zeros(len(begin), np.int64) for number in (1, 2, 3)}
@@ -257,12 +257,12 @@ class _Events:
             tag, position = varints(data, position)
             wire, number = tag & 7, tag >> 3
             if not np.isin(wire, (0, 1, 2, 5)).all():
-                raise Damaged("it holds an event that cannot be parsed")
+                raise Damaged("an event cannot be parsed")
             value, after = varints(data, position)
             after = np.where(wire == 1, position + 8, np.where(wire == 5, position + 4, after))
             after = np.where(wire == 2, after + np.clip(value, 0, len(data)), after)
             if (after > end[rows]).any():
-                raise Damaged("it holds an event that cannot be parsed")
+                raise Damaged("an event cannot be parsed")
             for field_number, column in values.items():
                 here = (number == field_number) & (wire == 0)
                 column[rows[here]] = value[here]
@@ -297,7 +297,7 @@ class _Events:
                 at = here[index]
                 value[index] = self._value(raw[start[at] : stop[at]])
             found[name] = (rows[here], value)
-        for at in np.flatnonzero(~usual).tolist():  # fields in another order: allowed, and written by nobody
+        for at in np.flatnonzero(~usual).tolist():  # fields in another order: allowed, but no known writer does it
             stat_key, _ = decode_stat(raw[start[at] : stop[at]], self._stats)
             name = self._stats.get(stat_key, "")
             if name in self.wanted:
@@ -307,7 +307,7 @@ class _Events:
         return found
 
     def _nameless(self, key: int) -> int:
-        """Events whose metadata the file lacks get their number for a name."""
+        """Name an event without metadata by its number."""
         self._names[key] = self._strings(f"event {key}")
         return self._names[key]
 
@@ -317,7 +317,7 @@ class _Events:
         return self._references[key]
 
     def _value(self, stat: bytes) -> int:
-        """Decode one statistic: texts become indices of strings, hashes keep their bits."""
+        """Decode one statistic: texts become string indices, hashes keep their bits."""
         _, value = decode_stat(stat, self._stats)
         number = self._strings(value) if isinstance(value, str) else int(value)
         return (number + 2**63) % 2**64 - 2**63
@@ -359,5 +359,5 @@ _NONE = np.zeros(0, np.int64)
 
 
 def _fits(values: np.ndarray) -> bool:
-    """Whether 32 bits hold all values; most are indices, and large traces have many."""
+    """Whether all values fit 32 bits; most are indices, and large traces have many."""
     return bool(values.min() >= -(2**31) and values.max() < 2**31)

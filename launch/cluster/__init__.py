@@ -1,6 +1,6 @@
-"""Which processes make up this run (`describe`), and bringing them together (`join`)."""
+"""Find the processes of a run (`describe`) and connect them (`join`)."""
 
-from ridgeline.launch.cluster.detect import Cluster, Flags, describe, explain
+from ridgeline.launch.cluster.detect import Cluster, Flags, describe, summary
 from ridgeline.launch.cluster.join import ClusterError, Joined, Preempted, configure_runtime, join
 
-__all__ = ["Cluster", "ClusterError", "Flags", "Joined", "Preempted", "configure_runtime", "describe", "explain", "join"]
+__all__ = ["Cluster", "ClusterError", "Flags", "Joined", "Preempted", "configure_runtime", "describe", "join", "summary"]

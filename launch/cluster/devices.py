@@ -1,16 +1,18 @@
-"""Which GPUs of its node a process uses: decided before JAX is loaded, from what the launcher shows.
+"""The GPUs of a process, chosen among those of its node before JAX is loaded.
 
-Slurm either binds GPUs to tasks (`--gpus-per-task`: every task sees its own in CUDA_VISIBLE_DEVICES) or shows all of the node's to all of
-its tasks (`--gres=gpu:4`). The ids that JAX takes count within what is visible, whatever the numbers in CUDA_VISIBLE_DEVICES are.
+Slurm either binds GPUs to tasks (`--gpus-per-task`: every task sees its own in CUDA_VISIBLE_DEVICES) or shows all GPUs of the node to all
+its tasks (`--gres=gpu:4`). JAX's local device ids index the visible GPUs, whatever the numbers in CUDA_VISIBLE_DEVICES are.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ridgeline.configs.schema import RuntimeConfig
 from ridgeline.launch import exit_codes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -21,14 +23,15 @@ class LocalDevices:
     """The GPUs of one process."""
 
     ids: tuple[int, ...] | None
-    """Among the visible ones; None: all that JAX finds."""
+    """Indices among the visible GPUs; None: all devices that JAX finds."""
     how: str
+    """Source of `ids`, for messages."""
     trouble: tuple[int, str] | None = None
-    """Why this process cannot take part: exit code and words. Told to all processes in the roll call, so that none waits for this one."""
+    """Error that excludes this process from the run: exit code and message. The rendezvous sends it to all."""
 
 
 def gpus_present(proc: Path = Path("/proc/driver/nvidia/gpus"), dev: Path = Path("/dev")) -> int | None:
-    """Return the number of NVIDIA GPUs this machine (or container) shows, None without a driver."""
+    """Return the number of NVIDIA GPUs visible on this machine (or container); None without a driver."""
     try:
         return len(os.listdir(proc))
     except OSError:
@@ -42,27 +45,32 @@ def choose(
 ) -> LocalDevices:
     """Return the GPUs of this process.
 
-    present: GPUs the driver shows, None without one. on_node: GPUs the allocation has on this node, None where nobody says.
-    local_processes, local_process: processes of the run on this node, and this one's place among them; None where nobody says.
-    The answer has `trouble` when the node shows fewer GPUs than allocated, the tasks leave some unused, or cannot share them evenly.
+    Args:
+      env: environment variables.
+      present: GPUs the driver shows; None without a driver.
+      on_node: GPUs allocated on this node; None: unknown.
+      local_processes, local_process: number of the run's processes on this node, and the index of this one; None: unknown.
+
+    Returns:
+      `trouble` is set if the node has fewer GPUs than allocated, or if the tasks leave GPUs unused or cannot share them evenly.
     """
     shown = env.get(VISIBLE)
     if present is None:
         if on_node:
-            words = (
-                f"the allocation has {_gpus(on_node)} on this node, but no NVIDIA driver is visible (runtime.platform=cpu trains without)"
+            message = (
+                f"the allocation has {_gpus(on_node)} on this node, but no NVIDIA driver is visible (to use CPUs: runtime.platform=cpu)"
             )
-            return _trouble(exit_codes.BAD_NODE, words)
-        return LocalDevices(None, "no NVIDIA driver here: what JAX finds")
+            return _trouble(exit_codes.BAD_NODE, message)
+        return LocalDevices(None, "no NVIDIA driver; JAX chooses the devices")
     tasks = local_processes or 1
     if on_node is not None and present < on_node and not (shown is not None and len(_entries(shown)) * tasks == on_node):
-        return _trouble(exit_codes.BAD_NODE, f"this node shows {_gpus(present)}, the allocation has {on_node}: the node is short of GPUs")
+        return _trouble(exit_codes.BAD_NODE, f"this node shows {_gpus(present)}, the allocation has {on_node}: GPUs are missing")
     if shown is None:
         if on_node is not None and present > on_node:
             return _trouble(
                 exit_codes.USAGE,
-                f"which {on_node} of this node's {present} GPUs belong to this job is not told ({VISIBLE} is unset): "
-                "drop --gpu-bind=none or ask for whole nodes",
+                f"{VISIBLE} is unset, so it is unknown which {on_node} of this node's {present} GPUs belong to this job: "
+                "remove --gpu-bind=none or request whole nodes",
             )
         visible, shared, how = present, True, f"all {_gpus(present)} of the node"
     else:
@@ -70,29 +78,58 @@ def choose(
         shared = visible == on_node if on_node is not None else visible == present and visible > 1
         how = f"{VISIBLE} shows {visible}"
     if not visible:
-        return LocalDevices(None, f"{VISIBLE} is empty: what JAX finds")
+        return LocalDevices(None, f"{VISIBLE} is empty; JAX chooses the devices")
     if not shared or tasks == 1 or local_process is None:
         used = visible * tasks
         if on_node is not None and used < on_node:
             return _trouble(
                 exit_codes.USAGE,
-                f"the {tasks} task(s) of this node would use {used} of its {on_node} allocated GPUs: "
+                f"the {tasks} task(s) on this node would use {used} of its {on_node} allocated GPUs: "
                 f"unset {VISIBLE}, or start one task per GPU (srun --ntasks-per-node={on_node})",
             )
         return LocalDevices(tuple(range(visible)), how)
     if visible % tasks:
         return _trouble(
             exit_codes.USAGE,
-            f"{tasks} tasks of this node cannot share {_gpus(visible)} evenly: start {visible} tasks per node (one per GPU), "
-            "or one task per node that uses all",
+            f"{tasks} tasks on this node cannot share {_gpus(visible)} evenly: start {visible} tasks per node (one per GPU) "
+            "or one task per node",
         )
     each = visible // tasks
     first = local_process * each
     return LocalDevices(tuple(range(first, first + each)), f"{how}, shared by {tasks} tasks of the node")
 
 
-def _trouble(exit_code: int, words: str) -> LocalDevices:
-    return LocalDevices(None, words, (exit_code, words))
+def expected_devices(local: LocalDevices, runtime: RuntimeConfig, env: Mapping[str, str]) -> int | None:
+    """Return the number of devices of this process; None if only JAX can determine it."""
+    platform = _platform(runtime, env)
+    if local.ids is not None and platform in ("auto", "cuda"):
+        return len(local.ids)
+    if platform == "cpu" or (platform == "auto" and not _accelerators(env)):
+        forced = re.search(r"--xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
+        return runtime.cpu_devices if runtime.cpu_devices > 1 or forced is None else int(forced.group(1))
+    return None
+
+
+def device_text(local: LocalDevices, runtime: RuntimeConfig, env: Mapping[str, str]) -> str:
+    """Return the devices of this process for people, such as `8 CPU devices`."""
+    count = expected_devices(local, runtime, env)
+    if count is None:
+        return "all devices that JAX finds"
+    if local.ids is not None and _platform(runtime, env) in ("auto", "cuda"):
+        return _gpus(count)
+    return f"{count} CPU device{'s' * (count != 1)}"
+
+
+def _platform(runtime: RuntimeConfig, env: Mapping[str, str]) -> str:
+    return runtime.platform if runtime.platform != "auto" else (env.get("JAX_PLATFORMS", "").split(",")[0] or "auto")
+
+
+def _accelerators(env: Mapping[str, str]) -> bool:
+    return env.get(VISIBLE) != "" and (gpus_present() is not None or any(Path("/dev").glob("accel*")) or Path("/dev/kfd").exists())
+
+
+def _trouble(exit_code: int, message: str) -> LocalDevices:
+    return LocalDevices(None, message, (exit_code, message))
 
 
 def _entries(shown: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Joining the processes of a run: the roll call first, jax.distributed after it."""
+"""Connect the processes of a run: first the rendezvous, then jax.distributed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config, RuntimeConfig
 from ridgeline.launch import exit_codes
-from ridgeline.launch.cluster import network, rollcall_client, rollcall_server
-from ridgeline.launch.cluster.card import Card, make_card
+from ridgeline.launch.cluster import network, rendezvous_client, rendezvous_server
 from ridgeline.launch.cluster.detect import LAST_PORT, PORT_TRIES, Cluster
-from ridgeline.launch.cluster.rollcall import Stopped, Verdict
+from ridgeline.launch.cluster.process_info import ProcessInfo, describe_process
+from ridgeline.launch.cluster.rendezvous import Stopped, Verdict
 
-DOCUMENTATION = "198.51.100.1"
-"""Nobody has this address (RFC 5737): the route to it is the default route."""
+DOCUMENTATION_ADDRESS = "198.51.100.1"
+"""Reserved for documentation, used by no host (RFC 5737): the route to it is the default route."""
 HEARTBEAT_S = 100
 CONNECT_JAX_S = 120
-"""Everybody has just tried this port, so two minutes are for a slow machine, not for hope."""
+"""Timeout of jax.distributed. Every process has just tested this port, so two minutes cover a slow machine."""
 
 
 class ClusterError(RuntimeError):
-    """The processes cannot run together; `exit_code` says how the command ends."""
+    """The processes cannot form a run; `exit_code` is the exit code of the command."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -35,17 +35,17 @@ class ClusterError(RuntimeError):
 
 
 class Preempted(RuntimeError):
-    """This or another process was asked to stop before training began; nothing needs saving."""
+    """This or another process received SIGTERM before training began; there is nothing to save."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """How the processes of a run came together."""
+    """Timing and address of a completed rendezvous."""
 
     stretches: tuple[tuple[str, float, float], ...] = ()
-    """(phase, begin, end) by the monotonic clock, s, one after another: `rendezvous`, and `import` where JAX was loaded."""
+    """(phase, begin, end) on the monotonic clock, s, in order: `rendezvous`, and `import` while JAX was loaded."""
     roll_call_s: float = 0.0
-    """From detection to the verdict: waiting for the slowest process is in it."""
+    """From detection to the verdict, the wait for the slowest process included."""
     connect_s: float = 0.0
     """Loading JAX and connecting jax.distributed."""
     coordinator: str | None = None
@@ -57,44 +57,50 @@ def join(
     config: Config,
     *,
     stop: Callable[[], bool] = lambda: False,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Joined:
-    """Bring the processes of a run together and load JAX with the settings of `config.runtime`; only the latter for a single process.
+    """Connect the processes of a run and load JAX with the settings of `config.runtime`. A single process only loads JAX.
 
-    stop: whether this process was asked to end (SIGTERM); looked at ten times a second. Raises UserError (what differs between processes,
-    tasks that do not fit the mesh), ClusterError (a missing process, an unreachable port, missing devices), each in every process with the
-    same words, and Preempted.
+    Args:
+      stop: whether this process received SIGTERM; checked ten times a second.
+      log: receives progress messages; None: stderr.
+
+    Raises:
+      UserError: the processes differ, or their devices do not fit the mesh.
+      ClusterError: a missing process, an unreachable port, missing devices.
+      Preempted: a process received SIGTERM.
+      Every process raises the same error with the same message.
     """
     if cluster.processes == 1:
         if cluster.devices.trouble is not None:
             raise ClusterError(cluster.devices.trouble[1], cluster.devices.trouble[0])
         return Joined((configure_runtime(config.runtime, clock),))
     begin = clock()
-    card = make_card(cluster, config, os.environ)
+    info = describe_process(cluster, config, os.environ)
     held: list[socket.socket] = []
     try:
-        verdict = _roll_call(cluster, config, card, stop, say or _say, held)
+        verdict = _rendezvous(cluster, config, info, stop, log or _log, held)
         _raise_refusal(verdict)
-        called = clock()
+        agreed = clock()
         if stop():
             raise Stopped
         loading = configure_runtime(config.runtime, clock)
         _connect(cluster, verdict)
     except Stopped:
-        raise Preempted("asked to stop") from None
+        raise Preempted("received SIGTERM") from None
     finally:
-        # Held until JAX has its port: no other run of this host can take the pair of ports meanwhile.
+        # Closed only after JAX has its port: until then no other run on this host can take the pair of ports.
         for listener in held:
             listener.close()
-    _check_found_devices(card, verdict)
+    _check_found_devices(info, verdict)
     end = clock()
     stretches = (("rendezvous", begin, loading[1]), loading, ("rendezvous", loading[2], end))
-    return Joined(stretches, called - begin, end - called, network.with_port(verdict.address, verdict.port))
+    return Joined(stretches, agreed - begin, end - agreed, network.with_port(verdict.address, verdict.port))
 
 
 def configure_runtime(runtime: RuntimeConfig, clock: Callable[[], float] = time.monotonic) -> tuple[str, float, float]:
-    """Apply the runtime section; return when JAX was loaded, as one of `Joined.stretches`.
+    """Apply the runtime section and load JAX; return the time of the import, as one of `Joined.stretches`.
 
     Must run before the first JAX computation of the process.
     """
@@ -111,7 +117,7 @@ def configure_runtime(runtime: RuntimeConfig, clock: Callable[[], float] = time.
         jax.config.update("jax_num_cpu_devices", runtime.cpu_devices)
     if runtime.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(runtime.compilation_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start runs dozens of small programs: together they count
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles dozens of small programs
     return loading
 
 
@@ -125,22 +131,22 @@ def _raise_refusal(verdict: Verdict) -> None:
     raise ClusterError(verdict.message, verdict.exit_code)
 
 
-def _roll_call(
-    cluster: Cluster, config: Config, card: Card, stop: Callable[[], bool], say: Callable[[str], None], held: list[socket.socket]
+def _rendezvous(
+    cluster: Cluster, config: Config, info: ProcessInfo, stop: Callable[[], bool], log: Callable[[str], None], held: list[socket.socket]
 ) -> Verdict:
     timeout_s = config.runtime.rendezvous_timeout_s
     if cluster.process != 0:
         assert cluster.coordinator is not None
         return asyncio.run(
-            rollcall_client.report(
-                card,
+            rendezvous_client.register(
+                info,
                 cluster.identity,
                 coordinator=cluster.coordinator,
                 addresses=cluster.addresses,
                 ports=cluster.ports,
                 timeout_s=timeout_s,
                 stop=stop,
-                say=say,
+                log=log,
             )
         )
     own = own_addresses(cluster)
@@ -148,25 +154,25 @@ def _roll_call(
     held.extend(listener.dup() for listener in listeners)
     public = [address for address in own if not network.is_private(address)]
     if public:
-        say(f"process 0 listens on the public address {public[0]}: pass --coordinator PRIVATE_ADDRESS:PORT to keep this inside the cluster")
-    server = rollcall_server.Server(
-        card=card,
+        log(f"process 0 listens on the public address {public[0]}; to use a private one, pass --coordinator PRIVATE_ADDRESS:PORT")
+    server = rendezvous_server.Server(
+        own=info,
         identity=cluster.identity,
         name_of=cluster.name_of,
-        judge=lambda cards: _judge(config, cards),
+        check_all=lambda infos: _check_devices(config, infos),
         jax_ports=_ports_after(port),
         stop=stop,
-        say=say,
+        log=log,
         timeout_s=timeout_s,
     )
-    return asyncio.run(server.call(listeners))
+    return asyncio.run(server.run(listeners))
 
 
 def own_addresses(cluster: Cluster) -> list[str]:
-    """Return the addresses of this host, process 0's, on which the others look for it; never the unspecified one.
+    """Return the addresses on which process 0, on this host, listens; never the unspecified address.
 
-    Where the host's own name means loopback (Debian's 127.0.1.1) and other hosts take part, the address on the route to them is added.
-    Raises ClusterError when this host has none of the coordinator's addresses.
+    If the host's name resolves to loopback (127.0.1.1 on Debian) and other hosts take part, the address on the route to them is added.
+    Raises ClusterError if this host has none of the coordinator's addresses.
     """
     own = [address for address in cluster.addresses if network.is_own(address)]
     if all(network.is_loopback(address) for address in own):
@@ -186,22 +192,22 @@ def own_addresses(cluster: Cluster) -> list[str]:
 
 
 def _addresses_elsewhere(cluster: Cluster) -> list[str]:
-    """Return an address outside of this host towards which the other processes are; none when all are here."""
+    """Return addresses of another host of the run, or the default route's; none if all processes are on this host."""
     others = sorted({host for host in cluster.hosts if host is not None and host != cluster.coordinator})
     if others:
         return [address for address in network.resolve(others[0]) if not network.is_loopback(address)]
     literal = cluster.coordinator in ("localhost", *cluster.addresses)
-    return [] if literal or cluster.local_processes == cluster.processes else [DOCUMENTATION]
+    return [] if literal or cluster.local_processes == cluster.processes else [DOCUMENTATION_ADDRESS]
 
 
 def _listen(own: Sequence[str], cluster: Cluster) -> tuple[int, list[socket.socket]]:
-    """Listen on the first port of the sequence that is free, with its successor, on all our addresses."""
+    """Listen on the first port of the sequence that is free together with its successor, on all addresses."""
     for port in cluster.ports:
-        listeners = rollcall_server.listen(own, port)
+        listeners = rendezvous_server.listen(own, port)
         if listeners is None:
             continue
         if len(cluster.ports) > 1:
-            pair = rollcall_server.listen(own, port + 1)
+            pair = rendezvous_server.listen(own, port + 1)
             if pair is None:
                 for listener in listeners:
                     listener.close()
@@ -218,9 +224,9 @@ def _ports_after(port: int) -> list[int]:
     return after + [number for number in range(port - 1, port - 1 - PORT_TRIES, -1) if number > 1024]
 
 
-def _judge(config: Config, cards: Sequence[Card]) -> tuple[int, str] | None:
-    """Refuse processes whose devices together do not fit mesh, model or batch."""
-    counts = [card.devices for card in cards]
+def _check_devices(config: Config, infos: Sequence[ProcessInfo]) -> tuple[int, str] | None:
+    """Return an error if the devices of all processes do not fit mesh, model or batch."""
+    counts = [info.devices for info in infos]
     if any(count is None for count in counts):
         return None
     total = sum(count for count in counts if count is not None)
@@ -228,21 +234,21 @@ def _judge(config: Config, cards: Sequence[Card]) -> tuple[int, str] | None:
         check_devices(config, total)
     except UserError as error:
         each = f"{counts[0]} each" if len(set(counts)) == 1 else "+".join(map(str, counts))
-        return exit_codes.USAGE, f"{str(error).splitlines()[0]}; {len(cards)} processes bring {total} devices ({each})"
+        return exit_codes.USAGE, f"{str(error).splitlines()[0]}; {len(infos)} processes have {total} devices ({each})"
     return None
 
 
 def _connect(cluster: Cluster, verdict: Verdict) -> None:
-    """Start jax.distributed with everything spelled out: its own detection is wrong in several ways under Slurm."""
+    """Start jax.distributed with explicit arguments: its own detection has several errors under Slurm."""
     import jax
 
     if any(name.lower().endswith("_proxy") for name in os.environ):
-        # gRPC would send the coordinator's traffic through a site's web proxy; JAX only warns of that
+        # gRPC would route the coordinator's traffic through the site's web proxy; JAX only warns about it
         exempt = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # noqa: SIM112 - gRPC reads lower case
         os.environ["no_grpc_proxy"] = f"{exempt},{verdict.address}".lstrip(",")  # noqa: SIM112
         jax.config.update("jax_check_proxy_envs", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # its handler would take SIGTERM away from trainer.stop, which does the same in every phase
+    # its SIGTERM handler would replace trainer.stop's, which works in every phase
     jax.config.update("jax_enable_preemption_service", False)
     where = network.with_port(verdict.address, verdict.port)
     jax.distributed.initialize(
@@ -257,16 +263,16 @@ def _connect(cluster: Cluster, verdict: Verdict) -> None:
     )
 
 
-def _check_found_devices(card: Card, verdict: Verdict) -> None:
-    """Hold what JAX found against what was promised; all processes see the same sum, so all refuse."""
+def _check_found_devices(info: ProcessInfo, verdict: Verdict) -> None:
+    """Compare JAX's device count with the expected one. The count is global, so all processes raise together."""
     import jax
 
     if verdict.devices is None or jax.device_count() == verdict.devices:
         return
     here = jax.local_device_count()
-    own = f"; {card.name} brings {here} instead of {card.devices}" if here != card.devices else ""
-    raise ClusterError(f"JAX finds {jax.device_count()} devices, {verdict.devices} were expected{own}", exit_codes.BAD_NODE)
+    own = f"; {info.name} has {here} instead of {info.devices}" if here != info.devices else ""
+    raise ClusterError(f"JAX found {jax.device_count()} devices, expected {verdict.devices}{own}", exit_codes.BAD_NODE)
 
 
-def _say(message: str) -> None:
+def _log(message: str) -> None:
     print(f"ridge: {message}", file=sys.stderr, flush=True)

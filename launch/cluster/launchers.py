@@ -1,6 +1,6 @@
-"""Launchers other than Slurm, by the variables they set: MPI (Open MPI, MPICH and its kin, PMIx), Kubernetes indexed jobs, torchrun.
+"""Launchers other than Slurm, detected by their variables: MPI (Open MPI, MPICH and derivatives, PMIx), Kubernetes indexed jobs, torchrun.
 
-Each reader returns a Found, None where its launcher did not start this process, and raises UserError where it did but leaves out something.
+Each reader returns a `Launch`; None if its launcher did not start this process. It raises UserError if a needed variable is missing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ridgeline.configs.errors import UserError
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one launcher says. None: it does not say."""
+class Launch:
+    """The processes of a run as one launcher describes them. None: not provided."""
 
     source: str
     processes: int
@@ -28,18 +28,18 @@ class Found:
     coordinator: str | None = None
     """Host of process 0."""
     addresses: tuple[str, ...] = ()
-    """Numeric addresses of process 0's host, where the launcher tells them itself."""
+    """Numeric addresses of process 0's host, if the launcher provides them."""
     port: int | None = None
     """The only port to use; None: derived from the identity."""
     hosts: tuple[str | None, ...] = field(default=())
     """Host of every process."""
 
 
-def mpi(env: Mapping[str, str]) -> Found | None:
+def mpi(env: Mapping[str, str]) -> Launch | None:
     """Read Open MPI's (mpirun), MPICH's, Intel MPI's and Cray's (PMI) variables.
 
-    MPI names no host: that of process 0 is the launcher's own for Open MPI 4 (mpirun runs on the first node), this node when all
-    processes are here, else RIDGE_COORDINATOR, MASTER_ADDR or --coordinator must say.
+    MPI provides no host of process 0. With Open MPI 4 it is mpirun's host (the first node); if all processes are on this node, it is this
+    node; otherwise RIDGE_COORDINATOR, MASTER_ADDR or --coordinator must name it.
     """
     families = (
         ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -53,7 +53,7 @@ def mpi(env: Mapping[str, str]) -> Found | None:
         local_processes = _number(env, local_size)
         host, addresses, how = _mpi_host(env, processes, local_processes)
         namespace = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PBS_JOBID") or env.get("LSB_JOBID") or ""
-        return Found(
+        return Launch(
             source=name,
             processes=processes,
             process=process,
@@ -78,15 +78,15 @@ def _mpi_host(env: Mapping[str, str], processes: int, local_processes: int | Non
     if match:
         addresses = tuple(match.group(1).split(","))
         return addresses[0], addresses, "the node of mpirun, OMPI_MCA_orte_hnp_uri"
-    return None, (), "not told by MPI"
+    return None, (), "MPI does not provide it"
 
 
-def kubernetes(env: Mapping[str, str]) -> Found | None:
+def kubernetes(env: Mapping[str, str]) -> Launch | None:
     """Read an indexed job's or a JobSet's variables.
 
-    JOB_COMPLETION_INDEX comes with every indexed job. The number of pods is told by none of Kubernetes' own variables, so the manifest must
-    set RIDGE_PROCESSES (or JAX_NUM_PROCESSES, NNODES); process 0 is found as <job>-0 in the pod's own subdomain, or by
-    JAX_COORDINATOR_ADDRESS (host or host:port).
+    Every indexed job sets JOB_COMPLETION_INDEX. No variable of Kubernetes holds the number of pods, so the manifest must set
+    RIDGE_PROCESSES (or JAX_NUM_PROCESSES, NNODES). The host of process 0 is <job>-0 in the pod's subdomain, or JAX_COORDINATOR_ADDRESS
+    (host or host:port).
     """
     if "JOB_COMPLETION_INDEX" in env:
         index_name = "JOB_COMPLETION_INDEX"
@@ -97,17 +97,17 @@ def kubernetes(env: Mapping[str, str]) -> Found | None:
     index = _number(env, "JAX_PROCESS_ID", index_name)
     count_name = next((n for n in ("RIDGE_PROCESSES", "JAX_NUM_PROCESSES", "NNODES") if env.get(n, "").isdigit()), None)
     if index is None:
-        raise UserError(f"{index_name}={env[index_name]} is no index of a process")
+        raise UserError(f"{index_name}={env[index_name]} is not a process index")
     if count_name is None:
         raise UserError(
-            f"pod {index} of an indexed Kubernetes job, but the number of pods is not told, and each would train its own copy: "
+            f"pod {index} of an indexed Kubernetes job: the number of pods is unknown, and each pod would train its own copy; "
             "set RIDGE_PROCESSES in the manifest to the job's completions (1 for a single pod)"
         )
     processes = int(env[count_name])
     host, port, how = _kubernetes_host(env, index, processes)
     name = env.get("JOBSET_NAME") or env.get("JOB_NAME") or (host or "").split(".")[0]
     restart = env.get("JOBSET_RESTART_ATTEMPT", env.get("RESTART_ATTEMPT", ""))
-    return Found(
+    return Launch(
         source="Kubernetes job",
         processes=processes,
         process=index,
@@ -128,19 +128,19 @@ def _kubernetes_host(env: Mapping[str, str], index: int, processes: int) -> tupl
             "JAX_COORDINATOR_ADDRESS" if "JAX_COORDINATOR_ADDRESS" in env else "RIDGE_COORDINATOR",
         )
     if processes == 1:
-        return None, None, "a single process needs none"
+        return None, None, "not needed for a single process"
     pod = env.get("HOSTNAME", "")
     if not pod.endswith(f"-{index}"):
-        return None, None, "not told: set JAX_COORDINATOR_ADDRESS to the host of pod 0"
+        return None, None, "unknown: set JAX_COORDINATOR_ADDRESS to the host of pod 0"
     first = pod.removesuffix(f"-{index}") + "-0"
     domain = env.get("RIDGE_SUBDOMAIN") or env.get("JOBSET_NAME") or ""
-    return (f"{first}.{domain}" if domain else first), None, "pod 0 by the name of this one" + (", subdomain JOBSET_NAME" if domain else "")
+    return (f"{first}.{domain}" if domain else first), None, "derived from this pod's name" + (", subdomain JOBSET_NAME" if domain else "")
 
 
-def torchrun(env: Mapping[str, str]) -> Found | None:
+def torchrun(env: Mapping[str, str]) -> Launch | None:
     """Read the variables that torchrun and many launch scripts set: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 
-    torchrun's own store listens on MASTER_PORT, so it only seeds ours.
+    torchrun's store listens on MASTER_PORT, so that port is only hashed into the derived ports.
     """
     if not all(env.get(name, "").isdigit() for name in ("RANK", "WORLD_SIZE")):
         return None
@@ -149,7 +149,7 @@ def torchrun(env: Mapping[str, str]) -> Found | None:
     if processes > 1 and host is None:
         raise UserError(f"RANK={process} and WORLD_SIZE={processes} without MASTER_ADDR: set it to the host of rank 0, or unset all three")
     tag = " ".join(env.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
-    return Found(
+    return Launch(
         source="torchrun",
         processes=processes,
         process=process,

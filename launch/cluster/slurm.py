@@ -1,8 +1,8 @@
-"""Slurm's variables: the only file of the project that reads them.
+"""Slurm's variables. No other file of the project reads them.
 
-What Slurm sets where (seen with 22.05): a job script and an `salloc` shell have the job's variables; a script also has SLURM_PROCID=0,
-so only the variables of a *step* say that `srun` started this process. The steps that srun starts are numbered from 0; the batch script,
-the extern step and an interactive step have numbers close to 2**32.
+Where Slurm sets which (observed with 22.05): a job script and an `salloc` shell have the job's variables, and a script also has
+SLURM_PROCID=0; only the variables of a *step* show that `srun` started this process. Steps started by srun are numbered from 0; the batch
+script, the extern step and an interactive step have numbers close to 2**32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline.configs.errors import UserError
-from ridgeline.launch.cluster.hostlist import expand_counts
+from ridgeline.launch.cluster.slurm_nodes import expand_counts
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _TASK_PARENTS = ("slurmstepd", "srun", "salloc")
@@ -21,7 +21,7 @@ _REMOTE_SHELLS = ("sshd", "sshd-session", "telnetd", "rlogind")
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """One task's view of its step."""
+    """A Slurm step as one of its tasks sees it."""
 
     job: str
     step: str
@@ -34,7 +34,7 @@ class SlurmStep:
     node_list: str
     node_name: str | None
     tasks_per_node: tuple[int, ...] | None
-    """By node index; None where Slurm does not say."""
+    """By node index; None: not provided."""
     distribution: str
     own_tasks: tuple[int, ...] | None
     """Indices of all tasks of this node."""
@@ -45,7 +45,7 @@ class SlurmStep:
 
 
 def read_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """Return the srun step that the variables describe; None outside of one. Raises UserError for variables that contradict."""
+    """Return the srun step that the variables describe; None outside of a step. Raises UserError for contradictory variables."""
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
     job = env.get("SLURM_JOB_ID", env.get("SLURM_JOBID", ""))
     if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP or not job or "SLURM_PROCID" not in env:
@@ -59,7 +59,7 @@ def read_step(env: Mapping[str, str]) -> SlurmStep | None:
     if not task < tasks:
         raise UserError(f"SLURM_PROCID={task} of a step with {tasks} tasks: these variables contradict each other (were they edited?)")
     restart = restart_count(env)
-    # A heterogeneous job shows the leader's job id in all its components, whose steps are numbered alike: the nodes tell them apart.
+    # All components of a heterogeneous job have the leader's job id and the same step numbers: only the nodes differ.
     identity = f"slurm {env.get('SLURM_CLUSTER_NAME', '')} job {job} step {step} restart {restart} tasks {tasks} on {node_list}"
     return SlurmStep(
         job=job,
@@ -82,7 +82,7 @@ def read_step(env: Mapping[str, str]) -> SlurmStep | None:
 
 
 def allocated_tasks(env: Mapping[str, str]) -> int | None:
-    """Return how many tasks the job of a script or shell was given; None outside of a job."""
+    """Return the number of tasks allocated to the job of this script or shell; None outside of a job."""
     if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
         return None
     tasks = _number(env, "SLURM_NTASKS", "SLURM_NPROCS")
@@ -107,11 +107,11 @@ def node_list(env: Mapping[str, str]) -> str | None:
 
 
 def cpus_per_task(env: Mapping[str, str]) -> int | None:
-    """Return the cores a task was given: asked for, else this node's share."""
-    asked = _number(env, "SLURM_CPUS_PER_TASK")
+    """Return the cores of a task: as requested, else an equal share of the node's."""
+    requested = _number(env, "SLURM_CPUS_PER_TASK")
     step = read_step(env)
-    if asked is not None or step is None:
-        return asked
+    if requested is not None or step is None:
+        return requested
     on_node, counts = _number(env, "SLURM_CPUS_ON_NODE"), step.tasks_per_node
     if on_node is None or counts is None or step.node >= len(counts):
         return None
@@ -119,9 +119,9 @@ def cpus_per_task(env: Mapping[str, str]) -> int | None:
 
 
 def is_stray(ancestry: Sequence[str]) -> bool:
-    """Tell from the names of a process's ancestors, nearest first, that its Slurm variables came from elsewhere.
+    """Return whether the Slurm variables do not belong to this process, from the names of its ancestors, nearest first.
 
-    So it is where a remote shell is nearer than any program of Slurm. Unknown ancestors (a container's) prove nothing.
+    True if a remote shell is nearer than any program of Slurm. Unknown ancestors, as in a container, return False.
     """
     for name in ancestry:
         if name in _TASK_PARENTS:
@@ -132,7 +132,7 @@ def is_stray(ancestry: Sequence[str]) -> bool:
 
 
 def hosts_of_tasks(step: SlurmStep, hosts: Sequence[str]) -> list[str | None]:
-    """Return the host of every task of a step, None where the distribution does not tell."""
+    """Return the host of every task of a step; None if the distribution does not determine it."""
     unknown: list[str | None] = [None] * step.tasks
     counts = step.tasks_per_node
     if counts is None or len(counts) != len(hosts):

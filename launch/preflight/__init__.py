@@ -1,1 +1,1 @@
-"""Is this node fit to train: `ridge doctor`, alone and at the start of every job."""
+"""Preflight: whether a node is fit for training. Run by `ridge doctor` and at the start of every job."""

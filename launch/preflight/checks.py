@@ -1,7 +1,7 @@
-"""What one check of a node is, and the rules by which a measured figure is judged.
+"""Result of one check of a node, and the rules that judge a measured rate.
 
-A figure is held against what the machine should reach (cluster file, hardware catalogue) *and* against its peers in this job: the first
-sees a fabric that is bad everywhere, the second names the one node that is slower than the others.
+A rate is compared with the expected one (cluster file, hardware catalogue) *and* with the other nodes of the job. The first comparison
+detects a fabric that is slow everywhere, the second a single slow node.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """How a check came out."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARN = "warn"
-    """Worth a look; the node can train."""
+    """Unusual; the node can train."""
     FAIL = "fail"
     """The node is unfit."""
     NOT_APPLICABLE = "not applicable"
-    """Not judged, and why is in the reason: never a pass."""
+    """Not judged, for the given reason; never counted as passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One row of a node's table."""
+    """One check of one node: a row of its table."""
 
     node: str
     name: str
@@ -34,19 +34,19 @@ class Check:
     measured: str = ""
     expected: str = ""
     reason: str = ""
-    """Why it is not `ok`, or by what it was judged."""
+    """Why it is not `ok`, or what it was compared with."""
     fix: str = ""
-    """What to do about it."""
+    """Action that solves the problem."""
     value: float | None = None
-    """The measured figure as a number, in `unit`."""
+    """Measured value in `unit`."""
     unit: str = ""
     against_peers: bool = False
-    """Failed by comparison with the other nodes, so it can never be the fault of all of them."""
+    """Failed in comparison with the other nodes, so the cause cannot be common to all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Below which share of the expected figure, and of the peers' median, a rate is a warning or a failure."""
+    """Shares of the expected rate and of the peers' median below which a rate is a warning or a failure."""
 
     warn: float
     fail: float
@@ -55,20 +55,20 @@ class Limits:
 
 
 GPU_LIMITS = Limits(warn=0.85, fail=0.6, peer_warn=0.95, peer_fail=0.8)
-"""A synchronous job runs at the pace of its slowest device: 20 % less than the peers costs all of them 20 %."""
+"""A synchronous job is as fast as its slowest device: a device 20% slower than its peers slows all of them by 20%."""
 CPU_LIMITS = Limits(warn=0.5, fail=0.1, peer_warn=0.5, peer_fail=0.1)
-"""CPU nodes are shared and noisy: only a node that is lame is refused."""
+"""CPU nodes are shared and noisy: only a very slow node fails."""
 NETWORK_LIMITS = Limits(warn=0.7, fail=0.4, peer_warn=0.8, peer_fail=0.5)
-"""Collectives between GPUs: the achieved share of a link depends on the algorithm the library chooses, so wider than for one device."""
+"""Collectives between GPUs. Wider than for one device: the reached share of a link depends on the library's algorithm."""
 STORAGE_LIMITS = Limits(warn=0.3, fail=0.02, peer_warn=0.4, peer_fail=0.05)
-"""A shared file system is shared with others: only a mount that would never save a checkpoint is refused."""
+"""A shared file system serves other jobs too: only a mount too slow to save a checkpoint fails."""
 TOO_GOOD = 1.5
-"""Above this share of the expected figure the figure itself is wrong, or the timing."""
+"""Above this share of the expected rate, the expectation or the timing is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a rate should be, and who says so; no figure: judged against peers only."""
+    """Expected rate and its source; value None: compared with peers only."""
 
     value: float | None
     source: str
@@ -87,13 +87,13 @@ def judge_rate(
     detail: str = "",
     capped: bool = True,
 ) -> Check:
-    """Judge a rate (more is better) against the expected figure and against the median of all nodes' figures.
+    """Judge a rate (higher is better) by the expected one and by the median of all nodes.
 
     Args:
-      value, unit: the measured figure; `expected` and `peers` are in the same unit.
-      peers: the figures of all nodes of the job, this one's included; fewer than two: nothing to compare with.
-      detail: added to the measured figure, in words.
-      capped: a figure far above the expected one is a warning (false where the expected figure is only a lower bound).
+      value, unit: measured rate; `expected` and `peers` have the same unit.
+      peers: rates of all nodes of the job, including this one; fewer than two: no comparison.
+      detail: text appended to the measured rate.
+      capped: whether a rate far above the expected one is a warning (false if the expected one is only a lower bound).
     """
     measured = f"{_short(value)} {unit}" + (f" ({detail})" if detail else "")
     peer_median = statistics.median(peers) if len(peers) > 1 else None
@@ -114,7 +114,7 @@ def judge_rate(
         by_figure = grade(share, limits.warn, limits.fail)
         figure_reason = f"{share:.0%} of {expected.source}"
         if capped and share > TOO_GOOD:
-            return check(Verdict.WARN, f"{figure_reason}: faster than it should be able to; that figure is wrong for this machine")
+            return check(Verdict.WARN, f"{figure_reason}: faster than possible; the expected rate is wrong for this machine")
     by_peer, peer_reason = Verdict.OK, ""
     if peer_median:
         share = value / peer_median
@@ -126,8 +126,8 @@ def judge_rate(
         return check(by_figure, figure_reason)
     if expected.value is None:
         if peer_median is None:
-            return check(Verdict.NOT_APPLICABLE, f"measured, not judged: {expected.source}, and there are no peers")
-        return check(Verdict.OK, f"against peers only: {expected.source}")
+            return check(Verdict.NOT_APPLICABLE, f"measured, not judged: {expected.source}, no peers")
+        return check(Verdict.OK, f"compared with peers only: {expected.source}")
     return check(Verdict.OK, "")
 
 

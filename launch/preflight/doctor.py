@@ -1,9 +1,9 @@
-"""The examination: every process reads its host, measures its devices, then all measure the links together; process 0 judges.
+"""The preflight: every process reads its host and measures its devices, then all measure the links together; process 0 judges.
 
-    host facts  ->  gathered  ->  own devices (a probe process each)  ->  gathered  ->  links and collectives together  ->  verdict
+    host facts  ->  gathered  ->  own devices (in a probe process)  ->  gathered  ->  links and collectives together  ->  verdict
 
-What the processes tell each other goes over `launch.preflight.exchange`, so a node that cannot start JAX is still heard. Only nodes that
-came through the own-device stage take part in the last one, which would otherwise wait for a broken node.
+The processes exchange messages through `launch.preflight.exchange`, so a node that cannot start JAX still reports. The last stage runs only
+if all nodes passed the previous one, because it would otherwise wait for a broken node.
 """
 
 from __future__ import annotations
@@ -11,70 +11,65 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.schema import Config
-from ridgeline.launch.cluster import Cluster
+from ridgeline.launch.cluster import Cluster, ClusterError, network, rendezvous_server
+from ridgeline.launch.cluster.join import own_addresses
 from ridgeline.launch.exit_codes import BAD_NODE, DONE
-from ridgeline.launch.preflight import host, judge_answers, judge_devices, judge_gpu, judge_host, nvml
+from ridgeline.launch.preflight import host, judge_devices, judge_gpu, judge_host, judge_processes, nvml
 from ridgeline.launch.preflight.checks import Check, Verdict
-from ridgeline.launch.preflight.exchange import Centre, Member, free_port
+from ridgeline.launch.preflight.exchange import ExchangeClient, ExchangeServer, free_port
+from ridgeline.launch.preflight.probe_runner import ProbeOutcome, run_probe
 from ridgeline.launch.preflight.report import Report, conclude
-from ridgeline.launch.preflight.watch import ProbeOutcome, run_probe
 from ridgeline.measure.probe import ProbePlan
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.parameters import count_parameters
 
 SLACK_S = 15.0
-"""Beyond the time of a stage: for words to travel and processes to end."""
+"""Added to the timeout of a stage for messages and the end of processes."""
 DISK_BYTES, DISK_QUICK_BYTES = 256 << 20, 32 << 20
 DISK_S = 5.0
 STATE_BYTES_PER_PARAMETER = 12
-"""float32 parameters and two moments: what a checkpoint holds."""
+"""Bytes of a checkpoint per parameter: float32 parameter and two moments."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What to examine, and against what."""
+    """Input of a preflight."""
 
     here: Cluster
     node: str
-    """Name of this process's node, as the scheduler knows it."""
+    """Name of this process's node in the scheduler."""
     config: Config | None
     cluster: ClusterConfig | None
     calibration: Calibration
     run_dir: Path | None
     gpus_on_node: int | None
-    """GPUs the allocation has on this node; None: nobody says."""
+    """GPUs allocated on this node; None: unknown."""
     join_s: float
-    """Wait for the other processes."""
+    """Timeout of the wait for the other processes."""
     timeout_s: float
-    """For each of the two measuring stages."""
+    """Timeout of each of the two measuring stages."""
     quick: bool
 
 
-class _Shared:
-    """Words of this process to process 0, whichever side it is on."""
-
-    def __init__(self, channel: Centre | Member) -> None:
-        self.channel = channel
-
-    def progress(self, name: str) -> None:
-        """Say what is being measured, so that a process that falls silent can be told where."""
-        self.channel.put("progress", name)
+def _reporter(channel: ExchangeServer | ExchangeClient) -> Callable[[str], None]:
+    """Return a function that reports the running measurement to process 0, which names it if the process stops responding."""
+    return lambda name: channel.put("progress", name)
 
 
 def examine(exam: Examination, listeners: Sequence[Any] = ()) -> Report | int:
-    """Examine this process's node with all others; process 0 gets the report, the others the exit code.
+    """Check this process's node together with all others; return the report in process 0, the exit code in the others.
 
     Args:
       listeners: process 0's listening sockets; none for a single process.
 
-    Raises LostCentre when process 0 does not answer.
+    Raises ExchangeLost if process 0 cannot be reached.
     """
     if exam.here.process == 0:
         return _lead(exam, listeners)
@@ -82,60 +77,59 @@ def examine(exam: Examination, listeners: Sequence[Any] = ()) -> Report | int:
 
 
 def _follow(exam: Examination) -> int:
-    """Take part as a process other than 0; return the exit code that process 0 tells."""
+    """Run as a process other than 0; return the exit code from process 0."""
     here = exam.here
-    member = Member(here.addresses, here.ports, here.identity, here.process, exam.node, timeout_s=exam.join_s)
+    client = ExchangeClient(here.addresses, here.ports, here.identity, here.process, exam.node, timeout_s=exam.join_s)
     try:
-        offset_s, error_s = member.clock_offset()
-        begin = member.hear("begin", exam.join_s + SLACK_S)
+        offset_s, error_s = client.clock_offset()
+        begin = client.receive("begin", exam.join_s + SLACK_S)
         facts = replace(_host_facts(exam, begin["leaders"]), clock_offset_s=offset_s, clock_error_s=error_s)
-        member.put("host", _host_message(exam, facts))
-        member.hear("own", exam.join_s + SLACK_S)
-        member.put("own", _own_devices(exam, _Shared(member)))
-        together = member.hear("together", exam.timeout_s + 2 * SLACK_S)
+        client.put("host", _host_message(exam, facts))
+        client.receive("own", exam.join_s + SLACK_S)
+        client.put("own", _own_devices(exam, _reporter(client)))
+        together = client.receive("together", exam.timeout_s + 2 * SLACK_S)
         if together is not None:
-            member.put("together", asdict(_together(exam, together, _Shared(member))))
-        code: int = member.hear("verdict", exam.timeout_s + 2 * SLACK_S)
+            client.put("together", asdict(_together(exam, together, _reporter(client))))
+        code: int = client.receive("verdict", exam.timeout_s + 2 * SLACK_S)
         return code
     finally:
-        member.close()
+        client.close()
 
 
 def _lead(exam: Examination, listeners: Sequence[Any]) -> Report:
-    """Take part as process 0, gather what all say, and judge."""
+    """Run as process 0: gather the facts of all processes and judge them."""
     begun = time.monotonic()
     here = exam.here
-    centre = Centre(listeners, here.identity, here.processes, exam.node)
-    came = dict(sorted(centre.wait_for_all(exam.join_s).items()))
-    missing = {process: _name(here, process) for process in range(here.processes) if process not in came}
-    leaders = [min(process for process in came if came[process] == node) for node in dict.fromkeys(came.values())]
-    centre.announce("begin", {"leaders": leaders})
-    centre.put("host", _host_message(exam, _host_facts(exam, leaders)))
-    hosts = centre.gather("host", exam.join_s)
-    checks = judge_answers.judge_missing(missing, exam.join_s) + _silent(centre, came, set(hosts), "the host checks")
-    centre.announce("own", None)
-    centre.put("own", _own_devices(exam, _Shared(centre)))
-    own = centre.gather("own", exam.timeout_s + SLACK_S, list(hosts))
-    checks += _silent(centre, {process: came[process] for process in hosts}, set(own), "the measurements of its own devices")
-    node_of = dict(came)
+    server = ExchangeServer(listeners, here.identity, here.processes, exam.node)
+    node_of = dict(sorted(server.wait_for_all(exam.join_s).items()))
+    missing = {process: _name(here, process) for process in range(here.processes) if process not in node_of}
+    leaders = [min(process for process in node_of if node_of[process] == node) for node in dict.fromkeys(node_of.values())]
+    server.broadcast("begin", {"leaders": leaders})
+    server.put("host", _host_message(exam, _host_facts(exam, leaders)))
+    hosts = server.gather("host", exam.join_s)
+    checks = judge_processes.judge_missing(missing, exam.join_s) + _silent(server, node_of, set(hosts), "the host checks")
+    server.broadcast("own", None)
+    server.put("own", _own_devices(exam, _reporter(server)))
+    own = server.gather("own", exam.timeout_s + SLACK_S, list(hosts))
+    checks += _silent(server, {process: node_of[process] for process in hosts}, set(own), "the measurements of its own devices")
     checks += _judge_hosts(exam, hosts, node_of) + _judge_own(exam, hosts, own, node_of)
-    plan = _plan_together(exam, came, hosts, own, checks)
+    plan = _plan_together(exam, node_of, hosts, own, checks)
     if isinstance(plan, str):
-        centre.announce("together", None)
-        checks += [Check(node, "collectives", Verdict.NOT_APPLICABLE, "", "", plan) for node in dict.fromkeys(came.values())]
+        server.broadcast("together", None)
+        checks += [Check(node, "collectives", Verdict.NOT_APPLICABLE, "", "", plan) for node in dict.fromkeys(node_of.values())]
     else:
-        centre.announce("together", plan)
-        centre.put("together", asdict(_together(exam, plan, _Shared(centre))))
-        joint = centre.gather("together", exam.timeout_s + SLACK_S)
-        checks += _silent(centre, came, set(joint), "the collectives")
+        server.broadcast("together", plan)
+        server.put("together", asdict(_together(exam, plan, _reporter(server))))
+        joint = server.gather("together", exam.timeout_s + SLACK_S)
+        checks += _silent(server, node_of, set(joint), "the collectives")
         checks += _judge_together(exam, joint, own, node_of)
-    nodes = list(dict.fromkeys([*came.values(), *missing.values()]))
-    return _finish(conclude(nodes, _in_order(checks, nodes), time.monotonic() - begun), centre)
+    nodes = list(dict.fromkeys([*node_of.values(), *missing.values()]))
+    return _finish(conclude(nodes, _in_order(checks, nodes), time.monotonic() - begun), server)
 
 
-def _finish(report: Report, centre: Centre) -> Report:
-    centre.announce("verdict", DONE if report.fit else BAD_NODE)
-    centre.close()
+def _finish(report: Report, server: ExchangeServer) -> Report:
+    server.broadcast("verdict", DONE if report.fit else BAD_NODE)
+    server.close()
     return report
 
 
@@ -144,9 +138,9 @@ def _name(here: Cluster, process: int) -> str:
     return known or f"process-{process}"
 
 
-def _silent(centre: Centre, expected: Mapping[int, str], answered: set[int], stage: str) -> list[Check]:
+def _silent(server: ExchangeServer, expected: Mapping[int, str], answered: set[int], stage: str) -> list[Check]:
     silent = sorted(set(expected) - answered)
-    return judge_answers.judge_silent(silent, centre.lost, expected, centre.last("progress"), stage)
+    return judge_processes.judge_silent(silent, server.lost, expected, server.latest("progress"), stage)
 
 
 def _in_order(checks: Sequence[Check], nodes: Sequence[str]) -> list[Check]:
@@ -154,7 +148,7 @@ def _in_order(checks: Sequence[Check], nodes: Sequence[str]) -> list[Check]:
 
 
 def _host_facts(exam: Examination, leaders: Sequence[int]) -> host.HostFacts:
-    """Read the host; a node's first process also measures the disk."""
+    """Read the facts of the host; the first process of a node also measures the disk."""
     facts = host.read_host(exam.node, exam.here.process)
     if exam.run_dir is None or exam.here.process not in leaders:
         return facts
@@ -164,7 +158,7 @@ def _host_facts(exam: Examination, leaders: Sequence[int]) -> host.HostFacts:
     thread.start()
     thread.join(exam.join_s / 2)
     if not found:
-        limit = f"no answer within {exam.join_s / 2:.0f} s: the file system hangs"
+        limit = f"not finished within {exam.join_s / 2:.0f} s: the file system hangs"
         return replace(facts, disk=asdict(host.DiskFacts(str(exam.run_dir), 0, None, 0, limit)))
     return replace(facts, disk=asdict(found[0]))
 
@@ -181,16 +175,16 @@ def _host_message(exam: Examination, facts: host.HostFacts) -> dict[str, Any]:
 
 
 def _own_gpus(exam: Examination) -> nvml.GpuReport:
-    """Return the GPUs of this process: what it may see, or of those the ones it takes."""
+    """Return the GPUs of this process: of the visible ones those it uses."""
     report = nvml.read_gpus(os.environ)
     ids = exam.here.devices.ids
     return report if ids is None else nvml.GpuReport(tuple(report.gpus[i] for i in ids if i < len(report.gpus)), report.missing)
 
 
-def _own_devices(exam: Examination, shared: _Shared) -> dict[str, Any]:
-    """Measure this process's devices while watching them through NVML."""
+def _own_devices(exam: Examination, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure this process's devices while sampling them through NVML."""
     sampler = nvml.LoadSampler(_own_gpus(exam), os.environ)
-    outcome = run_probe(_plan(exam, together=False), exam.timeout_s, shared.progress)
+    outcome = run_probe(_plan(exam, together=False), exam.timeout_s, progress)
     return {"outcome": asdict(outcome), "gpus": [asdict(gpu) for gpu in sampler.stop()]}
 
 
@@ -214,35 +208,28 @@ def _plan(exam: Examination, *, together: bool, coordinator: str | None = None, 
 
 
 def _plan_together(
-    exam: Examination, came: Mapping[int, str], hosts: Mapping[int, Any], own: Mapping[int, Any], checks: Sequence[Check]
+    exam: Examination, node_of: Mapping[int, str], hosts: Mapping[int, Any], own: Mapping[int, Any], checks: Sequence[Check]
 ) -> dict[str, Any] | str:
-    """Return what all need to measure together, or why they cannot."""
+    """Return the parameters of the joint measurement, or the reason against it."""
     processes = exam.here.processes
-    if len(came) < processes or len(hosts) < processes or len(own) < processes:
-        return "not measured: some processes gave no answer"
+    if len(node_of) < processes or len(hosts) < processes or len(own) < processes:
+        return "not measured: some processes did not report"
     outcomes = [ProbeOutcome(**value["outcome"]) for value in own.values()]
     blocking = {"answer", "versions", "devices", "arithmetic"}
     bad = sorted({check.node for check in checks if check.verdict == Verdict.FAIL and check.name in blocking})
     broken = [outcome for outcome in outcomes if "devices" not in outcome.results or outcome.hung_in or outcome.died_in]
     if (bad and processes > 1) or broken:
-        return f"not measured: {', '.join(bad) or 'a process'} would hold up the others"
+        return f"not measured: {', '.join(bad) or 'a process'} would block the others"
     if len({outcome.results["devices"]["platform"] for outcome in outcomes}) > 1:
         return "not measured: some processes have GPUs and some do not"
     if sum(outcome.results["devices"]["count"] for outcome in outcomes) == 1:
-        return "one device: nothing to communicate with"
-    address = next((address for address in _listening(exam)), "127.0.0.1")
-    where = f"[{address}]" if ":" in address else address
-    return {"coordinator": f"{where}:{free_port(address)}", "nodes": [came[process] for process in range(processes)]}
+        return "one device: no communication"
+    address = own_addresses(exam.here)[0] if processes > 1 else "127.0.0.1"
+    return {"coordinator": network.with_port(address, free_port(address)), "nodes": [node_of[process] for process in range(processes)]}
 
 
-def _listening(exam: Examination) -> list[str]:
-    from ridgeline.launch.cluster.join import own_addresses
-
-    return own_addresses(exam.here) if exam.here.processes > 1 else []
-
-
-def _together(exam: Examination, plan: Mapping[str, Any], shared: _Shared) -> ProbeOutcome:
-    return run_probe(_plan(exam, together=True, coordinator=plan["coordinator"], nodes=plan["nodes"]), exam.timeout_s, shared.progress)
+def _together(exam: Examination, plan: Mapping[str, Any], progress: Callable[[str], None]) -> ProbeOutcome:
+    return run_probe(_plan(exam, together=True, coordinator=plan["coordinator"], nodes=plan["nodes"]), exam.timeout_s, progress)
 
 
 def _judge_hosts(exam: Examination, hosts: Mapping[int, Any], node_of: Mapping[int, str]) -> list[Check]:
@@ -253,11 +240,11 @@ def _judge_hosts(exam: Examination, hosts: Mapping[int, Any], node_of: Mapping[i
 
 
 def _judge_own(exam: Examination, hosts: Mapping[int, Any], own: Mapping[int, Any], node_of: Mapping[int, str]) -> list[Check]:
-    """Judge NVML's facts and what each process measured alone."""
+    """Judge NVML's facts and the measurements of each process's own devices."""
     checks: list[Check] = []
     for node in dict.fromkeys(node_of.values()):
         mine = [process for process in sorted(own) if node_of[process] == node]
-        missing = next((hosts[process]["gpus"]["missing"] for process in mine if process in hosts), "no answer")
+        missing = next((hosts[process]["gpus"]["missing"] for process in mine if process in hosts), "no report")
         gpus = {gpu["uuid"]: nvml.GpuFacts(**gpu) for process in mine for gpu in own[process]["gpus"]}
         checks += judge_gpu.judge_gpus(node, nvml.GpuReport(tuple(gpus.values()), None if gpus else missing))
         for process in mine:
@@ -265,7 +252,7 @@ def _judge_own(exam: Examination, hosts: Mapping[int, Any], own: Mapping[int, An
                 text = hosts[process]["trouble"]
                 checks.append(Check(node, "allocation", Verdict.FAIL, "", "", text, "see the reason"))
     outcomes = {process: ProbeOutcome(**value["outcome"]) for process, value in own.items()}
-    checks += judge_answers.judge_own_failures(outcomes, node_of)
+    checks += judge_processes.judge_own_failures(outcomes, node_of)
     return checks + judge_devices.judge_devices(_device_facts(outcomes, node_of), _device_context(exam, hosts, node_of))
 
 
@@ -273,7 +260,7 @@ def _judge_together(exam: Examination, joint: Mapping[int, Any], own: Mapping[in
     outcomes = {process: ProbeOutcome(**value) for process, value in joint.items()}
     devices = {process: value["outcome"]["results"].get("devices") for process, value in own.items()}
     facts = [replace(fact, results={**fact.results, "devices": devices[fact.process]}) for fact in _device_facts(outcomes, node_of)]
-    checks = judge_answers.judge_joint_failures(outcomes, node_of)
+    checks = judge_processes.judge_joint_failures(outcomes, node_of)
     return checks + judge_devices.judge_joint(facts, _device_context(exam, {}, node_of))
 
 
@@ -287,13 +274,10 @@ def _device_context(exam: Examination, hosts: Mapping[int, Any], node_of: Mappin
 
 
 def listen(here: Cluster) -> list[Any]:
-    """Return process 0's listening sockets on the first free port. Raises ClusterError when there is none."""
-    from ridgeline.launch.cluster import ClusterError, rollcall_server
-    from ridgeline.launch.cluster.join import own_addresses
-
+    """Return process 0's listening sockets on the first free port. Raises ClusterError without one."""
     own = own_addresses(here)
     for port in here.ports:
-        listeners = rollcall_server.listen(own, port)
+        listeners = rendezvous_server.listen(own, port)
         if listeners is not None:
             return listeners
     taken = ", ".join(map(str, here.ports[:3]))

@@ -1,7 +1,7 @@
-"""How the processes of a doctor talk: a star of plain TCP connections around process 0.
+"""Messages between the processes of a preflight: JSON lines over TCP, with process 0 as the server.
 
-Not jax.distributed: a node whose JAX, driver or devices are broken must still be able to say so, and a process that dies or falls silent
-must be named instead of taking the others along. Messages are JSON lines. Process 0 listens where the run's coordinator will listen later.
+jax.distributed is not used: a node with a broken JAX, driver or device must be able to report it, and a process that ends or stops
+responding must be named without ending the others. Process 0 listens on the ports of the run's rendezvous.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LINE_BYTES = 1 << 26
 _CLOCK_ROUNDS = 12
 
 
-class LostCentre(RuntimeError):
-    """Process 0 does not answer: it never came, fell silent or ended."""
+class ExchangeLost(RuntimeError):
+    """Process 0 cannot be reached: it did not start, stopped responding or ended."""
 
 
 def _line(message: dict[str, Any]) -> bytes:
@@ -32,24 +32,24 @@ def _line(message: dict[str, Any]) -> bytes:
 
 @dataclass
 class _Board:
-    """What has arrived, guarded by one condition."""
+    """Received messages, guarded by one condition."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     nodes: dict[int, str] = field(default_factory=dict)
-    """Process -> node name, of those that came."""
+    """Process -> node name, of the registered processes."""
     lost: set[int] = field(default_factory=set)
     """Processes whose connection ended."""
-    said: dict[str, dict[int, Any]] = field(default_factory=dict)
-    """Tag -> process -> the last value it put under that tag."""
+    values: dict[str, dict[int, Any]] = field(default_factory=dict)
+    """Tag -> process -> its last value with that tag."""
 
 
-class Centre:
+class ExchangeServer:
     """Process 0's side.
 
     Args:
-      listeners: sockets that listen already; none with a single process.
-      identity: of this start of the run: processes of another are sent away.
-      clock: wall clock in seconds, which the others compare theirs with.
+      listeners: listening sockets; none for a single process.
+      identity: identity of this start of the run; processes with another one are rejected.
+      clock: wall clock in seconds, with which the others compare theirs.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Centre:
             while data := await reader.readline():
                 message = json.loads(data)
                 if process is None:
-                    process = self._greet(message)
+                    process = self._register(message)
                     if process is None:
                         break
                     writer.write(_line({"tag": "welcome", "value": self.identity}))
@@ -92,10 +92,10 @@ class Centre:
                     writer.write(_line({"pong": message["ping"], "time": self._clock()}))
                 else:
                     with board.changed:
-                        board.said.setdefault(message["tag"], {})[process] = message["value"]
+                        board.values.setdefault(message["tag"], {})[process] = message["value"]
                         board.changed.notify_all()
         except (ValueError, KeyError, TypeError, ConnectionError, asyncio.LimitOverrunError):
-            pass  # a stranger on our port, or a peer that died in the middle of a line: either way this connection is over
+            pass  # another program connected, or a peer ended in the middle of a line: close this connection
         finally:
             if writer in self._writers:
                 self._writers.remove(writer)
@@ -105,8 +105,8 @@ class Centre:
                     board.lost.add(process)
                     board.changed.notify_all()
 
-    def _greet(self, message: dict[str, Any]) -> int | None:
-        """Return the process that introduces itself; None for one that is not of this job."""
+    def _register(self, message: dict[str, Any]) -> int | None:
+        """Register the process of a first message; return None for one of another job."""
         process, node = message.get("process"), message.get("node")
         if not isinstance(process, int) or not isinstance(node, str) or message.get("identity") != self.identity:
             return None
@@ -120,44 +120,44 @@ class Centre:
         return process
 
     def wait_for_all(self, timeout_s: float) -> dict[int, str]:
-        """Wait until every process has come, or the time is over; return process -> node of those that came."""
+        """Wait until every process has registered, at most timeout_s; return process -> node of the registered ones."""
         with self._board.changed:
             self._board.changed.wait_for(lambda: len(self._board.nodes) == self.processes, timeout_s)
             return dict(self._board.nodes)
 
     def put(self, tag: str, value: Any) -> None:
-        """Say something as process 0."""
+        """Store a value as process 0."""
         with self._board.changed:
-            self._board.said.setdefault(tag, {})[0] = value
+            self._board.values.setdefault(tag, {})[0] = value
             self._board.changed.notify_all()
 
     def gather(self, tag: str, timeout_s: float, awaited: Iterable[int] | None = None) -> dict[int, Any]:
-        """Wait until every awaited process that is still connected has said `tag`, or the time is over; return process -> value.
+        """Wait until every awaited process that is still connected has sent `tag`, at most timeout_s; return process -> value.
 
-        awaited: None: every process that came.
+        awaited: None for every registered process.
         """
         board = self._board
 
         def complete() -> bool:
-            return set(board.nodes if awaited is None else awaited) <= set(board.said.get(tag, {})) | board.lost
+            return set(board.nodes if awaited is None else awaited) <= set(board.values.get(tag, {})) | board.lost
 
         with board.changed:
             board.changed.wait_for(complete, timeout_s)
-            return dict(board.said.get(tag, {}))
+            return dict(board.values.get(tag, {}))
 
-    def last(self, tag: str) -> dict[int, Any]:
-        """Return process -> value of what has been said under `tag` by now."""
+    def latest(self, tag: str) -> dict[int, Any]:
+        """Return process -> latest value with `tag` so far."""
         with self._board.changed:
-            return dict(self._board.said.get(tag, {}))
+            return dict(self._board.values.get(tag, {}))
 
     @property
     def lost(self) -> set[int]:
-        """Processes that came and whose connection has ended."""
+        """Registered processes whose connection has ended."""
         with self._board.changed:
             return set(self._board.lost)
 
-    def announce(self, tag: str, value: Any) -> None:
-        """Tell every other process."""
+    def broadcast(self, tag: str, value: Any) -> None:
+        """Send a value to every other process."""
         if self._loop is None:
             return
         data = _line({"tag": tag, "value": value})
@@ -169,7 +169,7 @@ class Centre:
         asyncio.run_coroutine_threadsafe(send(), self._loop).result()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Wait for the others to leave, then stop listening."""
+        """Wait for the others to disconnect, then stop listening."""
         if self._loop is None:
             return
         with self._board.changed:
@@ -189,25 +189,25 @@ class Centre:
         await asyncio.gather(*others, return_exceptions=True)
 
 
-class Member:
+class ExchangeClient:
     """The side of every other process.
 
     Args:
-      addresses, ports: where process 0 may listen; every pair is tried again and again.
-      identity: of this start of the run: others who listen there are passed over.
+      addresses, ports: possible addresses of process 0; every pair is retried until the timeout.
+      identity: identity of this start of the run; servers with another one are skipped.
 
     Raises:
-      LostCentre: process 0 cannot be reached within `timeout_s`.
+      ExchangeLost: process 0 cannot be reached within `timeout_s`.
     """
 
     def __init__(self, addresses: Sequence[str], ports: Sequence[int], identity: str, process: int, node: str, *, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self._send_lock = threading.Lock()
-        why = "nobody answered"
+        why = "no server found"
         while True:
             for address, port in ((address, port) for port in ports for address in addresses):
                 self.address = f"{address}:{port}"
-                self._buffer, self._heard = b"", dict[str, Any]()
+                self._buffer, self._received = b"", dict[str, Any]()
                 try:
                     self._socket = socket.create_connection((address, port), timeout=_CONNECT_S)
                 except OSError as error:
@@ -216,13 +216,13 @@ class Member:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
                     self._send({"process": process, "identity": identity, "node": node})
-                    if self.hear("welcome", _CONNECT_S) == identity:
+                    if self.receive("welcome", _CONNECT_S) == identity:
                         return
-                except (LostCentre, ValueError, KeyError, TypeError) as error:
+                except (ExchangeLost, ValueError, KeyError, TypeError) as error:
                     why = str(error)
                 self._socket.close()
             if time.monotonic() + _RETRY_S > deadline:
-                raise LostCentre(
+                raise ExchangeLost(
                     f"process {process} on {node} did not reach process 0 at {', '.join(addresses)}, ports {ports[0]}... "
                     f"within {timeout_s:.0f} s: {why}"
                 )
@@ -234,19 +234,19 @@ class Member:
                 self._socket.settimeout(None)
                 self._socket.sendall(_line(message))
             except OSError as error:
-                raise LostCentre(f"process 0 at {self.address} has gone: {error.strerror or error}") from error
+                raise ExchangeLost(f"lost connection to process 0 at {self.address}: {error.strerror or error}") from error
 
     def put(self, tag: str, value: Any) -> None:
-        """Tell process 0. Safe to call from several threads."""
+        """Send a value to process 0. Thread-safe."""
         self._send({"tag": tag, "value": value})
 
-    def hear(self, tag: str, timeout_s: float) -> Any:
-        """Wait for what process 0 announces under `tag`. Raises LostCentre when it falls silent or ends."""
+    def receive(self, tag: str, timeout_s: float) -> Any:
+        """Wait for process 0's value with `tag`. Raises ExchangeLost if it stops responding or ends."""
         deadline = time.monotonic() + timeout_s
-        while tag not in self._heard:
+        while tag not in self._received:
             message = self._receive(deadline)
-            self._heard[message["tag"]] = message["value"]
-        return self._heard[tag]
+            self._received[message["tag"]] = message["value"]
+        return self._received[tag]
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\n" not in self._buffer:
@@ -254,42 +254,42 @@ class Member:
                 self._socket.settimeout(max(0.01, deadline - time.monotonic()))
                 data = self._socket.recv(1 << 16)
             except TimeoutError:
-                raise LostCentre(f"process 0 at {self.address} has been silent for too long") from None
+                raise ExchangeLost(f"process 0 at {self.address} sent no message in time") from None
             except OSError as error:
-                raise LostCentre(f"process 0 at {self.address} has gone: {error.strerror or error}") from error
+                raise ExchangeLost(f"lost connection to process 0 at {self.address}: {error.strerror or error}") from error
             if not data:
-                raise LostCentre(f"process 0 at {self.address} has gone: it ended, or another job listens there")
+                raise ExchangeLost(f"lost connection to process 0 at {self.address}: it ended, or another job uses this port")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message
 
     def clock_offset(self, *, clock: Callable[[], float] = time.time, rounds: int = _CLOCK_ROUNDS) -> tuple[float, float]:
-        """Compare this wall clock with process 0's; return (this minus that, its uncertainty), in seconds.
+        """Compare this wall clock with process 0's; return (this minus process 0's, uncertainty), in seconds.
 
-        Of several round trips the fastest counts: process 0 read its clock somewhere between sending and receiving, so half of that trip
-        bounds the error (Cristian 1989, Probabilistic clock synchronization).
+        The fastest of several round trips counts: process 0 read its clock between sending and receiving, so half of that round trip bounds
+        the error (Cristian 1989, Probabilistic clock synchronization).
         """
         best: tuple[float, float] | None = None
         for number in range(rounds):
             sent_s, begun_s = clock(), time.monotonic()
             self._send({"ping": number})
-            while "pong" not in (answer := self._receive(time.monotonic() + _CONNECT_S)):
-                self._heard[answer["tag"]] = answer["value"]
+            while "pong" not in (reply := self._receive(time.monotonic() + _CONNECT_S)):
+                self._received[reply["tag"]] = reply["value"]
             trip_s = time.monotonic() - begun_s
-            assert answer["pong"] == number
+            assert reply["pong"] == number
             if best is None or trip_s / 2 < best[1]:
-                best = (sent_s + trip_s / 2 - answer["time"], trip_s / 2)
+                best = (sent_s + trip_s / 2 - reply["time"], trip_s / 2)
         assert best is not None
         return best
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         self._socket.close()
 
 
 def free_port(address: str) -> int:
-    """Find a port of `address` that nobody listens on now."""
+    """Return a port of `address` that is free now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as probe:
         port: int = probe.getsockname()[1]
@@ -297,7 +297,7 @@ def free_port(address: str) -> int:
 
 
 def _allow_connections(processes: int) -> None:
-    """Raise the limit of open files: one connection per process."""
+    """Raise the limit of open files to one connection per process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < processes + 256:
         wanted = processes + 256 if hard == resource.RLIM_INFINITY else min(processes + 256, hard)

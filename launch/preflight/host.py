@@ -1,4 +1,4 @@
-"""Facts about the machine a process runs on, read from Linux: versions, cores, memory, limits, the run directory's disk."""
+"""Facts about a process's host, read from Linux: versions, cores, memory, limits, file system of the run directory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one process sees of its host. Plain values, so that they travel as JSON."""
+    """Facts about its host as one process sees them. Plain values, sent as JSON."""
 
     node: str
     process: int
     versions: dict[str, str]
-    """Interpreter, packages that take part in a step, driver."""
+    """Versions of Python, the packages used in a step, and the driver."""
     cpus: int
     """Logical processors of the machine."""
     cores: int
@@ -36,7 +36,7 @@ class HostFacts:
     affinity: list[int]
     """Logical processors this process may run on."""
     quota_cpus: float | None
-    """Processors' worth of time the control group grants; None: no quota."""
+    """CPU quota of the control group, in processors; None: no quota."""
     memory_total_bytes: int
     memory_available_bytes: int
     memory_limit_bytes: int | None
@@ -62,7 +62,7 @@ class DiskFacts:
     write_bytes_per_s: float | None
     written_bytes: int
     error: str | None = None
-    """Why it could not be written."""
+    """Error of the write."""
 
 
 def read_host(node: str, process: int, *, shm: Path = Path("/dev/shm")) -> HostFacts:
@@ -76,7 +76,7 @@ def read_host(node: str, process: int, *, shm: Path = Path("/dev/shm")) -> HostF
         space = os.statvfs(shm)
         shm_total, shm_free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     except OSError:
-        pass  # none mounted: the check says so
+        pass  # not mounted: reported by the check
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cpus = os.cpu_count() or 1
     return HostFacts(
@@ -97,17 +97,17 @@ def read_host(node: str, process: int, *, shm: Path = Path("/dev/shm")) -> HostF
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine, or of its control group where that is less."""
+    """Return the memory of this machine, or the limit of its control group if lower, bytes."""
     total = _meminfo(Path("/proc/meminfo").read_text())["MemTotal"]
     limit, _ = control_group(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return total if limit is None else min(limit, total)
 
 
 def versions() -> dict[str, str]:
-    """Return what must be the same on every node: Python, this project's code, the packages that take part in a step, the NVIDIA driver."""
+    """Return the versions that must be equal on all nodes: Python, the code, the packages used in a step, the NVIDIA driver."""
     found = {"python": platform.python_version(), "ridgeline code": code_hash()[:12]}
     for package in distributions():
-        # The first on the path is the one that is imported; half-removed packages have no name.
+        # The first on the path is imported; partly removed packages have no name.
         if package.name and _PACKAGES.fullmatch(package.name):
             found.setdefault(package.name.lower().replace("_", "-"), package.version)
     with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ def _meminfo(text: str) -> dict[str, int]:
 
 
 def _physical_cores(cpuinfo: str) -> int:
-    """Count distinct (socket, core) pairs; 0 where the kernel names none (ARM)."""
+    """Count distinct (socket, core) pairs; 0 if the kernel lists none (ARM)."""
     found = set()
     for block in cpuinfo.split("\n\n"):
         fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in block.splitlines())}
@@ -162,12 +162,12 @@ def _physical_cores(cpuinfo: str) -> int:
 
 
 def measure_disk(directory: Path, size_bytes: int, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> DiskFacts:
-    """Write up to `size_bytes` one after the other into a new file of `directory`, sync it to the device, and remove it.
+    """Write up to `size_bytes` sequentially into a new file of `directory`, sync it, and remove it.
 
-    At most `limit_s` are spent before the sync. An error (full, read-only) is returned, not raised.
+    Writing stops after `limit_s`. An error (full, read-only) is returned, not raised.
     """
     path = directory / f".doctor-{uuid.uuid4().hex}"
-    block = os.urandom(1 << 20) * 4  # not zeros: some file systems store no zeros
+    block = os.urandom(1 << 20) * 4  # random: some file systems do not store zeros
     written = 0
     try:
         directory.mkdir(parents=True, exist_ok=True)

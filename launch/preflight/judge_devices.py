@@ -1,8 +1,7 @@
-"""Judging the devices of the nodes and the links between them. Pure functions of measurements, cluster file and catalogue.
+"""Judge the devices of the nodes and the links between them. Pure functions of measurements, cluster file and hardware catalogue.
 
-Expected figures are the catalogue's datasheet peaks times what devices and links reach of them (planner/calibration.yaml, or a file of
-`ridge calibrate`): the same figures a plan is made with. No CPU is in the catalogue by name, so without a calibration of the machine CPUs
-are judged against their peers only.
+Expected rates are those of a plan: the catalogue's datasheet peaks times the reached share (planner/calibration.yaml, or a file of
+`ridge calibrate`). The catalogue has no CPU models, so without a calibration of the machine CPUs are compared with their peers only.
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ from ridgeline.planner.hardware import Hardware, find_hardware, hardware
 from ridgeline.planner.links import Fabric
 
 MATMUL_SIZE = 8192
-"""Of the square matmuls on GPUs (measure/node.py)."""
+"""Size of the square matmuls on GPUs (measure/device_rates.py)."""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What one process measured on its devices and together with the others."""
+    """Measurements of one process, on its own devices and together with the others."""
 
     node: str
     process: int
     results: Mapping[str, Any] = field(default_factory=dict)
-    """As the probe answered: measurement -> value."""
+    """Results of the probe: measurement -> value."""
 
 
 @dataclass(frozen=True)
 class DeviceContext:
-    """What device measurements are judged against."""
+    """What device measurements are compared with."""
 
     cluster: ClusterConfig | None
     calibration: Calibration
     expected_devices: Mapping[str, int] = field(default_factory=dict)
-    """Node -> devices of the allocation, where it is known to be less than the node."""
+    """Node -> allocated devices, where known."""
 
     def limits(self, platform: str) -> Limits:
-        """Return the limits of a platform's own rates."""
+        """Return the limits for rates of a platform's devices."""
         return CPU_LIMITS if platform == "cpu" else GPU_LIMITS
 
     def device(self, kind: str, platform: str) -> Hardware | None:
-        """Return the catalogue's entry of a device that was found; the nominal CPU only where the calibration measured it."""
+        """Return the catalogue entry of a device; for a CPU only if the calibration measured it."""
         if platform != "cpu":
             return find_hardware(kind)
         measured = any(point.device == "cpu" for point in (*self.calibration.file.matmul, *self.calibration.file.memory))
@@ -55,7 +54,7 @@ class DeviceContext:
 
 
 def judge_devices(facts: Sequence[DeviceFacts], context: DeviceContext) -> list[Check]:
-    """Judge what every process measured on its own devices."""
+    """Judge the measurements of every process's own devices."""
     by_node = _by_node(facts)
     checks: list[Check] = []
     for node, own in by_node.items():
@@ -67,13 +66,13 @@ def judge_devices(facts: Sequence[DeviceFacts], context: DeviceContext) -> list[
 
 
 def judge_joint(facts: Sequence[DeviceFacts], context: DeviceContext) -> list[Check]:
-    """Judge what the processes measured together: links between nodes, collectives over mesh axes."""
+    """Judge the joint measurements: links between nodes, collectives over mesh axes."""
     by_node = _by_node(facts)
     return [*_judge_links(by_node, context), *_judge_axes(by_node, context)]
 
 
 def _by_node(facts: Sequence[DeviceFacts]) -> dict[str, list[DeviceFacts]]:
-    """Group by node, in the order of processes, those that opened their devices."""
+    """Group the facts of processes with open devices by node, in process order."""
     by_node: dict[str, list[DeviceFacts]] = {}
     for fact in sorted(facts, key=lambda fact: fact.process):
         if fact.results.get("devices"):
@@ -82,7 +81,7 @@ def _by_node(facts: Sequence[DeviceFacts]) -> dict[str, list[DeviceFacts]]:
 
 
 def judge_count(node: str, own: Sequence[DeviceFacts], context: DeviceContext) -> Check:
-    """Judge how many devices the node's processes see."""
+    """Judge the number of devices that the node's processes see."""
     seen = sum(fact.results["devices"]["count"] for fact in own)
     measured = f"{seen} {own[0].results['devices']['platform']}"
     if context.cluster is None:
@@ -91,15 +90,15 @@ def judge_count(node: str, own: Sequence[DeviceFacts], context: DeviceContext) -
     if seen == wanted:
         return Check(node, "devices", Verdict.OK, measured, str(wanted), value=seen)
     if seen > wanted:
-        reason, fix = f"{seen - wanted} more than expected", "is devices_per_node right in the cluster file? is jax_num_cpu_devices set?"
+        reason, fix = f"{seen - wanted} more than expected", "check devices_per_node in the cluster file, and jax_num_cpu_devices"
         return Check(node, "devices", Verdict.WARN, measured, str(wanted), reason, fix, seen)
     reason = f"{wanted - seen} missing"
-    fix = "exclude the node and report it (nvidia-smi -L, dmesg | grep Xid); or the job asked for fewer (--gres)"
+    fix = "exclude the node and report it (nvidia-smi -L, dmesg | grep Xid), unless the job requested fewer (--gres)"
     return Check(node, "devices", Verdict.FAIL, measured, str(wanted), reason, fix, seen)
 
 
 def judge_kind(node: str, own: Sequence[DeviceFacts], context: DeviceContext) -> Check:
-    """Judge whether the devices are what the cluster file says."""
+    """Judge whether the devices are those of the cluster file."""
     kinds = sorted({kind for fact in own for kind in fact.results["devices"]["kinds"]})
     platform = own[0].results["devices"]["platform"]
     names = ["cpu"] if platform == "cpu" else [found.name if (found := find_hardware(kind)) else kind for kind in kinds]
@@ -110,12 +109,12 @@ def judge_kind(node: str, own: Sequence[DeviceFacts], context: DeviceContext) ->
     if names == [wanted]:
         return Check(node, "device kind", Verdict.OK, measured, wanted)
     reason = f"{', '.join(names)} instead of {wanted}"
-    fix = "choose the cluster file of these machines; on a GPU node that shows CPUs, check the driver and the extra cuda12 or cuda13"
+    fix = "use the cluster file of these machines; if a GPU node shows CPUs, check the driver and the extra cuda12 or cuda13"
     return Check(node, "device kind", Verdict.FAIL, measured, wanted, reason, fix)
 
 
 def judge_arithmetic(node: str, own: Sequence[DeviceFacts]) -> list[Check]:
-    """Judge exact products: a device that multiplies wrongly trains garbage without a word."""
+    """Judge exact matmuls: a device with wrong results corrupts the training silently."""
     if not any("arithmetic" in fact.results for fact in own):
         return []
     wrong = [text for fact in own for text in fact.results.get("arithmetic", ())]
@@ -126,7 +125,7 @@ def judge_arithmetic(node: str, own: Sequence[DeviceFacts]) -> list[Check]:
 
 
 def _judge_device_rate(name: str, by_node: Mapping[str, Sequence[DeviceFacts]], context: DeviceContext) -> list[Check]:
-    """Judge matmul rates or memory bandwidth: a node counts as its slowest device."""
+    """Judge matmul rates or memory bandwidth; the rate of a node is that of its slowest device."""
     slowest: dict[str, tuple[float, str]] = {}
     for node, own in by_node.items():
         ids = [
@@ -141,7 +140,7 @@ def _judge_device_rate(name: str, by_node: Mapping[str, Sequence[DeviceFacts]], 
     peers = [rate / scale for rate, _ in slowest.values()]
     for node, (rate, detail) in slowest.items():
         seen = by_node[node][0].results["devices"]
-        expected = _device_figure(name, context.device(seen["kinds"][0], seen["platform"]), seen["kinds"][0], context)
+        expected = _expected_device_rate(name, context.device(seen["kinds"][0], seen["platform"]), seen["kinds"][0], context)
         if expected.value is not None:
             expected = Expected(expected.value / scale, expected.source)
         checks.append(
@@ -153,18 +152,18 @@ def _judge_device_rate(name: str, by_node: Mapping[str, Sequence[DeviceFacts]], 
                 expected=expected,
                 peers=peers,
                 limits=context.limits(seen["platform"]),
-                fix="look for throttling, a power limit, or another process on the device; exclude the node",
+                fix="check for throttling, a power limit, or another process on the device; exclude the node",
                 detail=detail,
             )
         )
     return checks
 
 
-def _device_figure(name: str, device: Hardware | None, kind: str, context: DeviceContext) -> Expected:
-    """Return what this device should reach: the figure a plan would use."""
+def _expected_device_rate(name: str, device: Hardware | None, kind: str, context: DeviceContext) -> Expected:
+    """Return the expected rate of a device, as a plan uses it."""
     if device is None:
-        return Expected(None, f"no figure for '{kind}' (--calibration)")
-    source = f"what {device.name} reaches ({context.calibration.name})"
+        return Expected(None, f"no expected rate for '{kind}' (--calibration)")
+    source = f"the rate of {device.name} ({context.calibration.name})"
     if name == "memory bandwidth":
         return Expected(context.calibration.memory_bytes_per_s(device), source)
     size = MATMUL_SIZE if device.tensor_cores else 1024
@@ -175,7 +174,7 @@ def _device_figure(name: str, device: Hardware | None, kind: str, context: Devic
 
 
 def _judge_links(by_node: Mapping[str, Sequence[DeviceFacts]], context: DeviceContext) -> list[Check]:
-    """Judge each node's exchange with its better neighbour: a node that is slow with both is the slow one."""
+    """Judge each node's link to its faster neighbor: a node that is slow with both neighbors is the cause."""
     best: dict[str, float] = {}
     for node, own in by_node.items():
         rounds = [min(rates) for r in (0, 1) if (rates := [rate for fact in own if (rate := fact.results.get(f"link {r}")) is not None])]
@@ -191,11 +190,11 @@ def _judge_links(by_node: Mapping[str, Sequence[DeviceFacts]], context: DeviceCo
                 "link to neighbours",
                 rate / 1e9,
                 "GB/s",
-                expected=_link_figure(context, width, len(best)),
+                expected=_expected_link_rate(context, width, len(best)),
                 peers=[rate / 1e9 for rate in best.values()],
                 limits=CPU_LIMITS if cpu else NETWORK_LIMITS,
                 fix="check the node's network ports (ibstat, ibdiagnet), NCCL_IB_HCA and NCCL_SOCKET_IFNAME; exclude the node",
-                detail="per device and direction, both at once",
+                detail="per device and direction, both directions at once",
                 capped=not cpu,
             )
         )
@@ -203,10 +202,10 @@ def _judge_links(by_node: Mapping[str, Sequence[DeviceFacts]], context: DeviceCo
 
 
 _LINK_BYTES = 64 << 20
-"""Message the expected figure of a link is for."""
+"""Message size of a link's expected rate."""
 
 
-def _link_figure(context: DeviceContext, width: int, nodes: int) -> Expected:
+def _expected_link_rate(context: DeviceContext, width: int, nodes: int) -> Expected:
     if context.cluster is None:
         return Expected(None, "no cluster file")
     fabric = Fabric.from_cluster(context.cluster, context.calibration, num_devices=width * nodes)
@@ -215,7 +214,7 @@ def _link_figure(context: DeviceContext, width: int, nodes: int) -> Expected:
 
 
 def _judge_axes(by_node: Mapping[str, Sequence[DeviceFacts]], context: DeviceContext) -> list[Check]:
-    """Judge collectives per mesh axis at the largest size measured; the smaller ones are shown."""
+    """Judge collectives per mesh axis at the largest measured size; the smaller sizes are shown."""
     names = [name for own in by_node.values() for fact in own for name in fact.results if name.startswith(("all-reduce ", "all-gather "))]
     cpu = any(own[0].results["devices"]["platform"] == "cpu" for own in by_node.values())
     checks = []
@@ -237,10 +236,10 @@ def _judge_axes(by_node: Mapping[str, Sequence[DeviceFacts]], context: DeviceCon
                     name,
                     rate / 1e9,
                     "GB/s",
-                    expected=_axis_figure(context, op, axis, sizes, size),
+                    expected=_expected_axis_rate(context, op, axis, sizes, size),
                     peers=[rate / 1e9 for _, rate, _ in measured.values()],
                     limits=CPU_LIMITS if cpu else NETWORK_LIMITS,
-                    fix="all nodes: check NCCL's choice of ports and algorithm (NCCL_DEBUG=INFO); one node: exclude it",
+                    fix="all nodes: check which ports and algorithm NCCL uses (NCCL_DEBUG=INFO); one node: exclude it",
                     detail=detail,
                     capped=not cpu,
                 )
@@ -248,7 +247,7 @@ def _judge_axes(by_node: Mapping[str, Sequence[DeviceFacts]], context: DeviceCon
     return checks
 
 
-def _axis_figure(context: DeviceContext, op: str, axis: str, sizes: Mapping[str, int], size_bytes: float) -> Expected:
+def _expected_axis_rate(context: DeviceContext, op: str, axis: str, sizes: Mapping[str, int], size_bytes: float) -> Expected:
     if context.cluster is None:
         return Expected(None, "no cluster file")
     devices = 1
@@ -259,7 +258,7 @@ def _axis_figure(context: DeviceContext, op: str, axis: str, sizes: Mapping[str,
     except UserError as error:
         return Expected(None, str(error))
     cost = time_s(op, size_bytes, group)
-    return Expected(cost.bus_bandwidth / 1e9, f"what a plan expects of the cluster file's {cost.bottleneck_link}")
+    return Expected(cost.bus_bandwidth / 1e9, f"a plan's rate for the cluster file's {cost.bottleneck_link}")
 
 
 def _bytes(size: float) -> str:

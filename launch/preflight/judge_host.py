@@ -1,6 +1,6 @@
-"""Judging what a host said of itself: versions, clock, cores, memory, limits, disk. Pure functions of facts and the cluster file.
+"""Judge the facts of the hosts: versions, clock, cores, memory, limits, disk. Pure functions of facts and cluster file.
 
-A node's facts are those of its first process, except cores and versions, which every process of the node contributes.
+The facts of a node are those of its first process, except cores and versions, which come from all its processes.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from ridgeline.launch.preflight.host import DiskFacts, HostFacts
 
 GIB = 2**30
 CLOCK_WARN_S, CLOCK_FAIL_S = 0.5, 10.0
-"""Event logs of several nodes are merged by wall clock; beyond seconds, file times and credentials (munge) begin to mislead."""
+"""Event logs of several nodes are merged by wall clock; offsets of seconds also break file times and credentials (munge)."""
 SHM_WARN_BYTES, SHM_FAIL_BYTES = GIB, 128 << 20
-"""Loader workers and NCCL share memory through it; containers default to 64 MiB."""
+"""Loader workers and NCCL use it as shared memory; the default of containers is 64 MiB."""
 MEMLOCK_FAIL_BYTES = 4 * GIB
-"""InfiniBand pins the buffers it sends from, gigabytes per process."""
+"""InfiniBand pins its send buffers, gigabytes per process."""
 MEMORY_WARN, MEMORY_FAIL = 0.95, 0.85
-"""Of the cluster file's memory: firmware keeps a few percent, a lost module is an eighth or more."""
+"""Shares of the cluster file's memory: firmware reserves a few percent, a lost module is an eighth or more."""
 AVAILABLE_WARN, AVAILABLE_FAIL = 0.5, 0.1
-"""Of the memory there is: something else uses the rest."""
+"""Shares of the memory that must be available; other processes use the rest."""
 DISK_WARN_BYTES, DISK_FAIL_BYTES = 20 * GIB, GIB
-"""Of the run directory when no config says how large a checkpoint is."""
+"""Free space of the run directory if the checkpoint size is unknown."""
 CHECKPOINTS_WARN, CHECKPOINTS_FAIL = 4, 2
-"""Free space in checkpoints: the one before is kept until the next is complete."""
+"""Free space in checkpoints; the previous one is kept until the next is complete."""
 
 
 @dataclass(frozen=True)
 class HostContext:
-    """What host facts are judged against."""
+    """What host facts are compared with."""
 
     cluster: ClusterConfig | None
     nodes: int
     tasks_per_node: Mapping[str, int]
     """Node -> processes of this job on it."""
     checkpoint_bytes: int | None = None
-    """Of the config; None: no config."""
+    """Checkpoint size of the config; None: no config."""
 
 
 def judge_hosts(facts: Sequence[HostFacts], context: HostContext) -> list[Check]:
-    """Judge the hosts of all processes that answered."""
+    """Judge the hosts of all processes that reported."""
     by_node: dict[str, list[HostFacts]] = {}
     for fact in sorted(facts, key=lambda fact: fact.process):
         by_node.setdefault(fact.node, []).append(fact)
@@ -66,20 +66,20 @@ def judge_hosts(facts: Sequence[HostFacts], context: HostContext) -> list[Check]
 
 
 def common_versions(facts: Sequence[HostFacts]) -> dict[str, str | None]:
-    """Return the version of each component that most processes have (on a tie, the first process's); None: most have none."""
+    """Return the most common version of each component (on a tie the first process's); None: most processes lack it."""
     names = {name for fact in facts for name in fact.versions}
     ordered = sorted(facts, key=lambda fact: fact.process)
     return {name: Counter(fact.versions.get(name) for fact in ordered).most_common(1)[0][0] for name in sorted(names)}
 
 
 def judge_versions(node: str, own: Sequence[HostFacts], common: Mapping[str, str | None], processes: int) -> Check:
-    """Every process must run what most processes run."""
+    """Judge whether the versions are the most common ones."""
     odd = {name: (fact.versions.get(name), wanted) for fact in own for name, wanted in common.items() if fact.versions.get(name) != wanted}
     measured = f"jax {own[0].versions.get('jax')}" + (
         f", driver {own[0].versions['nvidia driver']}" if "nvidia driver" in own[0].versions else ""
     )
     if not odd:
-        alone = "nothing to compare with: one process" if processes == 1 else ""
+        alone = "one process: no comparison" if processes == 1 else ""
         return Check(node, "versions", Verdict.OK, f"{measured}, {len(common)} components", "equal everywhere", alone)
     shown = "; ".join(f"{name} {here or 'absent'} here, {there or 'absent'} elsewhere" for name, (here, there) in list(odd.items())[:3])
     more = f"; and {len(odd) - 3} more" if len(odd) > 3 else ""
@@ -90,13 +90,13 @@ def judge_versions(node: str, own: Sequence[HostFacts], common: Mapping[str, str
         ", ".join(f"{name} {here or 'absent'}" for name, (here, _) in list(odd.items())[:3]),
         "equal everywhere",
         shown + more,
-        "use one environment on all nodes (shared file system or one container image); let the site update the driver",
+        "use one environment on all nodes (shared file system or one container image); ask the site to update the driver",
         against_peers=True,
     )
 
 
 def judge_clock(node: str, fact: HostFacts) -> Check:
-    """Judge the difference to process 0's clock, beyond what the round trip leaves open."""
+    """Judge the offset to process 0's clock beyond the uncertainty of its measurement."""
     if fact.process == 0:
         return Check(node, "clock", Verdict.OK, "reference", "", "the other nodes are compared with this one")
     sure_s = max(0.0, abs(fact.clock_offset_s) - fact.clock_error_s)
@@ -109,7 +109,7 @@ def judge_clock(node: str, fact: HostFacts) -> Check:
         f"{fact.clock_offset_s * 1e3:+.3g} ms +- {fact.clock_error_s * 1e3:.2g} ms",
         f"within {CLOCK_WARN_S:g} s",
         "differs from the clock of the first node" if bad else "",
-        "have the site mend time synchronisation (chronyc tracking)" if bad else "",
+        "ask the site to fix time synchronization (chronyc tracking)" if bad else "",
         fact.clock_offset_s,
         "s",
         against_peers=bad,
@@ -117,7 +117,7 @@ def judge_clock(node: str, fact: HostFacts) -> Check:
 
 
 def judge_cores(node: str, own: Sequence[HostFacts], context: HostContext) -> Check:
-    """Judge the processors this node's processes may use, after affinity and quota, against the cluster file's cores."""
+    """Judge the processors that affinity and quota allow against the cluster file's cores."""
     usable = len({cpu for fact in own for cpu in fact.affinity})
     quota = min((fact.quota_cpus for fact in own if fact.quota_cpus is not None), default=None)
     limited = usable if quota is None else min(usable, quota)
@@ -128,7 +128,7 @@ def judge_cores(node: str, own: Sequence[HostFacts], context: HostContext) -> Ch
         measured += f" (quota {quota:g})"
     if context.cluster is None:
         return Check(node, "cores", Verdict.NOT_APPLICABLE, measured, "", "no cluster file", value=limited)
-    # A job that takes a part of a node gets its share of the cores with its share of the tasks.
+    # A job on part of a node gets a share of the cores in proportion to its tasks.
     whole = context.cluster.slurm.tasks_per_node or context.cluster.devices_per_node
     wanted = context.cluster.cores_per_node * min(1.0, tasks / whole)
     expected = f"{wanted:g} cores"
@@ -145,7 +145,7 @@ def judge_cores(node: str, own: Sequence[HostFacts], context: HostContext) -> Ch
         f"{why} leaves {limited:g} of {wanted:g}",
         f"pass --cpus-per-task={per_task} to sbatch and to srun"
         if why != "the machine"
-        else "exclude the node, or mend cores_per_node in the cluster file",
+        else "exclude the node, or correct cores_per_node in the cluster file",
         limited,
     )
 
@@ -176,8 +176,8 @@ def judge_available(node: str, fact: HostFacts) -> Check:
         verdict,
         f"{fact.memory_available_bytes / GIB:.1f} GiB",
         f"{AVAILABLE_WARN:.0%} of {fact.memory_total_bytes / GIB:.0f} GiB",
-        f"{share:.0%} available: something else uses the rest" * bad,
-        "look for processes left behind by other jobs; ask for --exclusive" * bad,
+        f"{share:.0%} available: other processes use the rest" * bad,
+        "look for processes left by other jobs; request --exclusive" * bad,
         fact.memory_available_bytes / GIB,
         "GiB",
     )
@@ -193,7 +193,7 @@ def judge_shm(node: str, fact: HostFacts) -> Check:
     verdict = Verdict.FAIL if free < SHM_FAIL_BYTES else Verdict.WARN if free < SHM_WARN_BYTES else Verdict.OK
     bad = verdict != Verdict.OK
     measured = f"{free / GIB:.2f} of {fact.shm_total_bytes / GIB:.2f} GiB free"
-    reason = "loader workers and NCCL share memory here and die without it" * bad
+    reason = "loader workers and NCCL need it as shared memory" * bad
     return Check(node, "/dev/shm", verdict, measured, expected, reason, fix * bad, free / GIB, "GiB")
 
 
@@ -207,13 +207,13 @@ def judge_memlock(node: str, fact: HostFacts, context: HostContext) -> Check:
     if fact.memlock_bytes is None:
         return Check(node, "memlock", Verdict.OK, measured, "unlimited")
     failed = fact.memlock_bytes < MEMLOCK_FAIL_BYTES and context.nodes > 1
-    reason = "too little for the buffers that InfiniBand pins" if failed else "a limit: InfiniBand may run into it"
-    fix = "have the site set LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept=MEMLOCK, or ulimit -l unlimited"
+    reason = "too low for the buffers that InfiniBand pins" if failed else "a limit that InfiniBand may reach"
+    fix = "ask the site for LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept=MEMLOCK, or ulimit -l unlimited"
     return Check(node, "memlock", Verdict.FAIL if failed else Verdict.WARN, measured, "unlimited", reason, fix, value, "GiB")
 
 
 def judge_disk(node: str, fact: HostFacts, context: HostContext, rates: Sequence[float]) -> list[Check]:
-    """Judge free space and write speed of the run directory; the rates are those of all nodes, writing at the same time."""
+    """Judge free space and write rate of the run directory; `rates`: of all nodes, writing at the same time."""
     if fact.disk is None:
         why = "no run directory given (--run-dir)"
         return [Check(node, name, Verdict.NOT_APPLICABLE, "", "", why) for name in ("disk space", "disk write")]
@@ -235,7 +235,7 @@ def judge_disk(node: str, fact: HostFacts, context: HostContext, rates: Sequence
     fix = "free space, or keep fewer checkpoints" * bad
     space = Check(node, "disk space", verdict, f"{disk.free_bytes / 1e9:.3g} GB free", wanted, reason, fix, disk.free_bytes / 1e9, "GB")
     assert disk.write_bytes_per_s is not None
-    # The schema's default is an assumption of plans, not a figure of this machine.
+    # The schema's default is an assumption of plans, not a property of this machine.
     known = context.cluster is not None and "storage" in context.cluster.model_fields_set
     share_of_job = context.cluster.storage.write_gb_per_s / max(1, context.nodes) if context.cluster is not None and known else None
     speed = judge_rate(
@@ -245,7 +245,7 @@ def judge_disk(node: str, fact: HostFacts, context: HostContext, rates: Sequence
         "GB/s",
         expected=Expected(
             share_of_job,
-            "the cluster file says nothing of storage" if share_of_job is None else "this node's share of the cluster file's storage",
+            "no storage rate in the cluster file" if share_of_job is None else "this node's share of the cluster file's storage",
         ),
         peers=[rate / 1e9 for rate in rates],
         limits=STORAGE_LIMITS,

@@ -1,7 +1,7 @@
-"""What the NVIDIA driver knows of its GPUs: errors of the memory, throttling, links, free memory (through NVML, `nvidia-ml-py`).
+"""Facts about GPUs from NVML (`nvidia-ml-py`): memory errors, throttling, links, free memory.
 
-Read without JAX and before it starts, so that free memory is what the job finds. A machine without the driver has no facts at all, with
-the reason; a figure that a GPU does not offer (`Not Supported`) is None.
+Read without JAX and before it starts, so that the free memory is that before the job. Without a driver there are no facts, only the reason;
+a value that a GPU does not support is None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAMPLE_S = 0.2
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU as NVML reports it. None: not offered by this GPU."""
+    """One GPU as NVML reports it. None: not supported by this GPU."""
 
     index: int
     uuid: str
@@ -35,11 +35,11 @@ class GpuFacts:
     """Uncorrected memory errors since the driver was loaded."""
     ecc_corrected: int | None
     remap_pending: bool | None
-    """A damaged row of the memory waits for a reset of the GPU (Ampere and newer)."""
+    """A damaged memory row will be remapped at the next reset (Ampere and newer)."""
     remap_failed: bool | None
-    """Rows could not be replaced: the GPU is to be exchanged."""
+    """Remapping failed: the GPU must be replaced."""
     retired_pending: bool | None
-    """A damaged page waits for a reset (before Ampere)."""
+    """A damaged page will be retired at the next reset (before Ampere)."""
     throttle_bits: int | None
     temperature_c: int | None
     power_limit_w: float | None
@@ -55,11 +55,11 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class GpuReport:
-    """The GPUs a process may use, or why nothing is known."""
+    """The GPUs a process may use, or the reason of their absence."""
 
     gpus: tuple[GpuFacts, ...]
     missing: str | None = None
-    """Why there is no NVML, in words; None: it was read."""
+    """Why NVML was not read; None: it was."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -67,7 +67,7 @@ class GpuReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GpuReport:
-        """Rebuild what `as_dict` gave."""
+        """Return the report from the values of `as_dict`."""
         return cls(tuple(GpuFacts(**gpu) for gpu in values["gpus"]), values["missing"])
 
 
@@ -77,7 +77,7 @@ def read_gpus(environment: Mapping[str, str]) -> GpuReport:
         import pynvml
     except ImportError:
         if gpus_present() is None:
-            return GpuReport((), "no NVIDIA GPU here")
+            return GpuReport((), "no NVIDIA GPU")
         return GpuReport((), "nvidia-ml-py is not installed (extras cuda12, cuda13)")
     try:
         pynvml.nvmlInit()
@@ -101,27 +101,27 @@ def visible(gpus: list[GpuFacts], setting: str | None) -> list[GpuFacts]:
 
 
 def _read(pynvml: Any, index: int, handle: Any, driver: str) -> GpuFacts:
-    def ask(call: Callable[..., T], *arguments: Any) -> T | None:
+    def query(call: Callable[..., T], *arguments: Any) -> T | None:
         try:
             return call(handle, *arguments)
         except pynvml.NVMLError:
             return None
 
-    memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
-    ecc = ask(pynvml.nvmlDeviceGetCurrentEccMode)
-    rows = ask(pynvml.nvmlDeviceGetRemappedRows)
-    pending = ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus)
-    power, default = ask(pynvml.nvmlDeviceGetPowerManagementLimit), ask(pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
-    links = [ask(pynvml.nvmlDeviceGetNvLinkState, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+    memory = query(pynvml.nvmlDeviceGetMemoryInfo)
+    ecc = query(pynvml.nvmlDeviceGetCurrentEccMode)
+    rows = query(pynvml.nvmlDeviceGetRemappedRows)
+    pending = query(pynvml.nvmlDeviceGetRetiredPagesPendingStatus)
+    power, default = query(pynvml.nvmlDeviceGetPowerManagementLimit), query(pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
+    links = [query(pynvml.nvmlDeviceGetNvLinkState, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
     states = [bool(state) for state in links if state is not None]
 
     def errors(kind: int) -> int | None:
-        return ask(pynvml.nvmlDeviceGetTotalEccErrors, kind, pynvml.NVML_VOLATILE_ECC)
+        return query(pynvml.nvmlDeviceGetTotalEccErrors, kind, pynvml.NVML_VOLATILE_ECC)
 
     return GpuFacts(
         index=index,
-        uuid=ask(pynvml.nvmlDeviceGetUUID) or f"index-{index}",
-        name=ask(pynvml.nvmlDeviceGetName) or "unknown",
+        uuid=query(pynvml.nvmlDeviceGetUUID) or f"index-{index}",
+        name=query(pynvml.nvmlDeviceGetName) or "unknown",
         driver=driver,
         memory_total_bytes=memory and memory.total,
         memory_free_bytes=memory and memory.free,
@@ -131,21 +131,21 @@ def _read(pynvml: Any, index: int, handle: Any, driver: str) -> GpuFacts:
         remap_pending=None if rows is None else bool(rows[2]),
         remap_failed=None if rows is None else bool(rows[3]),
         retired_pending=None if pending is None else bool(pending),
-        throttle_bits=ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons),
-        temperature_c=ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+        throttle_bits=query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons),
+        temperature_c=query(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
         power_limit_w=None if power is None else power / 1e3,
         power_default_w=None if default is None else default / 1e3,
-        pcie_generation=ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
-        pcie_generation_max=ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration),
-        pcie_width=ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
-        pcie_width_max=ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth),
+        pcie_generation=query(pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
+        pcie_generation_max=query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration),
+        pcie_width=query(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
+        pcie_width_max=query(pynvml.nvmlDeviceGetMaxPcieLinkWidth),
         nvlinks_active=sum(states) if states else None,
         nvlinks=len(states) or None,
     )
 
 
 class LoadSampler:
-    """Watches the GPUs while they are measured: an idle GPU never throttles. Keeps every throttle bit seen and the highest temperature."""
+    """Samples the GPUs under load, since an idle GPU does not throttle. Keeps all throttle bits and the highest temperature."""
 
     def __init__(self, report: GpuReport, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -162,7 +162,7 @@ class LoadSampler:
                     self._seen[gpu.uuid] = merge_load(self._seen[gpu.uuid], gpu)
 
     def stop(self) -> list[GpuFacts]:
-        """End watching; return the facts from before with what was seen under load."""
+        """Stop sampling; return the earlier facts merged with the samples under load."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
@@ -170,7 +170,7 @@ class LoadSampler:
 
 
 def merge_load(before: GpuFacts, now: GpuFacts) -> GpuFacts:
-    """Add a sample under load: throttle bits and links accumulate, temperature is the highest, free memory stays that from before."""
+    """Merge a sample under load: throttle bits and links accumulate, the highest temperature counts, free memory is the earlier one."""
     values = asdict(before)
     for name, join in (("throttle_bits", _either), ("temperature_c", max), ("pcie_generation", max), ("ecc_uncorrected", max)):
         old, new = values[name], getattr(now, name)
@@ -183,10 +183,10 @@ def _either(a: int, b: int) -> int:
 
 
 def throttle_names(bits: int) -> list[str]:
-    """Name the reasons that mean trouble."""
+    """Return the names of the throttle reasons that indicate a fault."""
     return [name for bit, name in THROTTLE_BITS.items() if bits & bit]
 
 
 def power_capped(bits: int) -> bool:
-    """Say whether the software power cap held the clock down."""
+    """Return whether the software power cap limited the clock."""
     return bool(bits & _POWER_CAP)

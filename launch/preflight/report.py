@@ -1,7 +1,7 @@
-"""From checks to a verdict: which nodes are unfit, what is printed, and what is written into the run directory.
+"""Result of a preflight: unfit nodes, printed lines and tables, and files in the run directory.
 
-`doctor.jsonl` gets one line per check and one with the verdict; `bad_nodes` one line per unfit node: name, time, reason. The job
-script puts those names on the exclude list of the requeue.
+`doctor.jsonl` gets a line per check and one with the verdict; `bad_nodes` a line per unfit node: name, time, reason. The job script
+excludes these nodes when it requeues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ridgeline.rundir.jsonl import LineFile, dump_json
 BAD_NODES = "bad_nodes"
 LOG = "doctor.jsonl"
 FULL_TABLES = 8
-"""With more nodes than this only those with something to say get a table; all of them are in doctor.jsonl."""
+"""With more nodes only those with warnings or failures get a table; all are in doctor.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Report:
     nodes: tuple[str, ...]
     checks: tuple[Check, ...]
     unfit: Mapping[str, str]
-    """Node -> why, of nodes that are worse than the others."""
+    """Node -> reason, of nodes that failed on their own."""
     common: Mapping[str, str]
-    """Check -> why, of failures that most nodes share: no node's own fault."""
+    """Check -> reason, of failures common to most nodes."""
     seconds: float
 
     @property
@@ -41,10 +41,10 @@ class Report:
 
 
 def conclude(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> Report:
-    """Tell unfit nodes from trouble that most nodes share.
+    """Separate unfit nodes from failures that most nodes share.
 
-    A check that fails on more than half of two or more nodes is not a node's fault (the wrong cluster file, a fabric that is slow
-    everywhere, a full file system): excluding those nodes would help nobody. Unless it failed by comparison with the other nodes.
+    A check that fails on more than half of two or more nodes has a common cause (wrong cluster file, slow fabric, full file system), and
+    excluding the nodes would not help. Exception: checks that failed in comparison with the other nodes.
     """
     failed = [check for check in checks if check.verdict == Verdict.FAIL]
     everywhere: dict[str, str] = {}
@@ -62,11 +62,11 @@ def conclude(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> R
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """Say the outcome in words, one line per unfit node or shared trouble."""
+    """Return the lines of the verdict: one per unfit node or common failure, and a summary."""
     warned = {check.node for check in report.checks if check.verdict == Verdict.WARN}
     count = f"{len(report.nodes)} node{'s' if len(report.nodes) != 1 else ''}"
     lines = [f"doctor: {node} is unfit: {why}" for node, why in report.unfit.items()]
-    lines += [f"doctor: not one node's fault, none is excluded for it: {name}: {why}" for name, why in report.common.items()]
+    lines += [f"doctor: common to most nodes, none excluded: {name}: {why}" for name, why in report.common.items()]
     if report.fit:
         also = f", {len(warned)} with warnings" if warned else ""
         lines.append(f"doctor: {count} fit{also} ({report.seconds:.0f} s)")
@@ -80,8 +80,8 @@ def tables(report: Report) -> list[tuple[str, list[dict[str, Any]]]]:
     shown = []
     for node in report.nodes:
         rows = [check for check in report.checks if check.node == node]
-        telling = any(check.verdict in (Verdict.WARN, Verdict.FAIL) for check in rows)
-        if len(report.nodes) <= FULL_TABLES or telling:
+        notable = any(check.verdict in (Verdict.WARN, Verdict.FAIL) for check in rows)
+        if len(report.nodes) <= FULL_TABLES or notable:
             shown.append((node, [asdict(check) for check in rows]))
     return shown
 
@@ -99,7 +99,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def write(report: Report, run_dir: Path, now: datetime, *, restart: int) -> None:
-    """Append the report to doctor.jsonl, and unfit nodes to bad_nodes. Raises UserError when the run directory cannot be written."""
+    """Append the report to doctor.jsonl, and unfit nodes to bad_nodes. Raises UserError if the run directory is not writable."""
     stamp = now.isoformat(timespec="seconds")
     log = LineFile(run_dir / LOG)
     try:

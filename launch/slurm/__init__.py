@@ -1,1 +1,1 @@
-"""Job scripts, submission and what becomes of jobs."""
+"""Slurm jobs: scripts, checks before submission, submission, state and logs."""

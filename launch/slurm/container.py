@@ -1,4 +1,4 @@
-"""Running a job's tasks inside a container: what srun is told, and what stands before the command."""
+"""Containers of a job's tasks: options of srun (pyxis) and the prefix of the command (apptainer)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GPU_FLAG = "--nv"
 
 
 def mounts(container: ContainerConfig, directories: Sequence[Path]) -> list[str]:
-    """Return the binds HOST:CONTAINER: every needed directory at its own path, then those of the cluster file."""
+    """Return the mounts HOST:CONTAINER: every needed directory at its own path, then those of the cluster file."""
     needed: list[Path] = []
     for path in sorted(set(directories)):
         if not any(path.is_relative_to(held) for held in needed):
@@ -22,14 +22,14 @@ def mounts(container: ContainerConfig, directories: Sequence[Path]) -> list[str]
 
 
 def needed_directories(config: Config, run_dir: Path, workdir: Path) -> list[Path]:
-    """Return the directories a training run reads or writes: working and run directory, data, start parameters, compilation cache."""
+    """Return the directories a training run reads or writes: working and run directory, data, initial parameters, compilation cache."""
     named = [source.path for source in config.data.train] + list(config.evaluation.sets.values())
     optional = (config.init_from, config.runtime.compilation_cache)
     return [run_dir, workdir, *((workdir / path).absolute() for path in (*named, *(path for path in optional if path is not None)))]
 
 
 def srun_options(container: ContainerConfig | None, directories: Sequence[Path], workdir: Path) -> list[str]:
-    """Return the options that make srun itself start the container (pyxis)."""
+    """Return the srun options that start the container (pyxis); empty for other runtimes."""
     if container is None or container.runtime != "pyxis":
         return []
     return [
@@ -41,7 +41,7 @@ def srun_options(container: ContainerConfig | None, directories: Sequence[Path],
 
 
 def command_prefix(container: ContainerConfig | None, directories: Sequence[Path], workdir: Path, *, gpus: bool) -> list[str]:
-    """Return what stands before the command (apptainer)."""
+    """Return the lines before the command that start the container (apptainer); empty for other runtimes."""
     if container is None or container.runtime != "apptainer":
         return []
     binds = ",".join(mounts(container, directories))

@@ -1,7 +1,7 @@
-"""Preparing a corpus as a job array: every task makes its slice of the shards, and a last job merges them.
+"""Prepare a corpus with a job array: every task writes a slice of the shards, and a final job merges them.
 
-The shards are divided by the input alone (loaders/prepare.py), so the corpus is byte for byte what one process makes. A task that is
-killed starts again and keeps the shards it finished; the same `ridge submit-data` command continues what failed.
+The division into shards depends only on the input (loaders/prepare.py), so the corpus is bitwise equal to that of one process. A task that
+was killed keeps its finished shards; to continue after failures, run the same `ridge submit-data` command again.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ class DataJobs:
 
 
 def jobs_directory(output: Path) -> Path:
-    """Return where the jobs of a corpus are kept: beside it, since its own directory holds nothing foreign."""
+    """Return the directory for the jobs of a corpus, beside the corpus directory, which holds only the corpus."""
     return output.with_name(f"{output.name}.jobs").absolute()
 
 
 def data_shape(cluster: ClusterConfig, time: str | None, cores: int | None) -> JobShape:
-    """Return the shape of one task: one process on one node, no accelerator, all its cores unless told otherwise."""
+    """Return the shape of one task: one process on one node without accelerators; cores: None for all of the node."""
     size = job_shape(cluster, 1, time)
     cores = cores or cluster.slurm.cpus_per_task or cluster.cores_per_node
     return replace(size, tasks_per_node=1, cpus_per_task=cores, devices_per_node=0, exclusive=bool(cluster.slurm.exclusive))
 
 
 def to_arguments(command: click.Command, values: Mapping[str, Any], leave_out: Sequence[str]) -> list[str]:
-    """Write the options of a command line back from their values; those at their default are left out."""
-    words: list[str] = []
+    """Return the command-line options for parameter values; options at their default are omitted."""
+    arguments: list[str] = []
     for parameter in command.params:
         value = values.get(parameter.name or "")
         if not isinstance(parameter, click.Option) or parameter.name in leave_out:
             continue
         name = max(parameter.opts, key=len)
         if parameter.is_flag:
-            words += [name] if value else []
+            arguments += [name] if value else []
         elif value not in (None, (), parameter.default):
             for one in value if parameter.multiple else (value,):
-                words += [name, str(one)]
-    return words
+                arguments += [name, str(one)]
+    return arguments
 
 
 def data_jobs(output: Path, slices: int, options: Sequence[str], cluster: ClusterConfig, shape: JobShape, by: Submitter) -> DataJobs:
-    """Describe the array and the merge of a corpus; `options` are those of `ridge data prepare`."""
+    """Return the array job and the merge job of a corpus. `options`: arguments of `ridge data prepare`."""
     root = jobs_directory(output)
     number = places.next_submission(root)
     arguments = ["data", "prepare", *map(shlex.quote, options), f"--workers {shape.cpus_per_task}"]
     inputs = [by.workdir, root, output.absolute().parent]
     array = Job(
         name=f"{output.name}-prepare",
-        title=f"Makes {slices} slices of the corpus {output}, one per array task; merge.sh then completes it.",
+        title=f"Prepares {slices} slices of the corpus {output}, one per array task; merge.sh then merges them.",
         written=f"{by.code}, {by.now.isoformat(sep=' ', timespec='seconds')}",
         root=root,
         directory=places.slurm_directory(root) / str(number),
@@ -87,7 +87,7 @@ def data_jobs(output: Path, slices: int, options: Sequence[str], cluster: Cluste
     merge = replace(
         array,
         name=f"{output.name}-merge",
-        title=f"Merges the slices of the corpus {output}; submitted to run once all of them are made.",
+        title=f"Merges the slices of the corpus {output}; runs after all of them are finished.",
         arguments=arguments,
         log=places.log_pattern(root),
         array=None,
@@ -96,7 +96,7 @@ def data_jobs(output: Path, slices: int, options: Sequence[str], cluster: Cluste
 
 
 def submit_data(jobs: DataJobs, by: Submitter) -> tuple[str, str]:
-    """Write and submit the array and, depending on it, the merge; return their job ids."""
+    """Write and submit the array job and the merge job, which depends on it; return their ids."""
     script = write(jobs.slices, None)
     merge_script = script.with_name(MERGE_SCRIPT)
     merge_script.write_text(job_script(jobs.merge), encoding="utf-8")

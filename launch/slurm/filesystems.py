@@ -1,4 +1,4 @@
-"""Which file system a directory is on, and whether other nodes can see it."""
+"""File system of a directory, and whether other nodes share it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "devpts", "proc", "sysfs"})
-"""In the memory of one machine."""
+"""File systems in the memory of one machine."""
 DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "aufs", "vfat", "exfat", "ntfs", "squashfs"})
-"""On the disks of one machine, unless that machine exports them."""
+"""File systems on local disks, unless the machine exports them."""
 SCRATCH = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/run"))
-"""Each node has its own, whatever they are mounted from."""
+"""Directories that are separate on every node."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Mount:
 
 
 def read_mounts(text: str) -> list[Mount]:
-    """Parse /proc/mounts, octal escapes in mount points decoded."""
+    """Parse /proc/mounts; octal escapes in mount points are decoded."""
     mounts = []
     for line in text.splitlines():
         fields = line.split(" ")
@@ -35,32 +35,32 @@ def read_mounts(text: str) -> list[Mount]:
 
 
 def mount_of(path: Path, mounts: list[Mount]) -> Mount | None:
-    """Return the mount an absolute path lies on: the longest mount point above it, the last of equals; None without any."""
+    """Return the mount of an absolute path: the longest mount point above it, the last of equal ones; None without any."""
     above = [mount for mount in mounts if path.is_relative_to(mount.point)]
     return max(reversed(above), key=lambda mount: len(mount.point.parts), default=None)
 
 
 def existing_parent(path: Path) -> Path:
-    """Return the path itself, or the nearest directory above it that exists, links resolved."""
+    """Return the path, or its nearest existing parent, with links resolved."""
     while not path.exists():
         path = path.parent
     return path.resolve()
 
 
 def problem(path: Path, nodes: int, mounts: list[Mount]) -> tuple[bool, str] | None:
-    """Say why the nodes of a job would not see a directory: (whether that is certain, reason); None when nothing speaks against it."""
+    """Return why the nodes of a job may not share a directory, as (certain, reason); None without a reason."""
     for scratch in SCRATCH:
         if path.is_relative_to(scratch):
-            return True, f"{scratch} is another directory on every node"
+            return True, f"{scratch} is separate on every node"
     mount = mount_of(path, mounts)
     if mount is not None and mount.kind in MEMORY:
-        return True, f"{mount.point} ({mount.kind}) is in the memory of this machine"
+        return True, f"{mount.point} ({mount.kind}) is in memory of this machine"
     if mount is not None and mount.kind in DISK:
-        return nodes > 1, f"{mount.point} ({mount.kind}) is a disk of this machine"
+        return nodes > 1, f"{mount.point} ({mount.kind}) is a local disk of this machine"
     return None
 
 
 def writable(path: Path) -> bool:
-    """Tell whether a directory can be written, or made."""
+    """Return whether a directory can be written, or created."""
     parent = existing_parent(path)
     return parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)

@@ -1,4 +1,4 @@
-"""What would go wrong with a job, found before it waits in the queue: errors refuse it, warnings are told."""
+"""Check a job before submission: errors refuse it, warnings are printed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ridgeline.planner.host_memory import refusal
 from ridgeline.planner.parameters import count_parameters
 
 PLAIN_PATH = re.compile(r"[\w/.+@=-]+")
-"""Paths that mean the same to bash, Slurm's patterns, and lists of container mounts."""
+"""Paths that need no quoting in bash, Slurm's filename patterns, and lists of container mounts."""
 GIB = 2**30
 STATE_BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: float32 parameter and two float32 moments (adamw, the largest of the optimisers)."""
+"""Bytes of a checkpoint per parameter: float32 parameter and two float32 moments (adamw, the largest optimizer)."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something a job would suffer from."""
+    """An error or a warning."""
 
     error: bool
     message: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 def lint(config: Config, cluster: ClusterConfig, shape: JobShape, mounts: list[Mount]) -> list[Finding]:
-    """Check a job against its cluster file. `config.run_dir` is absolute."""
+    """Check a training job against its cluster file. `config.run_dir` is absolute."""
     return [
         *_nodes(cluster, shape),
         *_cores(cluster, shape),
@@ -51,7 +51,7 @@ def lint(config: Config, cluster: ClusterConfig, shape: JobShape, mounts: list[M
 
 
 def lint_job(cluster: ClusterConfig, shape: JobShape, directory: Path, mounts: list[Mount]) -> list[Finding]:
-    """Check what holds for jobs of any kind: no config is trained."""
+    """Check a job without a config."""
     checks = (_nodes(cluster, shape), _cores(cluster, shape), _required(cluster, shape), _time(cluster, shape))
     return [*(finding for check in checks for finding in check), *_run_directory(directory, cluster, shape, mounts)]
 
@@ -62,7 +62,7 @@ def _nodes(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
         if limit is not None and shape.nodes > limit:
             yield Finding(True, f"--nodes {shape.nodes}: {cluster.name} allows at most {limit} ({key})")
     if shape.nodes > 1 and not shape.exclusive:
-        yield Finding(False, "slurm.exclusive is false: jobs on the same nodes slow all nodes of this one")
+        yield Finding(False, "slurm.exclusive is false: another job on one node slows down all nodes of this one")
 
 
 def _cores(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
@@ -71,8 +71,8 @@ def _cores(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
         fits = cluster.cores_per_node // shape.tasks_per_node
         yield Finding(
             True,
-            f"{shape.tasks_per_node} tasks x {shape.cpus_per_task} cores are more than the {cluster.cores_per_node} cores of a node"
-            + (f"; slurm.cpus_per_task={fits} fits" if fits else f"; slurm.tasks_per_node={cluster.cores_per_node} is the most"),
+            f"{shape.tasks_per_node} tasks x {shape.cpus_per_task} cores exceed the {cluster.cores_per_node} cores of a node"
+            + (f"; slurm.cpus_per_task={fits} fits" if fits else f"; at most slurm.tasks_per_node={cluster.cores_per_node}"),
         )
     wanted = cluster.slurm.cores_per_device
     if not shape.devices_per_node or cores > cluster.cores_per_node:
@@ -80,41 +80,41 @@ def _cores(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
     if wanted is not None and cores != wanted * shape.devices_per_node:
         yield Finding(
             True,
-            f"{cluster.name} wants {wanted} cores per device: {wanted * shape.devices_per_node} for {shape.devices_per_node}, not {cores} "
-            f"({shape.tasks_per_node} tasks x {shape.cpus_per_task})",
+            f"{cluster.name} requires {wanted} cores per device: {wanted * shape.devices_per_node} for {shape.devices_per_node}, "
+            f"not {cores} ({shape.tasks_per_node} tasks x {shape.cpus_per_task})",
         )
     elif wanted is None and cluster.device != CPU and 2 * cores <= cluster.cores_per_node and shape.exclusive:
-        yield Finding(False, f"{cores} of the {cluster.cores_per_node} cores of a node are asked for: the rest idles")
+        yield Finding(False, f"the job requests {cores} of the {cluster.cores_per_node} cores of a node: the rest stays idle")
 
 
 def _memory(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
-    """Memory asked for against the node's, and against the copy of the state that an asynchronous save keeps on the hosts."""
+    """Requested memory must not exceed the node's, and must hold the host copy of an asynchronous save."""
     if cluster.slurm.memory is None:
-        asked = None
+        requested = None
     else:
         try:
-            asked = parse_memory_bytes(cluster.slurm.memory, "slurm.memory")
+            requested = parse_memory_bytes(cluster.slurm.memory, "slurm.memory")
         except UserError as error:
             yield Finding(True, str(error))
             return
     node = cluster.memory_per_node_gib * GIB
-    if asked is not None and asked > node:
-        yield Finding(True, f"slurm.memory={cluster.slurm.memory} is more than the {cluster.memory_per_node_gib:g} GiB of a node")
+    if requested is not None and requested > node:
+        yield Finding(True, f"slurm.memory={cluster.slurm.memory} exceeds the {cluster.memory_per_node_gib:g} GiB of a node")
         return
     state = count_parameters(config.model).total * STATE_BYTES_PER_PARAMETER / shape.nodes
-    if config.checkpoint.asynchronous and state > (asked or node):
+    if config.checkpoint.asynchronous and state > (requested or node):
         yield Finding(
             False,
-            f"an asynchronous save copies {state / GIB:.0f} GiB of parameters and optimiser state to each host, which has "
-            f"{(asked or node) / GIB:.0f} GiB: use more nodes or checkpoint.asynchronous=false",
+            f"an asynchronous save copies {state / GIB:.0f} GiB of parameters and optimizer state to each host, which has "
+            f"{(requested or node) / GIB:.0f} GiB: use more nodes or checkpoint.asynchronous=false",
         )
     sizes = _sizes(config, shape) if config.compute.remat.policy == "offload" and cluster.device != CPU else None
-    if sizes is not None and (reason := refusal(config, sizes, shape.devices_per_node, asked or node)):
+    if sizes is not None and (reason := refusal(config, sizes, shape.devices_per_node, requested or node)):
         yield Finding(True, f"compute.remat.policy=offload {reason}: use more microbatches (trainer.accumulation) or another policy")
 
 
 def _sizes(config: Config, shape: JobShape) -> dict[str, int] | None:
-    """The mesh on the devices of the job; None where it does not fit them, which `_devices` says."""
+    """Return the mesh sizes on the devices of the job; None if they do not fit, which `_devices` reports."""
     try:
         return check_devices(config, shape.devices)
     except UserError:
@@ -126,8 +126,8 @@ def _required(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
     given = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": shape.time_s}
     for name in slurm.requires:
         if given[name] is None:
-            where = "" if name == "time" else f", or set slurm.{name} in a cluster file of your own"
-            yield Finding(True, f"{cluster.name} needs --{name}: give it on the command line{where}")
+            where = "" if name == "time" else f", or set slurm.{name} in your own cluster file"
+            yield Finding(True, f"{cluster.name} requires --{name}: add it to the command line{where}")
 
 
 def _time(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
@@ -140,42 +140,41 @@ def _time(cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
             return
         if limit is not None and shape.time_s is not None and shape.time_s > limit:
             yield Finding(
-                True, f"--time {format_time(shape.time_s)} is over the limit of {cluster.name}, {format_time(limit)} (slurm.max_time)"
+                True, f"--time {format_time(shape.time_s)} exceeds the limit of {cluster.name}, {format_time(limit)} (slurm.max_time)"
             )
 
 
 def _grace(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
-    """The time between SIGTERM and the limit must hold a save, and leave time to train."""
+    """The time between SIGTERM and the limit must suffice for a save and leave time to train."""
     grace_s = cluster.slurm.signal_grace_s
     if shape.time_s is not None and grace_s >= shape.time_s:
         yield Finding(
             True,
-            f"--time {format_time(shape.time_s)} is not longer than the {grace_s} s before its end at which the job is told to save "
-            "(slurm.signal_grace_s)",
+            f"--time {format_time(shape.time_s)} must exceed the {grace_s} s between SIGTERM and the limit (slurm.signal_grace_s)",
         )
     elif shape.time_s is not None and 4 * grace_s > shape.time_s:
         share = f"{grace_s} s of {format_time(shape.time_s)}"
-        yield Finding(False, f"the save grace takes {share}: lower slurm.signal_grace_s or ask for more time")
+        yield Finding(False, f"slurm.signal_grace_s reserves {share} for the last save: lower it or increase --time")
     save_s = count_parameters(config.model).total * STATE_BYTES_PER_PARAMETER / (cluster.storage.write_gb_per_s * 1e9)
     if 2 * save_s > grace_s:
         yield Finding(
             False,
             f"a save of this model takes about {save_s:.0f} s at {cluster.storage.write_gb_per_s:g} GB/s: slurm.signal_grace_s={grace_s} "
-            f"leaves too little (twice that is safe)",
+            f"is too short (recommended: twice the save)",
         )
 
 
 def _devices(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
-    """Mesh, batch and devices; on CPUs also the virtual devices per process."""
+    """Mesh and batch must fit the devices; on CPUs also the virtual devices per process."""
     if shape.devices_per_node % shape.tasks_per_node:
-        yield Finding(True, f"{shape.devices_per_node} devices per node do not divide over {shape.tasks_per_node} tasks")
+        yield Finding(True, f"{shape.devices_per_node} devices per node are not divisible by {shape.tasks_per_node} tasks")
     if cluster.device == CPU:
         made = shape.tasks_per_node * config.runtime.cpu_devices
         if made != shape.devices_per_node:
             yield Finding(
                 True,
-                f"{shape.tasks_per_node} tasks per node x runtime.cpu_devices={config.runtime.cpu_devices} make {made} devices, but "
-                f"{cluster.name} has devices_per_node={shape.devices_per_node}: give --cluster-set devices_per_node={made}",
+                f"{shape.tasks_per_node} tasks per node x runtime.cpu_devices={config.runtime.cpu_devices} = {made} devices, but "
+                f"{cluster.name} has devices_per_node={shape.devices_per_node}: add --cluster-set devices_per_node={made}",
             )
             return
     try:
@@ -186,11 +185,11 @@ def _devices(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterato
 
 def _run_directory(path: Path, cluster: ClusterConfig, shape: JobShape, mounts: list[Mount]) -> Iterator[Finding]:
     if not PLAIN_PATH.fullmatch(str(path)):
-        yield Finding(True, f"run directory '{path}': only letters, digits and /._+@=- are safe in bash, Slurm and containers")
+        yield Finding(True, f"run directory '{path}': use only letters, digits and /._+@=-, which are safe in bash, Slurm and containers")
     if not filesystems.writable(path):
-        yield Finding(True, f"run directory {path}: {filesystems.existing_parent(path)} cannot be written")
+        yield Finding(True, f"run directory {path}: {filesystems.existing_parent(path)} is not writable")
     if not cluster.slurm.single_machine:
         found = filesystems.problem(filesystems.existing_parent(path), shape.nodes, mounts)
         if found is not None:
             certain, reason = found
-            yield Finding(certain, f"run directory {path}: {reason}, not shared by the nodes; set run_dir, or run_root of the cluster file")
+            yield Finding(certain, f"run directory {path}: {reason}, not shared by the nodes; set run_dir, or run_root in the cluster file")

@@ -1,25 +1,23 @@
-"""The logs of jobs: which file, which lines, and following it while the job runs."""
+"""Logs of jobs: the file, the lines of one rank, and following a log while the job runs."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
-from ridgeline.launch.slurm import sweep
 from ridgeline.rundir import jobs as places
 from ridgeline.rundir.jobs import JobRecord
 
 POLL_S = 0.5
-ASK_EVERY_S = 10.0
+QUERY_EVERY_S = 10.0
 _LABEL = re.compile(r" *(\d+): ?(.*\n?)", re.DOTALL)
 
 
-def log_file(run_dir: Path, job: str | None) -> tuple[Path, JobRecord]:
-    """Return the log of a job, by default of the newest. Raises UserError for an unknown job, and where no line was written yet."""
-    records = sweep.jobs_of(run_dir)
+def log_file(run_dir: Path, records: Sequence[JobRecord], job: str | None) -> tuple[Path, JobRecord]:
+    """Return the log and the record of one of a run's jobs; None: the newest. Raises UserError for an unknown job."""
     if job is None:
         record = records[-1]
     else:
@@ -31,7 +29,7 @@ def log_file(run_dir: Path, job: str | None) -> tuple[Path, JobRecord]:
 
 
 def of_rank(lines: Iterator[str], rank: int | None) -> Iterator[str]:
-    """Keep the lines of one rank, its label removed; None keeps all as they are."""
+    """Yield the lines of one rank without its label; None: all lines unchanged."""
     for line in lines:
         if rank is None:
             yield line
@@ -48,11 +46,11 @@ def read_lines(path: Path) -> Iterator[str]:
 def follow(
     path: Path, ended: Callable[[], bool], clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[str]:
-    """Yield the lines of a log as they are written, whole ones only; stop when the job has ended and all is read.
+    """Yield the complete lines of a log as they are written, until the job has ended and all lines are read.
 
-    ended: whether the job has; asked now and then.
+    ended: returns whether the job has ended; called every QUERY_EVERY_S while no line arrives.
     """
-    asked_s = -ASK_EVERY_S
+    queried_s = -QUERY_EVERY_S
     rest, position, over = "", 0, False
     while True:
         text = ""
@@ -71,8 +69,8 @@ def follow(
             if rest:
                 yield rest
             return
-        if clock() - asked_s >= ASK_EVERY_S:
-            asked_s = clock()
-            over = ended()  # once more around: lines written just before the end
+        if clock() - queried_s >= QUERY_EVERY_S:
+            queried_s = clock()
+            over = ended()  # read once more: lines written just before the end
             continue
         sleep(POLL_S)

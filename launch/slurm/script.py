@@ -1,83 +1,99 @@
-"""The job script: everything that a job does, as one readable bash script. `sbatch job.sh` by hand does the same."""
+"""Job scripts: `job.sh` and, for training, `supervise.sh`, with their blanks filled. `sbatch job.sh` does the same as `ridge submit`."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
-from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.cluster import ClusterConfig, SlurmConfig
+from ridgeline.launch import exit_codes
 from ridgeline.launch.slurm import container
 from ridgeline.launch.slurm.shape import CPU, JobShape, describe
-from ridgeline.launch.slurm.supervise import supervised_lines
 from ridgeline.launch.slurm.units import format_time
 from ridgeline.rundir import jobs as places
 
 KEPT_PREFIXES = ("JAX_", "XLA_", "NCCL_")
-"""Variables of the submitting shell that steer a run: written into the script, so that it alone says what runs."""
+"""Prefixes of the submitting shell's variables that are copied into the script, so that the script alone determines the run."""
 COMMENT_COLUMN = 46
 WAIT_S = 120
-"""Once one task of training has ended, the others get this long to end by themselves (they say why) before Slurm kills them."""
+"""Seconds that the other tasks have to exit and report their error after one has ended, before Slurm kills them."""
+QUICK_S = 600
+"""A start that fails within this time is followed by a pause before the next one."""
+PAUSE_S = 10
+"""Pause after the first failure, three times as long after each further one in a row. The pending job holds no node."""
+MAX_FAILURES = 5
+"""Consecutive failed starts without a new checkpoint after which a job is not requeued."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a script is written from."""
+    """Contents of a job script."""
 
     name: str
     title: str
-    """What it does, for the first line."""
+    """Purpose, for the first comment line."""
     written: str
-    """By which code and when."""
+    """Version of the code, and the time."""
     root: Path
-    """Directory whose jobs are recorded: the run directory, for a sweep that of all points."""
+    """Directory whose slurm/jobs.jsonl records the job: the run directory, or the directory of a sweep."""
     directory: Path
-    """Of this submission, inside the root."""
+    """Directory of this submission, inside the root."""
     variables: Sequence[str]
-    """Bash lines that set JOB, this submission's directory, RUN, the run directory, and whatever else the arguments use."""
+    """Bash lines that set JOB (directory of this submission), RUN (run directory), and other variables used in the arguments."""
     workdir: Path
     cluster: ClusterConfig
     shape: JobShape
     arguments: Sequence[str]
-    """Of `ridge`; "$JOB" and other shell variables of the script may be used, so they are quoted by the caller. Of training, the last one
-    is the config."""
+    """Arguments of `ridge`, quoted by the caller, as they may contain "$JOB" and other shell variables. For training the last one is the
+    config."""
     python: str
     directories: Sequence[Path]
-    """To be seen inside a container."""
+    """Directories to mount in a container."""
     environment: Mapping[str, str]
-    """Kept from the submitting shell."""
+    """Variables copied from the submitting shell."""
     log: str
-    """Slurm's pattern of the log file."""
+    """Log file, as a Slurm filename pattern."""
     preflight: bool = True
     trains: bool = True
-    """Has ranks that save on SIGTERM; false: a plain command."""
+    """Whether ranks save on SIGTERM; false: a plain command without supervision."""
     array: str | None = None
-    """--array."""
+    """Value of --array; None: no array."""
 
 
 def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a shell that steer a run."""
+    """Return the variables of a shell that are copied into a script."""
     return {name: environment[name] for name in sorted(environment) if name.startswith(KEPT_PREFIXES)}
 
 
 def job_script(job: Job) -> str:
-    """Write the script of a job."""
-    sections = [
-        # A login shell where modules are loaded: /etc/profile defines `module`.
-        [
-            "#!/bin/bash -l" if job.cluster.software.modules else "#!/bin/bash",
-            f"# {job.title}",
-            f"# {describe(job.cluster, job.shape)}.",
-            f"# Written by {job.written}.",
-        ],
-        header(job),
-        _places(job),
-        _software(job),
-        _record(job),
-        *_stages(job),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
+    """Return the script of a job: `job.sh` with its blanks filled."""
+    software = job.cluster.software
+    return fill(
+        "job.sh",
+        {
+            "login": " -l" * bool(software.modules),  # /etc/profile, which a login shell reads, defines `module`
+            "title": job.title,
+            "shape": describe(job.cluster, job.shape),
+            "written": job.written,
+            "sbatch": "\n".join(header(job)),
+            "variables": "\n".join(job.variables),
+            "python": shlex.quote(job.python),
+            "software": "\n".join(_software(job)),
+            "python_version": '  "$PYTHON" --version' if software.container is None else "",
+            "stages": _stages(job),
+        },
+    )
+
+
+def fill(template: str, blanks: Mapping[str, str]) -> str:
+    """Return a template of this package with every `@{name}` replaced. A line with only an empty blank is removed."""
+    text = (resources.files(__package__) / template).read_text(encoding="utf-8")
+    text = re.sub(r"^@\{(\w+)\}\n", lambda line: f"{blanks[line[1]]}\n" if blanks[line[1]] else "", text, flags=re.MULTILINE)
+    return re.sub(r"@\{(\w+)\}", lambda blank: blanks[blank[1]], text)
 
 
 def header(job: Job) -> list[str]:
@@ -86,9 +102,9 @@ def header(job: Job) -> list[str]:
     per_task = "one process per device" if shape.tasks_per_node == shape.devices_per_node else "processes per node"
     options: list[tuple[str | None, str]] = [
         (f"--job-name={job.name}", ""),
-        (f"--chdir={job.workdir}", "relative paths of the config start here"),
-        (f"--output={job.log}", "this script and all ranks"),
-        ("--open-mode=append", "a requeued job continues its log"),
+        (f"--chdir={shlex.quote(str(job.workdir))}", "relative paths of the config start here"),
+        (f"--output={job.log}", "output of this script and all ranks"),
+        ("--open-mode=append", "a requeued job appends to its log"),
         (_option("partition", slurm.partition), ""),
         (_option("account", slurm.account), ""),
         (_option("qos", slurm.qos), ""),
@@ -100,20 +116,20 @@ def header(job: Job) -> list[str]:
         (f"--cpus-per-task={shape.cpus_per_task}", f"of {job.cluster.cores_per_node} cores per node"),
         (_device_request(job), "all devices of a node"),
         (_option("mem", slurm.memory), "0: all memory of the node" if slurm.memory == "0" else "per node"),
-        ("--exclusive" if shape.exclusive else None, "no other job on these nodes"),
+        ("--exclusive" if shape.exclusive else None, "no other jobs on these nodes"),
         (_option("time", None if shape.time_s is None else format_time(shape.time_s)), ""),
         (
             f"--signal=TERM@{slurm.signal_grace_s}" if job.trains else None,
-            f"to the ranks, {slurm.signal_grace_s} s before the limit: save and exit",
+            f"SIGTERM to the ranks {slurm.signal_grace_s} s before the time limit: save and exit",
         ),
-        ("--requeue" if slurm.requeue else "--no-requeue", "Slurm may start it again after preemption or a lost node" * slurm.requeue),
+        ("--requeue" if slurm.requeue else "--no-requeue", "Slurm may restart it after preemption or a lost node" * slurm.requeue),
         *((option, "") for option in slurm.options),
     ]
     return [commented(f"#SBATCH {option}", comment) for option, comment in options if option is not None]
 
 
 def _array_comment(job: Job) -> str:
-    limit = ", at most so many at once (%)" if "%" in (job.array or "") else ""
+    limit = ", at most N at once (%N)" if "%" in (job.array or "") else ""
     return f"one task per {'point' if job.trains else 'slice'}{limit}"
 
 
@@ -134,38 +150,14 @@ def commented(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN}}  # {comment}" if comment else line
 
 
-def _places(job: Job) -> list[str]:
-    return [*job.variables, f"PYTHON={shlex.quote(job.python)}"]
-
-
 def _software(job: Job) -> list[str]:
-    """Return modules, set-up lines and variables. A line that fails ends the job: nothing runs in half an environment."""
+    """Return the lines for modules, set-up and variables."""
     software = job.cluster.software
-    lines = ["set -e  # software: whatever fails here ends the job"]
-    if software.modules:
-        lines += ["module purge", f"module load {' '.join(map(shlex.quote, software.modules))}"]
+    lines = ["module purge", f"module load {' '.join(map(shlex.quote, software.modules))}"] if software.modules else []
     lines += software.setup
     lines += [f"export {name}={shlex.quote(value)}" for name, value in software.environment.items()]
-    lines += [commented(f"export {name}={shlex.quote(value)}", "as in the submitting shell") for name, value in job.environment.items()]
-    lines += [
-        commented('export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"', "the code as it was when submitted"),
-        commented("export PYTHONSAFEPATH=1", "and not what lies in the working directory"),
-        "set +e -uo pipefail",
-    ]
-    return lines
-
-
-def _record(job: Job) -> list[str]:
-    host = job.cluster.software.container is None
-    return [
-        "# What this job found, for the record; values that look like secrets are masked.",
-        "{",
-        '  echo "job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST at $(date --iso-8601=seconds)"',
-        *(['  "$PYTHON" --version'] if host else []),
-        "  ulimit -a",
-        "  type module >/dev/null 2>&1 && module list 2>&1",
-        r"  env -0 | sort -z | sed -z -E 's/^([^=]*(KEY|TOKEN|SECRET|PASS|CREDENTIAL)[^=]*)=.*/\1=***/I' | tr '\0' '\n'",
-        '} > "$JOB/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt"',
+    return lines + [
+        commented(f"export {name}={shlex.quote(value)}", "as in the submitting shell") for name, value in job.environment.items()
     ]
 
 
@@ -177,25 +169,45 @@ def srun(job: Job, arguments: Sequence[str], options: Sequence[str]) -> str:
         " ".join(["srun", *options, f"--cpus-per-task={job.shape.cpus_per_task}", *job.cluster.slurm.srun_options]),
         *container.srun_options(software.container, job.directories, job.workdir),
         *inner,
-        " ".join(['"$PYTHON" -m launch', *arguments]),
+        " ".join(['"$PYTHON" -m ridgeline', *arguments]),
     ]
     return " \\\n    ".join(parts)
 
 
-def _stages(job: Job) -> list[list[str]]:
-    """Return the sections that run something: each stage a function of its own, and the line that calls them."""
+def _stages(job: Job) -> str:
+    """Return the part of the script that runs something: a function per stage, then `supervise.sh`, which calls them."""
     if not job.trains:
-        return [[srun(job, job.arguments, [])]]
-    minutes = job.cluster.slurm.preflight_minutes if job.preflight else 0
-    doctor = ["doctor", job.arguments[-1], f'--cluster "$JOB/{places.CLUSTER}"', '--run-dir "$RUN"', "--job"]
-    preflight = _function(
-        f"Preflight: are these nodes fit? At most {minutes} minutes.", "preflight", srun(job, doctor, [f"--time={minutes}"])
-    )
-    options = ["--label", f"--wait={WAIT_S}"]
-    train = _function("The run. --label puts the rank before each line.", "train", srun(job, job.arguments, options))
-    stages = ["preflight", "train"] if minutes else ["train"]
-    return [*([preflight] if minutes else []), train, supervised_lines(stages, job.cluster.slurm)]
+        return srun(job, job.arguments, [])
+    slurm = job.cluster.slurm
+    minutes = slurm.preflight_minutes if job.preflight else 0
+    functions = {}
+    if minutes:
+        doctor = ["doctor", job.arguments[-1], f'--cluster "$JOB/{places.CLUSTER}"', '--run-dir "$RUN"', "--job"]
+        comment = f"Preflight: check the nodes, within {minutes} minutes."
+        functions["preflight"] = _function("preflight", comment, srun(job, doctor, [f"--time={minutes}"]))
+    comment = "Training. --label prefixes each line with its rank."
+    functions["train"] = _function("train", comment, srun(job, job.arguments, ["--label", f"--wait={WAIT_S}"]))
+    return "\n\n".join([*functions.values(), _supervise(list(functions), slurm)])
 
 
-def _function(comment: str, name: str, body: str) -> list[str]:
-    return [f"# {comment}", f"{name}() {{", *(f"    {line}" for line in body.splitlines()), "}"]
+def _function(name: str, comment: str, body: str) -> str:
+    return "\n".join([f"# {comment}", f"{name}() {{", *(f"    {line}" for line in body.splitlines()), "}"])
+
+
+def _supervise(stages: Sequence[str], slurm: SlurmConfig) -> str:
+    """Return the end of a script: run the stages, then exit or requeue by their exit code and the job's state in Slurm."""
+    final = (exit_codes.USAGE, exit_codes.NUMERICAL_FAILURE, exit_codes.SAVE_FAILURE, exit_codes.INTERRUPTED)
+    lost = (exit_codes.HANG, exit_codes.LOST_PEER, exit_codes.BAD_NODE)
+    blanks = {
+        "exit_codes": "\n".join(f"#   {line}" for line in exit_codes.table()),
+        "grace_s": slurm.signal_grace_s,
+        "stages": " && ".join(stages),
+        "final": "|".join(map(str, final)),
+        "preempted": exit_codes.PREEMPTED,
+        "lost": "|".join(map(str, lost)),
+        "max_restarts": slurm.max_restarts,
+        "max_failures": MAX_FAILURES,
+        "quick_s": QUICK_S,
+        "pause_s": PAUSE_S,
+    }
+    return fill("supervise.sh", {name: str(value) for name, value in blanks.items()}).rstrip("\n")

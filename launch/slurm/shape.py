@@ -1,4 +1,4 @@
-"""What a job asks Slurm for: nodes, tasks, cores, devices, time; every default of the cluster file resolved."""
+"""Resources of a job: nodes, tasks, cores, devices, time, with the defaults of the cluster file resolved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm.units import parse_time_s
 
 CPU = "cpu"
-"""`device` of clusters without accelerators."""
+"""Value of `device` in cluster files without accelerators."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class JobShape:
     devices_per_node: int
     exclusive: bool
     time_s: int | None
-    """None: no --time is passed."""
+    """None: --time is not passed."""
 
     @property
     def devices(self) -> int:
@@ -37,7 +37,7 @@ class JobShape:
 
 
 def job_shape(cluster: ClusterConfig, nodes: int, time: str | None) -> JobShape:
-    """Resolve the size of a job. Raises UserError for a time that is none."""
+    """Return the size of a job. Raises UserError for an invalid time."""
     slurm = cluster.slurm
     tasks = slurm.tasks_per_node or (1 if cluster.device == CPU else cluster.devices_per_node)
     return JobShape(
@@ -51,7 +51,7 @@ def job_shape(cluster: ClusterConfig, nodes: int, time: str | None) -> JobShape:
 
 
 def placed(config: Config, cluster: ClusterConfig) -> Config:
-    """Return the config with its absolute run directory: the config's own, else one under the cluster's run_root."""
+    """Return the config with an absolute run directory: its own, else one under the cluster's run_root."""
     directory = config.directory
     if config.run_dir is None and cluster.run_root is not None:
         directory = cluster.run_root / config.name
@@ -59,15 +59,15 @@ def placed(config: Config, cluster: ClusterConfig) -> Config:
 
 
 def with_mesh(config: Config, shape: JobShape) -> Config:
-    """Return the config with its mesh sizes resolved, so that a job that finds fewer devices refuses instead of training a smaller mesh.
+    """Return the config with its mesh sizes resolved, so that a job with fewer devices fails instead of training a smaller mesh.
 
-    Raises UserError when mesh and devices do not fit.
+    Raises UserError if mesh and devices do not fit.
     """
     return config.model_copy(update={"mesh": config.mesh.model_copy(update=resolve_sizes(config.mesh, shape.devices))})
 
 
 def describe(cluster: ClusterConfig, shape: JobShape) -> str:
-    """Say the size in words."""
+    """Return the size as text, such as `2 nodes of dgx-h100 x 8 processes = 16 devices`."""
     nodes = _count(shape.nodes, "node")
     if not shape.devices_per_node:
         return f"{nodes} of {cluster.name}, {_count(shape.cpus_per_task, 'core')}"

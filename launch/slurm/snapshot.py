@@ -1,4 +1,8 @@
-"""The code of a job, as it is at the moment of submitting: later edits of the working tree change nothing for a queued job."""
+"""Snapshot of the code for a job: later edits of the working tree do not affect a pending or requeued job.
+
+The copy is JOB/code/ridgeline/..., with the links of a checkout resolved, and is imported with JOB/code on PYTHONPATH. It is taken from a
+git checkout (what git tracks, and new files that it does not ignore) or from an installed package (all its files).
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ridgeline.rundir.provenance import PACKAGES, SOURCE_TREE
+from ridgeline.rundir.provenance import PACKAGES, SNAPSHOT, SOURCE_TREE
 
-STATE_FILE = "snapshot.json"
-"""Beside the packages: what was copied. trainer/run_dir.py records it, since the copy is no git checkout."""
 DIFF_FILE = "git.diff"
 _PATHS = ("ridgeline", *PACKAGES)
-"""What of a checkout is the code: the package, which holds links, and the folders they lead to."""
+"""Code in a checkout: the package, which holds links, and the linked folders."""
 
 
 @dataclass(frozen=True)
 class CodeState:
-    """What the code is: version and git commit, None where it was installed without git."""
+    """Version and git commit of the code; commit None: installed without git."""
 
     version: str
     commit: str | None
@@ -35,20 +37,20 @@ class CodeState:
 
 
 def code_state(source: Path = SOURCE_TREE) -> CodeState:
-    """Describe the code that is running."""
+    """Return the state of the running code."""
     try:
         number = version("ridgeline")
     except PackageNotFoundError:
         number = "unknown"
-    if not _is_checkout(source):
-        return CodeState(number, None, False, source)
-    return CodeState(number, _git(source, "rev-parse", "HEAD").strip(), bool(_git(source, "status", "--porcelain", "--", *_PATHS)), source)
+    commit = _commit(source)
+    dirty = commit is not None and bool(_git(source, "status", "--porcelain", "--", *_PATHS))
+    return CodeState(number, commit, dirty, source)
 
 
 def take_snapshot(target: Path, source: Path = SOURCE_TREE) -> dict[str, Any]:
-    """Copy the package as it is, links resolved, uncommitted changes and new files included; return what is written beside it.
+    """Copy the package into `target`, a new directory, and describe it there in snapshot.json; return that description.
 
-    target: a directory that does not exist. In a git checkout ignored files are left out.
+    Uncommitted changes and new files are included, and the changes are also stored as git.diff.
     """
     state = code_state(source)
     for name, file in sorted(_files(source, state)):
@@ -58,12 +60,12 @@ def take_snapshot(target: Path, source: Path = SOURCE_TREE) -> dict[str, Any]:
     if state.dirty and (changes := _git(source, "diff", "HEAD", "--binary", "--", *_PATHS)):
         (target / DIFF_FILE).write_text(changes, encoding="utf-8", errors="surrogateescape")
         described["diff"] = str(target / DIFF_FILE)
-    (target / STATE_FILE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    (target / SNAPSHOT).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     return described
 
 
 def _files(source: Path, state: CodeState) -> Iterator[tuple[str, Path]]:
-    """Yield the files of the package: their place in the copy, and where they are now."""
+    """Yield the files of the package: path in the copy, and current path."""
     if state.commit is not None:
         listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PATHS).split("\0")
         for name in set(listed):
@@ -71,17 +73,21 @@ def _files(source: Path, state: CodeState) -> Iterator[tuple[str, Path]]:
                 yield name if name.startswith("ridgeline/") else f"ridgeline/{name}", source / name
         return
     for top in (source / "ridgeline", *(source / "ridgeline" / package for package in PACKAGES)):
-        for path in top.glob("*.py") if top.name == "ridgeline" else top.rglob("*"):
+        for path in top.glob("*") if top.name == "ridgeline" else top.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield str(path.relative_to(source)), path
 
 
-def _is_checkout(source: Path) -> bool:
-    """Tell whether the source is the top of a git working tree (not merely somewhere inside one, as a virtual environment may be)."""
+def _commit(source: Path) -> str | None:
+    """Return the commit of a checkout; None unless `source` is the top of a git working tree with a commit.
+
+    A virtual environment inside some working tree is not its top.
+    """
     try:
-        return Path(_git(source, "rev-parse", "--show-toplevel").strip()).resolve() == source
-    except (OSError, subprocess.SubprocessError):
-        return False
+        top, commit = _git(source, "rev-parse", "--show-toplevel", "HEAD").splitlines()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return commit if Path(top).resolve() == source.resolve() else None
 
 
 def _git(source: Path, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""What became of a job: asked of Slurm's controller, of its accounting where that has forgotten, else told by the run's own files."""
+"""State of a job: from Slurm's controller (scontrol), else from its accounting (sacct)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDED = frozenset(
     }
 )
 FORGOTTEN = "FORGOTTEN"
-"""Neither the controller nor the accounting knows the job: it ended a while ago."""
+"""Neither controller nor accounting has a record of the job: it ended some time ago."""
 TIMEOUT_S = 60
 
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
@@ -38,12 +38,12 @@ class JobState:
     """One job, or one task of an array."""
 
     job: str
-    """As Slurm writes it: 17, of an array 17_3."""
+    """Job id; for a task of an array such as 17_3."""
     state: str
     task: int | None = None
-    """Index in an array."""
+    """Index in a job array."""
     reason: str | None = None
-    """Why it waits, or why it ended."""
+    """Why it is pending, or why it ended."""
     nodes: str | None = None
     restarts: int | None = None
     elapsed_s: int | None = None
@@ -52,33 +52,33 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether it will never run again by itself."""
+        """Whether it has ended and Slurm will not restart it."""
         return self.state in ENDED
 
 
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands. Raises UserError where it does not exist or does not answer."""
+    """Run one of Slurm's commands. Raises UserError if it does not exist or times out."""
     if shutil.which(command[0]) is None:
-        raise UserError(f"{command[0]} is not on PATH: jobs are known on the login nodes of their cluster")
+        raise UserError(f"{command[0]} is not on PATH: run this on a login node of the cluster")
     try:
         return subprocess.run(list(command), capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{command[0]} gave no answer in {TIMEOUT_S} s") from None
+        raise UserError(f"{command[0]} did not return within {TIMEOUT_S} s") from None
 
 
 def job_states(job: str, slurm_cluster: str | None = None, run: Run = run_command) -> list[JobState]:
-    """Return the state of a job, of an array one per task (tasks that still wait together are told apart)."""
+    """Return the state of a job; for an array one per task, pending tasks included."""
     clusters = [f"--clusters={slurm_cluster}"] if slurm_cluster else []
     shown = run(["scontrol", *clusters, "show", "job", "--oneliner", job])
     if shown.returncode == 0:
         return sorted((state for line in shown.stdout.splitlines() if line for state in parse_scontrol(line)), key=lambda s: s.task or 0)
     if "Invalid job id" not in shown.stderr:
-        raise UserError(f"scontrol cannot say what became of job {job}: {' '.join(shown.stderr.split())}")
+        raise UserError(f"scontrol show job {job} failed: {' '.join(shown.stderr.split())}")
     return _from_accounting(job, clusters, run) or [JobState(job, FORGOTTEN)]
 
 
 def parse_scontrol(line: str) -> list[JobState]:
-    """Parse a line of `scontrol show job --oneliner`. A line of waiting array tasks stands for several."""
+    """Parse a line of `scontrol show job --oneliner`; a line of pending array tasks returns several states."""
     fields = dict(re.findall(r"(?:^| )([A-Za-z/:]+)=(\S*)", line))
     code = fields["ExitCode"].split(":")
     state = JobState(
@@ -101,7 +101,7 @@ def _task(state: JobState, array: str, index: int) -> JobState:
 
 
 def expand_indices(text: str) -> list[int]:
-    """Expand array indices as Slurm writes them: `3`, `0-4`, `1,5-7:2%2`."""
+    """Expand array indices in Slurm's notation: `3`, `0-4`, `1,5-7:2%2`."""
     indices: list[int] = []
     for part in text.partition("%")[0].split(","):
         bounds, _, step = part.partition(":")
@@ -111,14 +111,14 @@ def expand_indices(text: str) -> list[int]:
 
 
 def _seconds(text: str) -> int | None:
-    """Parse a time Slurm prints; 00:00:00 is no limit a job can have, but an elapsed time."""
+    """Parse a time that Slurm prints; unlike a limit it may be 00:00:00."""
     if text in ("UNLIMITED", "INVALID", "N/A", "Partition_Limit"):
         return None
     return 0 if not text.strip("0:") else parse_time_s(text, "time")
 
 
 def _from_accounting(job: str, clusters: Sequence[str], run: Run) -> list[JobState]:
-    """Ask sacct, where a site keeps accounts."""
+    """Query sacct; empty if the site has no accounting."""
     if run is run_command and shutil.which("sacct") is None:
         return []
     shown = run(
@@ -133,7 +133,7 @@ def _from_accounting(job: str, clusters: Sequence[str], run: Run) -> list[JobSta
         ]
     )
     if shown.returncode:
-        return []  # no accounting is kept here
+        return []  # no accounting at this site
     states = []
     for line in shown.stdout.splitlines():
         name, state, code, nodes, elapsed = line.split("|")

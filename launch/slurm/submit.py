@@ -1,4 +1,4 @@
-"""Submitting a job: the script, the snapshot of code and config beside it, sbatch, and the record of the job."""
+"""Submit a job: write the script with a snapshot of code and config, call sbatch, and record the job."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _FALLBACK = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos"
 
 @dataclass(frozen=True)
 class Submitter:
-    """Who submits, from where: what tests pass in."""
+    """The submitting process; tests pass in their own."""
 
     environment: Mapping[str, str]
     workdir: Path
     now: datetime
     code: str
-    """The code, in words."""
+    """Version of the code, as text."""
     python: str
 
     @staticmethod
     def here(now: datetime) -> Submitter:
-        """Return this process."""
+        """Return the values of this process."""
         return Submitter(os.environ, Path.cwd(), now, str(snapshot.code_state()), sys.executable)
 
 
 def with_environment(cluster: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
-    """Return the cluster with account, partition and QOS taken from SBATCH_* variables where its file leaves them open.
+    """Return the cluster with account, partition and QOS from SBATCH_* variables where its file leaves them unset.
 
-    sbatch lets those variables override a script, so they are written into the script and hidden from sbatch (see `sbatch`).
+    For sbatch these variables override the script, so they are written into the script and removed from its environment (see `sbatch`).
     """
     found = {
         name: environment[variable]
@@ -59,7 +59,7 @@ def with_environment(cluster: ClusterConfig, environment: Mapping[str, str]) -> 
 
 
 def training_job(config: Config, cluster: ClusterConfig, shape: JobShape, by: Submitter, *, preflight: bool = True) -> Job:
-    """Describe the job that trains a config (whose run directory is absolute)."""
+    """Return the job that trains a config (whose run directory is absolute)."""
     run_dir = config.directory
     number = places.next_submission(run_dir)
     return Job(
@@ -82,7 +82,7 @@ def training_job(config: Config, cluster: ClusterConfig, shape: JobShape, by: Su
 
 
 def interpreter(cluster: ClusterConfig, own: str) -> str:
-    """Return the Python of a job's tasks."""
+    """Return the Python interpreter of a job's tasks."""
     software = cluster.software
     return software.python or ("python3" if software.container else own)
 
@@ -104,7 +104,7 @@ def write(job: Job, config: Config | None) -> Path:
 
 
 def sbatch(script: Path, environment: Mapping[str, str], options: Sequence[str] = ()) -> tuple[str, str | None]:
-    """Submit a script; return job id and, in a federation, the Slurm cluster. Raises UserError with sbatch's own words."""
+    """Submit a script; return job id and, in a federation, the Slurm cluster. Raises UserError with sbatch's message."""
     if shutil.which("sbatch", path=environment.get("PATH")) is None:
         raise UserError(f"sbatch is not on PATH: submit on a login node of the cluster; the script is {script}")
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
@@ -113,7 +113,7 @@ def sbatch(script: Path, environment: Mapping[str, str], options: Sequence[str] 
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise UserError(f"sbatch gave no answer in {SBATCH_TIMEOUT_S} s; `squeue --me` says whether the job is there") from None
+        raise UserError(f"sbatch did not return within {SBATCH_TIMEOUT_S} s; `squeue --me` shows whether the job was submitted") from None
     if done.returncode:
         reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise UserError(f"sbatch refused the job: {reason}; the script is {script}")
@@ -121,12 +121,12 @@ def sbatch(script: Path, environment: Mapping[str, str], options: Sequence[str] 
     return job, slurm_cluster or None
 
 
-def refuse_second_job(run_dir: Path, ask: Callable[[str, str | None], Sequence[JobState]] = job_states) -> None:
-    """Raise UserError when a job of this run waits or runs: two jobs would write into one run directory."""
+def refuse_second_job(run_dir: Path, query: Callable[[str, str | None], Sequence[JobState]] = job_states) -> None:
+    """Raise UserError if a job of this run is pending or running: two jobs must not write into one run directory."""
     if not (places.slurm_directory(run_dir) / places.JOBS_FILE).exists():
         return
     for record in places.read_jobs(run_dir):
-        for state in ask(record.job, record.slurm_cluster):
+        for state in query(record.job, record.slurm_cluster):
             if not state.ended:
                 raise UserError(f"job {state.job} of {run_dir} is {state.state}: `ridge cancel` it first, or choose another run_dir")
 
@@ -137,7 +137,7 @@ def submit(job: Job, config: Config, by: Submitter, details: Mapping[str, Any]) 
 
 
 def hand_over(script: Path, job: Job, by: Submitter, *, kind: str, details: Mapping[str, Any], options: Sequence[str] = ()) -> str:
-    """Give a written script to sbatch and record the job; return its id."""
+    """Submit a written script and record the job; return its id."""
     number, slurm_cluster = sbatch(script, by.environment, options)
     record = places.JobRecord(
         job=number,

@@ -1,4 +1,4 @@
-"""Times and sizes as Slurm writes them."""
+"""Times and memory sizes in Slurm's notation."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def parse_time_s(text: str, what: str) -> int | None:
         return None
     match = _TIME.fullmatch(text.strip())
     if match is None:
-        raise UserError(f"{what} '{text}' is no time as Slurm writes it ({TIME_FORMS})")
+        raise UserError(f"{what} '{text}' is not a Slurm time ({TIME_FORMS})")
     part = {name: int(value or 0) for name, value in match.groupdict().items()}
     hours = 24 * part["days"] + part["dh"] + part["h"]
     minutes = part["dm"] + part["hm"] + part["m"]
     total_s = 3600 * hours + 60 * minutes + part["ds"] + part["hs"] + part["ms"]
     if total_s == 0:
-        raise UserError(f"{what} '{text}': a job needs some time")
+        raise UserError(f"{what} '{text}': must be positive")
     return total_s
 
 
 def format_time(seconds: int) -> str:
-    """Write seconds as HH:MM:SS, from a day on as D-HH:MM:SS."""
+    """Format seconds as HH:MM:SS, from one day on as D-HH:MM:SS."""
     days, rest = divmod(seconds, 86400)
     clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock
 
 
 def parse_memory_bytes(text: str, what: str) -> int | None:
-    """Return the bytes of a Slurm memory size (mebibytes without a suffix); None for 0, all of the node. Raises UserError."""
+    """Return the bytes of a Slurm memory size (no suffix: MiB); None for 0, all memory of the node. Raises UserError."""
     match = _MEMORY.fullmatch(text.strip())
     if match is None:
-        raise UserError(f"{what} '{text}' is no size as Slurm writes it (such as 480G, 500000M, or 0 for all of the node)")
+        raise UserError(f"{what} '{text}' is not a Slurm memory size (such as 480G, 500000M, or 0 for all of the node)")
     return int(match[1]) * _BYTES[match[2].upper()] or None

@@ -1,0 +1,1 @@
+"""Trials of sweeps and studies."""

@@ -1,140 +1,122 @@
-"""The trials of a study on disk: which run each is, what is still to do, and what came of those that were made.
+"""The trials of a sweep or a study on disk: where each keeps its files, the state of its job, how far it is, why it failed.
 
-OUTPUT/runs/<trial>        run directories
-OUTPUT/configs/<trial>.yaml  the resolved config of each
-OUTPUT/logs/<trial>.log    what it printed (on this machine; a Slurm job's log is in its run directory)
-OUTPUT/failures/<trial>.json  why it failed
-
-A trial that was interrupted starts anew: a resumed run would measure two starts. Finished and failed ones stay as they are.
+A `Layout` declares the files; everything else is common to both. `ridge sweep` (sweep.py) and the studies of `ridge scale` and
+`ridge bench sweep` (study.py) differ in the layout, in how a trial is named, and in which trials run again.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.diff import diff
-from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import from_resolved
 from ridgeline.configs.schema import Config
-from ridgeline.explain.diagnosis.several import drift
-from ridgeline.explain.study.measured import MeasuredRun, read_measured
+from ridgeline.launch.slurm.state import FORGOTTEN, JobState, job_states
+from ridgeline.rundir import jobs as places
+from ridgeline.rundir.directory import METRICS_FILE
+from ridgeline.rundir.jobs import JobRecord
+from ridgeline.rundir.jsonl import read_last_jsonl
+from ridgeline.rundir.progress import run_progress
 
-LEAST_WINDOWS = 8
-"""Log lines a trial should have: the first is warm-up, the scatter of the others is its noise."""
+FINISHED = "finished"
+MISSING = "not submitted"
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One scale or one value of a sweep, before repeats."""
-
-    name: str
-    """As in devices-4: the name of its trials."""
-    config: Config | None
-    """None: it cannot run, `refusal` says why."""
-    devices: int
-    nodes: int | None = None
-    refusal: str | None = None
+Query = Callable[[str, str | None], Sequence[JobState]]
+"""(job id, Slurm cluster) -> its state, for an array one per task; `job_states`, unless a test replaces it."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One run of a setting."""
+class Layout:
+    """Files of a trial below the root directory; `{name}` stands for the trial's name."""
 
-    name: str
-    setting: Setting
-    config: Config
+    run: str
+    """Run directory."""
+    config: str
+    """Config it was trained with."""
+    array: bool
+    """True: Slurm job arrays over many trials, recorded in the root. False: one job per trial, recorded in its run directory."""
+    log: str | None = None
+    """Output of a trial on this machine; None: trials run only through Slurm."""
+    failure: str | None = None
+    """Why a trial failed; None: not stored, a failed trial runs again."""
+
+
+STUDY = Layout("runs/{name}", "configs/{name}.yaml", array=False, log="logs/{name}.log", failure="failures/{name}.json")
+SWEEP = Layout("{name}", "{name}/config.yaml", array=True)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of the trials of a setting."""
+class Status:
+    """State and results of a trial so far."""
 
-    runs: tuple[MeasuredRun, ...]
-    failures: tuple[str, ...]
+    state: str
+    """finished, not submitted, a state of Slurm in lower case, or what is wrong with its files."""
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    """Training loss of the last log line."""
+    evaluations: Mapping[str, float] | None = None
+    """Evaluation set -> its last loss."""
+    tokens_per_s: float | None = None
+    restarts: int | None = None
+    exit_code: int | None = None
+    busy: bool = False
+    """Pending or running."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step was reached."""
+        return self.state == FINISHED
 
 
-class Trials:
-    """The trials of a study directory.
+class TrialFiles:
+    """The files of the trials in one directory."""
 
-    Raises:
-      UserError: the directory holds trials of another config.
-    """
+    def __init__(self, root: Path, layout: Layout) -> None:
+        self.root, self.layout = root, layout
 
-    def __init__(self, output: Path, settings: Sequence[Setting], repeats: int, varied: Sequence[str]) -> None:
-        """`varied`: key prefixes in which settings may differ."""
-        self.output, self.settings = output.absolute(), settings
-        self._varied = tuple(varied)
-        self.trials = [self._trial(s, s.config, repeat) for repeat in range(1, repeats + 1) for s in settings if s.config is not None]
-        self._check()
+    def run_dir(self, name: str) -> Path:
+        """Return the run directory of a trial."""
+        return self.root / self.layout.run.format(name=name)
 
-    def _trial(self, setting: Setting, config: Config, repeat: int) -> Trial:
-        """Repeats come one after the other over all settings, so that a machine that slows down does not spoil one setting alone."""
-        name = f"{setting.name}.{repeat}"
-        return Trial(name, setting, with_own(config, f"{config.name}-{name}", self.output / "runs" / name))
+    def config_file(self, name: str) -> Path:
+        """Return the config file of a trial."""
+        return self.root / self.layout.config.format(name=name)
 
-    def _check(self) -> None:
-        """Refuse what would compare different work: settings that differ in more than what is varied, or a directory of another study."""
-        wanted = {trial.name: trial.config for trial in self.trials}
-        stored = {file.stem: from_resolved(file) for file in sorted((self.output / "configs").glob("*.yaml"))}
-        for name, config in wanted.items():
-            if name in stored and (changed := [key for key, *_ in diff(stored[name], config)]):
-                raise UserError(f"{self.output} holds {name} with another config ({', '.join(changed)}): choose another --output")
-        self._refuse_drift(list(wanted.values()), "the settings of this study")
-        self._refuse_drift([*wanted.values(), *stored.values()], f"{self.output} and this study")
+    def log_file(self, name: str) -> Path:
+        """Return the file for a trial's output, its directory created."""
+        assert self.layout.log is not None
+        return _in_new_directory(self.root / self.layout.log.format(name=name))
 
-    def _refuse_drift(self, configs: Sequence[Config], whose: str) -> None:
-        others = [key for key in drift(configs) if not key.startswith(self._varied)] if configs else []
-        if others:
-            raise UserError(f"{whose} differ in more than {', '.join(self._varied)}: {', '.join(others)}; a study changes one thing")
+    def names(self, pattern: str = "*") -> list[str]:
+        """Return the sorted names of the trials that have a config file."""
+        before, _, after = self.layout.config.partition("{name}")
+        found = (str(path.relative_to(self.root)) for path in self.root.glob(self.layout.config.format(name=pattern)))
+        return sorted(path.removeprefix(before).removesuffix(after) for path in found)
 
-    def to_do(self) -> list[Trial]:
-        """Return the trials that neither finished nor failed."""
-        return [trial for trial in self.trials if self.failure(trial) is None and self.measured(trial) is None]
+    def config(self, name: str) -> Config:
+        """Return the config that a trial was trained with. Raises UserError."""
+        return from_resolved(self.config_file(name))
 
-    def prepare(self, trial: Trial) -> Path:
-        """Clear what an interrupted trial left, write its config and return that file."""
-        shutil.rmtree(trial.config.directory, ignore_errors=True)
-        path = self.output / "configs" / f"{trial.name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_yaml(trial.config), encoding="utf-8")
-        return path
+    def changes(self, name: str, config: Config) -> dict[str, tuple[Any, Any]]:
+        """Return key -> (stored, wanted) of the keys in which a config differs from the stored one."""
+        return {key: (stored, wanted) for key, stored, wanted in diff(self.config(name), config)}
 
-    def log(self, trial: Trial) -> Path:
-        """Return the file of what a trial prints."""
-        path = self.output / "logs" / f"{trial.name}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+    def record_failure(self, name: str, reason: str, **facts: Any) -> None:
+        """Store why a trial failed."""
+        path = _in_new_directory(self._failure_file(name))
+        path.write_text(json.dumps({"trial": name, "reason": reason, **facts}, indent=1) + "\n", encoding="utf-8")
 
-    def measured(self, trial: Trial, warmup_steps: int | None = None) -> MeasuredRun | None:
-        """Return what a finished trial measured; None for one that is not."""
-        try:
-            return read_measured(trial.config.directory, warmup_steps=warmup_steps)
-        except UserError:
+    def failure(self, name: str) -> str | None:
+        """Return why a trial failed; None without a stored failure. Raises UserError for an unreadable file."""
+        if self.layout.failure is None:
             return None
-
-    def why_unmeasured(self, trial: Trial) -> str:
-        """Say why a trial that ended well has no figures."""
-        try:
-            read_measured(trial.config.directory)
-        except UserError as error:
-            return str(error)
-        raise AssertionError(f"{trial.name} is measured")
-
-    def record_failure(self, trial: Trial, reason: str, **facts: Any) -> None:
-        """Remember why a trial failed."""
-        path = self.output / "failures" / f"{trial.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"trial": trial.name, "reason": reason, **facts}, indent=1) + "\n", encoding="utf-8")
-
-    def failure(self, trial: Trial) -> str | None:
-        """Return why a trial failed; None for one that did not."""
-        path = self.output / "failures" / f"{trial.name}.json"
+        path = self._failure_file(name)
         try:
             return str(json.loads(path.read_bytes())["reason"])
         except FileNotFoundError:
@@ -142,46 +124,72 @@ class Trials:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
 
-    def forget_failures(self) -> None:
-        """Have failed trials made again."""
-        for trial in self.trials:
-            (self.output / "failures" / f"{trial.name}.json").unlink(missing_ok=True)
+    def forget_failure(self, name: str) -> None:
+        """Remove a stored failure, so that the trial runs again."""
+        self._failure_file(name).unlink(missing_ok=True)
 
-    def outcome(self, setting: Setting, warmup_steps: int | None = None) -> Outcome:
-        """Return what came of a setting so far, repeats that an earlier call made included."""
-        mine = [trial for trial in self.trials if trial.setting is setting]
-        if setting.config is not None:
-            more = range(len(mine) + 1, 1 + len(list((self.output / "configs").glob(f"{setting.name}.*.yaml"))))
-            mine += [self._trial(setting, setting.config, repeat) for repeat in more]
-        runs = [run for trial in mine if (run := self.measured(trial, warmup_steps)) is not None]
-        reasons = [] if setting.refusal is None else [setting.refusal]
-        reasons += [reason for trial in mine if (reason := self.failure(trial)) is not None]
-        return Outcome(tuple(runs), tuple(reasons))
+    def _failure_file(self, name: str) -> Path:
+        assert self.layout.failure is not None
+        return self.root / self.layout.failure.format(name=name)
+
+    def jobs(self, name: str) -> list[JobRecord]:
+        """Return the jobs that trained a trial, oldest first; empty without any."""
+        if not self.layout.array:
+            return _recorded_jobs(self.run_dir(name))
+        return [record for record in _recorded_jobs(self.root) if int(name) in record.details["points"]]
+
+    def last_states(self, names: Iterable[str], query: Query = job_states) -> dict[str, JobState]:
+        """Return the newest job state of every trial that was submitted."""
+        found: dict[str, JobState] = {}
+        if not self.layout.array:
+            for name in names:
+                for record in self.jobs(name)[-1:]:
+                    found[name] = next(iter(query(record.job, record.slurm_cluster)), JobState(record.job, FORGOTTEN))
+            return found
+        by_index = {int(name): name for name in names}
+        for record in _recorded_jobs(self.root):
+            for state in query(record.job, record.slurm_cluster):
+                indices = record.details["points"] if state.task is None else [state.task]
+                found |= {by_index[index]: state for index in indices if index in by_index}
+        return found
+
+    def status(self, name: str, job: JobState | None) -> Status:
+        """Return how far a trial is. Damaged files of the run are reported as its state.
+
+        job: state of its newest job; None: never submitted.
+        """
+        run_dir = self.run_dir(name)
+        try:
+            progress = run_progress(run_dir)
+            metrics = read_last_jsonl(run_dir / METRICS_FILE)
+        except UserError as error:
+            return Status(f"unreadable: {error}")
+        evaluations: dict[str, float] = {}
+        for record in metrics:
+            evaluations |= {key.split("/")[1]: value for key, value in record.items() if key.startswith("eval/") and key.endswith("/loss")}
+        return Status(
+            state=FINISHED if progress.finished else _state_name(job),
+            step=progress.step,
+            steps=progress.steps,
+            loss=progress.loss,
+            evaluations=evaluations,
+            tokens_per_s=progress.tokens_per_s,
+            restarts=max(0, progress.starts - 1) if progress.starts else None,
+            exit_code=job.exit_code if job is not None else None,
+            busy=job is not None and not job.ended,
+        )
 
 
-def known_numbers(output: Path, prefix: str) -> list[int]:
-    """Return the numbers of the settings PREFIX-NUMBER that a study directory has trials of."""
-    stems = [file.stem.rpartition(".")[0] for file in (output / "configs").glob(f"{prefix}-*.yaml")]
-    return sorted({int(stem.removeprefix(f"{prefix}-")) for stem in stems if stem.removeprefix(f"{prefix}-").isdecimal()})
+def _state_name(job: JobState | None) -> str:
+    if job is None:
+        return MISSING
+    return "not finished" if job.state == FORGOTTEN else job.state.lower()
 
 
-def setting_of(name: str, devices: int, make: Callable[[], Config], nodes: int | None = None) -> Setting:
-    """Make a setting; a config that breaks a rule at this scale is a setting that cannot run."""
-    try:
-        return Setting(name, make(), devices, nodes)
-    except UserError as error:
-        return Setting(name, None, devices, nodes, refusal=" ".join(str(error).split()))
+def _recorded_jobs(directory: Path) -> list[JobRecord]:
+    return places.read_jobs(directory) if (places.slurm_directory(directory) / places.JOBS_FILE).exists() else []
 
 
-def with_own(config: Config, name: str, run_dir: Path) -> Config:
-    """Return the config under another name and run directory."""
-    return config.model_copy(update={"name": name, "run_dir": run_dir})
-
-
-def with_enough_lines(config: Config) -> Config:
-    """Return the config with a log line often enough to tell warm-up from the rest: the same at every scale."""
-    trainer = config.trainer
-    if trainer.steps // trainer.log_every >= LEAST_WINDOWS:
-        return config
-    every = max(1, trainer.steps // LEAST_WINDOWS)
-    return config.model_copy(update={"trainer": trainer.model_copy(update={"log_every": every})})
+def _in_new_directory(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

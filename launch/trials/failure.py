@@ -1,4 +1,4 @@
-"""Why a run failed, in words, from what it printed and how it ended."""
+"""Reason of a failed run, from its output and exit code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|CUDA_ERROR_OUT_OF_MEMORY
 _OWN = re.compile(r"ridge(?: \w+)?: (?:error|stopped): (.*)")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Failure|Interrupt): .*")
 _CODES = {
-    exit_codes.HANG: "hung: the watchdog ended it",
+    exit_codes.HANG: "hang: no progress, ended by the watchdog",
     exit_codes.LOST_PEER: "another process of the run was lost",
-    exit_codes.BAD_NODE: "a node was found unfit",
+    exit_codes.BAD_NODE: "a node failed the preflight",
     exit_codes.NUMERICAL_FAILURE: "too many non-finite steps",
     exit_codes.SAVE_FAILURE: "checkpoints could not be written",
 }
 SIGKILL_CODE = 137
 
 
-def failure_words(log: Path, code: int) -> str:
-    """Say why a run ended with a code: memory first, then its own last words, then the last exception, then the code."""
+def failure_reason(log: Path, code: int) -> str:
+    """Return the reason in one line: out of memory, else ridge's last error, else the last exception, else the exit code."""
     lines = [re.sub(r"^ *\d+: ", "", line).strip() for line in _tail(log)]
     memory = next((line for line in lines if _MEMORY.search(line)), None)
     if memory is not None:
@@ -37,8 +37,8 @@ def failure_words(log: Path, code: int) -> str:
     if code in _CODES:
         return _CODES[code]
     if code in (SIGKILL_CODE, -9):
-        return "killed (signal 9): out of host memory?"
-    return f"ended with exit code {code}"
+        return "killed by signal 9, possibly out of host memory"
+    return f"exit code {code}"
 
 
 def _tail(log: Path) -> list[str]:

@@ -1,6 +1,6 @@
-"""Trials on this machine, one after the other, on virtual CPU devices or the first GPUs; one process, or several by `ridge launch`.
+"""Run the trials of a study on this machine, one after another, on virtual CPU devices or the first GPUs.
 
-Ctrl-C and SIGTERM end the running trial; those that are finished stay.
+A trial is one process, or several through `ridge launch`. Ctrl-C and SIGTERM end the running trial; finished trials are kept.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from pathlib import Path
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster.devices import VISIBLE, gpus_present
-from ridgeline.launch.slurm.progress import run_progress
-from ridgeline.launch.trials.engine import Trial, Trials
-from ridgeline.launch.trials.failure import failure_words
+from ridgeline.launch.trials.failure import failure_reason
+from ridgeline.launch.trials.study import Trial, Trials
+from ridgeline.rundir.progress import run_progress
 
 POLL_S = 0.2
-TELL_EVERY_S = 5.0
+REPORT_EVERY_S = 5.0
 GRACE_S = 20.0
-"""Between asking an interrupted trial to end and killing it."""
+"""Between SIGTERM and SIGKILL for an interrupted trial."""
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
 
 
 def on_cpu(config: Config, env: Mapping[str, str]) -> bool:
-    """Whether a run of this config on this machine uses CPU devices."""
+    """Return whether a run of this config on this machine uses CPU devices."""
     if config.runtime.platform != "auto":
         return config.runtime.platform == "cpu"
     return env.get("JAX_PLATFORMS", "").split(",")[0] == "cpu" or gpus_present() is None
 
 
 def check_devices_here(devices: int) -> None:
-    """Refuse more GPUs than there are. Raises UserError."""
+    """Raise UserError if this machine has fewer GPUs."""
     present = gpus_present() or 0
     if devices > present:
-        raise UserError(f"{devices} devices: this machine shows {present} GPU(s)")
+        raise UserError(f"{devices} devices: this machine has {present} GPU(s)")
 
 
 def environment(env: Mapping[str, str], devices: int, cpu: bool) -> dict[str, str]:
     """Return the variables of a trial on this many devices."""
     own = {**env, "PYTHONUNBUFFERED": "1"}
     if cpu:
-        flags = _DEVICE_COUNT.sub("", own.get("XLA_FLAGS", "")).strip()  # runtime.cpu_devices says how many there are
+        flags = _DEVICE_COUNT.sub("", own.get("XLA_FLAGS", "")).strip()  # runtime.cpu_devices sets their number
         return {**own, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     visible = [entry for entry in own.get(VISIBLE, "").split(",") if entry] or [str(i) for i in range(gpus_present() or 0)]
     return {**own, VISIBLE: ",".join(visible[:devices])}
@@ -60,21 +60,21 @@ def command(config_file: Path, processes: int) -> list[str]:
     return [sys.executable, "-m", "ridgeline", "launch", "--processes", str(processes), str(config_file)]
 
 
-def run_all(trials: Trials, *, processes: Callable[[Trial], int], cpu: bool, say: Callable[[str], None]) -> None:
-    """Make every trial that is missing. Raises KeyboardInterrupt after ending the running one when asked to stop."""
+def run_all(trials: Trials, *, processes: Callable[[Trial], int], cpu: bool, log: Callable[[str], None]) -> None:
+    """Run every missing trial. On Ctrl-C or SIGTERM: end the running trial and raise KeyboardInterrupt."""
     todo = trials.to_do()
     if len(todo) < len(trials.trials):
-        say(f"{len(trials.trials) - len(todo)} of {len(trials.trials)} runs are there already")
-    with _asked_to_stop():
+        log(f"{len(trials.trials) - len(todo)} of {len(trials.trials)} runs are finished")
+    with _sigterm_as_interrupt():
         for number, trial in enumerate(todo, 1):
-            _run(trials, trial, processes(trial), cpu, say, f"[{number}/{len(todo)}] {trial.name}")
+            _run(trials, trial, processes(trial), cpu, log, f"[{number}/{len(todo)}] {trial.name}")
 
 
-def _run(trials: Trials, trial: Trial, processes: int, cpu: bool, say: Callable[[str], None], label: str) -> None:
-    file, log = trials.prepare(trial), trials.log(trial)
-    say(f"{label}: starting")
+def _run(trials: Trials, trial: Trial, processes: int, cpu: bool, log: Callable[[str], None], label: str) -> None:
+    file, output = trials.prepare(trial), trials.files.log_file(trial.name)
+    log(f"{label}: starting")
     begin_s = time.monotonic()
-    with log.open("wb") as stream:
+    with output.open("wb") as stream:
         process = subprocess.Popen(
             command(file, processes),
             env=environment(os.environ, trial.setting.devices, cpu),
@@ -84,30 +84,29 @@ def _run(trials: Trials, trial: Trial, processes: int, cpu: bool, say: Callable[
             start_new_session=True,
         )
         try:
-            code = _wait(process, lambda: _progress(trial), lambda words: say(f"{label}: {words}"))
+            code = _wait(process, lambda: _progress(trial), lambda text: log(f"{label}: {text}"))
         except BaseException:
             _end(process)
             raise
     took_s = time.monotonic() - begin_s
     if code == 0 and trials.measured(trial) is not None:
-        say(f"{label}: finished in {took_s:.1f} s")
+        log(f"{label}: finished in {took_s:.1f} s")
         return
-    reason = failure_words(log, code) if code else trials.why_unmeasured(trial)
-    trials.record_failure(trial, reason, exit_code=code, log=str(log))
-    say(f"{label}: failed after {took_s:.1f} s: {reason}")
+    reason = trials.record_failure(trial, failure_reason(output, code) if code else None, exit_code=code, log=str(output))
+    log(f"{label}: failed after {took_s:.1f} s: {reason}")
 
 
-def _wait(process: subprocess.Popen[bytes], progress: Callable[[], str | None], tell: Callable[[str], None]) -> int:
-    """Wait for a process; tell its progress now and then, when there is news."""
-    asked_s, told = time.monotonic(), None
+def _wait(process: subprocess.Popen[bytes], progress: Callable[[], str | None], report: Callable[[str], None]) -> int:
+    """Wait for a process; report changes of its progress every REPORT_EVERY_S."""
+    checked_s, reported = time.monotonic(), None
     while (code := process.poll()) is None:
         time.sleep(POLL_S)
-        if time.monotonic() - asked_s >= TELL_EVERY_S:
-            asked_s = time.monotonic()
-            news = progress()
-            if news is not None and news != told:
-                told = news
-                tell(news)
+        if time.monotonic() - checked_s >= REPORT_EVERY_S:
+            checked_s = time.monotonic()
+            now = progress()
+            if now is not None and now != reported:
+                reported = now
+                report(now)
     return code
 
 
@@ -117,7 +116,7 @@ def _progress(trial: Trial) -> str | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a trial and what it started; its run is made anew by the next call, so nothing of it is worth waiting for."""
+    """End a trial and its child processes. The next call starts it from the beginning, so it need not save."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -127,8 +126,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[None]:
-    """Turn SIGTERM into what Ctrl-C is, while the trials run."""
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C while the trials run."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt

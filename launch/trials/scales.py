@@ -1,4 +1,4 @@
-"""The settings of a scaling study: one axis of the mesh grows, and with it the batch in weak scaling."""
+"""Settings of a scaling study: one mesh axis grows; in weak scaling the batch size grows in proportion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
@@ -15,7 +14,8 @@ from ridgeline.configs.load import load
 from ridgeline.configs.mesh import WORKING_AXES
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
-from ridgeline.launch.trials.engine import Setting, setting_of, with_enough_lines
+from ridgeline.explain.study.document import Prediction
+from ridgeline.launch.trials.study import Setting, setting_of, with_enough_lines
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.hardware import find_hardware
 from ridgeline.planner.step_time import step_time
@@ -26,7 +26,7 @@ VARIED_WEAK = (*VARIED, "data.batch_size")
 
 @dataclass(frozen=True)
 class Asked:
-    """A study as it was asked for."""
+    """Request for a scaling study."""
 
     config: str
     overrides: tuple[str, ...]
@@ -37,29 +37,18 @@ class Asked:
 
     @property
     def base(self) -> Config:
-        """The config as it is, without scale. Raises UserError."""
+        """The config without a scale. Raises UserError."""
         return load(self.config, self.overrides).config
 
 
-def parse_counts(text: str, option: str) -> list[int]:
-    """Read `1,2,4`. Raises UserError for anything else, and for a number that is there twice."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise UserError(f"{option} {text}: whole numbers from 1 on separated by commas, as in 1,2,4,8")
-    counts = sorted(int(part) for part in parts)
-    if len(set(counts)) < len(counts):
-        raise UserError(f"{option} {text}: a scale is there twice; repeats are asked for with --repeats")
-    return counts
-
-
 def growing_axis(config: Config, asked: str | None) -> str:
-    """Return the mesh axis that grows. Raises UserError when another one takes the devices that are left."""
+    """Return the mesh axis that grows. Raises UserError if another axis is -1."""
     sizes = config.mesh.sizes
     wild = next((axis for axis, size in sizes.items() if size == -1), None)
     if asked is None:
         return wild if wild in WORKING_AXES and wild is not None else "data" if sizes["data"] > 1 else "fsdp"
     if wild is not None and wild != asked:
-        raise UserError(f"--axis {asked}: mesh.{wild}=-1 takes the devices that are left; give mesh.{wild}=1 as well")
+        raise UserError(f"--axis {asked}: mesh.{wild}=-1 already takes all remaining devices; add mesh.{wild}=1")
     return asked
 
 
@@ -70,16 +59,16 @@ def settings_of(
     per_process: Callable[[int], int] | None = None,
     nodes: Mapping[int, int] | None = None,
 ) -> list[Setting]:
-    """Return a setting per scale; scales that the config or the machine cannot run say why.
+    """Return a setting per scale; a scale that cannot run has its reason in `refusal`.
 
     Args:
-      asked: the study.
-      check: raises UserError for a scale that the machine does not have.
-      per_process: devices -> those of one process, where they are virtual ones, whose number the config says; raises UserError as `check`.
-      nodes: scale -> nodes, through Slurm.
+      asked: the request.
+      check: raises UserError for a scale that exceeds the machine.
+      per_process: devices -> devices per process, for virtual devices (runtime.cpu_devices); raises UserError like `check`.
+      nodes: scale -> nodes, for Slurm.
 
     Raises:
-      UserError: the config itself is wrong.
+      UserError: the config is invalid at every scale.
     """
     base = asked.base
     axis = growing_axis(base, asked.axis)
@@ -89,14 +78,14 @@ def settings_of(
         check(devices)
         others = math.prod(size for name, size in base.mesh.sizes.items() if name != axis)
         if devices % others:
-            raise UserError(f"{devices} devices do not divide over the other mesh axes ({others} devices)")
+            raise UserError(f"{devices} devices are not a multiple of the other mesh axes ({others} devices)")
         changes = [f"mesh.{axis}={devices // others}"]
         if per_process is not None:
             changes.append(f"runtime.cpu_devices={per_process(devices)}")
         if asked.weak:
             batch, rest = divmod(base.data.batch_size * devices, smallest)
             if rest:
-                raise UserError(f"data.batch_size={base.data.batch_size} of {smallest} devices cannot be scaled to {devices}")
+                raise UserError(f"data.batch_size={base.data.batch_size} at {smallest} devices cannot be scaled to {devices}")
             changes.append(f"data.batch_size={batch}")
         config = load(asked.config, [*asked.overrides, *changes]).config
         check_devices(config, devices)
@@ -108,10 +97,10 @@ def settings_of(
     ]
 
 
-def prediction(config: Config, devices: int, kind: str, cluster: ClusterConfig | None, calibration: Calibration) -> dict[str, Any]:
-    """Return what the planner expects of a scale on devices of a kind (as JAX names them), or why it cannot say."""
+def prediction(config: Config, devices: int, kind: str, cluster: ClusterConfig | None, calibration: Calibration) -> Prediction:
+    """Return the planner's prediction for a scale, or the reason of its absence as `why_none`. `kind`: device kind as JAX names it."""
     if cluster is None:
-        return {"why_none": "no cluster file says what the devices are (--cluster, or --predict for runs on this machine)"}
+        return {"why_none": "no cluster file describes the devices (--cluster, or --predict for runs on this machine)"}
     device = find_hardware(kind)
     if (kind.lower() if device is None else device.name) != cluster.device:
         return {"why_none": f"{cluster.name} has {cluster.device} devices, these runs used '{kind}'", "cluster": cluster.name}

@@ -1,12 +1,12 @@
-"""Trials through Slurm: every missing one submitted as a job of its own, then waited for.
+"""Run the trials of a study through Slurm: submit a job for every missing trial and wait for all jobs.
 
-A trial whose job still waits or runs is not submitted again: the wait may be broken off with Ctrl-C and taken up by the same command.
+A trial whose job is pending or running is not submitted again, so the wait can be interrupted with Ctrl-C and resumed by the same command.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,14 +15,15 @@ from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.launch.slurm import filesystems, lint, shape
 from ridgeline.launch.slurm import submit as jobs
-from ridgeline.launch.slurm.progress import run_progress
 from ridgeline.launch.slurm.state import FORGOTTEN, JobState, job_states
-from ridgeline.launch.trials.engine import Trial, Trials
-from ridgeline.launch.trials.failure import failure_words
+from ridgeline.launch.trials.engine import Query
+from ridgeline.launch.trials.failure import failure_reason
+from ridgeline.launch.trials.study import Trial, Trials
 from ridgeline.rundir import jobs as places
+from ridgeline.rundir.progress import run_progress
 
 POLL_S = 3.0
-TELL_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -33,46 +34,47 @@ class Site:
     time: str | None
     preflight: bool
     at_once: int | None
-    """Jobs that may wait or run at once; None: all."""
+    """Most jobs that are pending or running at the same time; None: no limit."""
 
 
 def run_all(
     trials: Trials,
     site: Site,
-    say: Callable[[str], None],
-    ask: Callable[[str, str | None], Sequence[JobState]] = job_states,
+    log: Callable[[str], None],
+    query: Query = job_states,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Submit what is missing and wait until every trial has ended. Ctrl-C ends the waiting, not the jobs."""
-    waiting = {trial.name: trial for trial in trials.to_do() if (state := _state(trial, ask)) is not None and not state.ended}
-    todo = [trial for trial in trials.to_do() if trial.name not in waiting]
-    done = len(trials.trials) - len(todo) - len(waiting)
+    """Submit the missing trials and wait until every trial has ended. Ctrl-C ends the wait, not the jobs."""
+    missing = trials.to_do()
+    states = trials.files.last_states([trial.name for trial in missing], query)
+    waiting = {trial.name: trial for trial in missing if trial.name in states and not states[trial.name].ended}
+    todo = [trial for trial in missing if trial.name not in waiting]
+    done = len(trials.trials) - len(missing)
     if done or waiting:
-        say(f"{done} of {len(trials.trials)} runs are there already, {len(waiting)} more wait or run")
-    told: dict[str, str] = {}
+        log(f"{done} of {len(trials.trials)} runs are finished, {len(waiting)} more are pending or running")
+    reported: dict[str, str] = {}
     slept_s = 0.0
     while todo or waiting:
         while todo and (site.at_once is None or len(waiting) < site.at_once):
             trial = todo.pop(0)
-            say(f"{trial.name}: job {_submit(trials, trial, site)} submitted")
+            log(f"{trial.name}: job {_submit(trials, trial, site)} submitted")
             waiting[trial.name] = trial
         for name, trial in list(waiting.items()):
-            state = _state(trial, ask)
-            assert state is not None
-            words = _words(trial, state)
-            if words != told.get(name) and (state.ended or slept_s >= TELL_EVERY_S or name not in told):
-                say(f"{name}: {words}")
-                told[name] = words
+            state = trials.files.last_states([name], query)[name]
+            text = _describe(trial, state)
+            if text != reported.get(name) and (state.ended or slept_s >= REPORT_EVERY_S or name not in reported):
+                log(f"{name}: {text}")
+                reported[name] = text
             if state.ended:
                 del waiting[name]
-                _settle(trials, trial, state, say)
+                _record_end(trials, trial, state, log)
         if waiting:
-            slept_s = slept_s + POLL_S if slept_s < TELL_EVERY_S else 0.0
+            slept_s = slept_s + POLL_S if slept_s < REPORT_EVERY_S else 0.0
             sleep(POLL_S)
 
 
 def _submit(trials: Trials, trial: Trial, site: Site) -> str:
-    """Submit one trial; return its job id. Raises UserError when Slurm or the checks before it refuse."""
+    """Submit one trial; return its job id. Raises UserError if Slurm or the checks before it refuse the job."""
     assert trial.setting.nodes is not None
     trials.prepare(trial)
     config = shape.placed(trial.config, site.cluster)
@@ -88,30 +90,22 @@ def _mounts() -> list[filesystems.Mount]:
     return filesystems.read_mounts(Path("/proc/mounts").read_text())
 
 
-def _state(trial: Trial, ask: Callable[[str, str | None], Sequence[JobState]]) -> JobState | None:
-    """Return the state of a trial's job; None when it was never submitted."""
-    if not (places.slurm_directory(trial.config.directory) / places.JOBS_FILE).exists():
-        return None
-    record = places.read_jobs(trial.config.directory)[-1]
-    return next(iter(ask(record.job, record.slurm_cluster)), JobState(record.job, FORGOTTEN))
-
-
-def _words(trial: Trial, state: JobState) -> str:
+def _describe(trial: Trial, state: JobState) -> str:
     if state.state in ("PENDING", "CONFIGURING"):
-        return f"job {state.job} waits ({state.reason})" if state.reason else f"job {state.job} waits"
+        return f"job {state.job} is pending" + (f" ({state.reason})" if state.reason else "")
     now = run_progress(trial.config.directory)
     where = "starting" if now.step is None else f"step {now.step} of {trial.config.trainer.steps}"
     return f"job {state.job} {state.state.lower()}, {where}"
 
 
-def _settle(trials: Trials, trial: Trial, state: JobState, say: Callable[[str], None]) -> None:
-    """Record why an ended job made no finished run. A cancelled one is missing, not failed."""
+def _record_end(trials: Trials, trial: Trial, state: JobState, log: Callable[[str], None]) -> None:
+    """Store why an ended job left no finished run. A cancelled trial counts as missing, not as failed."""
     if trials.measured(trial) is not None or state.state == "CANCELLED":
         return
-    record = places.read_jobs(trial.config.directory)[-1]
-    log = places.slurm_directory(trial.config.directory) / places.log_name(record)
-    ends = {"TIMEOUT": "the time limit ended it", "OUT_OF_MEMORY": "out of host memory", "NODE_FAIL": "a node failed"}
+    record = trials.files.jobs(trial.name)[-1]
+    log_file = places.slurm_directory(trial.config.directory) / places.log_name(record)
+    ends = {"TIMEOUT": "time limit reached", "OUT_OF_MEMORY": "out of host memory", "NODE_FAIL": "node failure"}
     ended_well = state.state in ("COMPLETED", FORGOTTEN) and not state.exit_code
-    reason = ends.get(state.state) or (trials.why_unmeasured(trial) if ended_well else failure_words(log, state.exit_code or 0))
-    trials.record_failure(trial, reason, job=state.job, state=state.state, log=str(log))
-    say(f"{trial.name}: failed: {reason}")
+    reason = ends.get(state.state) or (None if ended_well else failure_reason(log_file, state.exit_code or 0))
+    reason = trials.record_failure(trial, reason, job=state.job, state=state.state, log=str(log_file))
+    log(f"{trial.name}: failed: {reason}")

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention behind one interface: `attend` and the backends it chooses from."""
+"""Scaled dot-product attention with one interface: `attend` and its backends."""
 
 from ridgeline.models.attention.dispatch import attend, backend_names, resolve_backend
 from ridgeline.models.attention.interface import AttentionRequest

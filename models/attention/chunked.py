@@ -1,7 +1,7 @@
-"""Memory-efficient attention: online softmax over blocks of keys, nothing of size T x T ever exists.
+"""Memory-efficient attention in plain XLA: online softmax over blocks of keys; no array of size T x T exists.
 
-The forward pass keeps only the output and the log-sum-exp of each row; the backward pass recomputes the scores block by block
-(FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Blocks that the causal mask or the window hides entirely are never computed.
+The forward pass saves only the output and the log-sum-exp of each row; the backward pass recomputes the scores block by block
+(FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Blocks that the causal mask or the window masks entirely are not computed.
 Grouped queries share their key block without repeating it.
 
 Legend: B batch, T sequence (padded to whole blocks), K key/value heads, G query heads per key/value head, H head width,
@@ -21,11 +21,11 @@ from ridgeline.models.attention.interface import AttentionRequest
 from ridgeline.models.attention.masks import visible, zero_padding
 
 LOWEST = -1e30
-"""Start of the running maximum: finite, so that a row that sees nothing yet gives exp(-inf - LOWEST) = 0 and never NaN."""
+"""Initial running maximum: finite, so that a row without keys so far gives exp(-inf - LOWEST) = 0 and never NaN."""
 
 
 class Plan(NamedTuple):
-    """The static part of one call. Bounds take and return a traced block index."""
+    """The static part of one call. The bounds take and return a traced block index."""
 
     block: int
     blocks: int
@@ -33,13 +33,13 @@ class Plan(NamedTuple):
     sliding_window: int | None
 
     def first_key_block(self, query_block: jax.Array) -> jax.Array | int:
-        """Return the first block of keys that any query of the block may see."""
+        """Return the first block of keys to which any query of the block attends."""
         if self.sliding_window is None:
             return 0
         return jnp.maximum(0, query_block * self.block - self.sliding_window + 1) // self.block
 
     def end_key_block(self, query_block: jax.Array) -> jax.Array | int:
-        """Return one past the last block of keys that any query of the block may see."""
+        """Return one past the last block of keys to which any query of the block attends."""
         if self.causal:
             return query_block + 1
         if self.sliding_window is None:
@@ -47,11 +47,11 @@ class Plan(NamedTuple):
         return jnp.minimum(self.blocks, ((query_block + 1) * self.block + self.sliding_window - 2) // self.block + 1)
 
     def first_query_block(self, key_block: jax.Array) -> jax.Array | int:
-        """Return the first block of queries that may see any key of the block."""
+        """Return the first block of queries that attend to any key of the block."""
         return key_block if self.causal else self.first_key_block(key_block)
 
     def end_query_block(self, key_block: jax.Array) -> jax.Array | int:
-        """Return one past the last block of queries that may see any key of the block."""
+        """Return one past the last block of queries that attend to any key of the block."""
         return self._replace(causal=False).end_key_block(key_block)
 
 
@@ -62,7 +62,7 @@ class Chunked:
     per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Refuse nothing."""
+        """Return None: everything is supported."""
         return None
 
     def __call__(
@@ -82,7 +82,7 @@ class Chunked:
         blocks = -(-length // block)
         padding = blocks * block - length
         if padding and segment_ids_BT is None and not causal:
-            segment_ids_BT = jnp.ones((batch, length), jnp.int32)  # the keys that fill the last block must stay hidden
+            segment_ids_BT = jnp.ones((batch, length), jnp.int32)  # the padding of the last block must stay masked
         pad = [(0, 0), (0, padding), (0, 0), (0, 0)]
         q_BKGTH = jnp.pad(q_BTNH, pad).reshape(batch, -1, k_BSKH.shape[2], heads // k_BSKH.shape[2], width).transpose(0, 2, 3, 1, 4)
         k_BKTH, v_BKTH = (jnp.pad(x, pad).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
@@ -102,7 +102,7 @@ def _take(x: jax.Array, plan: Plan, index: jax.Array, dim: int) -> jax.Array:
 
 
 def _scores(plan: Plan, q_BKGQH: jax.Array, k_BKSH: jax.Array, segments_BT: jax.Array | None, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Return the scaled scores of query block i against key block j, float32 [B, K, G, Q, S], -inf where hidden."""
+    """Return the scaled scores of query block i against key block j, float32 [B, K, G, Q, S], -inf where masked."""
     scores = jnp.einsum("bkgqh,bksh->bkgqs", q_BKGQH, k_BKSH, preferred_element_type=jnp.float32) * q_BKGQH.shape[-1] ** -0.5
     within = jnp.arange(plan.block)
     mask = visible(
@@ -143,7 +143,7 @@ def _forward(
             jnp.zeros((*lead, plan.block, q_BKGTH.shape[-1]), jnp.float32),
         )
         top, total, out = jax.lax.fori_loop(plan.first_key_block(i), plan.end_key_block(i), one_key_block, start)
-        total = jnp.where(total == 0, 1.0, total)  # a row that sees nothing: output 0
+        total = jnp.where(total == 0, 1.0, total)  # a row without keys: output 0
         return (out / total[..., None]).astype(q_BKGTH.dtype), top + jnp.log(total)
 
     out, lse = jax.lax.map(one_query_block, jnp.arange(plan.blocks))
@@ -165,7 +165,7 @@ def _attend_forward(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segmen
 def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q_BKGTH, k_BKTH, v_BKTH, segments_BT, out_BKGTH, lse_BKGT = residuals
     delta_BKGT = jnp.sum(dout_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
-    # A row that sees nothing has lse = LOWEST; infinity makes its weights exactly 0.
+    # A row without keys has lse = LOWEST; infinity makes its weights exactly 0.
     lse_BKGT = jnp.where(lse_BKGT <= LOWEST / 2, jnp.inf, lse_BKGT)
     scale = q_BKGTH.shape[-1] ** -0.5
     dtype = q_BKGTH.dtype
@@ -179,7 +179,7 @@ def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple
             weights = jnp.exp(_scores(plan, q_BKGQH, k_BKSH, segments_BT, i, j) - _take(lse_BKGT, plan, i, 3)[..., None])
             dweights = jnp.einsum("bkgqh,bksh->bkgqs", dout_BKGQH, v_BKSH, preferred_element_type=jnp.float32)
             dscores = (weights * (dweights - _take(delta_BKGT, plan, i, 3)[..., None]) * scale).astype(dtype)
-            # As [H, S]: whoever sums over queries transposes the left operand on a CPU, and a block of queries is the smaller one.
+            # As [H, S]: a CPU transposes the left operand of a sum over queries, and the block of queries is the smaller operand.
             dv_BKHS += jnp.einsum("bkgqh,bkgqs->bkhs", dout_BKGQH, weights.astype(dtype), preferred_element_type=jnp.float32)
             dk_BKHS += jnp.einsum("bkgqh,bkgqs->bkhs", q_BKGQH, dscores, preferred_element_type=jnp.float32)
             dq_BKGQH = jnp.einsum("bkgqs,bksh->bkgqh", dscores, k_BKSH, preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
 """Attention through cuDNN's fused flash kernels (`jax.nn.dot_product_attention(implementation="cudnn")`).
 
-Causal masks and causal sliding windows run inside the kernel. Packing has no public form there (jax 0.10 - 0.12), so segments are given
-as a mask that cuDNN reads as a bias: exact, the scores are still never materialised, but the mask costs B * T * T * 2 bytes.
+The kernel supports causal masks and causal sliding windows. It has no public interface for packing (jax 0.10 - 0.12), so segments are
+passed as a mask that cuDNN adds as a bias: exact, and scores are never materialized, but the mask needs B * T * T * 2 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ridgeline.models.attention.interface import AttentionRequest
 from ridgeline.models.attention.masks import whole_mask, zero_padding
 
 MAX_HEAD_DIM = 128
-"""Widest head on every supported GPU; 256 needs Hopper, which cannot be seen when compiling ahead of time."""
+"""Widest head on every supported GPU; 256 needs Hopper, which is unknown when compiling ahead of time."""
 
 
 class Cudnn:
@@ -24,8 +24,8 @@ class Cudnn:
     per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Refuse what the kernels do not compute."""
-        if request.platform not in ("gpu", "cuda"):  # JAX says gpu, a compilation-only topology says cuda
+        """Return why the kernels do not support the request, or None."""
+        if request.platform not in ("gpu", "cuda"):  # gpu in JAX, cuda in a compile-only topology
             return f"runs on NVIDIA GPUs only, and the devices are {request.platform}"
         if request.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             return f"computes in bfloat16 or float16 only, not {request.dtype.name} (precision.compute)"
@@ -48,9 +48,9 @@ class Cudnn:
         sliding_window: int | None,
         chunk: int,
     ) -> jax.Array:
-        """See `Backend`; `chunk` is not used."""
+        """See `Backend`; `chunk` is ignored."""
         if segment_ids_BT is None:
-            # JAX counts the keys to the left of the query, we count the query too.
+            # JAX's window excludes the query itself, ours includes it.
             window = None if sliding_window is None else (sliding_window - 1, 0)
             out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, local_window_size=window, implementation="cudnn")
             return checkpoint_name(out, "attention_context")

@@ -1,6 +1,6 @@
-"""The contract every attention backend keeps.
+"""The interface of attention backends.
 
-A backend states what it refuses; asking for that raises a UserError. Masks are never approximated.
+A backend reports which requests it does not support; those raise UserError. Masks are never approximated.
 
 Legend: B batch, T query positions, S key positions (T = S), N query heads, K key/value heads (N a multiple of K), H head width.
 """
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """The static facts a backend decides on."""
+    """The static properties of a call, from which a backend reports whether it supports it."""
 
     platform: str
-    """Of the devices that will run it: cpu, gpu (NVIDIA), rocm or tpu (see models.product.platform_of)."""
+    """Of the devices that will run it: cpu, gpu (NVIDIA), rocm or tpu (see models.matmul.platform_of)."""
     dtype: jnp.dtype
     head_dim: int
     num_heads: int
@@ -27,24 +27,24 @@ class AttentionRequest:
     causal: bool = True
     sliding_window: int | None = None
     packed: bool = True
-    """Segment ids restrict who sees whom."""
+    """Segment ids restrict attention to documents."""
     length: int | None = None
-    """Tokens per row; None where it is not known yet (at construction of a model)."""
+    """Tokens per row; None while unknown (when a model is created)."""
 
 
 class Backend(Protocol):
-    """One implementation of attention. It tags its result "attention_context" (see models/remat.py)."""
+    """One implementation of attention. It tags its result with the checkpoint name "attention_context" (models/remat.py)."""
 
     @property
     def name(self) -> str:
-        """What `compute.attention.backend` calls it."""
+        """Its value of `compute.attention.backend`."""
 
     @property
     def per_device(self) -> bool:
-        """Whether XLA cannot cut its kernels over devices: it must be given what lies on one device."""
+        """Whether XLA cannot partition its kernels: it has to run under shard_map, on the shards of one device."""
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Return why the request cannot be honoured, or None when it is supported."""
+        """Return why the request is not supported, or None when it is."""
 
     def __call__(
         self,

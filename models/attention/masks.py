@@ -1,6 +1,6 @@
-"""Which key a query may see. Every backend's mask agrees with `visible`.
+"""Attention masks. The mask of every backend equals `visible`.
 
-Order within a row is the index, so packing, causality and the window need no positions: segments lie contiguously in a row.
+Tokens are ordered by their index in the row and segments are contiguous, so packing, causality and window need no positions.
 
 Legend: B batch, T query index, S key index.
 """
@@ -20,10 +20,10 @@ def visible(
     query_segments_BT: jax.Array | None = None,
     key_segments_BS: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Return bool [T, S] (or [B, T, S] with segments): True where the query may see the key; None when all may.
+    """Return bool [T, S] (or [B, T, S] with segments): True where the query attends to the key; None when all attend to all.
 
-    A window of w lets a query see itself and the w - 1 keys before it (without `causal`: also the w - 1 after it).
-    Segment 0 is padding: it is seen by nothing and sees nothing.
+    With a window of w a query attends to itself and the w - 1 keys before it (without `causal`: also the w - 1 keys after it).
+    Segment 0 is padding: it attends to nothing and nothing attends to it.
     """
     distance_TS = query_index[:, None] - key_index[None, :]
     mask = distance_TS >= 0 if causal else None
@@ -40,7 +40,7 @@ def visible(
 
 
 def whole_mask(length: int, segment_ids_BT: jax.Array | None, causal: bool, sliding_window: int | None) -> jax.Array | None:
-    """Return the materialised mask of a whole row against itself: bool broadcastable to [B, T, T], or None."""
+    """Return the materialized mask of a whole row: bool broadcastable to [B, T, T], or None."""
     index = jnp.arange(length)
     mask = visible(
         index, index, causal=causal, sliding_window=sliding_window, query_segments_BT=segment_ids_BT, key_segments_BS=segment_ids_BT
@@ -49,7 +49,7 @@ def whole_mask(length: int, segment_ids_BT: jax.Array | None, causal: bool, slid
 
 
 def zero_padding(out_BTNH: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
-    """Set the rows of padding (segment 0) to exactly zero, so that they are finite and pass no gradient."""
+    """Set padding (segment 0) to exactly zero, so that it is finite and has no gradient."""
     if segment_ids_BT is None:
         return out_BTNH
     return jnp.where((segment_ids_BT != 0)[:, :, None, None], out_BTNH, 0)

@@ -1,9 +1,9 @@
-"""Flash attention in Pallas (Triton), for the masks that fused library kernels have no public form for: packed documents.
+"""Flash attention in Pallas (Triton), for masks without a public interface in fused library kernels: packed documents.
 
-Every mask of the interface is a range of keys per query: [first, end). Segments lie contiguously in a row, so a packed row needs two
-integers per token instead of a mask [T, T], and whole blocks of keys outside every range are never visited: a row of many short documents
-costs what the documents cost. Grouped queries share their keys without repeating them. Forward and backward are those of FlashAttention-2
-(arXiv 2307.08691, algorithms 1 and 2), the backward pass as one kernel for the gradient of queries and one for those of keys and values.
+Every mask of the interface is a range of keys per query: [first, end). Segments are contiguous in a row, so a packed row needs two integers
+per token instead of a mask [T, T], and blocks of keys outside every range are skipped: the cost of a row is that of its documents. Grouped
+queries share their keys without repeating them. Forward and backward pass follow FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2),
+the backward pass with one kernel for the gradient of queries and one for those of keys and values.
 
 Legend: B batch, T sequence (padded to whole blocks), N query heads, K key/value heads, G query heads per key/value head, H head width,
 Q queries of one block, S keys of one block.
@@ -25,11 +25,11 @@ from ridgeline.models.attention.interface import AttentionRequest
 from ridgeline.planner.flops import mean_keys_per_query
 
 WIDTHS = (32, 64, 128)
-"""Head widths: powers of two, as Triton's tiles are; 256 leaves a block too little shared memory."""
+"""Supported head widths: powers of two, as Triton's tiles; 256 needs too much shared memory per block."""
 BLOCK = 64
 """Queries and keys of one block."""
 LOWEST = -1e30
-"""Start of the running maximum: finite, so that a row that has seen nothing yet gives weights of exactly 0 and never NaN."""
+"""Initial running maximum: finite, so that a row without keys so far gives weights of exactly 0 and never NaN."""
 
 
 class Plan(NamedTuple):
@@ -38,33 +38,33 @@ class Plan(NamedTuple):
     block: int
     interpret: bool
     keys: float
-    """Mean keys that a query sees, in documents as long as the row."""
+    """Mean number of keys per query, for documents as long as the row."""
 
 
 class Ranges(NamedTuple):
-    """Who sees whom, int32; ends are exclusive."""
+    """The mask as ranges, int32; ends are exclusive."""
 
     first_BT: jax.Array
-    """First key each query sees."""
+    """First key of each query."""
     end_BT: jax.Array
-    """End of its keys; not after `first` where it sees none."""
+    """End of its keys; not after `first` for a query without keys."""
     key_blocks_BX2: jax.Array
-    """First and end of the blocks of keys that any query of a block sees."""
+    """First and end of the blocks of keys of any query of a block."""
     query_blocks_BX2: jax.Array
-    """First and end of the blocks of queries that see any key of a block."""
+    """First and end of the blocks of queries with any key of a block."""
 
 
 @dataclass(frozen=True)
 class Pallas:
-    """Flash attention in Pallas: NVIDIA GPUs from Ampere on."""
+    """Flash attention in Pallas: NVIDIA GPUs, Ampere and later."""
 
     interpret: bool = False
-    """Run by Pallas's interpreter on any platform, for tests."""
+    """Use Pallas's interpreter on any platform, for tests."""
     name = "pallas"
     per_device = True
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Refuse what the kernels do not compute."""
+        """Return why the kernels do not support the request, or None."""
         if not self.interpret and request.platform not in ("gpu", "cuda"):
             return f"runs on NVIDIA GPUs only, and the devices are {request.platform}"
         if self.interpret:
@@ -86,12 +86,12 @@ class Pallas:
         sliding_window: int | None,
         chunk: int,
     ) -> jax.Array:
-        """See `Backend`; `chunk` is not used."""
+        """See `Backend`; `chunk` is ignored."""
         length = q_BTNH.shape[1]
         plan = Plan(BLOCK, self.interpret, mean_keys_per_query(length, sliding_window) if causal else float(length))
         padding = -length % BLOCK
         first_BT, end_BT = key_ranges(q_BTNH.shape[:2], segment_ids_BT, causal, sliding_window)
-        first_BT, end_BT = (jnp.pad(x, [(0, 0), (0, padding)]) for x in (first_BT, end_BT))  # [0, 0): padding sees nothing
+        first_BT, end_BT = (jnp.pad(x, [(0, 0), (0, padding)]) for x in (first_BT, end_BT))  # [0, 0): padding has no keys
         q, k, v = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in (q_BTNH, k_BSKH, v_BSKH))
         out_BTNH = _attend(plan, q, k, v, block_ranges(first_BT, end_BT, BLOCK))
         return out_BTNH[:, :length]
@@ -100,7 +100,7 @@ class Pallas:
 def key_ranges(
     shape: tuple[int, ...], segment_ids_BT: jax.Array | None, causal: bool, sliding_window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return [first, end) of the keys each query sees, int32 [B, T] each; the mask of models/attention/masks.py as ranges."""
+    """Return [first, end) of the keys of each query, int32 [B, T] each: the mask of masks.py as ranges."""
     index_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     first, end = jnp.zeros_like(index_BT), jnp.full_like(index_BT, shape[1])
     if segment_ids_BT is not None:
@@ -117,15 +117,15 @@ def key_ranges(
 
 
 def block_ranges(first_BT: jax.Array, end_BT: jax.Array, block: int) -> Ranges:
-    """Return the ranges of keys with the ranges of blocks that follow from them."""
+    """Return the ranges of keys and the ranges of blocks derived from them."""
     batch, length = first_BT.shape
     blocks = length // block
-    sees_BT = end_BT > first_BT
+    has_keys_BT = end_BT > first_BT
     shape = (batch, blocks, block)
-    low_BX = jnp.min(jnp.where(sees_BT, first_BT, length).reshape(shape), axis=2) // block
-    high_BX = -(-jnp.max(jnp.where(sees_BT, end_BT, 0).reshape(shape), axis=2) // block)
-    # Block j of keys is seen from block i of queries when low[i] <= j < high[i]. Both grow with i where segments are contiguous, but a
-    # block that sees nothing breaks the order: so first and last are searched for, over X squared pairs of blocks.
+    low_BX = jnp.min(jnp.where(has_keys_BT, first_BT, length).reshape(shape), axis=2) // block
+    high_BX = -(-jnp.max(jnp.where(has_keys_BT, end_BT, 0).reshape(shape), axis=2) // block)
+    # Block i of queries attends to block j of keys when low[i] <= j < high[i]. Both grow with i where segments are contiguous, but a
+    # block without keys breaks the order, so first and last are searched over X squared pairs of blocks.
     index = jnp.arange(blocks, dtype=jnp.int32)
     seen_BXX = (low_BX[:, None, :] <= index[None, :, None]) & (index[None, :, None] < high_BX[:, None, :])
     begin_BX = jnp.min(jnp.where(seen_BXX, index, blocks), axis=2)
@@ -168,13 +168,13 @@ def _parameters(width: int) -> triton.CompilerParams:
     return triton.CompilerParams(num_warps=4 if width <= 64 else 8, num_stages=2)
 
 
-def _flops(plan: Plan, q_BTNH: jax.Array, products: int) -> dict[str, str]:
-    """Tell readers of the compiled module (hlo/roofline.py) what a kernel multiplies at most, which they cannot see."""
-    return {"flops": str(round(2.0 * products * plan.keys * q_BTNH.size))}
+def _flops(plan: Plan, q_BTNH: jax.Array, matmuls: int) -> dict[str, str]:
+    """Annotate a kernel with its largest number of FLOPs for readers of the compiled module (hlo/roofline.py)."""
+    return {"flops": str(round(2.0 * matmuls * plan.keys * q_BTNH.size))}
 
 
 def _hidden(first_Q: jax.Array, end_Q: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """Return [Q, S]: True where the query does not see the key of the block that starts there."""
+    """Return bool [Q, S]: True where the query does not attend to the key of the block that starts at `start`."""
     key_S = start + jnp.arange(size)
     return (key_S[None, :] < first_Q[:, None]) | (key_S[None, :] >= end_Q[:, None])
 
@@ -200,7 +200,7 @@ def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
 
         start = (jnp.full((block,), LOWEST, jnp.float32), jnp.zeros((block,), jnp.float32), jnp.zeros((block, width), jnp.float32))
         top, total, out = jax.lax.fori_loop(range_ref[0], range_ref[1], one_block, start)
-        total = jnp.where(total == 0, 1.0, total)  # a row that sees nothing: output 0
+        total = jnp.where(total == 0, 1.0, total)  # a row without keys: output 0
         out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
         lse_ref[...] = top + jnp.log(total)
 
@@ -228,7 +228,7 @@ def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
 
 
 def _weights(scores: jax.Array, hidden: jax.Array, lse_Q: jax.Array) -> jax.Array:
-    """Return the softmax weights; exactly 0 where hidden, also in a row that sees nothing."""
+    """Return the softmax weights; exactly 0 where masked, also in a row without keys."""
     return jnp.where(hidden, 0.0, jnp.exp(scores - lse_Q[:, None]))
 
 

@@ -1,4 +1,4 @@
-"""Attention written as its definition: float32, scores materialised. The oracle of the other backends' tests.
+"""Attention as its definition: float32, scores materialized. The oracle of the other backends' tests.
 
 Legend: B batch, T queries, S keys, K key/value heads, G query heads per key/value head, H head width.
 """
@@ -20,7 +20,7 @@ class Reference:
     per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Refuse nothing."""
+        """Return None: everything is supported."""
         return None
 
     def __call__(
@@ -34,13 +34,13 @@ class Reference:
         sliding_window: int | None,
         chunk: int,
     ) -> jax.Array:
-        """See `Backend`; `chunk` is not used."""
+        """See `Backend`; `chunk` is ignored."""
         batch, length, heads, width = q_BTNH.shape
         q_BTKGH = q_BTNH.astype(jnp.float32).reshape(batch, length, k_BSKH.shape[2], -1, width)
         scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH.astype(jnp.float32)) * width**-0.5
         mask_BTS = whole_mask(length, segment_ids_BT, causal, sliding_window)
         if mask_BTS is not None:
-            # A finite value, so that a row without any visible key stays finite; zero_padding then clears it.
+            # Finite, so that a row without any key stays finite; zero_padding then clears it.
             scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
         out = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH.astype(jnp.float32)).reshape(batch, length, heads, width)

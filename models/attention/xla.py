@@ -1,4 +1,4 @@
-"""Attention through `jax.nn.dot_product_attention(implementation="xla")`: plain XLA, scores materialised."""
+"""Attention through `jax.nn.dot_product_attention(implementation="xla")`: plain XLA, scores materialized."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ridgeline.models.attention.masks import whole_mask, zero_padding
 
 
 class Xla:
-    """JAX's own XLA attention with the mask given explicitly; supports everything."""
+    """JAX's own XLA attention with an explicit mask; supports everything."""
 
     name = "xla"
     per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Refuse nothing: every mask is passed in materialised form."""
+        """Return None: everything is supported, because every mask is materialized."""
         return None
 
     def __call__(
@@ -30,7 +30,7 @@ class Xla:
         sliding_window: int | None,
         chunk: int,
     ) -> jax.Array:
-        """See `Backend`; `chunk` is not used."""
+        """See `Backend`; `chunk` is ignored."""
         mask_BTS = whole_mask(q_BTNH.shape[1], segment_ids_BT, causal, sliding_window)
         mask = None if mask_BTS is None else mask_BTS[:, None]
         out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask, implementation="xla")

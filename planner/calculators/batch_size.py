@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.checks import positive
+from ridgeline.planner.calculators.checks import positive
 
 MISFIT_FROM = 0.05
-"""Largest relative residual that still counts as noise between runs."""
+"""Relative residual above which a run does not fit the law; smaller ones are noise between runs."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,9 @@ class BatchEstimate:
     """A run at one batch size."""
 
     steps: float
+    """Optimizer steps to the goal."""
     examples: float
+    """Examples processed, in the unit of the batch."""
     steps_over_min: float
     """1 + B_crit/B."""
     examples_over_min: float
@@ -32,15 +34,18 @@ class BatchEstimate:
 
 @dataclass(frozen=True)
 class BatchFit:
-    """The law through measured runs."""
+    """The law fitted to measured runs."""
 
     s_min: float
+    """Fewest steps, S_min."""
     b_crit: float
+    """Critical batch size, B_crit."""
     residuals: tuple[float, ...]
     """Measured minus fitted steps, in the order given."""
     relative_residuals: tuple[float, ...]
+    """Residuals over measured steps."""
     misfit: bool
-    """Some run lies more than MISFIT_FROM off, or the runs' steps do not fall with the batch: the law does not hold for them."""
+    """Whether the law does not hold: a relative residual is above MISFIT_FROM, or steps do not fall with the batch."""
 
 
 def batch_estimate(*, s_min: float, b_crit: float, batch: float) -> BatchEstimate:
@@ -53,14 +58,14 @@ def batch_estimate(*, s_min: float, b_crit: float, batch: float) -> BatchEstimat
 def fit_critical_batch(runs: Sequence[tuple[float, float]]) -> BatchFit:
     """Fit S_min and B_crit to (steps, batch) of runs that reached the same goal.
 
-    Raises UserError: fewer than two batch sizes, values that are not positive, or two runs whose steps do not fall with the batch.
+    Raises UserError for fewer than two batch sizes, values that are not positive, or two runs whose steps do not fall with the batch.
     """
     for steps, batch in runs:
         positive("fit STEPS", steps)
         positive("fit BATCH", batch)
     if len({batch for _, batch in runs}) < 2:
         raise UserError("fit: needs runs at two or more different batch sizes, as in --fit 12000@256,8000@512")
-    # weights 1/steps^2: minimise the relative errors of steps = a + b/batch
+    # weights 1/steps^2: minimize the relative errors of steps = a + b/batch
     w = [1 / steps**2 for steps, _ in runs]
     x = [1 / batch for _, batch in runs]
     y = [steps for steps, _ in runs]

@@ -1,9 +1,9 @@
-"""Failures at scale: mean time between them, the best checkpoint interval, and the goodput that is left.
+"""Failures at scale: mean time between failures, optimal checkpoint interval, and goodput.
 
     rates add            1/MTBF = sum(n_i / MTBF_i)
     interval (Young)     I = sqrt(2 * save * MTBF)
-    overhead             save/I + I/(2*MTBF): time spent saving, and work lost since the last save
-    goodput              (1 - save/I) * (1 - (I/2 + restart)/MTBF), clipped at 0: saves, then lost work and restarts
+    overhead             save/I + I/(2*MTBF): time of saves, and work lost since the last save
+    goodput              (1 - save/I) * (1 - (I/2 + restart)/MTBF), at least 0: without saves, lost work and restarts
 
 Sources: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974; node failure rates of Meta's
 clusters: Kokolis et al., arXiv 2410.21680, section 4 (6.5 and 2.3 failures per 1,000 node-days); Llama 3, arXiv 2407.21783, table 5
@@ -17,27 +17,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.checks import count, not_negative, positive
+from ridgeline.planner.calculators.checks import count, not_negative, positive
 
 FAILURES_PER_NODE_DAY = 6.5e-3
-"""The higher of the two published rates: clusters in their first years."""
+"""The higher of the two published rates, that of clusters in their first years."""
 DEFAULT_NODE_MTBF_HOURS = 24 / FAILURES_PER_NODE_DAY
-"""3,692 hours, for clusters whose file gives none."""
+"""3,692 hours, for clusters without node_mtbf_hours."""
 DEFAULT_NODE_MTBF_SOURCE = "Kokolis et al., arXiv 2410.21680: 6.5 failures per 1,000 node-days (RSC-1)"
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """How often to save, and what it costs."""
+    """The optimal checkpoint interval and its overhead."""
 
     mtbf_s: float
+    """Mean time between failures of the job."""
     interval_s: float
+    """Optimal time between saves."""
     overhead_fraction: float
-    """Share of the wall time lost to saving and to repeated work, at the best interval; restarts apart."""
+    """Fraction of the wall time lost to saves and repeated work at this interval, without restarts."""
 
 
 def fleet_mtbf_s(fleet: Iterable[tuple[float, float]]) -> float:
-    """Return the mean time between failures of a fleet of (count, MTBF in hours) parts, any of whose failures stops the job."""
+    """Return the mean time between failures of a fleet of (count, MTBF in hours) parts; any failure stops the job."""
     parts = [(count("fleet count", n), positive("fleet MTBF_HOURS", hours)) for n, hours in fleet]
     if not parts:
         raise UserError("fleet: needs at least one COUNT:MTBF_HOURS")
@@ -45,28 +47,28 @@ def fleet_mtbf_s(fleet: Iterable[tuple[float, float]]) -> float:
 
 
 def checkpoint_plan(*, save_s: float, mtbf_s: float) -> CheckpointPlan:
-    """Return the best interval for saves that stop training for `save_s` seconds.
+    """Return the optimal interval for saves that block training for `save_s` seconds.
 
-    Raises UserError: times that are not positive, or saves so slow that nothing useful gets done between failures.
+    Raises UserError for times that are not positive, or saves so slow that no progress is possible between failures.
     """
     save, mtbf = positive("save-s", save_s), positive("mtbf-s", mtbf_s)
     interval = math.sqrt(2 * save * mtbf)
     overhead = overhead_fraction(save_s=save, mtbf_s=mtbf, interval_s=interval)
     if overhead >= 1:
         raise UserError(
-            f"save-s={save:g} with mtbf-s={mtbf:g}: even the best interval loses everything; a save must take less than half the time"
+            f"save-s={save:g} with mtbf-s={mtbf:g}: no interval makes progress; a save must take less than half the time"
             f" between failures ({mtbf / 2:g} s)"
         )
     return CheckpointPlan(mtbf, interval, overhead)
 
 
 def overhead_fraction(*, save_s: float, mtbf_s: float, interval_s: float) -> float:
-    """Return the share of the time lost when saving every `interval_s` seconds."""
+    """Return the fraction of the time that is lost when saving every `interval_s` seconds."""
     return save_s / interval_s + interval_s / (2 * mtbf_s)
 
 
 def goodput(*, save_s: float, mtbf_s: float, interval_s: float, restart_s: float) -> float:
-    """Return useful step time over wall time: saves, repeated work and `restart_s` per failure taken off, at least 0."""
+    """Return useful step time over wall time, without saves, repeated work and `restart_s` per failure; at least 0."""
     not_negative("restart-s", restart_s)
     saving = save_s / (interval_s + save_s)
     failing = (interval_s / 2 + restart_s) / (mtbf_s + restart_s)
@@ -74,10 +76,10 @@ def goodput(*, save_s: float, mtbf_s: float, interval_s: float, restart_s: float
 
 
 def checkpoint_save_s(state_bytes: float, write_bytes_per_s: float) -> float:
-    """Return the time to write a checkpoint: 100 GB of shards at 100 GB/s each would be 1 s each, but the file system is shared by all.
+    """Return the time to write a checkpoint. All devices share the bandwidth of the file system.
 
     Args:
-      state_bytes: of the WHOLE checkpoint, all shards together.
-      write_bytes_per_s: of the file system for the whole job.
+      state_bytes: bytes of the whole checkpoint, all shards together.
+      write_bytes_per_s: bandwidth of the file system for the whole job.
     """
     return positive("state bytes", state_bytes) / positive("write bytes/s", write_bytes_per_s)

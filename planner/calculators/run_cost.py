@@ -1,4 +1,4 @@
-"""What a training run takes and costs, from tokens, FLOPs per token, devices, MFU and price.
+"""Time and money of a training run, from tokens, FLOPs per token, devices, MFU and price.
 
 FLOP = tokens * flops_per_token           flops_per_token = 6*P by default (Kaplan et al., arXiv 2001.08361, section 2.1)
 tokens_per_s = devices * peak * MFU / flops_per_token          (MFU: PaLM, arXiv 2204.02311, appendix B)
@@ -11,22 +11,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.checks import count, not_negative, positive, share
+from ridgeline.planner.calculators.checks import count, not_negative, positive, share
 
 SECONDS_PER_DAY = 86_400
 TOKENS_PER_PARAMETER = 20
-"""Compute-optimal tokens per parameter, about (Hoffmann et al., arXiv 2203.15556)."""
+"""Approximate number of compute-optimal tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """A run's time and money. None: cannot be told without the tokens or the price."""
+    """Time and money of a run. None: unknown without the tokens or the price."""
 
     flops_per_token: float
+    """Training FLOPs per token."""
     mfu: float
-    """Share of the devices' peak that the model's FLOPs use."""
+    """Model FLOPs over the peak of the devices."""
     tokens_per_s: float
-    """Of all devices together."""
+    """Throughput of all devices together."""
     tokens_per_s_per_device: float
     seconds: float | None
     days: float | None
@@ -49,14 +50,14 @@ def run_cost(
     device_power_w: float | None = None,
     power_usage_effectiveness: float = 1.0,
 ) -> RunCost:
-    """Work out a run from exactly one of `mfu`, `tokens_per_s` (all devices together) and `device_hours`.
+    """Return the cost of a run from exactly one of `mfu`, `tokens_per_s` (all devices together) and `device_hours`.
 
     Args:
       params: active parameters, for the 6*P rule; ignored when `flops_per_token` is given.
       peak_flops: dense datasheet peak of ONE device in FLOP/s for the dtype of the matmuls.
-      tokens: of the whole run; needed with `device_hours`.
+      tokens: of the whole run; required with `device_hours`.
 
-    Raises UserError: values that are not positive, more or fewer than one rate, a rate above the devices' peak.
+    Raises UserError for values that are not positive, more or fewer than one rate, or a rate above the devices' peak.
     """
     per_token = positive("flops-per-token", flops_per_token) if flops_per_token is not None else 6 * positive("params", params)
     devices, peak = count("devices", devices), positive("peak-flops", peak_flops)
@@ -72,7 +73,7 @@ def run_cost(
     else:
         assert device_hours is not None
         if tokens is None:
-            raise UserError("device-hours need tokens: the rate is tokens over time")
+            raise UserError("device-hours needs tokens: the rate is tokens over time")
         rate = tokens / (positive("device-hours", device_hours) * 3600 / devices)
     used = rate * per_token / (devices * peak)
     if used > 1 + 1e-9:
@@ -99,5 +100,5 @@ def run_cost(
 
 
 def compute_optimal_tokens(params: float) -> float:
-    """Return about 20 tokens per parameter, for which a budget of 6*P*D FLOPs is spent best (Hoffmann et al., arXiv 2203.15556)."""
+    """Return about 20 tokens per parameter: the optimum for a budget of 6*P*D FLOPs (Hoffmann et al., arXiv 2203.15556)."""
     return TOKENS_PER_PARAMETER * positive("params", params)

@@ -16,10 +16,10 @@ import numpy as np
 
 import ridgeline.trainer.checkpoint.param_slices
 import ridgeline.trainer.pretrained
-import ridgeline.trainer.run_dir  # noqa: F401  (what the commands import when they run is part of the libraries)
+import ridgeline.trainer.start  # noqa: F401  (what the commands import when they run is part of the libraries)
 from ridgeline.cli.commands.convert import from_hf, to_hf
 from ridgeline.configs.schema import ModelConfig
-from ridgeline.models.convert import export_weights, hf_config, parameter_shapes
+from ridgeline.models.huggingface.convert import export_weights, hf_config, parameter_shapes
 
 
 def peak_bytes() -> int:

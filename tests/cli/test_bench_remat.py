@@ -47,7 +47,7 @@ def test_what_is_measured_here_is_what_the_plan_takes(capsys, monkeypatch):
         assert found is None or found["recompute_measured_s"] == pytest.approx(seconds)
     assert set(candidates) & set(more_s)
     assert cli.run(["plan", "x.yaml", "--cluster", "local", "--calibration", "own.yaml", "compute.remat.policy=full", "--top", "9"]) == 0
-    assert "recompute measured, per layer and 256 tokens: none " in capsys.readouterr().out
+    assert "256 tokens: none " in capsys.readouterr().out
 
 
 def test_a_layer_is_measured_as_one_device_of_the_mesh_has_it():
@@ -62,7 +62,7 @@ def test_a_layer_is_measured_as_one_device_of_the_mesh_has_it():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--into", "no/own.yaml"], "no/own.yaml: cannot be written: no is no directory"),
+        (["--into", "no/own.yaml"], "no/own.yaml: cannot be written: "),
         (["--into", "x.yaml"], "x.yaml:1: model: unknown key"),
         (["mesh.tensor=8"], "model.num_heads=4 does not divide by mesh.tensor=8"),
         (["compute.remat.policy=names", "compute.remat.names=[queries]"], "did you mean 'query'"),

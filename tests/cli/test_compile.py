@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.cli import main as cli
-from ridgeline.cli.commands.compile import flags_of_a_run
+from ridgeline.launch.environment import run_flags
 from tests.trainer.gpu_models import SHAPES, small
 
 CONTRACT = {
@@ -72,7 +72,7 @@ def test_the_page_shows_memory_buffers_collectives_and_time_and_both_ways_around
         "compiled",
         "as planned",
         "fits",
-        "fullest moment",
+        "peak memory",
         "collectives per step",
         "roofline",
     ):
@@ -83,9 +83,9 @@ def test_the_page_shows_memory_buffers_collectives_and_time_and_both_ways_around
 
 
 def test_the_flags_are_those_a_run_on_that_gpu_starts_with() -> None:
-    flags, level = flags_of_a_run(small("llama", "mesh.fsdp=8"), "h100-sxm")
+    flags, level = run_flags(small("llama", "mesh.fsdp=8"), "h100-sxm")
     assert level == "O1" and any(flag.startswith("--xla_gpu_all_gather_combine_threshold_bytes=") for flag in flags)
-    plain, _ = flags_of_a_run(small("llama", "mesh.data=8"), "b200")
+    plain, _ = run_flags(small("llama", "mesh.data=8"), "b200")
     assert not any("combine_threshold" in flag for flag in plain)
 
 
@@ -99,7 +99,7 @@ def test_the_flags_are_those_a_run_on_that_gpu_starts_with() -> None:
         (("--cluster", "dgx-h100", "--compare", "tensor_overlap"), "mesh.tensor is 1"),
         (
             ("--cluster", "dgx-h100", "--compare", "tensor_overlap", "mesh.fsdp=4", "mesh.tensor=2", "precision.matmul=fp8"),
-            "rings multiply in",
+            "compute.tensor_overlap: ring needs precision.matmul=compute",
         ),
     ],
 )

@@ -20,10 +20,10 @@ from ridgeline.cli.commands.convert import from_hf, to_hf
 from ridgeline.cli.commands.generate import generate
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from ridgeline.models.convert import export_weights, hf_config, open_hf
+from ridgeline.models.huggingface.convert import export_weights, hf_config, open_hf
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.checkpoint.param_slices import ParamReader
-from ridgeline.trainer.loading import load_model
+from ridgeline.trainer.pretrained import load_model
 
 MODEL = ModelConfig(
     vocab_size=300, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, max_seq_len=64, init_std=0.2
@@ -160,13 +160,13 @@ def test_outputs_are_never_overwritten_and_failures_leave_nothing(hf, imported, 
 @pytest.mark.parametrize(
     ("command", "arguments", "said"),
     [
-        (to_hf, ["{hf}", "{tmp}/out"], "is a Hugging Face directory already"),
-        (to_hf, ["{tmp}", "{tmp}/out"], "is no model"),
+        (to_hf, ["{hf}", "{tmp}/out"], "is a Hugging Face directory"),
+        (to_hf, ["{tmp}", "{tmp}/out"], "contains no model"),
         (to_hf, ["{run}", "{tmp}/out", "--step", "7"], "no complete checkpoint of step 7"),
-        (to_hf, ["{run}", "{tmp}/out", "--max-shard-gb", "0"], "above 0"),
+        (to_hf, ["{run}", "{tmp}/out", "--max-shard-gb", "0"], "--max-shard-gb 0"),
         (from_hf, ["{tmp}/absent", "--output", "{tmp}/out"], "no such Hugging Face directory"),
         (generate, ["{tmp}/absent"], "no such run directory"),
-        (generate, ["{hf}", "--step", "3"], "no steps to choose from"),
+        (generate, ["{hf}", "--step", "3"], "it has no steps"),
         (generate, ["{hf}", "--max-tokens", "400"], "model.max_seq_len is 64"),
         (generate, ["{hf}", "--temperature", "-1"], "temperature"),
         (generate, ["{hf}", "--seed", "-1"], "--seed"),

@@ -36,7 +36,7 @@ def test_inspect_shows_counts_shards_lengths_and_rows(corpus: Path, capfd: pytes
     assert "documents  30\n" in out
     assert "bits/byte" in out
     assert "tokens per document: mean" in out
-    assert "have the sha256 of the manifest" in out
+    assert "verified: " in out
     assert "-- segment 1: " in out
     assert "return x +" in out
     found = as_json(capfd, "inspect", "corpus", "--samples", "3")
@@ -51,7 +51,7 @@ def test_inspect_finds_damage(corpus: Path, capfd: pytest.CaptureFixture[str]) -
     content[-1] ^= 1
     shard.write_bytes(content)
     assert cli.run(["data", "inspect", "corpus", "--verify"]) == 2
-    assert f"damaged shard: {shard} does not have the sha256 of the manifest" in capfd.readouterr().err
+    assert f"damaged shard: {shard} " in capfd.readouterr().err
     assert cli.run(["data", "inspect", "nowhere"]) == 2
     assert "corpus not found: nowhere" in capfd.readouterr().err
 
@@ -81,7 +81,7 @@ def test_bench_of_a_config_uses_its_data(corpus: Path, capfd: pytest.CaptureFixt
         (["corpus", "data.sq_len=3"], "unknown key"),
         (["corpus", "--processes", "3"], "data.batch_size=32 does not divide over 3 processes"),
         (["nowhere.yaml"], "nowhere.yaml"),
-        (["empty"], "is not a finished corpus"),
+        (["empty"], "no manifest.json"),
     ],
 )
 def test_bench_refuses_in_one_line(corpus: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

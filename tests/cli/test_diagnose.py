@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ridgeline.cli.main import run as ridge
+from ridgeline.explain.diagnosis.finding import TITLES
 from ridgeline.rundir.events import EventLog, event_file
 
 
@@ -37,22 +38,23 @@ def test_findings_are_ranked_json(tmp_path, capsys):
     assert set(finding) == keys | {"overrides", "command"}
 
 
-def test_words_name_constraint_evidence_action_and_what_binds_next(tmp_path, capsys):
+def test_a_finding_is_printed_with_evidence_action_and_the_next_bottleneck(tmp_path, capsys):
     assert ridge(["diagnose", run_of(tmp_path / "run", 100.0)]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "1. start-up and compilation not amortised (gain up to 2x",
+        "1. ",
+        TITLES["start-up and compilation not amortised"],
+        "gain up to 2x",
         "evidence:",
-        "do:",
-        "binds next:",
-        "no profile was analysed",
+        "action:",
+        "next bottleneck:",
     ):
         assert part in shown
 
 
-def test_a_run_that_needs_nothing_is_told_so(tmp_path, capsys):
+def test_a_run_without_findings(tmp_path, capsys):
     assert ridge(["diagnose", run_of(tmp_path / "run", 1.0)]) == 0
-    assert capsys.readouterr().out.startswith("r: nothing worth changing (goodput 99.0%")
+    assert capsys.readouterr().out.startswith("r: no findings (goodput 99.0%")
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):

@@ -78,7 +78,7 @@ def test_the_last_start_is_told_part_by_part(tmp_path, capsys):
     parts = {"launch": 1.0, "import": 1.5, "init": 1.0, "trace": 0.5, "lower": 0.25, "compile": 3.25, "load": 1.0, "first_step": 2.5}
     assert startup == pytest.approx({**parts, "other": 0.5})
     assert ridge(["goodput", str(tmp_path)]) == 0
-    assert "the last start took 11.5 s to the end of its first step: launch 1.0, import 1.5, init 1.0" in capsys.readouterr().out
+    assert "launch 1.0, import 1.5, init 1.0" in (shown := capsys.readouterr().out) and "11.5 s" in shown
 
 
 def test_without_a_price_there_is_no_money(run_dir, capsys):
@@ -105,14 +105,14 @@ def test_what_is_no_run_is_refused_in_one_line(command, tmp_path, run_dir, capsy
     assert capsys.readouterr().err == f"ridge: error: {tmp_path}/nothing is not a run directory: it has no run.json\n"
     (run_dir / "run.json").write_text("{")
     assert ridge([command, str(run_dir)]) == 2
-    assert "run.json cannot be read" in capsys.readouterr().err
+    assert "run.json is damaged" in capsys.readouterr().err
 
 
 def test_a_run_that_never_started_and_an_unknown_format_are_refused(run_dir, tmp_path, capsys):
     assert ridge(["timeline", str(run_dir), "-o", "t.png"]) == 2
     assert "must end in .svg, .html, .json" in capsys.readouterr().err
     assert ridge(["timeline", str(run_dir), "-o", str(tmp_path / "no" / "t.svg")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot be written" in capsys.readouterr().err
     event_file(run_dir, 0).unlink()
     assert ridge(["goodput", str(run_dir)]) == 2
     assert "has no events.jsonl" in capsys.readouterr().err

@@ -28,10 +28,10 @@ def test_two_runs_get_a_comparison(runs, tmp_path):
 
 def test_bad_input_is_one_line(runs, tmp_path, capsys):
     assert ridge(["report", runs[0], runs[0]]) == 2
-    assert "named twice" in capsys.readouterr().err
+    assert "given twice" in capsys.readouterr().err
     assert ridge(["report", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
     assert ridge(["report", runs[0], "-o", str(tmp_path / "no" / "r.html")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot be written" in capsys.readouterr().err
     assert ridge(["report", runs[0], "--cluster", "nowhere"]) == 2
     assert "cluster 'nowhere' not found" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_an_indivisible_model_is_refused_in_one_line(capsys):
 
 def test_a_mesh_that_does_not_match_the_devices_is_refused(capsys):
     assert run(["shardings", "models/llama-3.2-1b", "mesh.fsdp=8", "--devices", "16"]) == 2
-    assert "mesh.fsdp=8 is not the 16 devices there are; what works: mesh.data=2 or mesh.fsdp=16" in capsys.readouterr().err
+    assert "mesh.fsdp=8 does not match 16 devices; set mesh.data=2 or mesh.fsdp=16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])

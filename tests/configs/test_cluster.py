@@ -132,11 +132,11 @@ def test_a_wrong_override_is_named() -> None:
         ("[]", "links: "),
         (
             "[{name: a, bandwidth_gb_per_s: 1, latency_us: 1}, {name: b, bandwidth_gb_per_s: 1, latency_us: 1}]",
-            "links.0.devices: only the last level may span all devices",
+            "links.0.devices: only the last level",
         ),
         (
             "[{name: a, devices: 8, bandwidth_gb_per_s: 1, latency_us: 1}, {name: b, devices: 12, bandwidth_gb_per_s: 1, latency_us: 1}]",
-            "links.1.devices: 12 is no multiple of the level inside (8)",
+            "links.1.devices: 12 must be a multiple of the 8",
         ),
     ],
 )

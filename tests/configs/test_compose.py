@@ -141,8 +141,8 @@ def test_an_override_may_choose_the_family() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("trainer.steps", "override 'trainer.steps': an override reads section.key=value"),
-        ("=3", "override '=3': an override reads section.key=value"),
+        ("trainer.steps", "override 'trainer.steps': ... section.key=value"),
+        ("=3", "override '=3': ... section.key=value"),
         (
             "trainer.stpes=3",
             "override 'trainer.stpes=3': trainer.stpes: unknown key; did you mean 'steps'? "
@@ -151,16 +151,17 @@ def test_an_override_may_choose_the_family() -> None:
         ("trainer.steps=abc", "override 'trainer.steps=abc': trainer.steps: must be an integer, got 'abc'"),
         ("trainer.steps=", "override 'trainer.steps=': trainer.steps: must be an integer, got null"),
         ("trainer.steps=-1", "override 'trainer.steps=-1': trainer.steps: must be at least 1, got -1"),
-        ("trainer.steps.x=1", "override 'trainer.steps.x=1': trainer.steps holds a single value, it has no key 'x'"),
+        ("trainer.steps.x=1", "override 'trainer.steps.x=1': trainer.steps ... 'x'"),
         ("trainer=3", "override 'trainer=3': trainer: must be a section (a mapping of keys), got 3"),
-        ("data.train.path=x", "override 'data.train.path=x': data.train is a list: give an index, as in data.train.0"),
-        ("data.train.1.path=x", "override 'data.train.1.path=x': data.train has 1 elements, there is no element 1"),
+        ("data.train.path=x", "override 'data.train.path=x': data.train is a list ... data.train.0"),
+        ("data.train.1.path=x", "override 'data.train.1.path=x': data.train has 1 elements"),
         ("data.train=[{path: x", "override 'data.train=[{path: x': not valid YAML: "),
-        ("base=[models/gpt2]", "override 'base=[models/gpt2]': 'base' belongs in the file; it cannot be overridden"),
+        ("base=[models/gpt2]", "override 'base=[models/gpt2]': 'base' ... file"),
     ],
 )
 def test_bad_overrides_are_refused_by_their_text(override: str, expected: str) -> None:
     write("x.yaml", "data:\n  train: [{path: a}]\n")
     message = refusal("x.yaml", override)
-    assert message.startswith(expected)
+    start, *facts = expected.split(" ... ")
+    assert message.startswith(start) and all(fact in message for fact in facts)
     assert "\n" not in message

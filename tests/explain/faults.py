@@ -1,12 +1,12 @@
 """Runs of the trainer with one fault planted in its mechanism.
 
     python faults.py JOBS.json CACHE                     several runs in this process, one after another
-    python faults.py FAULT.json CACHE -m launch train .. one command, with a fault: of one rank, or of a run that will not end well
-    python faults.py --analyze RUN RUN ...               analyse the captures of runs
+    python faults.py FAULT.json CACHE -m ridgeline train .. one command, with a fault: of one rank, or of a run that will not end well
+    python faults.py --analyze RUN RUN ...               analyze the captures of runs
 
 Nothing of the project is replaced by a stand-in: its functions are wrapped, so that a read takes longer, a disk is slow, a host waits.
 JOBS.json is a list of {"config": {...}, "fault": name or null, "arguments": {...}, "analyze": bool}, or null: say `ready` on stdout and
-wait for a line on stdin. FAULT.json is one of them without the config. A capture is analysed by its run where `analyze` says so.
+wait for a line on stdin. FAULT.json is one of them without the config. A capture is analyzed by its run where `analyze` says so.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ def late(seconds: float, start: int) -> Any:
     """The host comes this much later to each step from one on: it has other things to do."""
     from ridgeline.trainer.loop import Loop
 
-    return _before(Loop, "_capture", lambda self, step: time.sleep(seconds if step >= start else 0.0))
+    return _before(Loop, "_before_step", lambda self, step: time.sleep(seconds if step >= start else 0.0))
 
 
 def slow_link(bytes_per_s: float) -> Any:
-    """The kernel sends this process's share of every collective at this rate: a link that is slower than its neighbours."""
+    """The kernel sends this process's share of every collective at this rate: a link that is slower than its neighbors."""
     from ridgeline.trainer.loop import Loop
 
     done: set[int] = set()
@@ -142,7 +142,7 @@ def slow_link(bytes_per_s: float) -> Any:
                     if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                         connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(bytes_per_s))
 
-    return _before(Loop, "_capture", pace)
+    return _before(Loop, "_before_step", pace)
 
 
 def paced(seconds: float, start_s: float = 0.0) -> Any:
@@ -193,17 +193,17 @@ def _no_analysis() -> Any:
 
 
 def analyze_runs(runs: Sequence[Path]) -> None:
-    """Analyse what no run has: each by itself would start a process, and wait for it while nothing else may run."""
+    """Analyze what no run has: each by itself would start a process, and wait for it while nothing else may run."""
     from ridgeline.explain.trace.analysis import analyze
     from ridgeline.explain.trace.capture import find_capture
-    from ridgeline.explain.trace.planned import planned_bandwidth
+    from ridgeline.explain.trace.load import load_profile
     from ridgeline.explain.trace.publish import publish
 
     os.nice(5)
     for run in runs:
         if (run / "tensorboard" / "plugins" / "profile").is_dir() and not any(run.glob("tensorboard/plugins/profile/*/analysis.json")):
             capture = find_capture(run)
-            publish(analyze(capture, planned_bandwidth=planned_bandwidth(capture)))
+            publish(capture, analyze(load_profile(capture)))
 
 
 def use_cache(cache: str) -> None:

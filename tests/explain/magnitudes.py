@@ -6,7 +6,6 @@ not tuned on them.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from ridgeline.explain.diagnosis.facts import Facts
 from ridgeline.explain.diagnosis.rules import diagnose
+from ridgeline.rundir.analysis import DeviceStep
 
 
 @dataclass(frozen=True)
@@ -57,50 +57,59 @@ def stalled(facts: Facts, share: float) -> Facts:
 
 def late_rank(facts: Facts, share: float) -> Facts:
     """One device comes late to a collective by this share of the step; the others wait for it."""
-    return _slower(facts, lambda device: device["total_s"] * share, "idle_s")
+    return _slower(facts, lambda device: device.total_s * share, "idle_s")
 
 
 def slow_rank(facts: Facts, speed: float) -> Facts:
     """One device computes at this speed; the others wait for it."""
-    return _slower(facts, lambda device: device["compute_s"] * (1 / speed - 1), "compute_s")
+    return _slower(facts, lambda device: device.compute_s * (1 / speed - 1), "compute_s")
 
 
 def slow_links(facts: Facts, speed: float) -> Facts:
     """Collectives get this share of the bandwidth."""
-    analysis = copy.deepcopy(dict(facts.analysis or {}))
+    assert facts.analysis is not None
     more_s = 0.0
-    for row in analysis["collectives"]:
-        added_s = row["wire_s"] * (1 / speed - 1)
+    rows = []
+    for row in facts.analysis.collectives:
+        assert row.wire_s is not None and row.bus_bandwidth is not None
+        added_s = row.wire_s * (1 / speed - 1)
         more_s += added_s
-        for key in ("time_s", "exposed_s", "wire_s"):
-            row[key] += added_s
-        row["bus_bandwidth"] *= speed
-    for step in analysis["steps"]:
-        for device in step["devices"]:
-            device["exposed_communication_s"] += more_s
-            device["total_s"] += more_s
-    return replace(facts, analysis=analysis)
+        rows.append(
+            replace(
+                row,
+                time_s=row.time_s + added_s,
+                exposed_s=row.exposed_s + added_s,
+                wire_s=row.wire_s + added_s,
+                bus_bandwidth=row.bus_bandwidth * speed,
+            )
+        )
+    steps = [replace(step, devices=[_waiting(device, more_s) for device in step.devices]) for step in facts.analysis.steps]
+    return replace(facts, analysis=replace(facts.analysis, collectives=rows, steps=steps))
 
 
-def _slower(facts: Facts, added_s: Callable[[Mapping[str, Any]], float], where: str) -> Facts:
+def _waiting(device: DeviceStep, added_s: float) -> DeviceStep:
+    return replace(device, exposed_communication_s=device.exposed_communication_s + added_s, total_s=device.total_s + added_s)
+
+
+def _slower(facts: Facts, added_s: Callable[[DeviceStep], float], where: str) -> Facts:
     """Let the last device need longer in each step, and the others wait in their collectives."""
-    analysis = copy.deepcopy(dict(facts.analysis or {}))
-    total_s = waits_s = 0.0
-    for step in analysis["steps"]:
-        *others, last = step["devices"]
+    assert facts.analysis is not None
+    waits_s = 0.0
+    steps = []
+    for step in facts.analysis.steps:
+        *others, last = step.devices
         more_s = added_s(last)
-        last[where] = last.get(where, 0.0) + more_s
-        last["total_s"] += more_s
-        for other in others:
-            other["exposed_communication_s"] += more_s
-            other["total_s"] += more_s
-            waits_s += more_s
-        total_s += more_s
-    per = len(analysis["steps"]) * len(analysis["steps"][0]["devices"])
-    row = max(analysis["collectives"], key=lambda row: row["time_s"])
-    for key in ("time_s", "exposed_s", "wait_s"):
-        row[key] += waits_s / per
-    return replace(facts, analysis=analysis)
+        slow = replace(last, **{where: getattr(last, where) + more_s, "total_s": last.total_s + more_s})
+        steps.append(replace(step, devices=[*(_waiting(other, more_s) for other in others), slow]))
+        waits_s += more_s * len(others)
+    per = len(steps) * len(steps[0].devices)
+    longest = max(facts.analysis.collectives, key=lambda row: row.time_s)
+    assert longest.wait_s is not None
+    longer = replace(
+        longest, time_s=longest.time_s + waits_s / per, exposed_s=longest.exposed_s + waits_s / per, wait_s=longest.wait_s + waits_s / per
+    )
+    rows = [longer if row is longest else row for row in facts.analysis.collectives]
+    return replace(facts, analysis=replace(facts.analysis, steps=steps, collectives=rows))
 
 
 SHARES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)

@@ -1,5 +1,6 @@
-"""Every rule on planted facts, and a healthy run that accuses nobody. Planted real runs are in tests/explain/test_diagnosis_runs.py."""
+"""Every rule on planted facts, and a healthy run without findings. Planted real runs are in tests/explain/test_diagnosis_runs.py."""
 
+import json
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,21 +9,24 @@ import pytest
 
 from ridgeline.cli.commands.diagnose import _facts
 from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.explain.diagnosis.expected import Expected, expect
 from ridgeline.explain.diagnosis.facts import Facts, stored_ladder
 from ridgeline.explain.diagnosis.finding import THRESHOLDS, ceiling, gain_text
-from ridgeline.explain.diagnosis.knobs import Knob, Rival
-from ridgeline.explain.diagnosis.last_word import last_word
 from ridgeline.explain.diagnosis.ranks import host_of, slowest
 from ridgeline.explain.diagnosis.remedies import rescaled, without_nodes
-from ridgeline.explain.diagnosis.rules import CATALOGUE, RULES, diagnose
+from ridgeline.explain.diagnosis.rules import CATALOGUE, RULES, diagnose, summary_line
+from ridgeline.explain.diagnosis.settings import Setting, SimplerRun
 from ridgeline.explain.diagnosis.terms import largest, terms
-from ridgeline.explain.study.scaling import Point, analyse
+from ridgeline.explain.study.analysis import BATCH_SIZE, Point, analyze
+from ridgeline.rundir.analysis import Analysis, Collective, Component, DeviceStep, DeviceTotal, HostActivity, Step, Sync
 from ridgeline.rundir.bench_results import RESULTS, write
+from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.goodput import CATEGORIES, Ledger
 from ridgeline.rundir.noise import compare
+from ridgeline.rundir.records import Devices, PlanRecord
 from tests.explain.remedies import check_remedies
 
 CONFIG = load("quickstart").config
@@ -53,35 +57,79 @@ def step_record(**values):
     return healthy | values
 
 
-def device(name="0", **values):
-    healthy = {"device": name, "total_s": 1.0, "compute_s": 0.85, "exposed_communication_s": 0.03, "idle_by_cause": {"launch": 0.01}}
+def times(**values):
+    """Parts of a healthy step, seconds."""
+    healthy = {
+        "total_s": 1.0,
+        "compute_s": 0.85,
+        "communication_s": 0.03,
+        "exposed_communication_s": 0.03,
+        "exposed_copy_s": 0.0,
+        "idle_s": 0.01,
+        "overlapped_communication_s": 0.0,
+        "idle_by_cause": {"launch": 0.01},
+        "residual_s": 0.0,
+    }
     return healthy | values
 
 
-def analysis(*, components=(), collectives=(), hosts=(), devices=(), **values):
+def device(name="0", **values):
+    return DeviceStep(device=name, operations=1, **times(**values))
+
+
+def step_of(*devices, **values):
+    return Step(step=1, devices=list(devices), **times(**values))
+
+
+def analysis(*, components=(), collectives=(), hosts=(), devices=(), steps=(), **values):
     devices = devices or (device("0", **values), device("1", **values))
-    return {
-        "devices": devices,
-        "steps": [{"devices": devices}] * 4,
-        "components": components,
-        "collectives": collectives,
-        "hosts": hosts,
-    }
+    return Analysis(
+        profile="capture",
+        device_kind="cpu",
+        hardware=None,
+        step_assignment=[],
+        unprofiled_step_time_s=None,
+        devices=[_total(d) for d in devices],
+        steps=steps or [step_of(*devices)] * 4,
+        summary={},
+        spread={},
+        components=list(components),
+        operations=[],
+        collectives=list(collectives),
+        stragglers=[],
+        clock_offsets_s={},
+        hosts=list(hosts),
+    )
+
+
+def _total(each):
+    parts = {key: value for key, value in asdict(each).items() if key != "operations"}
+    return DeviceTotal(**parts, steps=4, assignment="time")
+
+
+def collective(kind, axis, *, measured, planned, time_s, exposed_s, wait_s=0.0, size=1e8):
+    """Bandwidths in bytes/s."""
+    figures = (1.0, size, time_s, exposed_s, wait_s, time_s - wait_s, 2, measured, measured)
+    return Collective(kind, (axis,), "mlp", "forward", *figures, (f"{kind}.1",), planned)
+
+
+def host(*syncs):
+    return HostActivity("a", 4.0, 10, 2.5, None, None, 0, 0.0, "none", syncs=list(syncs))
 
 
 def syncs(idle_after_s):
-    return [{"host": "a", "span_s": 4.0, "syncs": [{"what": "wait", "source": "loop.py:10", "count": 4, "idle_after_s": idle_after_s}]}]
+    return [host(Sync("wait", "loop.py:10", 4, idle_after_s, idle_after_s))]
 
 
 def traffic(compiled_bytes):
     planned = {"kind": "all-reduce", "axes": ["data"], "planned_bytes": 1e9, "compiled_bytes": 1e9, "agrees": True, "explanation": ""}
     other = {"kind": "all-gather", "axes": ["tensor"], "planned_bytes": 1e8, "compiled_bytes": compiled_bytes}
-    agrees = compiled_bytes == 1e8
-    return {"communication": [planned, other | {"agrees": agrees, "explanation": "more than planned: the largest is at mlp.py:50"}]}
+    other |= {"agrees": compiled_bytes == 1e8, "explanation": "more than planned: the largest is at mlp.py:50"}
+    return PlanRecord.model_validate_json(json.dumps({"communication": [planned, other]}))
 
 
 def component(time_s, phase):
-    return {"component": "mlp", "phase": phase, "time_s": time_s}
+    return Component("mlp", phase, time_s, 1.0, 1.0, None, None, None, None, None, None, None)
 
 
 HEALTHY = Facts(
@@ -93,34 +141,28 @@ HEALTHY = Facts(
     saves_s=[1.0] * 10,
     analysis=analysis(
         components=[component(0.6, "forward"), component(0.02, "recompute")],
-        collectives=[
-            {
-                "kind": "all-gather",
-                "axes": ["fsdp"],
-                "bus_bandwidth": 300e9,
-                "planned_bus_bandwidth": 330e9,
-                "time_s": 0.2,
-                "exposed_s": 0.03,
-                "wait_s": 0.01,
-                "bytes": 1e8,
-            }
-        ],
-        hosts=[{"host": "a", "span_s": 4.0, "syncs": []}],
+        collectives=[collective("all-gather", "fsdp", measured=300e9, planned=330e9, time_s=0.2, exposed_s=0.03, wait_s=0.01)],
+        hosts=[host()],
     ),
     plan=traffic(1e8),
-    study=analyse([Point(p, 1000.0 / p + 1.0, 1e5 * p) for p in (1, 2, 4)]),
+    study=analyze([Point(p, 1000.0 / p + 1.0, 1e5 * p) for p in (1, 2, 4)]),
 )
 
 SCALES = (1, 2, 4, 8)
-KNOBS = (
-    Knob("compute.scan_unroll", 4, 1),
-    Knob("compute.loss_chunk", 512, 1024),
-    Knob("--xla_cpu_enable_fast_math", "true", "(absent)"),
+SETTINGS = (
+    Setting("compute.scan_unroll", 4, 1),
+    Setting("compute.loss_chunk", 512, 1024),
+    Setting("--xla_cpu_enable_fast_math", "true", "(absent)"),
 )
 
 
-def rival(own_s, knobs=KNOBS):
-    return Rival("plain", knobs, compare([1.0, 1.01, 0.99, 1.0], [own_s, own_s * 1.01, own_s * 0.99, own_s]))
+def batches(*rates):
+    """A study of (batch size, tokens/s)."""
+    return analyze([Point(batch, rate=rate) for batch, rate in rates], BATCH_SIZE)
+
+
+def simpler_run(own_s, settings=SETTINGS):
+    return SimplerRun("plain", settings, compare([1.0, 1.01, 0.99, 1.0], [own_s, own_s * 1.01, own_s * 0.99, own_s]))
 
 
 PLANTED = {
@@ -150,38 +192,27 @@ PLANTED = {
     "link slower than planned": {
         "analysis": analysis(
             exposed_communication_s=0.3,
-            collectives=[
-                {
-                    "kind": "all-reduce",
-                    "axes": ["data"],
-                    "bus_bandwidth": 5e9,
-                    "planned_bus_bandwidth": 45e9,
-                    "time_s": 0.3,
-                    "exposed_s": 0.3,
-                }
-            ],
+            collectives=[collective("all-reduce", "data", measured=5e9, planned=45e9, time_s=0.3, exposed_s=0.3)],
         )
     },
-    "throughput flat as the batch grows": {"batch_study": analyse([Point(b, rate=r) for b, r in ((8, 90.0), (16, 100.0), (32, 101.0))])},
-    "batch too small": {
-        "batch_study": analyse([Point(b, rate=r) for b, r in ((CONFIG.data.batch_size, 50.0), (2 * CONFIG.data.batch_size, 90.0))])
-    },
-    "fixed overheads at scale": {"study": analyse([Point(p, 300.0 + 240.0 / p, 240.0 * p) for p in (*SCALES, 16, 32)])},
-    "parallel efficiency falls": {"study": analyse([Point(p, rate=100.0 * p**0.6) for p in SCALES])},
+    "throughput flat as the batch grows": {"batch_study": batches((8, 90.0), (16, 100.0), (32, 101.0))},
+    "batch too small": {"batch_study": batches((CONFIG.data.batch_size, 50.0), (2 * CONFIG.data.batch_size, 90.0))},
+    "fixed overheads at scale": {"study": analyze([Point(p, 300.0 + 240.0 / p, 240.0 * p) for p in (*SCALES, 16, 32)])},
+    "parallel efficiency falls": {"study": analyze([Point(p, rate=100.0 * p**0.6) for p in SCALES])},
     "large models scale better than small": {
         "size_studies": {
-            size: analyse([Point(p, rate=100.0 * p**slope) for p in SCALES]) for size, slope in ((1_000_000, 0.4), (100_000_000, 0.95))
+            size: analyze([Point(p, rate=100.0 * p**slope) for p in SCALES]) for size, slope in ((1_000_000, 0.4), (100_000_000, 0.95))
         }
     },
-    "faster but fragile": {"simpler": rival(0.98)},
-    "best configuration is also the dearest": {"study": analyse([Point(1, 100.0, 10.0), Point(2, 80.0, 20.0)])},
+    "faster but fragile": {"simpler": simpler_run(0.98)},
+    "best configuration is also the dearest": {"study": analyze([Point(1, 100.0, 10.0), Point(2, 80.0, 20.0)])},
     "the verdict depends on the metric": {
-        "study": analyse([Point(1, 100.0, 10.0), Point(2, 54.0, 19.9), Point(4, 36.0, 36.0), Point(8, 29.0, 52.0), Point(16, 24.0, 70.0)])
+        "study": analyze([Point(1, 100.0, 10.0), Point(2, 54.0, 19.9), Point(4, 36.0, 36.0), Point(8, 29.0, 52.0), Point(16, 24.0, 70.0)])
     },
 }
 
 
-def test_a_healthy_run_accuses_nobody():
+def test_a_healthy_run_has_no_findings():
     assert diagnose(HEALTHY) == []
 
 
@@ -219,19 +250,19 @@ def test_loading_programs_that_a_cache_had_is_no_compilation_to_amortise():
 
 
 @pytest.mark.parametrize(
-    ("own_s", "knobs", "fires"), [(1.0, KNOBS, True), (1.3, KNOBS, True), (0.5, KNOBS, False), (1.0, KNOBS[:1], False)]
+    ("own_s", "settings", "fires"), [(1.0, SETTINGS, True), (1.3, SETTINGS, True), (0.5, SETTINGS, False), (1.0, SETTINGS[:1], False)]
 )
-def test_settings_are_fragile_when_many_of_them_buy_little(own_s, knobs, fires):
-    found = diagnose(replace(HEALTHY, simpler=rival(own_s, knobs)))
+def test_settings_are_fragile_when_many_of_them_gain_little(own_s, settings, fires):
+    found = diagnose(replace(HEALTHY, simpler=simpler_run(own_s, settings)))
     assert [f.rule for f in found] == (["faster but fragile"] if fires else [])
     if fires:
         assert "compute.scan_unroll=1 compute.loss_chunk=1024; unset --xla_cpu_enable_fast_math" in found[0].action
         assert found[0].gain == pytest.approx(max(0.0, own_s - 1), rel=0.1)
 
 
-def test_models_that_scale_alike_or_well_are_not_told_apart():
+def test_models_that_scale_alike_or_well_give_no_finding():
     for slopes in ((0.5, 0.53), (0.95, 1.0)):
-        studies = {10**i: analyse([Point(p, rate=100.0 * p**slope) for p in SCALES]) for i, slope in enumerate(slopes)}
+        studies = {10**i: analyze([Point(p, rate=100.0 * p**slope) for p in SCALES]) for i, slope in enumerate(slopes)}
         assert diagnose(replace(HEALTHY, size_studies=studies)) == []
 
 
@@ -242,7 +273,7 @@ def test_the_ceiling_of_a_gain_is_that_of_removing_a_share():
     assert finding.gain == pytest.approx(1000.0 / 990.0)
 
 
-def test_a_ceiling_is_told_as_a_factor_where_it_is_one():
+def test_a_large_gain_is_formatted_as_a_factor():
     assert [gain_text(gain) for gain in (0.0, 0.25, 0.994, 1.0, 7.44)] == [
         "no gain in speed",
         "gain at most 25%",
@@ -252,7 +283,7 @@ def test_a_ceiling_is_told_as_a_factor_where_it_is_one():
     ]
 
 
-def test_what_is_to_be_done_follows_from_the_figures():
+def test_overrides_follow_from_the_figures():
     def overrides(**planted):
         return diagnose(replace(HEALTHY, **planted))[0].overrides
 
@@ -281,9 +312,9 @@ def test_a_node_is_left_out_by_the_command_that_submitted_the_run(tmp_path):
     assert [host_of(device) for device in ("node7-p00001/gpu:0", "node7/gpu:3")] == ["node7", "node7"]
 
 
-def test_a_stored_ladder_of_the_same_work_is_found_and_told(tmp_path):
-    devices = {"platform": "cpu", "kind": "cpu", "count": 1}
-    made_with = {"time": "", "code": {}, "device": devices | {"processes": 1}, "cpu": {}, "packages": {}, "xla_flags": ""}
+def test_a_stored_benchmark_of_the_same_work_is_found_and_shown(tmp_path):
+    devices = Devices(platform="cpu", kind="cpu", count=1)
+    made_with = {"time": "", "code": {}, "device": devices.model_dump() | {"processes": 1}, "cpu": {}, "packages": {}, "xla_flags": ""}
     results = tmp_path / RESULTS / "all"
     other = CONFIG.model_copy(update={"data": CONFIG.data.model_copy(update={"batch_size": 99})})
     for day, (config, step_s) in enumerate(((CONFIG, 0.3), (CONFIG, 0.4), (other, 0.5)), 1):
@@ -292,9 +323,11 @@ def test_a_stored_ladder_of_the_same_work_is_found_and_told(tmp_path):
     (results / "20261109T000000-torn.json").write_text("{")
     found = stored_ladder(tmp_path, CONFIG, devices)
     assert found["step"] == [0.4] * 3  # the newest of the same work
-    assert stored_ladder(tmp_path, CONFIG, devices | {"count": 2}) == {}
+    assert stored_ladder(tmp_path, CONFIG, devices.model_copy(update={"count": 2})) == {}
     (finding,) = diagnose(replace(HEALTHY, bench=found, steps=[step_record(data_wait_s=0.3)] * 5))
-    assert "alone, the loader takes 900 ms for a batch and the step 400 ms (ridge bench)" in finding.evidence
+    (alone,) = (line for line in finding.evidence if "ridge bench" in line)
+    assert "900 ms" in alone
+    assert "400 ms" in alone
 
 
 def test_thresholds_are_declared_with_their_meaning():
@@ -304,9 +337,9 @@ def test_thresholds_are_declared_with_their_meaning():
 
 
 def _rule_modules():
-    from ridgeline.explain.diagnosis import held_down, run_rules, step_rules, study_rules
+    from ridgeline.explain.diagnosis import run_rules, step_rules, study_rules, throttled
 
-    return held_down, run_rules, step_rules, study_rules
+    return run_rules, step_rules, study_rules, throttled
 
 
 def test_the_facts_are_figures_of_the_steps_after_warm_up():
@@ -326,9 +359,9 @@ def test_the_catalogue_names_each_rule_as_its_findings_do():
 def test_noise_of_single_steps_makes_nobody_slow():
     even = (device("0"), device("1"))
     odd = (device("0"), device("1", compute_s=0.4, exposed_communication_s=0.5))
-    steps = [{"devices": even}, {"devices": odd}, {"devices": even}, {"devices": even}]
-    assert diagnose(replace(HEALTHY, analysis=analysis() | {"steps": steps})) == []
-    found = slowest(analysis() | {"steps": steps[1:2] * 3 + steps[:1]})
+    steps = [step_of(*even), step_of(*odd), step_of(*even), step_of(*even)]
+    assert diagnose(replace(HEALTHY, analysis=analysis(steps=steps))) == []
+    found = slowest(analysis(steps=steps[1:2] * 3 + steps[:1]))
     assert found is not None
     assert found.device == "0"
     assert found.slow_s > 0.1
@@ -351,8 +384,8 @@ def test_planned_terms_stand_beside_measured_ones_and_the_largest_is_explained()
     assert terms(Facts(name="bare", ledger=ledger())) == []
     cluster = load_cluster("local").config
     breakdown = {"compute": 0.5, "hbm": 0.1, "optimizer": 0.05, "network": 0.05, "bubble": 0.0, "host_input": 0.0}
-    steps = [step | {"idle_by_cause": {"launch": 0.01}, **SUMS} for step in analysis()["steps"]]
-    facts = replace(HEALTHY, expected=Expected(cluster, MESH, breakdown), analysis=HEALTHY.analysis | {"steps": steps})
+    steps = [replace(step, idle_by_cause={"launch": 0.01}, **SUMS) for step in analysis().steps]
+    facts = replace(HEALTHY, expected=Expected(cluster, MESH, breakdown), analysis=replace(HEALTHY.analysis, steps=steps))
     found = {term.name: term for term in terms(facts)}
     assert found["step"].planned == pytest.approx(0.7)
     assert found["step"].measured == pytest.approx(0.9)
@@ -363,18 +396,19 @@ def test_planned_terms_stand_beside_measured_ones_and_the_largest_is_explained()
     worst = largest(list(found.values()))
     assert worst is not None
     assert worst.name == "exposed communication"
-    assert "all-gather over ['fsdp']" in worst.explanation
+    assert "all-gather over fsdp" in worst.explanation
 
 
 SUMS = {"compute_s": 0.66, "exposed_communication_s": 0.2, "exposed_copy_s": 0.01, "idle_s": 0.01}
 
 
 def test_what_to_expect_comes_from_the_cluster_a_run_was_submitted_to(tmp_path):
-    plan = {"mesh": MESH}
-    assert expect(tmp_path, CONFIG, plan) is None
+    (tmp_path / "plan.json").write_text(json.dumps({"mesh": MESH}))
+    (tmp_path / "config.yaml").write_text(to_yaml(CONFIG))
+    assert expect(RunDir(tmp_path)) is None
     (tmp_path / "slurm" / "1").mkdir(parents=True)
     (tmp_path / "slurm" / "1" / "cluster.yaml").write_text(Path("configs/clusters/local.yaml").read_text())
-    found = expect(tmp_path, CONFIG, plan)
+    found = expect(RunDir(tmp_path))
     assert found is not None
     assert found.capacity_bytes == 8 * 2**30
     assert found.step_s is not None
@@ -383,22 +417,22 @@ def test_what_to_expect_comes_from_the_cluster_a_run_was_submitted_to(tmp_path):
     assert found.bus_bandwidth("all-reduce", 1e8, ["elsewhere"]) is None
     rates = tmp_path / "rates.yaml"
     rates.write_text("links: [{kind: network, device: cpu, measured: [[1.0e+8, 0.25]], source: measured}]")
-    calibrated = expect(tmp_path, CONFIG, plan, calibration=rates)
+    calibrated = expect(RunDir(tmp_path), calibration=rates)
     assert calibrated is not None
     assert calibrated.bus_bandwidth("all-reduce", 1e8, ["data"]) == pytest.approx(0.25e9, rel=0.01)
     with pytest.raises(UserError, match="did you mean 'local'"):
-        expect(tmp_path, CONFIG, plan, "locl")
+        expect(RunDir(tmp_path), "locl")
 
 
-def test_the_last_word_of_a_run_never_fails(tmp_path):
-    assert last_word(tmp_path).startswith("diagnosis: none (")
+def test_the_summary_line_of_a_run_never_fails(tmp_path):
+    assert summary_line(tmp_path).startswith("diagnosis: none (")
     (tmp_path / "events.jsonl").write_bytes(b'{"broken\n{}\n')
-    said = last_word(tmp_path)
-    assert said.startswith("diagnosis: none (UserError")
-    assert said.endswith(f"ridge diagnose {tmp_path}")
-    assert "\n" not in said
+    line = summary_line(tmp_path)
+    assert "UserError" in line
+    assert line.endswith(f"ridge diagnose {tmp_path}")
+    assert "\n" not in line
 
 
 def test_a_cluster_is_refused_for_several_runs(tmp_path):
-    with pytest.raises(UserError, match="--cluster and --calibration are for one run"):
+    with pytest.raises(UserError, match="--cluster and --calibration"):
         _facts((tmp_path / "a", tmp_path / "b"), "local")

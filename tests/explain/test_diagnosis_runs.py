@@ -1,6 +1,6 @@
-"""Real runs with one planted fault each (tests/explain/injections.py): the right rule comes first, and healthy controls accuse nobody.
+"""Real runs with one planted fault each (tests/explain/injections.py): the right rule comes first; healthy controls have no findings.
 
-What they show is time, so they have the machine to themselves: `make test-injections`, not `make test`.
+They measure time, so they need the machine to themselves: `make test-injections`, not `make test`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.explain.diagnosis.finding import THRESHOLDS
+from ridgeline.explain.diagnosis.finding import THRESHOLDS, TITLES
 from ridgeline.explain.diagnosis.rules import CATALOGUE, RULES, rules_table
 from ridgeline.rundir.events import event_file, read_events
 from tests.explain.injections import BROKEN, CASES, COMPUTING, PAIRS, WAITING, Bench, Case
@@ -29,7 +29,7 @@ LOOKED_AT = {
     "test_recompilations_are_compile_time_of_the_ledger_with_what_changed": ("drifting",),
     "test_idle_time_of_a_real_capture_falls_to_compiling_and_to_a_save": ("drifting",),
     "test_a_fault_laid_over_a_healthy_run_is_named_from_some_size_on": ("healthy", "pair"),
-    "test_a_throttled_rank_is_told_by_its_quota_where_there_is_one": ("slow-rank",),
+    "test_a_throttled_rank_shows_its_quota_where_there_is_one": ("slow-rank",),
 }
 """Runs of the tests that are not about a case."""
 
@@ -58,7 +58,7 @@ def test_the_planted_fault_of_a_real_run_is_named_first(bench: Bench, case: Case
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.rule is None], ids=lambda case: case.planted)
-def test_a_healthy_run_accuses_nobody(bench: Bench, case: Case) -> None:
+def test_a_healthy_run_has_no_findings(bench: Bench, case: Case) -> None:
     assert bench.diagnose(case) == []
 
 
@@ -71,11 +71,12 @@ def test_every_rule_has_an_injection_and_every_run_a_case() -> None:
 
 
 def test_a_run_ends_with_a_line_of_its_diagnosis(bench: Bench) -> None:
-    said = [line for log in bench.directory.glob("*.log") for line in log.read_text().splitlines() if line.startswith("diagnosis: ")]
-    word = {name: next(line for line in said if line.endswith(f"/{name}")) for name in ("healthy", "padded", "pair", "killed")}
-    assert "nothing worth changing" in word["healthy"]
-    assert "padding waste (gain at most" in word["padded"]
-    assert "steps lost to failures" in word["killed"]
+    lines = [line for log in bench.directory.glob("*.log") for line in log.read_text().splitlines() if line.startswith("diagnosis: ")]
+    word = {name: next(line for line in lines if line.endswith(f"/{name}")) for name in ("healthy", "padded", "pair", "killed")}
+    assert "no findings" in word["healthy"]
+    assert TITLES["padding waste"] in word["padded"]
+    assert "gain at most" in word["padded"]
+    assert TITLES["steps lost to failures"] in word["killed"]
     assert word["pair"].endswith(f"ridge diagnose {bench.directory / 'runs' / 'pair'}")
 
 
@@ -114,11 +115,11 @@ def test_idle_time_of_a_real_capture_falls_to_compiling_and_to_a_save(bench: Ben
     assert causes["checkpoint"] <= 1.1 * saved[0].fields["duration_s"]  # the only save of the capture
 
 
-def test_a_throttled_rank_is_told_by_its_quota_where_there_is_one(bench: Bench) -> None:
+def test_a_throttled_rank_shows_its_quota_where_there_is_one(bench: Bench) -> None:
     (case,) = (case for case in CASES if case.rule == "clocks throttled")
     (finding, *_) = bench.diagnose(case)
-    told = " ".join(finding["evidence"])
-    assert ("CPU quota of its control group" in told) == bench.quota, told
+    evidence = " ".join(finding["evidence"])
+    assert ("CPU quota of its control group" in evidence) == bench.quota, evidence
     assert finding["confidence"] == ("high" if bench.quota else "medium")
 
 
@@ -139,7 +140,7 @@ def test_the_page_on_the_diagnosis_holds_the_rules_and_every_case() -> None:
     assert rules_table() in text
     rows = [
         row.split(" | ")
-        for row in text.split("## Injections")[1].split("## How large")[0].splitlines()
+        for row in text.split("## Injections")[1].split("## Smallest")[0].splitlines()
         if row.startswith("| ") and " | " in row
     ][1:]
     assert [(row[0].removeprefix("| "), row[1]) for row in rows] == [(case.planted, case.rule or "nothing") for case in CASES]

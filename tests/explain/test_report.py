@@ -10,11 +10,14 @@ import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.explain.report.charts import Series, line_chart, short, stacked_bars, thinned, ticks
-from ridgeline.explain.report.page import read_run, render, verdict
+from ridgeline.explain.report.page import render, verdict
+from ridgeline.explain.report.run import read_run
 from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
+from ridgeline.explain.trace.load import load_profile
 from ridgeline.explain.trace.publish import publish
 from ridgeline.planner.hardware import hardware
+from ridgeline.rundir.device_state import DeviceState
 from ridgeline.rundir.events import event_file
 from tests.explain import xspace
 from tests.explain.xspace import gpu, host, kernel, write
@@ -49,20 +52,20 @@ def killed_run(tmp_path_factory):
 def test_many_runs_are_a_sentence_each_with_the_rest_folded(healthy_run, killed_run):
     runs = [read_run(healthy_run if number else killed_run, f"run {number}") for number in range(4)]
     page = render(runs)
-    assert page.count("<summary>everything about") == 4
+    assert page.count("<summary>details of") == 4
     assert page.count("<summary>run ") == 3  # each against the first
     assert page.count("<details>") == page.count("</details>")
     opened = re.sub("<details>.*?</details>", "", page, flags=re.DOTALL)
     assert all(f"<h3>run {number}</h3>" in opened for number in range(4))
     assert opened.count("<table") < page.count("<table") / 4
-    assert "<summary>everything about" not in render(runs[:2])
+    assert "<summary>details of" not in render(runs[:2])
 
 
-def test_what_devices_said_of_themselves_is_shown(healthy_run):
+def test_device_states_are_shown(healthy_run):
     run = read_run(healthy_run)
-    assert "What the devices say" not in render([run])
+    assert "<h3>Devices</h3>" not in render([run])
     samples = [
-        {"device": "gpu:0", "clock_mhz": mhz, "rated_mhz": 1980.0, "reasons": ["hardware thermal slowdown"]} for mhz in (900, 990, 1000)
+        DeviceState("gpu:0", clock_mhz=mhz, rated_mhz=1980.0, reasons=("hardware thermal slowdown",)) for mhz in (900.0, 990.0, 1000.0)
     ]
     page = render([replace(run, facts=replace(run.facts, devices={"node-p00000/gpu:0": samples}))])
     assert "node-p00000/gpu:0 runs at 50% of its highest clock (hardware thermal slowdown)" in page
@@ -71,11 +74,14 @@ def test_what_devices_said_of_themselves_is_shown(healthy_run):
 
 
 def test_the_verdict_says_how_it_went_and_what_to_do_first(healthy_run, killed_run):
-    assert verdict(read_run(killed_run)) == (
-        "30 steps in 52s on 8 device(s), 2 starts; loss 1.000 to 1.000. 58% of the time was steps that count. First to change: "
-        "steps lost to failures (gain at most 49%): checkpoint.every_minutes=10: what saves take and failures lose is least there."
-    )
-    assert "start-up and compilation not amortised" in verdict(read_run(healthy_run))
+    killed = read_run(killed_run)
+    for fact in ("30 steps", "52s", "8 device(s)", "2 starts", "1.000 to 1.000", "58%", "gain at most 49%", "checkpoint.every_minutes=10"):
+        assert fact in verdict(killed)
+    assert killed.findings[0].rule == "steps lost to failures"
+    assert killed.findings[0].title in verdict(killed)
+    healthy = read_run(healthy_run)
+    assert healthy.findings[0].rule == "start-up and compilation not amortised"
+    assert healthy.findings[0].title in verdict(healthy)
 
 
 def test_the_page_stands_alone_and_no_name_breaks_it(healthy_run):
@@ -115,7 +121,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"it has no run\.json"):
         read_run(tmp_path)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"run\.json is damaged"):
         read_run(tmp_path)
     run_json(tmp_path, "r")
     with pytest.raises(UserError, match="never started"):
@@ -193,7 +199,8 @@ def profiled_run(tmp_path_factory):
     write(capture / "node.xplane.pb", planes)
     (capture / "jit_train_step.hlo.txt").write_text((Path(__file__).parent / "trace_gpu.hlo.txt").read_text())
     run_json(path, "third", devices=4)
-    publish(analyze(find_capture(capture), hardware=hardware("h100-sxm")))
+    found = find_capture(capture)
+    publish(found, analyze(load_profile(found, hardware=hardware("h100-sxm"))))
     return path
 
 
@@ -210,7 +217,7 @@ def test_the_inside_of_a_step_sums_and_stands_under_the_roofline(profiled_run):
     assert ledger["communication, exposed"] == ["30 us", "30.0%"]
     assert ledger["idle"] == ["10 us", "10.0%"]
     assert ledger["step"] == ["100 us", "100.0%"]
-    assert ledger["(communication hidden by compute)"] == ["10 us", "10.0%"]
+    assert ledger["(communication overlapped by compute)"] == ["10 us", "10.0%"]
     assert re.search(r'<polyline class="roof" points="[\d., ]+"', page)
     assert "there is no roof" not in page
     assert page.count("<circle cx") >= 2
@@ -218,12 +225,12 @@ def test_the_inside_of_a_step_sums_and_stands_under_the_roofline(profiled_run):
     assert (kind, axes) == ("all-reduce", "?")  # pairs of four devices whose mesh is not known
 
 
-def test_the_plan_is_compared_term_by_term_and_the_largest_difference_said(profiled_run):
+def test_the_plan_is_compared_term_by_term_with_the_largest_difference(profiled_run):
     page = render([read_run(profiled_run)])
-    terms = {row[0]: row[1:] for row in rows_of(page, "<h3>Time of a step")[1:]}
+    terms = {row[0]: row[1:] for row in rows_of(page, "<h3>Step time and bandwidth")[1:]}
     assert terms["exposed communication"][:3] == ["10 us", "30 us", "+200%"]
     assert terms["step"][:2] == ["80 us", "100 us"]
-    assert "The plan is furthest off in exposed communication: " in page
+    assert "Largest difference: exposed communication: " in page
     assert rows_of(page, "<h3>Memory of a device</h3>")[1] == ["runtime reserve", "2,048.0"]
     assert rows_of(page, "<h3>Communication of a step</h3>")[1] == ["all-reduce over fsdp", "mlp", "2", "4", "more"]
 
@@ -232,7 +239,7 @@ def test_flags_are_shown_with_who_chose_them_and_compared(profiled_run, healthy_
     page = render([read_run(profiled_run)])
     assert rows_of(page, "XLA flags and environment settings")[1] == ["--xla_gpu_x", "true", "ridge", "overlap"]
     both = render([read_run(healthy_run, "plain"), read_run(profiled_run, "flagged")])
-    differing = rows_of(both, "<h3>What differs</h3>")
+    differing = rows_of(both, "<h3>Differences</h3>")
     assert ["environment", "--xla_gpu_x", "not set", "true"] in differing
     assert ["machine", "count", "8", "4"] in differing
     assert not [row for row in differing if "xla_old" in row[1]]
@@ -244,7 +251,7 @@ def test_figures_of_two_runs_stand_side_by_side_with_spread_and_verdict(profiled
     log = event_file(slow, 0)
     log.write_text(re.sub(r'"step_time_p50_s":([\d.e-]+)', lambda m: f'"step_time_p50_s":{1.9 * float(m[1])}', log.read_text()))
     page = render([read_run(profiled_run, "a"), read_run(slow, "b")])
-    step_time = next(row for row in rows_of(page, "<h3>What changed</h3>") if row[0] == "step time")
+    step_time = next(row for row in rows_of(page, "<h3>Changes</h3>") if row[0] == "step time")
     assert step_time[-1] == "slower"
     assert re.search(r"\(\u00b1\d+\.\d%\)", step_time[1])
     assert "Config, environment, packages, code and machine are the same" in page
@@ -262,7 +269,7 @@ def test_the_page_fits_its_window_and_follows_the_scheme(browser, profiled_run, 
         browser.get(page.as_uri())
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         paper, ink = browser.execute_script("const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]")
-        light = [sum(int(part) for part in re.findall(r"\d+", colour)[:3]) for colour in (paper, ink)]
+        light = [sum(int(part) for part in re.findall(r"\d+", color)[:3]) for color in (paper, ink)]
         assert (light[0] > 700 and light[1] < 150) if scheme == "light" else (light[0] < 150 and light[1] > 600)
         assert browser.execute_script("return document.querySelectorAll('svg polyline').length") >= 8
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": []})

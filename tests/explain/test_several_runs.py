@@ -31,7 +31,7 @@ def test_runs_that_differ_in_devices_are_a_scaling_study_and_repeats_are_one_poi
         made_run(tmp_path / f"{p}{i}", devices=p, step_s=t) for p, i, t in ((1, "a", 0.4), (2, "a", 0.19), (2, "b", 0.23), (4, "a", 0.2))
     ]
     facts = read_several(runs)
-    assert [row.devices for row in facts.study.rows] == [1, 2, 4]
+    assert [row.value for row in facts.study.rows] == [1, 2, 4]
     assert facts.study.rows[1].rate == pytest.approx(8 * 256 * (1 / 0.19 + 1 / 0.23) / 2, rel=0.01)
     assert "parallel efficiency falls" in rules(facts)
     row = read_several(runs, tokens=1e9).study.rows[2]  # the same measurements, asked about a longer run

@@ -14,6 +14,7 @@ import pytest
 
 from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
+from ridgeline.explain.trace.load import load_profile
 from ridgeline.explain.trace.publish import publish
 
 pytestmark = pytest.mark.browser
@@ -74,11 +75,12 @@ return colours.size;
 
 @pytest.fixture(scope="module")
 def analysed_run(run_dir, tmp_path_factory):
-    """The run with its capture analysed: figures and the step ledger beside its own scalars."""
-    directory = tmp_path_factory.mktemp("analysed") / "run"
+    """The run with its capture analyzed: figures and the step ledger beside its own scalars."""
+    directory = tmp_path_factory.mktemp("analyzed") / "run"
     shutil.copytree(run_dir, directory)
     (directory / "run.json").write_text("{}")
-    publish(analyze(find_capture(directory)))
+    capture = find_capture(directory)
+    publish(capture, analyze(load_profile(capture)))
     return directory
 
 

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.explain.trace.analysis import analyze, to_json
+from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
+from ridgeline.explain.trace.load import load_profile
 from ridgeline.planner.hardware import hardware
+from ridgeline.rundir.analysis import to_json
 from tests.explain.xspace import gpu, host, kernel, step, write
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
@@ -28,9 +30,9 @@ def device(ordinal, arrive, end, *, start_ns=0, steps=1, period=1000):
     return gpu(ordinal, {"Stream #14(Kernel)": compute, "Stream #22(Kernel)": talk}, start_ns=start_ns)
 
 
-def test_waiting_for_the_last_rank_is_told_from_the_wire_and_the_rank_is_named(tmp_path):
+def test_waiting_is_separated_from_transfer_and_the_last_rank_is_named(tmp_path):
     planes = [device(0, 100, 200), device(1, 100, 200), device(2, 180, 200), device(3, 110, 200)]
-    report = to_json(analyze(capture(tmp_path, planes)))
+    report = to_json(analyze(load_profile(capture(tmp_path, planes))))
     (traffic,) = report["collectives"]
     assert traffic["kind"] == "all-reduce"
     assert traffic["time_s"] == pytest.approx((100 + 100 + 20 + 90) / 4 * 1e-6)
@@ -46,13 +48,15 @@ def test_ranks_that_take_turns_in_being_last_are_no_stragglers(tmp_path):
         talk = [kernel(NCCL, 1000 * s + a, 1000 * s + 200, "all-reduce-start.1") for s, a in enumerate(arrivals)]
         return gpu(ordinal, {"Stream #22(Kernel)": talk})
 
-    report = to_json(analyze(capture(tmp_path, [turns(0, [100, 190, 100]), turns(1, [190, 100, 100]), turns(2, [100, 100, 190])])))
+    report = to_json(
+        analyze(load_profile(capture(tmp_path, [turns(0, [100, 190, 100]), turns(1, [190, 100, 100]), turns(2, [100, 100, 190])])))
+    )
     assert report["stragglers"] == []
 
 
 def test_only_the_members_of_a_group_wait_for_each_other(tmp_path):
     planes = [device(0, 100, 140), device(1, 120, 140), device(2, 180, 200), device(3, 150, 200)]
-    report = to_json(analyze(capture(tmp_path, planes, hlo=HLO)))
+    report = to_json(analyze(load_profile(capture(tmp_path, planes, hlo=HLO))))
     (traffic,) = report["collectives"]
     assert traffic["wait_s"] == pytest.approx((20 + 0 + 0 + 30) / 4 * 1e-6)
     size = 1024 * 1024 * 2
@@ -69,7 +73,7 @@ def test_clocks_of_hosts_are_aligned_on_the_ends_of_shared_collectives(tmp_path)
         host({"python": [step(s, 1000 * s, 1000 * s + 900) for s in range(3)]}, start_ns=5_000_000),
     ]
     second[0].lines = {name: [(n, a + 3, b + 3, s) for n, a, b, s in events] for name, events in second[0].lines.items()}
-    report = to_json(analyze(capture(tmp_path, first, second)))
+    report = to_json(analyze(load_profile(capture(tmp_path, first, second))))
     (traffic,) = report["collectives"]
     assert traffic["wait_s"] == pytest.approx((60 + 0) / 2 * 1e-6)
     assert [s["device"] for s in report["stragglers"]] == ["host1/gpu:0"]
@@ -77,7 +81,7 @@ def test_clocks_of_hosts_are_aligned_on_the_ends_of_shared_collectives(tmp_path)
 
 
 def test_calls_that_differ_between_devices_are_not_split(tmp_path):
-    report = to_json(analyze(capture(tmp_path, [device(0, 10, 20, steps=2), device(1, 10, 20, steps=1)])))
+    report = to_json(analyze(load_profile(capture(tmp_path, [device(0, 10, 20, steps=2), device(1, 10, 20, steps=1)]))))
     assert report["collectives"][0]["wait_s"] is None
     assert any("could not be matched" in note for note in report["notes"])
 
@@ -87,7 +91,7 @@ def test_compute_is_divided_by_component_and_pass_with_flops_bytes_and_ceilings(
     ops = [kernel(f"{op}_kernel", a, b, op) for op, (a, b) in us.items()]
     talk = [kernel(NCCL, 30, 44, "all-reduce-start.1")]
     planes = [gpu(n, {"Stream #14(Kernel)": ops, "Stream #22(Kernel)": talk}, gpu_device_name="NVIDIA H100 80GB HBM3") for n in range(4)]
-    report = to_json(analyze(capture(tmp_path, planes, hlo=HLO)))
+    report = to_json(analyze(load_profile(capture(tmp_path, planes, hlo=HLO))))
     h100 = hardware(report["hardware"])
     found = {(c["component"], c["phase"]): c for c in report["components"]}
     assert {key: round(c["time_s"] * 1e6, 6) for key, c in found.items()} == {
@@ -116,7 +120,7 @@ def test_without_hlo_the_path_in_the_trace_names_component_and_pass(tmp_path):
         kernel("k2", 6, 8, "fusion.2", name="jit(train_step)/transpose(jvp(mlp))/mul"),
         kernel("k3", 8, 9, "fusion.3"),
     ]
-    report = to_json(analyze(capture(tmp_path, [gpu(0, {"Stream #14(Kernel)": ops})])))
+    report = to_json(analyze(load_profile(capture(tmp_path, [gpu(0, {"Stream #14(Kernel)": ops})]))))
     assert [(c["component"], c["phase"]) for c in report["components"]] == [("loss", "forward"), ("mlp", "backward"), ("other", "update")]
     assert report["components"][0]["flops"] is None
     assert report["components"][0]["ceiling_s"] is None

@@ -10,11 +10,12 @@ import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import ProfilerConfig
-from ridgeline.explain.trace.analysis import analyze, to_json
+from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
-from ridgeline.explain.trace.frames import Frames, read_frames
+from ridgeline.explain.trace.load import Frames, load_profile, read_frames
 from ridgeline.observe.frames import Sampler, own_line
 from ridgeline.observe.profiler import Profiler, annotation, step_annotation
+from ridgeline.rundir.analysis import to_json
 
 
 def test_the_line_of_a_frame_is_that_outside_of_libraries():
@@ -95,7 +96,7 @@ def faulty(tmp_path_factory):
 
 def test_a_real_wait_is_named_with_its_source_line(faulty):
     directory, line = faulty
-    report = to_json(analyze(find_capture(directory)))
+    report = to_json(analyze(load_profile(find_capture(directory))))
     syncs = report["hosts"][0]["syncs"]
     assert f"{__file__}:{line}" in {sync["source"] for sync in syncs}
     worst = max(syncs, key=lambda sync: sync["idle_after_s"])
@@ -103,7 +104,7 @@ def test_a_real_wait_is_named_with_its_source_line(faulty):
 
 
 def test_idle_time_of_a_real_capture_goes_to_the_wait_for_data(faulty):
-    report = to_json(analyze(find_capture(faulty[0])))
+    report = to_json(analyze(load_profile(find_capture(faulty[0]))))
     (device,) = report["devices"]
     # the waits between steps are 0.15 s each at the least; those after the last captured step are outside
     assert device["idle_by_cause"]["data_wait"] >= 2 * 0.15 * 0.99

@@ -2,8 +2,10 @@
 
 import pytest
 
-from ridgeline.explain.trace.analysis import analyze, to_json
+from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
+from ridgeline.explain.trace.load import load_profile
+from ridgeline.rundir.analysis import to_json
 from tests.explain.xspace import event, gpu, host, kernel, step, write
 
 COMPUTE = "Stream #14(Kernel)"
@@ -17,7 +19,7 @@ def report_of(tmp_path, *hosts, names=("host0", "host1", "host2"), hlo=None):
         write(tmp_path / "capture" / f"{name}.xplane.pb", planes)
     if hlo is not None:
         (tmp_path / "capture" / "jit_train_step.hlo.txt").write_text(hlo)
-    return to_json(analyze(find_capture(tmp_path / "capture")))
+    return to_json(analyze(load_profile(find_capture(tmp_path / "capture"))))
 
 
 def micro(ledger):
@@ -164,6 +166,6 @@ def test_phases_of_the_event_log_tell_what_the_host_did(tmp_path):
     ]
     directory = run / "tensorboard" / "plugins" / "profile" / "steps1-1"
     write(directory / "host0.xplane.pb", planes)
-    (device,) = to_json(analyze(find_capture(run)))["devices"]
+    (device,) = to_json(analyze(load_profile(find_capture(run))))["devices"]
     assert device["idle_by_cause"]["checkpoint"] == pytest.approx(30e-6, abs=1e-6)
     assert device["idle_s"] == pytest.approx(40e-6)

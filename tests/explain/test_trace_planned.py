@@ -10,12 +10,13 @@ from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
-from ridgeline.explain.trace.analysis import analyze, to_json
+from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
-from ridgeline.explain.trace.planned import planned_bandwidth
+from ridgeline.explain.trace.load import load_profile
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.communication import time_s
 from ridgeline.planner.links import Fabric
+from ridgeline.rundir.analysis import to_json
 from tests.explain.xspace import gpu, host, kernel, step, write
 
 HLO = """HloModule jit_train_step, is_scheduled=true, num_partitions=4
@@ -48,8 +49,7 @@ def run(tmp_path):
 
 
 def collective(run):
-    capture = find_capture(run)
-    (found,) = to_json(analyze(capture, planned_bandwidth=planned_bandwidth(capture)))["collectives"]
+    (found,) = to_json(analyze(load_profile(find_capture(run))))["collectives"]
     return found
 
 
@@ -82,6 +82,6 @@ def test_the_links_of_the_runs_own_cluster_give_the_plan(run, source):
 
 def test_a_cluster_that_does_not_exist_is_refused_and_one_that_is_gone_is_not(run):
     with pytest.raises(UserError, match="cluster 'dgx-h1' not found"):
-        planned_bandwidth(find_capture(run), "dgx-h1")
+        load_profile(find_capture(run), cluster="dgx-h1")
     (run / "plan.json").write_text(json.dumps({"cluster": "of-another-machine"}))
-    assert planned_bandwidth(find_capture(run)) is None
+    assert collective(run)["planned_bus_bandwidth"] is None

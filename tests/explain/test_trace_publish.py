@@ -1,4 +1,4 @@
-"""What an analysis leaves behind: JSON, figures, TensorBoard; and that a captured profile is analysed by itself."""
+"""What an analysis leaves behind: JSON, figures, TensorBoard; and that a captured profile is analyzed by itself."""
 
 import io
 import json
@@ -15,9 +15,12 @@ from ridgeline.explain.trace import background
 from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
 from ridgeline.explain.trace.figures import PARTS, breakdown, roofline
+from ridgeline.explain.trace.load import load_profile
 from ridgeline.explain.trace.publish import publish
 from ridgeline.observe.profiler import Profiler
 from ridgeline.planner.hardware import hardware
+from ridgeline.rundir.analysis import DeviceTotal, read_analysis
+from ridgeline.rundir.directory import RunDir
 from tests.explain.xspace import gpu, host, kernel, step, write
 
 
@@ -35,10 +38,15 @@ def run(tmp_path):
     return tmp_path
 
 
+def analyze_and_publish(run):
+    capture = find_capture(run)
+    publish(capture, analyze(load_profile(capture)))
+
+
 def test_results_lie_beside_the_profile_and_in_tensorboard(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    publish(analyze(find_capture(run)))
+    analyze_and_publish(run)
     directory = run / "tensorboard" / "plugins" / "profile" / "steps0000007-0000008"
     assert sorted(p.name for p in directory.iterdir()) == ["analysis.json", "breakdown.png", "node.xplane.pb"]
     report = json.loads((directory / "analysis.json").read_text())
@@ -61,19 +69,39 @@ def test_diagnosis_finds_the_analysis_of_a_run(run):
     with log.phase("train"):
         pass
     log.close()
-    publish(analyze(find_capture(run)))
-    assert read_facts(run).every_device(lambda device: device["exposed_communication_s"]) == pytest.approx(0.3)
+    analyze_and_publish(run)
+    assert read_facts(RunDir(run)).every_device(lambda device: device.exposed_communication_s) == pytest.approx(0.3)
+
+
+def test_the_written_analysis_is_read_back_and_a_damaged_one_is_one_line(run):
+    capture = find_capture(run)
+    analysis = analyze(load_profile(capture))
+    publish(capture, analysis)
+    file = capture.directory / "analysis.json"
+    assert read_analysis(file) == analysis
+    content = json.loads(file.read_text())
+    content["devices"][0]["compute_s"] = "long"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"analysis\.json is damaged: devices\.0\.compute_s: must be") as error:
+        read_analysis(file)
+    assert "\n" not in str(error.value)
+    del content["steps"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="damaged"):
+        read_analysis(file)
 
 
 def test_bars_are_as_long_as_their_parts(run):
-    report = {"device": "a", "total_s": 1.0, "compute_s": 0.5, "exposed_communication_s": 0.3, "exposed_copy_s": 0.0, "idle_s": 0.2}
-    image = Image.open(io.BytesIO(breakdown([report]))).convert("RGB")
-    counts = {colour: 0 for _, colour in PARTS.values()}
+    times = {"total_s": 1.0, "compute_s": 0.5, "exposed_communication_s": 0.3, "exposed_copy_s": 0.0, "idle_s": 0.2}
+    rest = {"communication_s": 0.3, "overlapped_communication_s": 0.0, "idle_by_cause": {"other": 0.2}, "residual_s": 0.0}
+    device = DeviceTotal(device="a", steps=1, assignment="time", **times, **rest)
+    image = Image.open(io.BytesIO(breakdown([device]))).convert("RGB")
+    counts = {color: 0 for _, color in PARTS.values()}
     for x in range(image.width):
-        colour = "#{:02x}{:02x}{:02x}".format(*image.getpixel((x, 41)))
-        if colour in counts:
-            counts[colour] += 1
-    lengths = [counts[colour] for _, colour in PARTS.values()]
+        color = "#{:02x}{:02x}{:02x}".format(*image.getpixel((x, 41)))
+        if color in counts:
+            counts[color] += 1
+    lengths = [counts[color] for _, color in PARTS.values()]
     assert lengths[0] / sum(lengths) == pytest.approx(0.5, abs=0.01)
     assert lengths[1] / sum(lengths) == pytest.approx(0.3, abs=0.01)
     assert lengths[2] <= 1
@@ -83,17 +111,17 @@ def test_the_roofline_needs_flops_and_gets_a_roof_from_the_datasheet(tmp_path, r
     hlo = (request.path.parent / "trace_gpu.hlo.txt").read_text()
     planes = [gpu(n, {"Stream #1(Kernel)": [kernel("gemm", 0, 10, "dot.1"), kernel("gemm", 10, 30, "dot.2")]}) for n in range(4)]
     write(tmp_path / "node.xplane.pb", planes)
-    assert roofline(analyze(find_capture(tmp_path))) is None
+    assert roofline(analyze(load_profile(find_capture(tmp_path)))) is None
     (tmp_path / "jit_train_step.hlo.txt").write_text(hlo)
-    bare = roofline(analyze(find_capture(tmp_path)))
-    roofed = roofline(analyze(find_capture(tmp_path), hardware=hardware("h100-sxm")))
+    bare = roofline(analyze(load_profile(find_capture(tmp_path))))
+    roofed = roofline(analyze(load_profile(find_capture(tmp_path), hardware=hardware("h100-sxm"))))
     assert bare is not None
     assert roofed is not None
     assert bare != roofed
 
 
 def test_a_captured_profile_is_analysed_by_itself(tmp_path, run_steps):
-    profiler = Profiler(ProfilerConfig(start_step=1, num_steps=2), tmp_path, analyze=True)
+    profiler = Profiler(ProfilerConfig(start_step=1, num_steps=2), tmp_path, analyze=background.start)
     (directory,) = run_steps(profiler, 4)  # its close waits for the analysis
     report = json.loads((directory / "analysis.json").read_text())
     assert [s["step"] for s in report["steps"]] == [1, 2]
@@ -126,4 +154,4 @@ def test_a_failed_analysis_is_one_line_and_no_file(tmp_path):
 def test_a_place_that_cannot_be_written_is_named(run):
     (run / "tensorboard" / "steps").write_text("in the way")
     with pytest.raises(UserError, match="cannot write the analysis to"):
-        publish(analyze(find_capture(run)))
+        analyze_and_publish(run)

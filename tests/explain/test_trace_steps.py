@@ -2,15 +2,17 @@
 
 import pytest
 
-from ridgeline.explain.trace.analysis import analyze, to_json
+from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
+from ridgeline.explain.trace.load import load_profile
+from ridgeline.rundir.analysis import to_json
 from tests.explain.xspace import event, gpu, host, kernel, step, write
 
 STREAM = "Stream #14(Kernel)"
 
 
 def report_of(tmp_path, *planes):
-    return to_json(analyze(find_capture(write(tmp_path / "host0.xplane.pb", planes))))
+    return to_json(analyze(load_profile(find_capture(write(tmp_path / "host0.xplane.pb", planes)))))
 
 
 def bounds(report):
@@ -89,7 +91,7 @@ def test_with_no_evidence_time_decides(tmp_path):
     assert bounds(report) == {4: (10, 4), 5: (10, 8)}
 
 
-def test_a_step_that_is_cut_off_is_left_out_and_said(tmp_path):
+def test_a_partial_step_is_left_out_with_a_note(tmp_path):
     planes = ahead(steps=4, kernels=10)
     planes[0].lines[STREAM] = planes[0].lines[STREAM][:33]
     report = report_of(tmp_path, *planes)
@@ -101,7 +103,7 @@ def test_a_step_that_is_cut_off_is_left_out_and_said(tmp_path):
 def test_steps_that_only_one_host_has_are_left_out(tmp_path):
     for name, count in (("host0", 3), ("host1", 2)):
         write(tmp_path / "capture" / f"{name}.xplane.pb", ahead(steps=count))
-    report = to_json(analyze(find_capture(tmp_path / "capture")))
+    report = to_json(analyze(load_profile(find_capture(tmp_path / "capture"))))
     assert [s["step"] for s in report["steps"]] == [0, 1]
     assert [d["device"] for d in report["devices"]] == ["host0/gpu:0", "host1/gpu:0"]
     assert [h["devices"] for h in report["hosts"]] == [["host0/gpu:0"], ["host1/gpu:0"]]

@@ -8,8 +8,10 @@ import jax
 import pytest
 from jax.profiler import ProfileData
 
-from ridgeline.explain.trace.analysis import analyze, to_json
+from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
+from ridgeline.explain.trace.load import load_profile
+from ridgeline.rundir.analysis import to_json
 from tests.explain.xspace import event, gpu, host, kernel, step, write
 
 STEPS, LENGTH_US = 4, 200
@@ -71,7 +73,7 @@ def cells_of(path):
 
 def test_shares_are_those_of_htas_definitions(trace):
     """HTA: idle is no kernel at all; compute time any compute kernel; non-compute the rest; overlap is communication under compute."""
-    report = to_json(analyze(find_capture(trace)))
+    report = to_json(analyze(load_profile(find_capture(trace))))
     cells, _ = cells_of(trace)
     for device in report["devices"]:
         mine = cells[int(device["device"].rpartition(":")[2])]
@@ -101,7 +103,7 @@ def test_kernels_take_what_xprof_says_they_take(trace):
     xprof = {row["kernel_name"]: (row["occurrences"], pytest.approx(row["total_duration_us"])) for row in rows}
     _, totals = cells_of(trace)
     assert totals == {name: xprof[name] for name in totals}  # the oracle reads the file as the test does
-    report = to_json(analyze(find_capture(trace)))
+    report = to_json(analyze(load_profile(find_capture(trace))))
     scale = STEPS * len(report["devices"])
     ours = {o["kernel_name"]: (round(o["runs"] * scale), o["time_s"] * scale * 1e6) for o in report["operations"]}
     assert set(ours) == set(NAMES["compute"])
@@ -122,7 +124,7 @@ def test_a_real_capture_is_as_busy_as_its_raw_events(capture_dir):
     for start, end in sorted(spans):
         busy_ns += max(0.0, end - max(start, reach))
         reach = max(reach, end)
-    (device,) = to_json(analyze(find_capture(capture_dir)))["devices"]
+    (device,) = to_json(analyze(load_profile(find_capture(capture_dir))))["devices"]
     ours_s = device["compute_s"] + device["exposed_communication_s"] + device["exposed_copy_s"]
     assert ours_s == pytest.approx(busy_ns / 1e9, rel=1e-3)
     assert ours_s > 0

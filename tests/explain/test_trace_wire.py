@@ -86,13 +86,17 @@ def test_a_file_cut_anywhere_gives_one_clear_line(tmp_path):
     file = tmp_path / "cut.xplane.pb"
     for length in range(1, len(whole)):
         file.write_bytes(whole[:length])
-        with pytest.raises(UserError, match=r"cut.xplane.pb is not a whole xplane profile: \S"):
+        with pytest.raises(UserError, match=r"cut.xplane.pb is not a complete xplane profile: \S"):
             read_space(file, WANTED, drop_nothing)
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(b"", "is empty"), (b"HloModule jit_f\n", "not a whole xplane profile"), (b"\x1f\x8b" + bytes(80), "not a whole xplane profile")],
+    [
+        (b"", "is empty"),
+        (b"HloModule jit_f\n", "not a complete xplane profile"),
+        (b"\x1f\x8b" + bytes(80), "not a complete xplane profile"),
+    ],
 )
 def test_empty_and_foreign_files_are_refused(tmp_path, content, complaint):
     file = tmp_path / "x.xplane.pb"

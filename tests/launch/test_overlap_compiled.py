@@ -5,12 +5,11 @@ from functools import cache
 
 import pytest
 
-from ridgeline.cli.commands.compile import flags_of_a_run
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.load import load
+from ridgeline.launch.environment import run_flags
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
-from ridgeline.trainer.aot.overlap import compared
-from ridgeline.trainer.aot.report import Report, build_report
+from ridgeline.trainer.aot.report import Report, build_report, compare_overlap
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("overlap")]  # its steps are compiled once, in one process
 PLACE = load_cluster("dgx-h100").config
@@ -36,7 +35,7 @@ def reports() -> dict[str, Report]:
     configs = {name: load("models/llama-3.1-70b", (*COMMON, *overrides)).config for name, overrides in LAYOUTS.items()}
     requests = {}
     for name, config in configs.items():
-        flags, level = flags_of_a_run(configs["tensor" if name == "fsdp" else name], PLACE.device)
+        flags, level = run_flags(configs["tensor" if name == "fsdp" else name], PLACE.device)
         requests[name] = replace(Request.on(config, PLACE, 8), xla_flags=flags, optimization_level=level)
     results = {}
     for flags in {request.xla_flags for request in requests.values()}:
@@ -67,7 +66,7 @@ def test_compute_waits_little_where_parameters_are_cut_over_fsdp_alone() -> None
 
 def test_the_comparison_of_gathers_and_rings_rests_on_what_was_compiled() -> None:
     both = {"gather": reports()["tensor"], "ring": reports()["ring"]}
-    found = compared(both)
+    found = compare_overlap(both)
     assert found["rows"][1]["overlapped_share"] > found["rows"][0]["overlapped_share"]
     played = {value: report.schedule.step_s for value, report in both.items()}
     assert found["ratio"] == max(played.values()) / min(played.values())

@@ -24,8 +24,9 @@ from ridgeline.launch.slurm.submit import Submitter, training_job
 
 GOLDEN = Path(__file__).parent / "golden" / "submit"
 GUIDE = Path(__file__).parents[2] / "docs/guides/slurm.md"
-BLOCK = re.compile(r"```bash job\.sh\n(.*?)```\n", re.DOTALL)
-OWN = re.compile(r"```bash own\.sh\n(.*?)```\n", re.DOTALL)
+EXPLAINED = Path(__file__).parents[2] / "docs/guides/job-script.md"
+BLOCK = re.compile(r'```bash title="job\.sh"\n(.*?)```\n', re.DOTALL)
+OWN = re.compile(r'```bash title="own\.sh"\n(.*?)```\n', re.DOTALL)
 BY = Submitter(
     environment={"NCCL_DEBUG": "INFO", "HOME": "/home/me", "WANDB_API_KEY": "abcdef012345"},
     workdir=Path("/home/me/project"),
@@ -100,9 +101,9 @@ def sections(text: str) -> list[str]:
 
 
 def test_the_guide_explains_the_whole_script() -> None:
-    shown = BLOCK.findall(GUIDE.read_text())
+    shown = BLOCK.findall(EXPLAINED.read_text())
     assert shown == sections(script("mn5-acc", PLAIN_BY)), (
-        "docs/guides/slurm.md shows another script: run `python tests/launch/test_submit_golden.py`"
+        "docs/guides/job-script.md shows another script: run `python tests/launch/test_submit_golden.py`"
     )
 
 
@@ -125,7 +126,7 @@ def regenerate() -> None:
     for case in CASES:
         (GOLDEN / f"{case}.sh").write_text(script(case))
     parts = iter(sections(script("mn5-acc", PLAIN_BY)))
-    GUIDE.write_text(BLOCK.sub(lambda _: f"```bash job.sh\n{next(parts)}```\n", GUIDE.read_text()))
+    EXPLAINED.write_text(BLOCK.sub(lambda _: f'```bash title="job.sh"\n{next(parts)}```\n', EXPLAINED.read_text()))
     assert next(parts, None) is None, "the script has more sections than the guide explains"
 
 

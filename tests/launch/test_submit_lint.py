@@ -63,30 +63,30 @@ def test_a_sound_job_on_the_local_cluster_may_write_anywhere() -> None:
         ({"cluster_set": ("slurm.max_nodes=1",)}, r"--nodes 2: mn5-acc allows at most 1 \(slurm.max_nodes\)"),
         (
             {"cluster_set": ("slurm.cpus_per_task=21",)},
-            r"4 tasks x 21 cores are more than the 80 cores of a node; slurm.cpus_per_task=20 fits",
+            r"4 tasks x 21 cores .* 80 cores .*; slurm.cpus_per_task=20 fits",
         ),
-        ({"cluster_set": ("slurm.cpus_per_task=10",)}, r"mn5-acc wants 20 cores per device: 80 for 4, not 40 \(4 tasks x 10\)"),
-        ({"cluster_set": ("slurm.account=null",)}, r"mn5-acc needs --account: give it on the command line, or set slurm.account in .*"),
-        ({"cluster_set": ("slurm.qos=null",)}, r"mn5-acc needs --qos: .*"),
-        ({"time": None}, r"mn5-acc needs --time: give it on the command line"),
-        ({"time": "3-0"}, r"--time 3-00:00:00 is over the limit of mn5-acc, 2-00:00:00 \(slurm.max_time\)"),
-        ({"time": "5"}, r"--time 00:05:00 is not longer than the 300 s before its end .*"),
-        ({"cluster_set": ("slurm.max_time=two days",)}, r"slurm.max_time 'two days' is no time as Slurm writes it \(MINUTES, .*"),
-        ({"cluster_set": ("slurm.memory=481G",)}, r"slurm.memory=481G is more than the 480 GiB of a node"),
-        ({"cluster_set": ("slurm.memory=all",)}, r"slurm.memory 'all' is no size as Slurm writes it .*"),
-        ({"cluster_set": ("slurm.tasks_per_node=3", "slurm.cores_per_device=null")}, r"4 devices per node do not divide over 3 tasks"),
-        ({"overrides": ("mesh.fsdp=4",)}, r"mesh.fsdp=4 is not the 8 devices there are; what works: mesh.data=2 or mesh.fsdp=8"),
+        ({"cluster_set": ("slurm.cpus_per_task=10",)}, r"mn5-acc .* 20 cores per device: 80 for 4, not 40 \(4 tasks x 10\)"),
+        ({"cluster_set": ("slurm.account=null",)}, r"mn5-acc .* --account: .* slurm.account .*"),
+        ({"cluster_set": ("slurm.qos=null",)}, r"mn5-acc .* --qos: .*"),
+        ({"time": None}, r"mn5-acc .* --time: .*"),
+        ({"time": "3-0"}, r"--time 3-00:00:00 .* mn5-acc, 2-00:00:00 \(slurm.max_time\)"),
+        ({"time": "5"}, r"--time 00:05:00 .* 300 s .*\(slurm.signal_grace_s\)"),
+        ({"cluster_set": ("slurm.max_time=two days",)}, r"slurm.max_time 'two days' .*\(MINUTES, .*"),
+        ({"cluster_set": ("slurm.memory=481G",)}, r"slurm.memory=481G .* 480 GiB of a node"),
+        ({"cluster_set": ("slurm.memory=all",)}, r"slurm.memory 'all' .*480G.*"),
+        ({"cluster_set": ("slurm.tasks_per_node=3", "slurm.cores_per_device=null")}, r"4 devices per node .* 3 tasks"),
+        ({"overrides": ("mesh.fsdp=4",)}, r"mesh.fsdp=4 does not match 8 devices; set mesh.data=2 or mesh.fsdp=8"),
         ({"overrides": ("data.batch_size=4",)}, r"data.batch_size: .* \(on 8 devices\)"),
-        ({"overrides": ("run_dir=/gpfs/readonly/r",)}, r"run directory /gpfs/readonly/r: /gpfs/readonly/r cannot be written"),
-        ({"overrides": ("run_dir=/tmp/r",)}, r"run directory /tmp/r: /tmp is another directory on every node, not shared .*"),
-        ({"overrides": ("run_dir=/dev/shm/r",)}, r"run directory /dev/shm/r: /dev/shm is another .*"),
-        ({"overrides": ("run_dir=/ram/r",)}, r"run directory /ram/r: /ram \(tmpfs\) is in the memory of this machine, .*"),
-        ({"overrides": ("run_dir=/home/r",)}, r"run directory /home/r: /home \(ext4\) is a disk of this machine, .*"),
-        ({"overrides": ("run_dir=/elsewhere/r",)}, r"run directory /elsewhere/r: / \(overlay\) is a disk of this machine, .*"),
-        ({"overrides": ("run_dir='/gpfs/my runs/r'",)}, r"run directory '/gpfs/my runs/r': only letters, digits and .*"),
+        ({"overrides": ("run_dir=/gpfs/readonly/r",)}, r"run directory /gpfs/readonly/r: /gpfs/readonly/r .*"),
+        ({"overrides": ("run_dir=/tmp/r",)}, r"run directory /tmp/r: /tmp .*run_dir.*"),
+        ({"overrides": ("run_dir=/dev/shm/r",)}, r"run directory /dev/shm/r: /dev/shm .*"),
+        ({"overrides": ("run_dir=/ram/r",)}, r"run directory /ram/r: /ram \(tmpfs\) .*"),
+        ({"overrides": ("run_dir=/home/r",)}, r"run directory /home/r: /home \(ext4\) .*"),
+        ({"overrides": ("run_dir=/elsewhere/r",)}, r"run directory /elsewhere/r: / \(overlay\) .*"),
+        ({"overrides": ("run_dir='/gpfs/my runs/r'",)}, r"run directory '/gpfs/my runs/r': .*letters, digits and .*"),
     ],
 )
-def test_an_error_is_one_line_that_says_what_and_what_fits(change: dict[str, object], message: str) -> None:
+def test_an_error_is_one_line_with_the_key_and_what_is_allowed(change: dict[str, object], message: str) -> None:
     found = errors(findings(**change))  # type: ignore[arg-type]
     assert len(found) == 1, found
     assert re.fullmatch(message, found[0]), found[0]
@@ -95,13 +95,13 @@ def test_an_error_is_one_line_that_says_what_and_what_fits(change: dict[str, obj
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cluster_set": ("slurm.exclusive=false",)}, r"slurm.exclusive is false: jobs on the same nodes slow all nodes of this one"),
-        ({"time": "15"}, r"the save grace takes 300 s of 00:15:00: lower slurm.signal_grace_s or ask for more time"),
+        ({"cluster_set": ("slurm.exclusive=false",)}, r"slurm.exclusive is false: .*"),
+        ({"time": "15"}, r"slurm.signal_grace_s .* 300 s of 00:15:00.*"),
         (
             {"cluster": "dgx-h100", "cluster_set": ("slurm.cpus_per_task=7",)},
-            r"56 of the 112 cores of a node are asked for: the rest idles",
+            r".* 56 of the 112 cores of a node.*",
         ),
-        ({"nodes": 1, "overrides": ("run_dir=/home/r",)}, r"run directory /home/r: /home \(ext4\) is a disk of this machine, .*"),
+        ({"nodes": 1, "overrides": ("run_dir=/home/r",)}, r"run directory /home/r: /home \(ext4\) .*"),
     ],
 )
 def test_a_warning_does_not_refuse(change: dict[str, object], message: str) -> None:
@@ -117,32 +117,28 @@ def large(name: str, nodes: int, *cluster_set: str) -> list[Finding]:
     return lint.lint(config, site, job_shape(site, nodes, "1-0"), SHARED)
 
 
-def test_a_save_that_may_not_fit_the_grace_is_told() -> None:
+def test_a_save_that_may_exceed_the_grace_is_a_warning() -> None:
     assert warnings(large("models/llama-3.1-405b", 64)) == []
-    told = warnings(large("models/llama-3.1-405b", 64, "storage.write_gb_per_s=10"))
-    assert len(told) == 1
+    found = warnings(large("models/llama-3.1-405b", 64, "storage.write_gb_per_s=10"))
+    assert len(found) == 1
     # 405.85e9 parameters x 12 bytes at 10e9 bytes/s
-    assert told[0].startswith("a save of this model takes about 487 s at 10 GB/s: slurm.signal_grace_s=300 ")
+    assert "487 s at 10 GB/s" in found[0] and "slurm.signal_grace_s=300 " in found[0]
 
 
 def test_host_memory_must_hold_the_copy_of_an_asynchronous_save() -> None:
-    told = warnings(large("models/llama-3.1-405b", 8))
+    found = warnings(large("models/llama-3.1-405b", 8))
     # 405.85e9 x 12 bytes / 8 nodes
-    assert any(
-        line.startswith("an asynchronous save copies 567 GiB of parameters and optimiser state to each host, which has 480 GiB")
-        for line in told
-    )
+    assert any("567 GiB" in line and "480 GiB" in line and "checkpoint.asynchronous=false" in line for line in found)
 
 
 def test_virtual_devices_must_make_up_the_node() -> None:
     few = ("model.num_layers=2", "model.embed_dim=64", "runtime.cpu_devices=4")
-    assert errors(findings("local", 2, None, overrides=few)) == [
-        "1 tasks per node x runtime.cpu_devices=4 make 4 devices, but local has devices_per_node=1: give --cluster-set devices_per_node=4"
-    ]
+    (error,) = errors(findings("local", 2, None, overrides=few))
+    assert all(fact in error for fact in ("runtime.cpu_devices=4", "devices_per_node=1", "--cluster-set devices_per_node=4"))
     assert errors(findings("local", 2, None, overrides=few, cluster_set=("devices_per_node=4",))) == []
 
 
-def test_several_errors_are_told_together() -> None:
+def test_several_errors_are_reported_together() -> None:
     assert len(errors(findings(time="3-0", cluster_set=("slurm.account=null", "slurm.memory=1T")))) == 3
 
 
@@ -219,5 +215,5 @@ def test_mounts_are_read_with_their_escapes_and_the_innermost_wins() -> None:
 def test_activations_that_the_hosts_cannot_hold_are_refused_before_the_queue() -> None:
     offload = ("model.num_layers=16", "data.seq_len=131072", "compute.remat.policy=offload", "compute.remat.names=[block_input,mlp_up]")
     large = errors(findings(overrides=offload, cluster_set=("memory_per_node_gib=128",)))
-    assert len(large) == 1 and re.match(r"compute\.remat\.policy=offload offloads \d+ GB per node, more than the 69 GB it may: ", large[0])
+    assert len(large) == 1 and re.match(r"compute\.remat\.policy=offload offloads \d+ GB per node, more than the 69 GB ", large[0])
     assert not errors(findings(overrides=(*offload, "trainer.accumulation=8"), cluster_set=("memory_per_node_gib=512",)))

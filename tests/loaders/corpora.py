@@ -1,4 +1,4 @@
-"""Inputs and outputs that several tests of preparation share."""
+"""Inputs and outputs shared by the tests of preparation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from array_record.python.array_record_module import ArrayRecordReader
 
 from ridgeline.loaders.manifest import Manifest
-from ridgeline.loaders.record_codec import decode_record
+from ridgeline.loaders.token_record import decode_record
 
 
 def write_records(path: Path, count: int, seed: int = 0, words: int = 40) -> Path:
@@ -33,7 +33,7 @@ def texts_of(path: Path) -> list[str]:
 
 
 def tree_digests(root: Path) -> dict[str, str]:
-    """Relative path to sha256 of every file of an output, but for the state, which knows where and when it was made."""
+    """Relative path -> sha256 of every file of an output, without the state, which depends on place and time."""
     files = [path for path in sorted(root.rglob("*")) if path.is_file() and ".prepare" not in path.parts]
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

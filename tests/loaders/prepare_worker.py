@@ -1,4 +1,4 @@
-"""A whole preparation in a process of its own: python prepare_worker.py INPUT OUTPUT WORKERS SHARDS [SLICE_INDEX SLICE_COUNT]."""
+"""A whole preparation in its own process: python prepare_worker.py INPUT OUTPUT WORKERS SHARDS [SLICE_INDEX SLICE_COUNT]."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.holdout import parse_holdouts
 from ridgeline.loaders.prepare import PrepareSettings, Slice, prepare
+from ridgeline.loaders.records import parse_holdouts
 
 
 def main() -> None:

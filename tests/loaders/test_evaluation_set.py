@@ -1,4 +1,4 @@
-"""Held-out sets: everything once, in order, however many processes share the rows."""
+"""Held-out sets: every row once, in order, for any number of processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ridgeline.loaders.evaluation import open_evaluation_set
+from ridgeline.loaders.loader import open_evaluation_set
 from ridgeline.loaders.manifest import CorpusError
 from tests.loaders.token_corpora import random_docs, write_corpus
 

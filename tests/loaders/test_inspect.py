@@ -1,4 +1,4 @@
-"""Looking at a corpus: the figures are those of its documents, the sample rows those a model gets."""
+"""Inspection of a corpus: document statistics and sample rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_statistics_of_a_large_corpus_stop_after_whole_shards(tmp_path: Path) ->
     assert (found.shards, found.documents) == (2, 20)
 
 
-def test_sample_rows_show_the_text_cut_at_documents(tmp_path: Path) -> None:
+def test_sample_rows_show_the_text_split_at_documents(tmp_path: Path) -> None:
     manifest = text_corpus(tmp_path, pack_length=192)
     (row,) = sample_rows(tmp_path, manifest, seq_len=192, count=5)
     assert [segment.text for segment in row.segments] == TEXTS
@@ -61,8 +61,8 @@ def test_sample_rows_of_a_stream_are_random_but_the_same_for_a_seed(tmp_path: Pa
     assert whole.endswith(TEXTS[-1])
 
 
-def test_a_foreign_tokenizer_in_the_corpus_is_refused(tmp_path: Path) -> None:
+def test_another_tokenizer_in_the_corpus_is_refused(tmp_path: Path) -> None:
     manifest = text_corpus(tmp_path)
     other = replace(manifest, tokenizer=replace(manifest.tokenizer, sha256="f" * 64))
-    with pytest.raises(CorpusError, match=r"is not the tokenizer that made .* the manifest says ffffffffffff"):
+    with pytest.raises(CorpusError, match=r"tokenizer is not .* sha256 .* ffffffffffff"):
         load_corpus_tokenizer(tmp_path, other)

@@ -1,4 +1,4 @@
-"""The training loader: the same global batches whatever reads them."""
+"""The training loader: the same global batches for any number of processes, threads and workers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import DataConfig
-from ridgeline.loaders.loader import Loader, StepRows, build_loader
+from ridgeline.loaders.loader import Loader, Order, StepRows, build_loader
 from ridgeline.loaders.manifest import CorpusError
-from ridgeline.loaders.mixture import Order
 from ridgeline.loaders.rows import Rows, RowSource
 from tests.loaders.loader_worker import row_digests
 from tests.loaders.token_corpora import random_docs, write_corpus
@@ -151,7 +150,7 @@ def test_closing_ends_the_reader_threads(data: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_damage_found_while_training_names_file_and_record(data: DataConfig, workers: int) -> None:
+def test_damage_found_in_training_names_file_and_record(data: DataConfig, workers: int) -> None:
     directory = data.train[1].path
     shard = next(directory.glob("*.arrayrecord"))
     content = bytearray(shard.read_bytes())
@@ -168,7 +167,7 @@ def test_damage_found_while_training_names_file_and_record(data: DataConfig, wor
     loader.close()
 
 
-def test_workers_outlast_the_signals_that_reach_a_whole_job(data: DataConfig) -> None:
+def test_workers_ignore_the_signals_that_reach_a_whole_job(data: DataConfig) -> None:
     """Ctrl-C and SIGTERM go to workers too, but the run still wants the batches of its last steps."""
     undisturbed = build_loader(data, seed=0, vocab_size=50, rows=ALL)
     expected = [next(undisturbed) for _ in range(12)]
@@ -201,7 +200,7 @@ sys.stdin.read()
 """
 
 
-def test_workers_end_with_a_process_that_is_killed(data: DataConfig) -> None:
+def test_workers_exit_with_a_process_that_is_killed(data: DataConfig) -> None:
     settings = with_settings(data, workers=2).model_dump_json()
     command = [sys.executable, "-c", ORPHANS, settings]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -217,7 +216,7 @@ def test_workers_end_with_a_process_that_is_killed(data: DataConfig) -> None:
 
 
 class _BackendProbe(RowSource):
-    """Rows that say how many JAX backends the process that reads them has initialised."""
+    """Rows with the number of JAX backends that the reading process has initialized."""
 
     def read(self, rows: np.ndarray) -> Rows:
         bridge = sys.modules.get("jax._src.xla_bridge")
@@ -225,7 +224,7 @@ class _BackendProbe(RowSource):
         return {"backends": np.full((len(rows), 1), count), "process": np.full((len(rows), 1), os.getpid())}
 
 
-def test_workers_of_a_process_that_uses_jax_touch_no_device(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_process_that_uses_jax_use_no_device(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grain imports JAX where it is installed; a worker that also initialised a backend would take GPU memory from the run."""
     monkeypatch.syspath_prepend(ROOT)  # where the worker finds the probe
     assert jax.device_count() > 0
@@ -259,5 +258,5 @@ def test_other_tokenizers_and_larger_vocabularies_are_refused(data: DataConfig, 
         build_loader(data, seed=0, vocab_size=40, rows=ALL)
     write_corpus(tmp_path / "c", [random_docs(3, 10)], sha256="c" * 64)
     mixed = with_settings(data, train=[*data.model_dump()["train"], {"path": tmp_path / "c"}])
-    with pytest.raises(CorpusError, match="was made with another tokenizer"):
+    with pytest.raises(CorpusError, match=rf"{tmp_path}/c .*tokenizer.* {tmp_path}/a "):
         build_loader(mixed, seed=0, vocab_size=50, rows=ALL)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.mixture import MAX_ROWS, Order
+from ridgeline.loaders.loader import MAX_ROWS, Order
 
 
 @settings(max_examples=25, deadline=None)
@@ -19,7 +19,7 @@ def test_every_epoch_has_every_row_once(rows: int, seed: int) -> None:
         assert sorted(found[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
 
 
-def test_epochs_seeds_and_sources_have_orders_of_their_own() -> None:
+def test_epochs_seeds_and_corpora_have_their_own_orders() -> None:
     def order(seed: int, epoch: int = 0) -> tuple[int, ...]:
         return tuple(Order([500], [1.0], seed=seed, shuffle=True).lookup(np.arange(epoch * 500, (epoch + 1) * 500))[1])
 
@@ -29,7 +29,7 @@ def test_epochs_seeds_and_sources_have_orders_of_their_own() -> None:
     assert rows[corpora == 0].tolist() != rows[corpora == 1].tolist()
 
 
-def test_a_shuffle_mixes_far_and_wide() -> None:
+def test_a_shuffle_mixes_over_the_whole_corpus() -> None:
     _, rows = Order([10_000], [1.0], seed=1, shuffle=True).lookup(np.arange(10_000))
     assert abs(np.corrcoef(np.arange(10_000), rows)[0, 1]) < 0.05
     assert abs(rows[:1000].mean() / 5000 - 1) < 0.1

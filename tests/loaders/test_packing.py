@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.loaders.packing import best_fit
+from ridgeline.loaders.token_writer import best_fit
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=120)
 

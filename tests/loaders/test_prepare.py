@@ -1,4 +1,4 @@
-"""Preparation: what is written, that it depends on input and settings alone, and what is refused."""
+"""Preparation: the output depends only on input and settings; errors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ import pytest
 from ridgeline.configs.errors import UserError
 from ridgeline.loaders import inputs
 from ridgeline.loaders import prepare as module
-from ridgeline.loaders.format import verify_shards
-from ridgeline.loaders.holdout import parse_holdouts
 from ridgeline.loaders.inputs import InputOptions, Unit
 from ridgeline.loaders.manifest import Manifest
 from ridgeline.loaders.prepare import PrepareSettings, Slice, Summary, divide, prepare
-from ridgeline.loaders.records import RecordFields
+from ridgeline.loaders.records import RecordFields, parse_holdouts
 from ridgeline.loaders.shard_work import gzip9_size_bytes
+from ridgeline.loaders.token_reader import verify_shards
 from ridgeline.loaders.tokenizers import load_tokenizer
 from tests.loaders.corpora import manifest, read_documents, texts_of, tree_digests, write_records
 
@@ -205,7 +204,7 @@ def test_a_damaged_finished_shard_is_made_again(source: Path, tmp_path: Path) ->
     assert tree_digests(tmp_path / "out") == tree_digests(tmp_path / "whole")
 
 
-def test_done_already_is_said_and_nothing_is_touched(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_corpus_is_reported_and_not_changed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(source, tmp_path / "out", shards=3)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     monkeypatch.setattr(module, "run_tasks", None)
@@ -216,7 +215,7 @@ def test_done_already_is_said_and_nothing_is_touched(source: Path, tmp_path: Pat
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 
 
-def test_a_finished_corpus_that_lost_a_shard_is_not_called_done(source: Path, tmp_path: Path) -> None:
+def test_a_complete_corpus_that_lost_a_shard_is_not_reported_as_complete(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "out", shards=3)
     sorted((tmp_path / "out").glob("*.array_record"))[1].unlink()
     assert "missing shard" in refusal(lambda: run(source, tmp_path / "out", shards=3))
@@ -229,16 +228,16 @@ def test_other_settings_or_input_are_refused_until_overwritten(source: Path, tmp
     run(source, output, shards=3)
     before = tree_digests(output)
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"shards": 4}, "begun with shards 3, now 4"),
-        ({"shards": 3, "gzip_baseline": True}, "begun with gzip_baseline false, now true"),
-        ({"shards": 3, "holdouts": {"validation": 0.1}}, 'begun with holdouts {}, now {"validation": 0.1}'),
-        ({"shards": 3, "options": InputOptions(format="lines")}, 'begun with format "auto", now "lines"'),
+        ({"shards": 4}, "shards 3, now 4"),
+        ({"shards": 3, "gzip_baseline": True}, "gzip_baseline false, now true"),
+        ({"shards": 3, "holdouts": {"validation": 0.1}}, 'holdouts {}, now {"validation": 0.1}'),
+        ({"shards": 3, "options": InputOptions(format="lines")}, 'format "auto", now "lines"'),
     ]
     for change, message in changes:
         assert message in refusal(lambda change=change: run(source, output, **change))  # type: ignore[misc]
     with source.open("a") as stream:
         stream.write('{"text": "more"}\n')
-    assert "begun when the input was another" in refusal(lambda: run(source, output, shards=3))
+    assert "a file was changed, added or removed" in refusal(lambda: run(source, output, shards=3))
     assert tree_digests(output) == before
     assert run(source, output, shards=4, overwrite=True).sets[0].documents == 301
     assert len(list(output.glob("*.array_record"))) == 4
@@ -253,15 +252,15 @@ def test_overwriting_changes_between_one_set_and_several(source: Path, tmp_path:
     assert sorted(path.name for path in output.iterdir()) == [".prepare", "test", "train"]
 
 
-def test_foreign_directories_are_never_touched(source: Path, tmp_path: Path) -> None:
+def test_directories_with_other_files_are_never_changed(source: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run(source, home / "corpus", shards=2)
     (home / "corpus" / ".prepare").rename(tmp_path / "state")  # as if another program had made it
     (home / "notes.txt").write_text("keep")
     before = tree_digests(home)
-    assert "holds another corpus" in refusal(lambda: run(source, home / "corpus"))
-    assert "holds another corpus" in refusal(lambda: run(source, home))
-    assert "holds files that are not a corpus's (corpus, notes.txt)" in refusal(lambda: run(source, home, overwrite=True))
+    assert "another corpus" in refusal(lambda: run(source, home / "corpus"))
+    assert "another corpus" in refusal(lambda: run(source, home))
+    assert "(corpus, notes.txt)" in refusal(lambda: run(source, home, overwrite=True))
     assert "is a file" in refusal(lambda: run(source, home / "notes.txt"))
     assert tree_digests(home) == before
 
@@ -298,19 +297,19 @@ def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("")
     assert "empty corpus" in refusal(lambda: run(tmp_path / "a.jsonl", output))
     (tmp_path / "a.jsonl").write_text('{"text": "only one"}\n')
-    assert "got none of the 1 documents" in refusal(lambda: run(tmp_path / "a.jsonl", output, holdouts=parse_holdouts(["v=0.000001"])))
+    assert "'v' has none of the 1 documents" in refusal(lambda: run(tmp_path / "a.jsonl", output, holdouts=parse_holdouts(["v=0.000001"])))
     assert not output.exists()
 
 
-def test_absurd_numbers_are_refused(source: Path, tmp_path: Path) -> None:
+def test_numbers_out_of_range_are_refused(source: Path, tmp_path: Path) -> None:
     for change, message in [
-        ({"shards": 0}, "shards must be at least 1, not 0"),
-        ({"shards": 1000}, "the input divides into at most"),
+        ({"shards": 0}, "shards must be at least 1, got 0"),
+        ({"shards": 1000}, "--shards 1000: "),
         ({"workers": -1}, "workers must be at least 1"),
         ({"max_bad": -1}, "max bad must be at least 0"),
         ({"pack_length": 1}, "pack length must be at least 2"),
-        ({"slice": Slice(3, 3)}, "slice 3/3: the first number must lie in 0..2"),
-        ({"slice": Slice(0, 2), "overwrite": True}, "--overwrite would remove what other slices made"),
+        ({"slice": Slice(3, 3)}, "slice 3/3: the first number must be in 0..2"),
+        ({"slice": Slice(0, 2), "overwrite": True}, "--overwrite with a slice"),
         ({"tokenizer": str(tmp_path / "none.json")}, "tokenizer not found"),
     ]:
         assert message in refusal(lambda change=change: run(source, tmp_path / "out", **change))  # type: ignore[misc]
@@ -340,7 +339,7 @@ def test_full_disk_is_one_clear_line_and_the_same_command_continues(source: Path
     assert tree_digests(tmp_path / "out") == tree_digests(tmp_path / "whole")
 
 
-def test_fine_tuning_masks_decode_to_what_the_model_says(tmp_path: Path) -> None:
+def test_fine_tuning_masks_decode_to_the_replies_of_the_model(tmp_path: Path) -> None:
     chats = [("Hi", "Hello 🙂!\n", "And?", "Bye"), ("Größe", "5 µm", "Sure?", "Yes\n\n")]
     records: list[dict[str, Any]] = [
         {"messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, chat, strict=True)]}
@@ -351,12 +350,12 @@ def test_fine_tuning_masks_decode_to_what_the_model_says(tmp_path: Path) -> None
     run(tmp_path / "a.jsonl", tmp_path / "out", fields=RecordFields(sft=True))
     tokenizer = load_tokenizer("bytes")
     documents = read_documents(tmp_path / "out")
-    said = [tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) for ids, mask in documents]
-    assert said == ["Hello 🙂!\nBye", "5 µmYes\n\n", "4"]
-    for (ids, mask), answers in zip(documents, (2, 2, 1), strict=True):
-        assert not mask[0], "BOS is given, never said"
+    replies = [tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) for ids, mask in documents]
+    assert replies == ["Hello 🙂!\nBye", "5 µmYes\n\n", "4"]
+    for (ids, mask), count in zip(documents, (2, 2, 1), strict=True):
+        assert not mask[0], "BOS has no loss"
         assert ids[-1] == tokenizer.eos_id
-        assert [counts for i, counts in zip(ids, mask, strict=True) if i == tokenizer.eos_id] == [True] * answers, "to stop is said"
+        assert [counts for i, counts in zip(ids, mask, strict=True) if i == tokenizer.eos_id] == [True] * count, "EOS has loss"
 
 
 def test_packed_rows_hold_whole_documents(source: Path, tmp_path: Path) -> None:
@@ -364,14 +363,14 @@ def test_packed_rows_hold_whole_documents(source: Path, tmp_path: Path) -> None:
     described = manifest(tmp_path / "out")
     assert described["pack_length"] == 512
     tokenizer = load_tokenizer("bytes")
-    assert max(len(text.encode()) for text in texts_of(source)) <= 510, "none is cut"
+    assert max(len(text.encode()) for text in texts_of(source)) <= 510, "no document is split"
     assert sorted(tokenizer.decode(ids) for ids, _ in read_documents(tmp_path / "out")) == sorted(texts_of(source))
     (whole,) = summary.sets
     assert whole.padding_share is not None
     assert 0 < whole.padding_share < 0.1
 
 
-def test_the_manifest_tells_what_was_done(source: Path, tmp_path: Path) -> None:
+def test_the_manifest_records_settings_and_tokenizer(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "out", holdouts=parse_holdouts(["validation=0.2"]), shards=2)
     described = Manifest.read(tmp_path / "out" / "validation")
     tokenizer = load_tokenizer("bytes")
@@ -392,22 +391,22 @@ def test_gzip_sizes_are_those_of_the_gzip_command(source: Path, tmp_path: Path) 
     assert manifest(tmp_path / "out")["gzip9_bytes"] == summary.sets[0].gzip9_bytes
 
 
-def test_input_that_changes_while_it_is_read_is_noticed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_that_changes_while_it_is_read_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = module.run_tasks
 
-    def meddle(*args: Any, **kwargs: Any) -> None:
+    def append(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         with source.open("a") as stream:
             stream.write('{"text": "late"}\n')
 
-    monkeypatch.setattr(module, "run_tasks", meddle)
+    monkeypatch.setattr(module, "run_tasks", append)
     assert "the input changed while it was read" in refusal(lambda: run(source, tmp_path / "out"))
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7, 10])
 @pytest.mark.parametrize("sizes", [[1] * 10, [100] + [1] * 9, [1] * 9 + [100], [0] * 10, [5, 0, 0, 50, 1, 1, 1, 80, 2, 9]])
-def test_units_divide_into_contiguous_shards_none_empty(sizes: list[int], shards: int) -> None:
+def test_units_are_split_into_contiguous_shards_none_empty(sizes: list[int], shards: int) -> None:
     units = [Unit(Path(str(index)), "text", size) for index, size in enumerate(sizes)]
     divided = divide(units, shards)
     assert len(divided) == shards
@@ -415,7 +414,7 @@ def test_units_divide_into_contiguous_shards_none_empty(sizes: list[int], shards
     assert [unit for part in divided for unit in part] == units
 
 
-def test_equal_units_divide_evenly() -> None:
+def test_equal_units_are_split_evenly() -> None:
     units = [Unit(Path(str(index)), "text", 10) for index in range(12)]
     assert [len(part) for part in divide(units, 4)] == [3, 3, 3, 3]
 
@@ -427,5 +426,5 @@ def test_the_number_of_shards_follows_the_size() -> None:
     assert shards(1, 10) == 1
     assert shards(10, 1 << 20) == 3
     assert shards(1000, 4 << 20) == 16
-    assert shards(3, 1 << 30) == 3, "a compressed file cannot be divided"
+    assert shards(3, 1 << 30) == 3, "a compressed file cannot be split"
     assert shards(4000, 4 << 20) == 63

@@ -1,4 +1,4 @@
-"""Every input kind gives its documents in order, and names file and line of what it cannot use."""
+"""Every input format yields its documents in order, and file and line of bad records."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_bad_json_records_are_named_with_file_and_line(tmp_path: Path) -> None:
     found = bad(items)
     assert [place for place, _ in found] == [f"{path}:{line}" for line in range(2, 10)]
     expected = ["invalid JSON at column 2", "missing field 'text' (has: body, id)", "not a string but a number", "not a string but null"]
-    expected += ["not an object but a list", "invalid UTF-8 at byte 10", "lone surrogate", "invalid JSON"]
+    expected += ["JSON object, got a list", "invalid UTF-8 at byte 10", "lone surrogate", "invalid JSON"]
     for (_, reason), part in zip(found, expected, strict=True):
         assert part in reason
 
@@ -239,7 +239,7 @@ def test_unreadable_file_of_a_tree_is_a_bad_record(tmp_path: Path) -> None:
 def test_records_beside_other_files_need_a_choice(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "tree")
     write_jsonl(root / "rows.jsonl", [{"text": "row"}])
-    with pytest.raises(UserError, match=r"holds both records .* choose with --format records or --format text, or with --include"):
+    with pytest.raises(UserError, match=r"rows\.jsonl.* a\.py.*--format records.*--format text.*--include"):
         read(root)
     assert texts(read(root, format="records")) == ["row"]
     assert texts(read(root, include=("*.jsonl",))) == ["row"]
@@ -248,7 +248,7 @@ def test_records_beside_other_files_need_a_choice(tmp_path: Path) -> None:
 
 def test_missing_and_empty_inputs_are_refused(tmp_path: Path) -> None:
     for paths, options, message in [
-        ((), {}, "no input given"),
+        ((), {}, "no input.*--input"),
         ((tmp_path / "none",), {}, "input not found: .*none"),
         ((tmp_path,), {}, "no files"),
         ((tmp_path,), {"format": "jsnl"}, "unknown format 'jsnl'; did you mean 'jsonl'"),
@@ -262,7 +262,7 @@ def test_missing_and_empty_inputs_are_refused(tmp_path: Path) -> None:
         list_inputs([tmp_path / "a.txt"], InputOptions(format="records"))
 
 
-def test_the_fingerprint_sees_changed_added_and_removed_files(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_changed_added_and_removed_files(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "tree")
 
     def fingerprint() -> str:
@@ -286,7 +286,7 @@ def loss_text(item: Item) -> list[str]:
     return [text for text, counts in item.segments() if counts]
 
 
-def test_fine_tuning_records_mark_what_the_model_says(tmp_path: Path) -> None:
+def test_fine_tuning_records_have_loss_on_the_replies(tmp_path: Path) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "Ciao"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}, {"messages": chat}, {"messages": CHAT, "id": 3}])
     items = read(path, fields=SFT)

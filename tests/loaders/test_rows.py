@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.format import WRITER_OPTIONS
 from ridgeline.loaders.manifest import Manifest, ShardInfo
-from ridgeline.loaders.record_codec import TokenRecord, edge_crc32, encode_record
 from ridgeline.loaders.rows import Rows, RowSource
+from ridgeline.loaders.token_record import TokenRecord, edge_crc32, encode_record
+from ridgeline.loaders.token_writer import WRITER_OPTIONS
 from tests.loaders.token_corpora import Doc, random_docs, tokenizer_info, write_corpus
 
 NAMES = ("tokens", "targets", "positions", "segment_ids", "weights")
@@ -95,7 +95,7 @@ def test_stream_rows_equal_the_reference(
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 25), st.integers(2, 60), st.sampled_from([0.0, 0.5]))
 def test_every_countable_target_counts_once_whether_packed_or_not(seed: int, count: int, seq_len: int, masked: float) -> None:
-    """Over all rows, each document's token after the first is a counted target exactly once, unless its mask says otherwise."""
+    """Over all rows, each document's token after the first is a counted target exactly once, unless it is masked."""
     docs = random_docs(seed, count, masked_share=masked)
     expected = sorted(int(t) for doc in docs for i, t in enumerate(doc.tokens) if i and (doc.mask is None or doc.mask[i]))
     for pack_length in (None, seq_len):
@@ -119,7 +119,7 @@ def test_packed_rows_hold_documents_as_segments(tmp_path: Path) -> None:
     assert rows["targets"][0, :2].tolist() == [20, 1]
 
 
-def test_rows_are_read_in_the_order_asked_for(tmp_path: Path) -> None:
+def test_rows_are_read_in_the_requested_order(tmp_path: Path) -> None:
     write_corpus(tmp_path, [random_docs(seed, 20) for seed in range(3)])
     source = RowSource(tmp_path, 16)
     everything = source.read(np.arange(source.num_rows))
@@ -139,11 +139,11 @@ def test_a_stored_token_outside_the_vocabulary_is_refused_when_read(tmp_path: Pa
     info = ShardInfo(shard.name, 1, 4, 1, 2, len(content), hashlib.sha256(content).hexdigest(), edge_crc32(data, data))
     Manifest(tokenizer_info(50), "uint16", 64, None, (info,)).write(tmp_path)
     source = RowSource(tmp_path, 16)
-    with pytest.raises(UserError, match=rf"{tmp_path} holds token id 50, its tokenizer has 50"):
+    with pytest.raises(UserError, match=rf"{tmp_path} has token id 50; its tokenizer has 50"):
         source.read(np.arange(source.num_rows))
 
 
-def test_a_packed_corpus_wants_its_own_row_length_and_document_masking(tmp_path: Path) -> None:
+def test_a_packed_corpus_needs_its_own_row_length_and_document_masking(tmp_path: Path) -> None:
     write_corpus(tmp_path, [random_docs(0, 10)], pack_length=64)
     with pytest.raises(UserError, match=r"packed in rows of 64 tokens: set data\.seq_len=64 \(it is 32\)"):
         RowSource(tmp_path, 32)

@@ -1,4 +1,4 @@
-"""Every tokenizer kind, with tiny models trained here: exact round trips, special tokens, hashes, copies, and what is refused."""
+"""Every tokenizer kind, with tiny models trained here: exact round trips, special tokens, hashes, copies, errors."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def test_the_copy_is_the_same_tokenizer(tokenizers: dict[str, Tokenizer], kind: 
         assert again.encode_batch(CORPUS) == tokenizer.encode_batch(CORPUS)
 
 
-def test_saved_truncation_and_padding_do_not_touch_documents(tokenizers: dict[str, Tokenizer]) -> None:
+def test_saved_truncation_and_padding_do_not_change_documents(tokenizers: dict[str, Tokenizer]) -> None:
     long, short = tokenizers["huggingface"].encode_batch(["word " * 50, "a"])
     assert len(long) > 50
     assert len(short) == 1
 
 
-def test_the_hash_ignores_formatting_and_sees_content(tmp_path: Path) -> None:
+def test_the_hash_depends_on_content_and_not_on_formatting(tmp_path: Path) -> None:
     path = write_huggingface(tmp_path)
     before = load_tokenizer(path).sha256
     content = json.loads(path.read_text())
@@ -115,7 +115,7 @@ def test_the_hash_ignores_formatting_and_sees_content(tmp_path: Path) -> None:
     assert load_tokenizer(path).sha256 != before
 
 
-def test_special_tokens_come_from_the_file_beside_tokenizer_json(tmp_path: Path) -> None:
+def test_special_tokens_come_from_tokenizer_config_json(tmp_path: Path) -> None:
     path = write_huggingface(tmp_path)
     usual = load_tokenizer(path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|bos|>"}, "bos_token": None}))
@@ -127,13 +127,13 @@ def test_special_tokens_come_from_the_file_beside_tokenizer_json(tmp_path: Path)
         load_tokenizer(path)
 
 
-def test_without_bos_the_eos_id_stands_in(tmp_path: Path) -> None:
+def test_without_bos_the_eos_id_is_used(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tiktoken(tmp_path, special_tokens={"<|endoftext|>": 300}))
     assert tokenizer.bos_id == tokenizer.eos_id == 300
     assert tokenizer.vocab_size == 301
 
 
-def test_openai_file_names_need_no_definition_beside_them(tmp_path: Path) -> None:
+def test_openai_file_names_need_no_definition_file(tmp_path: Path) -> None:
     path = write_tiktoken(tmp_path, "cl100k_base.tiktoken")
     path.with_name(path.name + ".json").unlink()
     tokenizer = load_tokenizer(path)
@@ -141,7 +141,7 @@ def test_openai_file_names_need_no_definition_beside_them(tmp_path: Path) -> Non
     assert tokenizer.decode(tokenizer.encode_batch(["return  12345 it's\n"])[0]) == "return  12345 it's\n"
 
 
-def test_a_directory_gives_the_one_it_holds(tmp_path: Path) -> None:
+def test_a_directory_loads_the_tokenizer_it_has(tmp_path: Path) -> None:
     write_tiktoken(tmp_path)
     (tmp_path / "README.md").write_text("not a tokenizer")
     assert load_tokenizer(tmp_path).kind == "tiktoken"
@@ -165,7 +165,7 @@ def test_missing_and_unknown_are_named(tmp_path: Path) -> None:
     assert "did you mean 'huggingface'?" in refusal("x", "hugingface")
     assert "no tokenizer in directory" in refusal(tmp_path)
     (tmp_path / "vocab.xyz").write_text("")
-    assert "cannot tell the tokenizer kind" in refusal(tmp_path / "vocab.xyz")
+    assert "unknown tokenizer kind" in refusal(tmp_path / "vocab.xyz")
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:
@@ -181,11 +181,11 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     assert "255 of the 256 single bytes have no rank" in refusal(tmp_path / "x.tiktoken")
 
 
-def test_tiktoken_needs_a_sound_definition(tmp_path: Path) -> None:
+def test_tiktoken_needs_a_valid_definition(tmp_path: Path) -> None:
     path = write_tiktoken(tmp_path)
     beside = path.with_name(path.name + ".json")
     beside.write_text('{"pattern": "[", "special_tokens": {"<|endoftext|>": 300}}')
-    assert "refuses the ranks or the pattern" in refusal(path)
+    assert "the ranks or the pattern" in refusal(path)
     beside.write_text('{"pattern": "a"}')
     assert "not a tiktoken definition" in refusal(path)
     beside.write_text('{"pattern": "a", "special_tokens": {"<|endoftext|>": 7}}')

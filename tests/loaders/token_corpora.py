@@ -1,4 +1,4 @@
-"""Small corpora written straight from token arrays."""
+"""Small corpora written from token arrays."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ridgeline.loaders.format import TokenWriter
 from ridgeline.loaders.manifest import Manifest, TokenizerInfo
-from ridgeline.loaders.record_codec import token_dtype
+from ridgeline.loaders.token_record import token_dtype
+from ridgeline.loaders.token_writer import TokenWriter
 
 BOS, EOS = 0, 1
 
@@ -35,7 +35,7 @@ def random_docs(seed: int, count: int, *, vocab_size: int = 50, longest: int = 6
 
 
 def tokenizer_info(vocab_size: int = 50, sha256: str = "a" * 64) -> TokenizerInfo:
-    """A tokenizer that nobody loads."""
+    """A tokenizer that is not loaded."""
     return TokenizerInfo("bytes", "tokenizer", sha256, vocab_size, BOS, EOS)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ridgeline.measure.ladder import RUNGS, amortised_s, build_ladder, save_cadence
+from ridgeline.measure.ladder import RUNGS, amortized_s, build_ladder, save_cadence
 
 times = st.lists(st.floats(1e-5, 10), min_size=3, max_size=7)
 
@@ -57,7 +57,7 @@ def test_the_verdict_names_the_layer_that_adds_most_and_the_next(changed: dict[s
     assert verdict.gain == pytest.approx(ladder.time_s / (ladder.time_s - verdict.adds_s) - 1)
     assert verdict.sentence.startswith(f"Look at {rung}: ")
     assert ": because of this. " in verdict.sentence
-    assert f"{verdict.next_rung} would be next" in verdict.sentence
+    assert verdict.next_rung in verdict.sentence
 
 
 def test_a_machine_that_slows_down_between_rounds_unstacks_nothing() -> None:
@@ -81,7 +81,7 @@ def test_a_step_that_hides_its_collectives_adds_less_than_nothing() -> None:
 def test_a_piece_that_took_longer_than_the_whole_is_said_to_be_noise() -> None:
     verdict = build_ladder({**HEALTHY, "matmul": [0.3, 0.3, 0.3]}).verdict
     assert (verdict.rung, verdict.gain) == ("matmul", None)
-    assert "measure again on a machine that is quiet" in verdict.sentence
+    assert "measure again" in verdict.sentence
 
 
 def test_a_difference_within_the_noise_is_marked_and_never_the_verdict() -> None:
@@ -98,18 +98,18 @@ def test_a_difference_within_the_noise_is_marked_and_never_the_verdict() -> None
         ({"every": 50, "every_minutes": 0, "final": True}, 50, "checkpoint.every=50"),
         ({"every": 5000, "every_minutes": 1, "final": True}, 600, "checkpoint.every_minutes=1"),
         ({"every": 0, "every_minutes": 0, "final": True}, 1000, "only the final save"),
-        ({"every": 0, "every_minutes": 0, "final": False}, None, "never saves"),
+        ({"every": 0, "every_minutes": 0, "final": False}, None, "no saves"),
     ],
 )
 def test_saves_are_spread_over_the_steps_to_the_next(settings: dict[str, float], steps: float | None, words: str) -> None:
     cadence = save_cadence(**settings, steps=1000, step_s=0.1)  # type: ignore[arg-type]
     assert cadence.steps == steps
     assert words in cadence.reason
-    spread = amortised_s([2.0, 3.0], [2.5, 3.5], cadence, 0.1)
+    spread = amortized_s([2.0, 3.0], [2.5, 3.5], cadence, 0.1)
     assert spread == ([0.0, 0.0] if steps is None else pytest.approx([2 / steps, 3 / steps]))
 
 
 def test_a_write_that_outlasts_the_interval_holds_up_the_next_save() -> None:
     cadence = save_cadence(every=10, every_minutes=0, final=True, steps=100, step_s=0.1)
-    assert amortised_s([0.5], [0.9], cadence, 0.1) == pytest.approx([0.05])
-    assert amortised_s([0.5], [4.5], cadence, 0.1) == pytest.approx([0.05 + (4.5 - 0.5 - 1.0) / 10])
+    assert amortized_s([0.5], [0.9], cadence, 0.1) == pytest.approx([0.05])
+    assert amortized_s([0.5], [4.5], cadence, 0.1) == pytest.approx([0.05 + (4.5 - 0.5 - 1.0) / 10])

@@ -1,4 +1,4 @@
-"""Every attention backend against the reference, forward and backward, for everything it claims; and its refusals.
+"""Every attention backend against the reference, forward and backward, for every request it supports; and those it refuses.
 
 B batch, T sequence, N query heads, K key/value heads, H head width.
 """
@@ -16,13 +16,12 @@ import pytest
 from flax import nnx
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import AttentionConfig, MeshConfig, ModelConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig
 from ridgeline.models.attention import AttentionRequest, attend, backend_names, dispatch, pallas, resolve_backend
 from ridgeline.models.attention.layer import Attention
 from ridgeline.models.attention.masks import visible
+from ridgeline.models.parallelize import parallelize
 from ridgeline.models.params import ParamFactory
-from ridgeline.models.projection import Projector
-from ridgeline.models.remat import Remat
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Rules
@@ -34,7 +33,7 @@ ODD_LENGTH = 37  # three blocks of 16, the last one partly filled
 SIZES = {"whole blocks": (48, (4, 2)), "shorter than a block": (11, (4, 2)), "one kv head": (ODD_LENGTH, (3, 1))}
 BACKENDS = ("xla", "chunked")
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-"""The matrix is compiling, not computing."""
+"""Nearly all the time of these tests is compilation."""
 
 
 def packed_rows(batch: int, length: int, rng: np.random.Generator) -> jax.Array:
@@ -77,7 +76,7 @@ def result_and_gradients(
 def by_definition(
     arrays: tuple[jax.Array, ...], segment_ids: jax.Array | None, mask: tuple[bool, int | None]
 ) -> tuple[np.ndarray, list[list[list[int]]]]:
-    """Attention query by query in numpy float64, sharing no code with the backends; and the keys each query sees."""
+    """Attention query by query in numpy float64, sharing no code with the backends; and the mask."""
     q, k, v = (np.asarray(a, np.float64) for a in arrays[:3])
     causal, window = mask
     batch, length, heads, width = q.shape
@@ -106,7 +105,7 @@ def test_the_reference_is_the_definition(mask, packed) -> None:
     out, seen = by_definition(arrays, segment_ids, mask)
     got, dq, dk, dv = result_and_gradients("reference", arrays, segment_ids, mask)
     np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
-    # The gradients are JAX's own; what could be wrong in them is who sees whom.
+    # The gradients are JAX's own; only the mask could be wrong.
     for b in range(2):
         used = set().union(*seen[b])
         for t in range(ODD_LENGTH):
@@ -213,7 +212,7 @@ def request(**changes) -> AttentionRequest:
 def test_cudnn_refuses_what_it_does_not_support(changes, reason) -> None:
     with pytest.raises(UserError, match=reason) as caught:
         resolve_backend("cudnn", request(**changes))
-    assert "these can: reference, xla, chunked" in str(caught.value)
+    assert "reference, xla, chunked" in str(caught.value)
     assert resolve_backend("auto", request(**changes)).name == "chunked"
 
 
@@ -324,11 +323,10 @@ def test_kernels_that_xla_cannot_cut_run_on_the_rows_and_heads_of_each_device(in
 
     def gradient(mesh: MeshConfig, devices: int) -> np.ndarray:
         partitioner = Partitioner(build_mesh(mesh, jax.devices()[:devices]), Rules.from_config(mesh))
-        project = Projector(partitioner, jnp.dtype("float32"), jnp.dtype("float32"))
-        attention = Attention(
-            model, AttentionConfig(backend="pallas"), Remat("none"), "cpu", 0.02, ParamFactory(nnx.Rngs(0), jnp.dtype("float32")), project
-        )
-        return np.asarray(jax.jit(jax.grad(lambda x: jnp.sum(attention(x, None, segment_ids) ** 2)))(x))
+        compute = ComputeConfig(attention=AttentionConfig(backend="pallas"))
+        execution = parallelize(model, compute, PrecisionConfig(compute="float32"), partitioner)
+        attention = Attention(model, execution, 0.02, ParamFactory(nnx.Rngs(0), jnp.dtype("float32")))
+        return np.asarray(jax.jit(jax.grad(lambda x: jnp.sum(attention(x, lambda x: x, None, segment_ids) ** 2)))(x))
 
     one = gradient(MeshConfig(fsdp=1), 1)
     np.testing.assert_allclose(gradient(MeshConfig(fsdp=2, tensor=2), 4), one, rtol=1e-4, atol=1e-6 * np.abs(one).max() + 1e-9)

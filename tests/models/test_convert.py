@@ -1,4 +1,4 @@
-"""Reading Hugging Face directories: sharded, padded, and with everything that can be wrong with them."""
+"""Import and export of Hugging Face directories: sharding, padding, errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import MeshConfig, ModelConfig
-from ridgeline.models.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
-from ridgeline.models.safetensors_stream import read_header
-from ridgeline.models.tensor_map import TensorRule
+from ridgeline.models.huggingface.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
+from ridgeline.models.huggingface.safetensors_stream import read_header
+from ridgeline.models.huggingface.tensor_map import TensorRule
 from ridgeline.sharding.mesh import build_mesh
 
 LLAMA = ModelConfig(vocab_size=40, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=4, head_dim=6, mlp_dim=48, max_seq_len=64)
@@ -95,7 +95,7 @@ def test_any_block_of_a_parameter_can_be_read(tmp_path, path):
         np.testing.assert_array_equal(checkpoint.read(path, np.dtype(np.float32), index), values[path][index])
 
 
-def test_a_padded_vocabulary_is_filled_with_zeros_and_dropped_on_the_way_back(tmp_path):
+def test_a_padded_vocabulary_is_zero_on_import_and_dropped_on_export(tmp_path):
     values = write_hf(tmp_path / "hf", LLAMA)
     padded = LLAMA.model_copy(update={"pad_vocab_to": 48})
     checkpoint = open_hf(tmp_path / "hf", padded)
@@ -110,7 +110,7 @@ def test_a_padded_vocabulary_is_filled_with_zeros_and_dropped_on_the_way_back(tm
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (tmp_path / "hf" / "model.safetensors").read_bytes()
 
 
-def test_the_reference_implementation_reads_what_we_write(tmp_path):
+def test_the_reference_implementation_reads_exported_files(tmp_path):
     values = write_hf(tmp_path, LLAMA)
     theirs = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(theirs["model.layers.1.mlp.up_proj.weight"], values["blocks.mlp.up"][1].T)
@@ -119,12 +119,12 @@ def test_the_reference_implementation_reads_what_we_write(tmp_path):
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_rules_hold_every_parameter_once(model):
+def test_rules_map_every_parameter_once(model):
     held = [path for rule in tensor_rules(model) for path in rule.params]
     assert sorted(held) == sorted(parameter_shapes(model))
 
 
-def test_checkpoints_of_the_bare_model_and_old_buffers_are_read(tmp_path):
+def test_checkpoints_of_the_base_model_and_old_buffers_are_read(tmp_path):
     values = write_hf(tmp_path, GPT2)
 
     def strip(tensors):
@@ -145,27 +145,27 @@ def add(tensors):
     tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
 
 
-def misshape(tensors):
+def reshape(tensors):
     tensors[ROOT] = np.zeros((48, 31), np.float32)
 
 
-def quantise(tensors):
+def quantize(tensors):
     tensors[ROOT] = np.zeros((48, 32), np.int8)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (drop, f"lacks 2 of 21 tensors: model.norm.weight, {ROOT}"),
-        (add, "1 tensors that have no place in the model: model.layers.2.mlp.up_proj.weight"),
-        (misshape, rf"{ROOT} is \[48, 31\], not \[48, 32\]"),
-        (quantise, rf"unsupported dtype: {ROOT} \(I8\)"),
+        (add, "1 tensors .*: model.layers.2.mlp.up_proj.weight"),
+        (reshape, rf"{ROOT} is \[48, 31\], not \[48, 32\]"),
+        (quantize, rf"unsupported dtype: {ROOT} \(I8\)"),
     ],
 )
-def test_wrong_tensors_are_named(tmp_path, change, said):
+def test_wrong_tensors_are_named(tmp_path, change, message):
     write_hf(tmp_path, LLAMA)
     rewrite(tmp_path, change)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_hf(tmp_path)
 
 
@@ -177,42 +177,42 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"architectures": ["LlamaForCasualLM"]}, "did you mean 'LlamaForCausalLM'.*allowed: GPT2LMHeadModel"),
         ({"architectures": None, "model_type": "mamba"}, "unknown Hugging Face architecture 'mamba'"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"hidden_size": "32"}, "'hidden_size' is '32', not int"),
+        ({"hidden_size": "32"}, "'hidden_size' is '32', expected int"),
         ({"num_hidden_layers": 0}, "model.num_layers = 0"),
         ({"hidden_act": "silo"}, "unknown activation.*did you mean 'silu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "unknown rope type.*'longrope'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}}, "beta_fast = 16 is not supported"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights.*gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config, gptq"),
         ({"attention_bias": "yes"}, "'attention_bias' is 'yes'"),
     ],
 )
-def test_config_features_we_lack_are_refused(changes, said):
-    with pytest.raises(UserError, match=said):
+def test_unsupported_config_features_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
         model_from_hf({**hf_config(LLAMA, "float32", {}), **changes})
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "said"),
+    ("family", "changes", "message"),
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "max_window_layers = 1"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types mixes"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has full_attention, sliding_attention"),
     ],
 )
-def test_family_features_we_lack_are_refused(family, changes, said):
+def test_unsupported_family_features_are_refused(family, changes, message):
     model = GPT2 if family == "gpt2" else LLAMA.model_copy(update={"family": family, "attention_bias": True})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         model_from_hf({**hf_config(model, "float32", {}), **changes})
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         (LLAMA.model_copy(update={"attention_bias": True}), r"model.output_bias = false .* LlamaForCausalLM \(only true\)"),
         (LLAMA.model_copy(update={"qk_norm": True}), "model.qk_norm = true"),
@@ -224,8 +224,8 @@ def test_family_features_we_lack_are_refused(family, changes, said):
         (GPT2.model_copy(update={"num_kv_heads": 2}), "model.kv_heads = 2"),
     ],
 )
-def test_models_an_architecture_cannot_express_are_refused_by_key(model, said):
-    with pytest.raises(UserError, match=said):
+def test_models_an_architecture_cannot_represent_are_refused_by_key(model, message):
+    with pytest.raises(UserError, match=message):
         hf_config(model, "float32", {})
 
 
@@ -243,7 +243,7 @@ def test_directories_that_are_no_checkpoint_are_refused(tmp_path):
         open_hf(tmp_path)
 
 
-def test_truncated_and_foreign_weights_are_refused(tmp_path):
+def test_truncated_and_malformed_weights_are_refused(tmp_path):
     write_hf(tmp_path, LLAMA)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
@@ -251,13 +251,13 @@ def test_truncated_and_foreign_weights_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"truncated: tensor '.*' ends at byte"):
         open_hf(tmp_path)
     no_json = b"\x08" + bytes(7) + b"not json"
-    for content, said in ((whole[:100], "not a whole safetensors file"), (b"", "not a whole"), (no_json, "not JSON")):
+    for content, message in ((whole[:100], "truncated or not a safetensors file"), (b"", "truncated"), (no_json, "not JSON")):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             open_hf(tmp_path)
 
 
-def test_a_missing_shard_and_a_lying_index_are_refused(tmp_path):
+def test_a_missing_shard_and_a_wrong_index_are_refused(tmp_path):
     values = random_values(LLAMA)
     (tmp_path / "config.json").write_text(json.dumps(hf_config(LLAMA, "float32", {})))
     read = lambda path, layer: values[path] if layer is None else values[path][layer]  # noqa: E731
@@ -269,7 +269,7 @@ def test_a_missing_shard_and_a_lying_index_are_refused(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": {**content["weight_map"], "ghost": shards[0].name}}))
-    with pytest.raises(UserError, match="shards lack: ghost"):
+    with pytest.raises(UserError, match=r"index\.json .*: ghost"):
         open_hf(tmp_path)
     index.write_text(json.dumps({"weight_map": {**content["weight_map"], "ghost": "../other.safetensors"}}))
     with pytest.raises(UserError, match="outside its directory"):
@@ -283,7 +283,7 @@ def test_a_missing_shard_and_a_lying_index_are_refused(tmp_path):
 def test_weights_of_another_model_are_refused_with_the_differences(tmp_path):
     write_hf(tmp_path, LLAMA)
     wanted = LLAMA.model_copy(update={"num_layers": 3, "rope_theta": 500000.0})
-    with pytest.raises(UserError, match=r"model.num_layers = 3 \(there: 2\), model.rope_theta = 500000.0 \(there: 10000.0\)"):
+    with pytest.raises(UserError, match=r"model.num_layers = 3 \(.* 2\), model.rope_theta = 500000.0 \(.* 10000.0\)"):
         open_hf(tmp_path, wanted)
 
 
@@ -291,12 +291,12 @@ def test_weights_too_large_for_float16_are_refused(tmp_path):
     values = random_values(LLAMA)
     values["output"][0, 0] = 1e6
     read = lambda path, layer: values[path] if layer is None else values[path][layer]  # noqa: E731
-    with pytest.raises(UserError, match="'output' holds weights too large for float16"):
+    with pytest.raises(UserError, match=r"'output' .*too large for float16"):
         export_weights(LLAMA, read, tmp_path, "float16")
 
 
 def test_column_blocks_read_little_more_than_a_buffer(tmp_path, monkeypatch):
-    import ridgeline.models.safetensors_stream as stream
+    import ridgeline.models.huggingface.safetensors_stream as stream
 
     values = write_hf(tmp_path, LLAMA)
     monkeypatch.setattr(stream, "BLOCK_BYTES", 256)
@@ -305,7 +305,7 @@ def test_column_blocks_read_little_more_than_a_buffer(tmp_path, monkeypatch):
     np.testing.assert_array_equal(tensor.read((slice(3, 40), slice(5, 9))), expected[3:40, 5:9])
 
 
-def test_fused_tensors_put_the_parts_side_by_side():
+def test_fused_tensors_concatenate_their_parts():
     rule = TensorRule("c_attn.weight", ("q", "k"), "in_out")
     shapes = {"q": (2, 3, 4), "k": (2, 3, 4)}
     values = {name: np.random.default_rng(i).random((2, 3, 4)) for i, name in enumerate(shapes)}

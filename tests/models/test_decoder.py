@@ -18,7 +18,7 @@ from flax import nnx
 from ridgeline import models
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig
-from ridgeline.models.registry import FAMILIES
+from ridgeline.models.family import families
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, state_shardings
 
@@ -71,7 +71,7 @@ def random_tokens(rows: int, length: int, vocab: int = 61) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab, (rows, length), dtype=np.int32)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(families()))
 def test_packed_documents_equal_the_documents_alone(family) -> None:
     """A row of three documents and padding against three rows of one document each, in one batch; the padding stays finite."""
     decoder = make(small(family), ComputeConfig(attention=AttentionConfig(chunk=8)), noise=True)
@@ -93,7 +93,7 @@ def test_packed_documents_equal_the_documents_alone(family) -> None:
         start += length
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(families()))
 def test_a_token_changes_only_itself_and_later_positions(family) -> None:
     decoder = make(small(family), noise=True)
     tokens = random_tokens(2, 12)
@@ -159,8 +159,8 @@ def test_initial_parameters_do_not_depend_on_how_they_are_computed() -> None:
 
 
 @pytest.mark.parametrize(("family", "residual"), [("llama", 0.2), ("qwen2", 0.2), ("qwen3", 0.2), ("gpt2", 0.2 / 6**0.5)])
-def test_initialisation_follows_the_family(family, residual) -> None:
-    """As documented in models/<family>.py."""
+def test_initialization_follows_the_family(family, residual) -> None:
+    """As documented in models/families/<family>.py."""
     params = nnx.to_pure_dict(nnx.split(make(small(family)))[1])
     block = params["blocks"]
     for w, std in (
@@ -200,7 +200,7 @@ def test_program_size_does_not_depend_on_depth() -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"scan_unroll": 3}, {"scan_layers": False}], ids=["loop", "unrolled loop", "no loop"])
-def test_rematerialisation_recomputes_however_the_layers_run(how) -> None:
+def test_rematerialization_recomputes_however_the_layers_run(how) -> None:
     """Outside a loop XLA would merge the recomputation with the forward pass, and the policy would do nothing."""
 
     def compiled_flops(policy: str) -> float:
@@ -213,7 +213,7 @@ def test_rematerialisation_recomputes_however_the_layers_run(how) -> None:
     assert compiled_flops("full") > 1.15 * compiled_flops("none")
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(families()))
 def test_padded_vocabulary_rows_change_no_logit(family) -> None:
     """The rows exist (so that they divide over `tensor`) and no logit comes from them."""
     tokens = random_tokens(1, 8)
@@ -272,7 +272,7 @@ def test_gradients_of_16_bit_compute_are_summed_in_float32(compute) -> None:
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(whole))
 
 
-def test_initialisation_into_shards_equals_that_on_one_device() -> None:
+def test_initialization_into_shards_equals_that_on_one_device() -> None:
     """And no device holds a whole table on the way."""
     model = small(vocab_size=4096, embed_dim=64)
     partitioner = Partitioner(build_mesh(MeshConfig(fsdp=4, tensor=2)))
@@ -292,7 +292,7 @@ def test_initialisation_into_shards_equals_that_on_one_device() -> None:
 
 
 def test_parameter_shapes_and_logical_axes() -> None:
-    """The contract that sharding, optimisers and checkpoints read."""
+    """The contract that sharding, optimizers and checkpoints read."""
     shapes = nnx.split(nnx.eval_shape(lambda: make(small("qwen3", attention_bias=True, mlp_bias=True, output_bias=True))))[1]
     found = {
         ".".join(str(key.key) for key in path if hasattr(key, "key")): (leaf.get_raw_value().shape, leaf.get_metadata()["axes"])

@@ -1,4 +1,4 @@
-"""Decoding with a cache gives what the full forward pass gives, and sampling respects its limits."""
+"""Decoding with a cache equals the full forward pass, and sampling respects its limits."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_generation_stops_before_the_end_of_sequence_token(llama):
     assert stopped.stopped_by == "eos"
 
 
-def test_draws_depend_on_the_seed_and_not_on_the_other_prompts(llama):
+def test_samples_depend_on_the_seed_and_not_on_the_other_prompts(llama):
     together = generate(llama, [[3, 4], [9, 9, 9, 9]], max_tokens=10, seed=1)
     alone = generate(llama, [[3, 4]], max_tokens=10, seed=1)
     assert together[0] == alone[0]
@@ -150,7 +150,7 @@ def test_sampling_draws_exactly_the_tokens_its_limits_allow(sampling, allowed):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "max_tokens", "said"),
+    ("prompts", "max_tokens", "message"),
     [
         ([[1], []], 4, "prompt 2 is empty"),
         ([[1, 61]], 4, "token id 61, outside the model's vocabulary of 61"),
@@ -159,12 +159,12 @@ def test_sampling_draws_exactly_the_tokens_its_limits_allow(sampling, allowed):
         ([[1]], 0, "at least 1"),
     ],
 )
-def test_prompts_that_cannot_be_continued_are_refused(llama, prompts, max_tokens, said):
-    with pytest.raises(UserError, match=said):
+def test_prompts_that_cannot_be_continued_are_refused(llama, prompts, max_tokens, message):
+    with pytest.raises(UserError, match=message):
         generate(llama, prompts, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize("arguments", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_absurd_sampling_is_refused(arguments):
+def test_sampling_settings_out_of_range_are_refused(arguments):
     with pytest.raises(UserError):
         Sampling(**arguments)

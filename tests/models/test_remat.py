@@ -1,7 +1,8 @@
-"""Every rematerialisation policy: the same numbers, and what it claims to keep and recompute."""
+"""Every rematerialization policy: the same numbers, and it saves and recomputes what it documents."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -14,9 +15,10 @@ import pytest
 from flax import nnx
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.remat import NAMES, POLICIES
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, ModelConfig, RematConfig
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.remat import NAMES, POLICIES, Remat
+from ridgeline.models.remat import Remat
 from tests.models.tiny import BASE, build, tokens, value_and_grad
 
 LAYERS, ROWS, LENGTH = 3, 2, 16
@@ -53,8 +55,8 @@ def kept_bytes(decoder: Decoder, dtype: Any = jnp.float32) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback)) - inputs
 
 
-def products(decoder: Decoder) -> int:
-    """Matrix products in the program of loss and gradients (each layer's loop body once)."""
+def matmuls(decoder: Decoder) -> int:
+    """Matmuls in the program of loss and gradients (each layer's loop body once)."""
     graphdef, state = nnx.split(decoder)
     tokens_BT = tokens(ROWS, LENGTH)
     return str(jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens_BT))))(state)).count("dot_general")
@@ -83,11 +85,12 @@ def test_policies_keep_what_they_claim() -> None:
     assert kept["none"] - kept["attention-only"] >= LSE_BYTES
 
 
-def test_inputs_of_products_that_can_be_computed_again_are_not_kept() -> None:
-    """The two normed streams and the gated product."""
+def test_inputs_of_matmuls_that_can_be_recomputed_are_not_saved() -> None:
+    """The two normed inputs and the gated product."""
     keeping = build(ModelConfig(**BASE), ComputeConfig(remat=CONFIGS["none"], attention=AttentionConfig(backend="chunked", chunk=8)))
-    # halves of a block that is recomputed as a whole have no checkpoints of their own; here the block has none either
-    keeping.blocks.mlp.remat = keeping.blocks.attention.remat = Remat("full")
+    # attention and MLP of a block that is recomputed as a whole have no checkpoints of their own; here the block has none either
+    unwrapped = dataclasses.replace(keeping.execution, remat=Remat("full"))
+    keeping.blocks.mlp.execution = keeping.blocks.attention.execution = unwrapped
     assert kept_bytes(keeping) - kept_bytes(decoder_with("none")) == 2 * STREAM_BYTES + HIDDEN_BYTES
 
 
@@ -97,11 +100,11 @@ def test_attention_only_keeps_no_scores() -> None:
 
 
 def test_policies_recompute_what_they_claim() -> None:
-    count = {policy: products(decoder_with(policy)) for policy in CONFIGS}
+    count = {policy: matmuls(decoder_with(policy)) for policy in CONFIGS}
     projections, attention = 7, 2  # query, key, value, out, gate, up, down; scores and context
     assert count["attention-only"] == count["none"] + attention
     assert count["dots"] == count["none"] + attention
-    # Nobody reads the recomputed MLP output: its product is not repeated.
+    # The recomputed MLP output is not used: its matmul is not repeated.
     assert count["full"] == count["none"] + projections - 1 + attention
     assert count["one name"] == count["full"] - 1
     assert count["names"] == count["one name"] - attention
@@ -111,7 +114,7 @@ def test_offload_moves_the_named_values_to_host_memory() -> None:
     """On a device with host memory; here the program is only traced, because on CPU both memories are the same."""
     remat = Remat.resolve(RematConfig(policy="offload", names=["mlp_up"]), platform="gpu")
     decoder = build(compute=ComputeConfig(remat=CONFIGS["one name"]))
-    decoder.remat = remat
+    decoder.execution = dataclasses.replace(decoder.execution, remat=remat)
     graphdef, state = nnx.split(decoder)
     program = str(jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state))
     hidden = f"{ROWS},{LENGTH},{BASE['mlp_dim']}"
@@ -127,9 +130,9 @@ def test_offload_moves_the_named_values_to_host_memory() -> None:
     [
         ({"policy": "ful"}, "cpu", "did you mean 'full'"),
         ({"policy": "names", "names": ["mlp_upp"]}, "cpu", "did you mean 'mlp_up'"),
-        ({"policy": "names"}, "cpu", "needs compute.remat.names"),
-        ({"policy": "full", "names": ["mlp_up"]}, "cpu", "read only by the policies names and offload"),
-        ({"policy": "offload", "names": ["mlp_up"]}, "cpu", "on cpu they are the same; use names"),
+        ({"policy": "names"}, "cpu", r"needs compute\.remat\.names"),
+        ({"policy": "full", "names": ["mlp_up"]}, "cpu", r"compute\.remat\.names"),
+        ({"policy": "offload", "names": ["mlp_up"]}, "cpu", r"compute\.remat\.policy=offload .* cpu .*use names"),
     ],
 )
 def test_bad_settings_are_refused(config, platform, message) -> None:

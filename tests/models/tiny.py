@@ -46,7 +46,7 @@ def initial_state(model: ModelConfig, precision: PrecisionConfig) -> nnx.State:
 
 
 def build(model: ModelConfig | None = None, compute: ComputeConfig | None = None, precision: PrecisionConfig | None = None) -> Decoder:
-    """Build a decoder on one device, float32 throughout unless told otherwise."""
+    """Build a decoder on one device, in float32 unless `precision` is given."""
     model, precision = model or ModelConfig(**BASE), precision or PrecisionConfig(compute="float32")
     structure = nnx.split(nnx.eval_shape(lambda: create(model, compute or ComputeConfig(), precision)))[0]
     return nnx.merge(structure, initial_state(model, precision))

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.explain.diagnosis.held_down import device_rows, held_down
-from ridgeline.observe.clock_watch import ClockWatch, device_metrics
-from ridgeline.observe.clocks import AmdGpus, Cpu, amd_cards, find_source, visible
+from ridgeline.explain.diagnosis.throttled import device_samples, most_throttled
+from ridgeline.observe.clocks import AmdGpus, ClockWatch, Cpu, amd_cards, device_metrics, find_source, visible
 from ridgeline.rundir.device_state import QUOTA, DeviceState
 from ridgeline.rundir.events import EventLog, read_events
 
@@ -46,7 +45,7 @@ def test_a_quota_of_a_control_group_or_of_one_above_it_is_seen(tmp_path, members
     stat = tmp_path / top / "job" / "cpu.stat"
     stat.write_text(stopped(5.0))
     cpu = Cpu(tmp_path, cores=[0, 1], clock=clock)
-    assert cpu.known
+    assert cpu.available
     clock.now_s = 10.0
     (state,) = cpu.sample()
     assert (state.stopped_share, state.reasons) == (0.0, ())
@@ -65,8 +64,8 @@ def test_clocks_of_the_cores_a_process_may_use_are_averaged(tmp_path):
 
 
 def test_this_machine_has_either_states_or_a_reason_for_none():
-    source, told = find_source("cpu", "cpu", [0], os.environ)
-    assert told
+    source, description = find_source("cpu", "cpu", [0], os.environ)
+    assert description
     if source is not None:
         (state,) = source.sample()
         assert state.stopped_share is None or 0 <= state.stopped_share <= 1
@@ -84,17 +83,17 @@ def test_amd_gpus_are_read_from_sysfs(tmp_path):
         )
         (tmp_path / f"sys/class/drm/card{card}").mkdir(parents=True)
         (tmp_path / f"sys/class/drm/card{card}/device").symlink_to(device)
-    source, told = find_source("gpu", "AMD Instinct MI300X", [1, 0], {}, tmp_path)
+    source, description = find_source("gpu", "AMD Instinct MI300X", [1, 0], {}, tmp_path)
     assert isinstance(source, AmdGpus)
-    assert "amdgpu" in told
+    assert "amdgpu" in description
     fast, slow = source.sample()
     assert (fast.clock_mhz, fast.rated_mhz, slow.clock_mhz) == (2100.0, 2100.0, 500.0)
     assert (fast.power_w, fast.power_limit_w, fast.power_default_w, fast.temperature_c) == (300.0, 500.0, None, 65.0)
     assert len(amd_cards(tmp_path)) == 2
 
 
-def test_a_gpu_nobody_knows_of_says_so(tmp_path):
-    assert find_source("gpu", "Abacus 9", [0], {}, tmp_path) == (None, "nothing tells the clocks of Abacus 9")
+def test_a_gpu_without_a_source_is_reported(tmp_path):
+    assert find_source("gpu", "Abacus 9", [0], {}, tmp_path) == (None, "no source of clocks for Abacus 9")
 
 
 def test_visible_devices_are_those_of_cuda():
@@ -127,9 +126,10 @@ const char *nvmlErrorString(R r) { return "no such thing"; }
 ASK = """
 import json, sys
 from dataclasses import asdict
-from observe.clocks import find_source
-source, told = find_source("gpu", "NVIDIA H100", json.loads(sys.argv[1]), json.loads(sys.argv[2]))
-print(json.dumps({"told": told, "states": [asdict(s) for s in source.sample()] if source else None, "jax": "jax" in sys.modules}))
+from ridgeline.observe.clocks import find_source
+source, description = find_source("gpu", "NVIDIA H100", json.loads(sys.argv[1]), json.loads(sys.argv[2]))
+states = [asdict(s) for s in source.sample()] if source else None
+print(json.dumps({"description": description, "states": states, "jax": "jax" in sys.modules}))
 """
 
 
@@ -155,7 +155,7 @@ def ask(tmp_path_factory):
 def test_nvidia_gpus_are_read_through_nvml(ask):
     found = ask([0, 1], {})
     good, hot = found["states"]
-    assert found["told"] == "NVML"
+    assert found["description"] == "NVML"
     assert not found["jax"]
     assert (good["clock_mhz"], good["rated_mhz"], good["power_w"], good["power_limit_w"]) == (1900, 1980, 650.0, 700.0)
     assert good["power_default_w"] is None  # not offered
@@ -168,7 +168,7 @@ def test_nvidia_gpus_are_read_through_nvml(ask):
 def test_without_a_driver_there_is_a_reason_and_no_state(ask):
     found = ask([0], {}, driver=False)
     assert found["states"] is None
-    assert found["told"].startswith("no NVIDIA driver: ")
+    assert found["description"].startswith("no NVIDIA driver: ")
 
 
 class Slow:
@@ -198,22 +198,22 @@ def test_a_sample_never_holds_up_the_loop_and_becomes_an_event_and_metrics(tmp_p
     log.close()
     events = read_events([tmp_path / "events.jsonl"])
     assert [e.fields["step"] for e in events if e.kind == "device_state"] == [10, 20]
-    rows = device_rows(events)
-    assert rows[f"{socket.gethostname()}-p00000/gpu:1"] == [{"device": "gpu:1", "clock_mhz": 1700.0, "power_w": 650.0}] * 2
+    rows = device_samples(events)
+    assert rows[f"{socket.gethostname()}-p00000/gpu:1"] == [DeviceState("gpu:1", 1700.0, power_w=650.0)] * 2
 
 
 def test_no_source_is_said_once(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
-    watch = ClockWatch(None, "nothing tells", log)
+    watch = ClockWatch(None, "no source", log)
     assert watch.tick(1) == {}
     watch.close()
     log.close()
-    assert [e.fields["missing"] for e in read_events([tmp_path / "events.jsonl"]) if e.kind == "device_states"] == ["nothing tells"]
+    assert [e.fields["missing"] for e in read_events([tmp_path / "events.jsonl"]) if e.kind == "device_states"] == ["no source"]
     assert device_metrics([]) == {}
 
 
 def gpu(mhz, **more):
-    return {"device": "gpu:0", "clock_mhz": mhz, "rated_mhz": 1980.0} | more
+    return DeviceState("gpu:0", mhz, 1980.0, **more)
 
 
 @pytest.mark.parametrize(
@@ -224,17 +224,17 @@ def gpu(mhz, **more):
         ({"a-p00000/gpu:0": [gpu(990, reasons=["hardware thermal slowdown"]), *[gpu(1900)] * 3]}, None, 0),  # for a moment
         ({f"a-p0000{p}/gpu:0": [gpu(1800 if p else 900)] * 4 for p in range(3)}, "a-p00000/gpu:0 runs at 900 MHz, 50%", 0.5),
         ({"a-p00000/gpu:0": [gpu(1386, reasons=["power cap"], power_limit_w=500.0, power_default_w=700.0)] * 4}, "500 of 700 W", 0.3),
-        ({"a-p00001/cpu": [{"device": "cpu", "stopped_share": 0.8}] * 4, "a-p00000/cpu": [{"device": "cpu"}]}, "CPU quota", 0.8),
-        ({"a-p00001/cpu": [{"device": "cpu", "stopped_share": 0.01}] * 4}, None, 0),
-        ({"a-p00000/cpu": [{"device": "cpu", "clock_mhz": 1200.0, "rated_mhz": 2400.0}] * 4}, "base clock", 0.5),
+        ({"a-p00001/cpu": [DeviceState("cpu", stopped_share=0.8)] * 4, "a-p00000/cpu": [DeviceState("cpu")]}, "CPU quota", 0.8),
+        ({"a-p00001/cpu": [DeviceState("cpu", stopped_share=0.01)] * 4}, None, 0),
+        ({"a-p00000/cpu": [DeviceState("cpu", 1200.0, 2400.0)] * 4}, "base clock", 0.5),
         ({}, None, 0),
     ],
 )
-def test_a_device_is_held_down_when_it_says_so_most_of_the_time(devices, seen, share):
-    found = held_down(devices)
+def test_a_device_is_throttled_when_most_samples_show_it(devices, seen, share):
+    found = most_throttled(devices)
     if seen is None:
         assert found is None
     else:
         assert found is not None
-        assert seen in found.seen
+        assert seen in found.reason
         assert found.share == pytest.approx(share)

@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import LoggingConfig
-from ridgeline.observe.writers import JsonlWriter, MultiWriter, TensorBoardWriter, build_writers, config_table, read_metrics
+from ridgeline.observe.writers import JsonlWriter, MultiWriter, TensorBoardWriter, build_writers, config_table
+from ridgeline.rundir.directory import read_metrics
 
 CONFIG = {"name": "x", "trainer": {"steps": 100, "names": ["a|b"]}, "empty": {}}
 
@@ -157,8 +158,8 @@ def test_a_full_disk_loses_metrics_with_one_warning_and_later_ones_are_written(t
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 6, 7, 8]
     assert {1, 7, 8} <= {e.step for e in tensorboard(tmp_path).Scalars("train/loss")}
     warnings = [r.message for r in caplog.records]
-    assert len([w for w in warnings if "lines are being lost" in w]) == 1
-    assert len([w for w in warnings if "metrics are being lost" in w]) == 1
+    assert len([w for w in warnings if "lines are dropped" in w]) == 1
+    assert len([w for w in warnings if "metrics are not written" in w]) == 1
 
 
 def test_wandb_without_the_package_names_the_extra(tmp_path, monkeypatch):

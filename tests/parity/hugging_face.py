@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of every family and variant, and ours beside them."""
+"""Tiny random Hugging Face models of every family and variant, and the same models here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flax import nnx
 
 from ridgeline import models
 from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from ridgeline.models.convert import HfCheckpoint, open_hf
 from ridgeline.models.decoder import Decoder
+from ridgeline.models.huggingface.convert import HfCheckpoint, open_hf
 from ridgeline.sharding.partition import Partitioner
 
 FP32 = PrecisionConfig(params="float32", compute="float32")

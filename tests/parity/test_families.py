@@ -1,4 +1,4 @@
-"""Our decoders against transformers' on the same random weights: logits, gradients, packing, and the way back."""
+"""Our decoders against transformers' on the same random weights: logits, gradients, packing, and export."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from flax import nnx
 
-from ridgeline.models.convert import export_weights, hf_config, open_hf, parameter_shapes
+from ridgeline.models.huggingface.convert import export_weights, hf_config, open_hf, parameter_shapes
 from ridgeline.models.loss import cross_entropy
 from ridgeline.sharding.partition import Partitioner
 from tests.parity.hugging_face import VARIANTS, load_ours, load_theirs, random_tokens, save_random_model
@@ -41,7 +41,7 @@ def test_logits_agree(pair):
     _, theirs, _, graphdef, params = pair
     tokens = random_tokens((ROWS, LENGTH))
     expected = their_logits(theirs, tokens)
-    assert expected.std() > 0.3  # random weights that say something
+    assert expected.std() > 0.3  # the random weights matter
     np.testing.assert_allclose(our_logits(graphdef, params, tokens), expected, atol=1e-4, rtol=0)
 
 

@@ -14,13 +14,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from ridgeline.cli.commands.compile import flags_of_a_run
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
+from ridgeline.launch.environment import run_flags
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
 
 CLUSTER, DEVICES_PER_NODE = "dgx-h100", 8
@@ -43,7 +43,7 @@ def request(case: dict[str, Any], how: str) -> Request:
     cluster = load_cluster(CLUSTER).config.model_copy(update={"devices_per_node": min(devices, DEVICES_PER_NODE), "nodes": None})
     config, nodes = resolved(case), -(-devices // DEVICES_PER_NODE)
     if "flags of a run" in how:
-        flags, level = flags_of_a_run(config, cluster.device)
+        flags, level = run_flags(config, cluster.device)
         return Request.on(config, cluster, nodes, xla_flags=flags, optimization_level=level)
     return Request.on(config, cluster, nodes, optimization_level="O1" if "OPTIMIZATION_LEVEL=O1" in how else None)
 

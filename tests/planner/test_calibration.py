@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.calibration import load_calibration
-from ridgeline.planner.curve import Curve
+from ridgeline.planner.calibration import Curve, explained_share, intensity_flops_per_byte, load_calibration
 from ridgeline.planner.hardware import catalogue, hardware
-from ridgeline.planner.matmul import explained_share, intensity_flops_per_byte
 
 SHIPPED = load_calibration()
 MEASURED = [point for point in SHIPPED.file.matmul if point.tflop_per_s is not None]
@@ -126,11 +124,11 @@ def test_a_file_wins_where_it_speaks_and_only_there(own):
         ("matmul: [{device: b200, dtype: bfloat16, m: 1, n: 1, source: x, share: 0.5}]", "matmul.0.k: required, but missing"),
         ("matmul: [{device: b200, dtype: bfloat16, m: 1, n: 1, k: 0, source: x, share: 0.5}]", "matmul.0.k: must be at least 1"),
         ("memory: [{device: b200, source: x}]", "give either share or gb_per_s"),
-        ("memory: [{gb_per_s: 5.0, source: x}]", "an entry for any device gives its share of the peak"),
+        ("memory: [{gb_per_s: 5.0, source: x}]", "memory.0: .*share"),
         ("memory: [{share: 1.5, source: x}]", "memory.0.share: must be at most 1"),
-        ("links: [{kind: nvlink, points: [], source: x}]", "give either points \\(shares\\) or measured"),
-        ("links: [{kind: nvlink, points: [[1.0, 0.5], [1.0, 0.6]], source: x}]", "no size twice"),
-        ("links: [{kind: nvlink, points: [[1.0, 1.5]], source: x}]", "no share above 1"),
+        ("links: [{kind: nvlink, points: [], source: x}]", "links.0: .*points.* or measured"),
+        ("links: [{kind: nvlink, points: [[1.0, 0.5], [1.0, 0.6]], source: x}]", "links.0: .*twice"),
+        ("links: [{kind: nvlink, points: [[1.0, 1.5]], source: x}]", "links.0: .*above 1"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_line(tmp_path, text, message):

@@ -9,9 +9,9 @@ from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.planner.collectives import as_compiled_for_gpu, bytes_per_step, planned_collectives
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
-from ridgeline.trainer.aot.record import collective_json
 from ridgeline.trainer.aot.report import build_report
-from ridgeline.trainer.aot.traffic import payload_bytes
+from ridgeline.trainer.plan_comparison import payload_bytes
+from ridgeline.trainer.plan_record import collective_json
 from tests.trainer.gpu_models import QUICK, SHAPES, cluster, small
 
 LAYOUTS = {

@@ -102,7 +102,7 @@ MODELS = {
 
 
 def lowered_dots(model, backend, *, gradient):
-    """Every dot of the unoptimised HLO of the real model and loss, as ((contracted dims), (result dims), FLOPs)."""
+    """Every dot of the unoptimized HLO of the real model and loss, as ((contracted dims), (result dims), FLOPs)."""
     compute = ComputeConfig(scan_layers=False, attention={"backend": backend}, loss_chunk=T)
     decoder = nnx.eval_shape(lambda: models.build(model, compute, PrecisionConfig(compute="float32"), Partitioner.single(), nnx.Rngs(0)))
     structure = nnx.graphdef(decoder)

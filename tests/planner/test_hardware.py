@@ -62,7 +62,7 @@ def test_every_entry_has_sources_and_kinds_no_other_has():
         assert find_hardware(kind) is not None
 
 
-def test_the_cpu_entry_is_for_plans_and_recognises_no_machine():
+def test_the_cpu_entry_is_for_plans_and_recognizes_no_machine():
     assert hardware("cpu").kinds == ()
     assert find_hardware("cpu") is None
 

@@ -1,4 +1,4 @@
-"""Measured costs of rematerialisation decide between policies, for the device and the shape of layer they were measured on."""
+"""Measured costs of rematerialization decide between policies, for the device and the shape of layer they were measured on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import MESH_AXES, RematConfig
-from ridgeline.planner.calibration import Calibration, add_layer, load_calibration
+from ridgeline.planner.calibration import Calibration, load_calibration
+from ridgeline.planner.calibration_file import add_layer
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layer_costs import LayerPoint, LayerShape, PolicyCost
 from ridgeline.planner.layouts import MEMORY_LADDER
@@ -107,7 +108,7 @@ def test_the_plan_says_that_it_was_measured():
     more_s = {"none": 0.0, "attention-only": 0.001, "dots": -0.002, "names": 0.003, "full": 0.004}
     measured, counted = (make_plan(config, CLUSTER, rates, [1], tokens=1e9) for rates in (calibrated(point(config, more_s)), SHIPPED))
     sentence = measured.best[0].parts.measured.sentence()
-    assert sentence.startswith("recompute measured, per layer and 8,192 tokens: none 10 ms, dots -2 ms, names(query, key, value, ")
+    assert "8,192 tokens: none 10 ms, dots -2 ms, names(query, key, value, " in sentence
     best = plan_json(measured)["candidates"][0]
     rows = config.data.batch_size * config.data.seq_len / 8 / best["accumulation"]
     assert best["remat"] == "dots"
@@ -140,8 +141,8 @@ NONE = "{policy: none, layer_s: 1.0, kept_bytes: 0}"
 @pytest.mark.parametrize(
     ("policies", "message"),
     [
-        (NONE.replace("none", "full"), "`none` is needed"),
-        (f"{NONE}, {NONE}", "no policy twice"),
+        (NONE.replace("none", "full"), "layers.0: policies: `none`"),
+        (f"{NONE}, {NONE}", "layers.0: policies: a policy is listed twice"),
         (NONE.replace("1.0", "-1.0"), "greater than 0"),
     ],
 )

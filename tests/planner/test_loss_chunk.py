@@ -8,7 +8,7 @@ from ridgeline.cli import main as cli
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.load import load
 from ridgeline.planner.calibration import load_calibration
-from ridgeline.planner.loss_chunk import better_chunk
+from ridgeline.planner.config_changes import larger_loss_chunk
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.search import capacity_bytes, search_scale
 from ridgeline.planner.step_time import Machine, step_time
@@ -21,7 +21,7 @@ def advice(cluster, *overrides):
     config = load("models/qwen2.5-0.5b", (*BATCH, *overrides)).config
     best = search_scale(config, cluster, RATES, 1, 1e9).best
     machine = Machine(cluster, RATES, 8)
-    return better_chunk(best, machine), best, machine
+    return larger_loss_chunk(best, machine), best, machine
 
 
 def test_a_narrow_model_with_a_large_vocabulary_is_advised_a_larger_chunk_which_is_faster_and_fits():
@@ -40,10 +40,10 @@ def test_a_chunk_that_does_not_fit_is_not_advised():
     _, best, _ = advice(CLUSTER)
     memory = Machine(CLUSTER, RATES, 8).device.memory_bytes
     full = CLUSTER.model_copy(update={"utilisation_cap": best.memory.total_bytes / memory})
-    assert better_chunk(best, Machine(full, RATES, 8)) is None
+    assert larger_loss_chunk(best, Machine(full, RATES, 8)) is None
 
 
 def test_the_plan_says_so_only_where_it_pays(capsys):
     for model, expected in (("models/qwen2.5-0.5b", True), ("models/llama-3.1-8b", False)):
         assert cli.run(["plan", model, "--cluster", "dgx-h200", *BATCH]) == 0
-        assert ("compute.loss_chunk=2048 would give" in capsys.readouterr().out) is expected
+        assert ("compute.loss_chunk=2048 would" in capsys.readouterr().out) is expected

@@ -36,7 +36,7 @@ def compiled(overlap):
 
 COMPILED = compiled(True) + compiled(False)
 RUNS = json.loads((HERE / "compiled_steps_run.json").read_text())["cases"]
-"""Steps compiled with all flags of a run (launch/overlap_flags.py)."""
+"""Steps compiled with all flags of a run (launch/environment.py)."""
 SCORES = [case for case in COMPILED if any("backend=xla" in override for override in case["overrides"])]
 USUAL = [case for case in COMPILED if case not in SCORES]
 
@@ -120,7 +120,7 @@ def test_attention_that_stores_scores_is_seen_to_be_large(case):
 def test_components_sum_to_the_total_and_each_says_what_it_assumes():
     estimate = memory_per_device(config(), sizes(fsdp=8))
     assert estimate.total_bytes == sum(estimate.bytes_by_component().values())
-    assert estimate.total_bytes == max(estimate.moments.values())
+    assert estimate.total_bytes == max(estimate.bytes_at.values())
     assert all(component.assumption for component in estimate.components.values())
     assert estimate.compiled_bytes == estimate.argument_bytes + estimate.temp_bytes
 
@@ -169,11 +169,11 @@ def test_activations_grow_linearly_with_the_sequence(length, factor):
 
 
 def test_a_larger_vocabulary_costs_in_the_loss_and_chunks_bound_the_logits():
-    small, large = (memory_per_device(config("full", vocab_size=v), sizes()).moments["loss"] for v in (4096, 65536))
+    small, large = (memory_per_device(config("full", vocab_size=v), sizes()).bytes_at["loss"] for v in (4096, 65536))
     assert large > small
     chunked = config("full", vocab_size=65536)
     finer = chunked.model_copy(update={"compute": chunked.compute.model_copy(update={"loss_chunk": 128})})
-    assert memory_per_device(finer, sizes()).moments["loss"] < memory_per_device(chunked, sizes()).moments["loss"]
+    assert memory_per_device(finer, sizes()).bytes_at["loss"] < memory_per_device(chunked, sizes()).bytes_at["loss"]
 
 
 def test_offloaded_values_leave_the_device_and_named_ones_stay():

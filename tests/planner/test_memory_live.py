@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.cli.commands.compile import flags_of_a_run
 from ridgeline.configs.load import load
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
+from ridgeline.launch.environment import run_flags
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
 from tests.trainer.gpu_models import cluster
@@ -51,7 +51,7 @@ def test_a_narrow_state_stays_narrow_in_the_compiled_update_and_takes_what_is_pl
     """8B on eight H100 with four microbatches and nothing recomputed, as a run compiles it."""
     overrides = ("data.seq_len=4096", "data.batch_size=64", "data.document_masking=false", "precision.compute=bfloat16", "mesh.fsdp=8")
     config = load("models/llama-3.1-8b", (*overrides, *NARROW, "compute.remat.policy=none", "trainer.accumulation=4")).config
-    flags, level = flags_of_a_run(config, "h100-sxm")
+    flags, level = run_flags(config, "h100-sxm")
     result = compile_ahead(Request.on(config, cluster(), 1, xla_flags=flags, optimization_level=level))
     planned = memory_per_device(config, result.mesh, overlap=True)
     assert planned.argument_bytes == pytest.approx(result.argument_bytes, rel=1e-3)
@@ -62,7 +62,7 @@ def test_a_narrow_state_stays_narrow_in_the_compiled_update_and_takes_what_is_pl
     narrow = {"s8", "u8", "bf16"}
     written = [shape for each in update for shape in each.shapes if math.prod(shape.dims) in matrices]
     codes = [(leaf["name"], tuple(leaf["local_shape"])) for leaf in result.leaves if "mu.code" in leaf["name"]]
-    turned = {shape for name, shape in codes if name.endswith(("mlp.down", "attention.out"))}  # planner/update.py
+    turned = {shape for name, shape in codes if name.endswith(("mlp.down", "attention.out"))}  # planner/kernels.py
     kept = {shape.dtype for shape in written if shape.dims not in turned}
     assert len(turned) == 2 and kept == narrow, "only transposed gradients are float32 on the way from gradient to update"
     moved = collectives(module, result.mesh)

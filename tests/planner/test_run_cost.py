@@ -73,9 +73,9 @@ def test_energy_counts_the_facility():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mfu": 45}, "mfu=45: is a share, greater than 0 and at most 1 \\(45 % is 0.45\\)"),
-        ({"mfu": 0}, "mfu=0: is a share"),
-        ({"mfu": -0.1}, "mfu=-0.1: is a share"),
+        ({"mfu": 45}, "mfu=45: must be greater than 0 and at most 1 \\(45 % is 0.45\\)"),
+        ({"mfu": 0}, "mfu=0: must be greater than 0"),
+        ({"mfu": -0.1}, "mfu=-0.1: must be greater than 0"),
         ({"params": 0}, "params=0: must be a finite number greater than 0"),
         ({"tokens": -1}, "tokens=-1: must be"),
         ({"devices": 0}, "devices=0: must be a whole number of at least 1"),
@@ -84,7 +84,7 @@ def test_energy_counts_the_facility():
         ({"price_per_hour_usd": -2}, "price-per-hour=-2: must be"),
         ({"mfu": None}, "exactly one of mfu, tokens-per-s and device-hours; got none"),
         ({"tokens_per_s": 10.0}, "exactly one of .*; got mfu and tokens-per-s"),
-        ({"mfu": None, "device_hours": 10.0, "tokens": None}, "device-hours need tokens"),
+        ({"mfu": None, "device_hours": 10.0, "tokens": None}, "device-hours needs? tokens"),
     ],
 )
 def test_nonsense_is_refused(changes, message):

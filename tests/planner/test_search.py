@@ -13,7 +13,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.rules import check_config, check_devices
 from ridgeline.configs.schema import OptimizerConfig, RematConfig
-from ridgeline.planner.advice import alternatives, binding
+from ridgeline.planner.advice import alternatives, bottleneck
 from ridgeline.planner.layouts import Layout, accumulations, meshes, remat_choices
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.search import Limits, capacity_bytes, evaluate, ranked, search, search_scale, within
@@ -180,12 +180,12 @@ def test_what_binds_is_the_ceiling_whose_doubling_helps_most():
     made = cluster(links=links(network=2.0), nic_gb_per_s=16.0)
     machine = Machine(made, CALIBRATION, 32)
     slow_network = best(made, config(rows=32), nodes=4)
-    bound = binding(slow_network, machine)
-    assert bound.ceiling == "network" and "The network binds" in bound.sentence
+    bound = bottleneck(slow_network, machine)
+    assert bound.ceiling == "network" and "network" in bound.sentence
     faster = slow_network.parts.assemble({"network": 2.0}).step_s
     assert bound.gain == pytest.approx(slow_network.step.step_s / faster - 1)
     roomy = best(cluster(), config(rows=512, length=8192), nodes=1)
-    assert binding(roomy, Machine(cluster(), CALIBRATION, 8)).ceiling == "compute"
+    assert bottleneck(roomy, Machine(cluster(), CALIBRATION, 8)).ceiling == "compute"
 
 
 def test_obvious_alternatives_lose_with_a_reason_or_are_no_worse():

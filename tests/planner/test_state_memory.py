@@ -3,7 +3,7 @@
 import pytest
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.state_memory import POLICIES, state_bytes
+from ridgeline.planner.calculators.state_memory import POLICIES, state_bytes
 
 P = 7_000_000_000
 
@@ -30,7 +30,7 @@ def test_memory_falls_with_stage_and_shards(policy):
         ({"zero": 4}, "zero=4: must be 0, 1, 2 or 3"),
         ({"shards": 0}, "shards=0"),
         ({"params": -7e9}, "params=-7e\\+09"),
-        ({"params": 10, "shards": 11}, "shards=11: more than the 10 parameters"),
+        ({"params": 10, "shards": 11}, "shards=11: .*10"),
     ],
 )
 def test_nonsense_is_refused(change, message):

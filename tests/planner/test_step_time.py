@@ -15,12 +15,11 @@ from ridgeline.configs.schema import MESH_AXES, RematConfig
 from ridgeline.planner.activations import stacked_bytes
 from ridgeline.planner.flops import train_flops_per_token
 from ridgeline.planner.hardware import hardware
-from ridgeline.planner.kernels import Kernels
+from ridgeline.planner.kernels import Kernels, update_bytes
 from ridgeline.planner.layouts import Layout
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.overlap import ETA, Communication, exposed_s
 from ridgeline.planner.step_time import Machine, host_input_s, step_parts, step_time
-from ridgeline.planner.update import update_bytes
 from tests.planner.clusters import CALIBRATION, cluster, config, links
 
 NODES = st.sampled_from((1, 2, 4))
@@ -89,7 +88,7 @@ def test_communication_hides_under_compute_and_what_does_not_is_paid():
     """T = Tc + Tm - eta * min(Tc, Tm), for gathers of parameters; the residual stream over tensor is paid in full."""
     layout = Layout(1, 8, 1)
     parts = step_parts(layout.apply(config()), layout.sizes, Machine(cluster(), CALIBRATION, 8))
-    hidden = [item for item in parts.communication if item.hideable]
+    hidden = [item for item in parts.communication if item.overlappable]
     assert hidden and all(item.planned.where == "layer" for item in hidden)
     total = sum(item.seconds for item in hidden)
     free = exposed_s(hidden, {"forward": 1e9, "backward": 1e9})
@@ -97,7 +96,7 @@ def test_communication_hides_under_compute_and_what_does_not_is_paid():
     assert sum(exposed_s(hidden, {"forward": 0.0, "backward": 0.0}).values()) == pytest.approx(total)
     tensor = Layout(1, 1, 8)
     stream = step_parts(tensor.apply(config()), tensor.sizes, Machine(cluster(), CALIBRATION, 8)).communication
-    assert not any(item.hideable for item in stream)
+    assert not any(item.overlappable for item in stream)
     assert sum(exposed_s(stream, {"forward": 1e9, "backward": 1e9}).values()) == pytest.approx(sum(item.seconds for item in stream))
 
 
@@ -129,7 +128,7 @@ def test_products_take_their_flops_at_the_calibrated_rate():
     layout = Layout(1, 1, 1, 128)
     local = LocalSizes.of(layout.apply(config()), layout.sizes)
     kernels = Kernels(local, hardware("h100-sxm"), CALIBRATION)
-    shapes = kernels.products()
+    shapes = kernels.matmuls()
     assert shapes["gate"] == (4096, 14336, 4096) and shapes["down"] == (4096, 4096, 14336) and shapes["key"] == (4096, 1024, 4096)
     flops = sum(2 * m * n * k for m, n, k in shapes.values())
     forward = kernels.layer_forward()
@@ -192,7 +191,7 @@ def test_the_update_and_the_scans_stacks_move_what_compiled_steps_move(model, me
     batch = (f"data.seq_len={length}", f"data.batch_size={rows}", f"trainer.accumulation={microbatches}", "data.document_masking=false")
     config = load(model, [*batch, *precision, f"compute.remat.policy={remat}", "precision.compute=bfloat16"]).config
     local = LocalSizes.of(config, dict.fromkeys(MESH_AXES, 1) | mesh)
-    assert update_bytes(local, turned=True) / 1e9 == pytest.approx(update_gb, rel=0.02)
+    assert update_bytes(local, transposed=True) / 1e9 == pytest.approx(update_gb, rel=0.02)
     if stacks_gb is not None:
         assert microbatches * stacked_bytes(local, "cudnn") / 1e9 == pytest.approx(stacks_gb, rel=0.04)
     unrolled = config.model_copy(update={"compute": config.compute.model_copy(update={"scan_layers": False})})

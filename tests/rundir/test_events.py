@@ -88,7 +88,8 @@ def test_a_cut_at_any_byte_loses_only_the_last_line_and_the_log_continues(tmp_pa
 
 def test_a_killed_writer_leaves_a_readable_log(tmp_path):
     path = tmp_path / "events.jsonl"
-    code = "import sys; from rundir.events import EventLog\nlog = EventLog(sys.argv[1])\nwhile True: log.emit('step', x='y' * 300)"
+    code = "import sys; from ridgeline.rundir.events import EventLog\nlog = EventLog(sys.argv[1])\n"
+    code += "while True: log.emit('step', step=1, x='y' * 300)"
     writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
     while not path.exists() or path.stat().st_size < 100_000:
         assert writer.poll() is None
@@ -198,7 +199,7 @@ def test_a_full_disk_drops_whole_lines_warns_once_and_recovers(tmp_path, caplog)
     assert [e.kind for e in events] == ["open", "step", "dropped", "step", "step"]
     assert events[2].fields == {"count": 4}
     assert [e.fields["step"] for e in events if e.kind == "step"] == [0, 5, 6]
-    assert len([r for r in caplog.records if "lines are being lost" in r.message]) == 1
+    assert len([r for r in caplog.records if "lines are dropped" in r.message]) == 1
 
 
 def test_logs_of_several_processes_merge_by_time_keeping_each_order(tmp_path):

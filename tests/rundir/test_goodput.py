@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ridgeline.configs.errors import UserError
+from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.events import EventLog, event_file, read_events
 from ridgeline.rundir.goodput import CATEGORIES, Waiting, queue_waits, run_ledger
 
@@ -162,13 +163,13 @@ def test_queue_and_preflight_are_read_from_the_records_of_the_jobs(tmp_path):
     attempts = [{"job": 7, "begin": 990, "end": 1040, "exit_code": 137}, {"job": 7, "begin": 1995, "end": 2030, "exit_code": 0}]
     (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(attempt) + "\n" for attempt in attempts))
     events = read_events(event_file(tmp_path, 0))
-    alone, ledger = run_ledger(events), run_ledger(events, queue_waits(tmp_path, events))
+    alone, ledger = run_ledger(events), run_ledger(events, queue_waits(RunDir(tmp_path), events))
     assert ledger.seconds["queue"] == pytest.approx((990 - 900) + (1995 - 1040))
     assert ledger.seconds["startup"] - alone.seconds["startup"] == pytest.approx((1000 - 990) + (2000 - 1995))
     assert ledger.seconds["lost"] - alone.seconds["lost"] == pytest.approx(1040 - 1028)  # killed 12 s after its last event
     assert ledger.wall_s == pytest.approx(2024 - 900)  # no second is missing
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_s)
-    assert queue_waits(tmp_path / "elsewhere", events) == []
+    assert queue_waits(RunDir(tmp_path / "elsewhere"), events) == []
 
 
 def test_a_hang_is_cut_out_of_what_it_hung_in(tmp_path):

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick(quick_compile):
-    """Partitioning is the same without optimised machine code."""
+    """Partitioning is the same without optimized machine code."""

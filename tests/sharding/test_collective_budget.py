@@ -17,7 +17,8 @@ from ridgeline.configs.schema import (
     TrainerConfig,
 )
 from ridgeline.hlo.collectives import Collective, collectives
-from ridgeline.hlo.parse import is_backward, parse
+from ridgeline.hlo.module import is_backward
+from ridgeline.hlo.parse import parse
 from ridgeline.planner.collectives import as_compiled_for_cpu, planned_collectives
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, param_shardings
@@ -46,7 +47,7 @@ def abstract_batch(partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def compile_step(config: Config) -> tuple[str, dict[str, int]]:
-    """The whole optimiser step."""
+    """The whole optimizer step."""
     partitioner = Partitioner(build_mesh(config.mesh))
     spec = model_spec(config, partitioner)
     optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)

@@ -113,7 +113,7 @@ def compare(found, expected) -> None:
         assert np.linalg.norm(g - e) <= 1e-5 * np.linalg.norm(e) + 1e-9 * whole, jax.tree_util.keystr(path)
 
 
-def test_there_are_ten_factorisations():
+def test_there_are_ten_factorizations():
     assert len(set(FACTORISATIONS)) == 10
 
 

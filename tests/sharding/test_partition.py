@@ -1,4 +1,4 @@
-"""The Partitioner: specs of real trees, refusals, and initialisation directly into shards."""
+"""The Partitioner: specs of real trees, refusals, and initialization directly into shards."""
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def test_factored_statistics_keep_the_axes_of_the_dims_they_keep():
     assert ((2, 256), P("pipeline", "tensor")) in attention  # [L, N*H]: heads keep the cut
 
 
-def test_initialisation_never_holds_a_full_array():
+def test_initialization_never_holds_a_full_array():
     config = small_config(data=1, fsdp=8, tensor=1)
     _, spec, optimizer, abstract = prepare(config)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -41,7 +41,7 @@ def test_colliding_axes_are_refused_naming_both():
     [
         ({"embd": ["fsdp"]}, r"unknown logical axis in mesh.rules 'embd'; did you mean 'embed'"),
         ({"embed": ["fdsp"]}, r"unknown mesh axis in mesh.rules.embed 'fdsp'; did you mean 'fsdp'"),
-        ({"embed": ["fsdp", "tensor"]}, r"mesh.rules.embed=.*'fsdp' must be alone"),
+        ({"embed": ["fsdp", "tensor"]}, r"mesh.rules.embed=.*'fsdp' must be the only"),
     ],
 )
 def test_bad_overrides_are_refused(rules, message):

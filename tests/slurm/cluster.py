@@ -24,10 +24,10 @@ PROGRAMS = ("setpriv", "munged", "slurmctld", "slurmd", "srun", "sbatch", "scont
 NODES = ("node01", "node02", "node03", "node04")
 CPUS_PER_NODE = 2
 GRACE_S = 60
-"""Between SIGTERM and SIGKILL: of the partition's preemption grace and of KillWait."""
+"""Seconds between SIGTERM and SIGKILL: preemption grace of the partition, and KillWait."""
 
-# A requeued job may not start before its old credentials expire: cred_expire makes that five seconds instead of two minutes.
-# Patience with a machine that has more to do than it can: TCPTimeout, MessageTimeout, BatchStartTimeout.
+# A requeued job starts only after its old credentials expire: cred_expire makes that five seconds instead of two minutes.
+# TCPTimeout, MessageTimeout and BatchStartTimeout are long enough for an overloaded machine.
 CONF = """\
 ClusterName=ridgetest{pid}
 SlurmctldHost={host}(127.0.0.1)
@@ -85,7 +85,7 @@ class SlurmCluster:
 
     @staticmethod
     def missing() -> list[str]:
-        """Return the programs this machine lacks."""
+        """Return the programs that are missing on this machine."""
         return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class SlurmCluster:
             shutil.rmtree(self._munge, ignore_errors=True)
 
     def clear(self) -> None:
-        """End what a test left behind: jobs, and nodes that are down."""
+        """Clean up after a test: cancel jobs, resume nodes that are down."""
         self.run("scancel", "--signal=KILL", "--full", "--user", getpass.getuser(), check=False)
         self.run("scancel", "--user", getpass.getuser(), check=False)
         for name in NODES:
@@ -136,7 +136,7 @@ class SlurmCluster:
         self.until(lambda: self.node_states() == dict.fromkeys(NODES, "IDLE"), 300, "all nodes idle")
 
     def _start_munge(self) -> Path:
-        """Start a munge daemon with a key and socket of its own: as user munge where we are root, which it refuses to be."""
+        """Start a munge daemon with its own key and socket; as user munge if this process is root, which munge refuses."""
         home = Path("/tmp") / f"ridge-munge-{os.getpid()}-{abs(hash(self.directory)) % 10**6}"
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(mode=0o755)
@@ -157,7 +157,7 @@ class SlurmCluster:
         return home / "socket"
 
     def _daemon(self, name: str, command: Sequence[str], privileges: Sequence[str] = ()) -> None:
-        """Start a daemon that ends when we do, in whatever way: a broken-off session of several workers ends these without a word."""
+        """Start a daemon that ends with this process, even if the session is killed."""
         log = (self.directory / f"{name}.out").open("ab")
         env = self.env | {"PATH": _PATH}
         with log:
@@ -190,15 +190,15 @@ class SlurmCluster:
         self._daemon(name, ["slurmd", "-D", "-N", name])
 
     def stop_node(self, name: str) -> None:
-        """Take a node down as a crash does: its daemon and every process of the steps it runs are killed at once."""
+        """Simulate a crash of a node: kill its daemon and every process of its steps at once."""
         self._end(name, signal.SIGKILL)
-        # step daemons first: none is left to report how its tasks ended
+        # step daemons first, so that none reports the end of its tasks
         for pid in self._processes_on(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _processes_on(self, name: str) -> list[int]:
-        """Return the step daemons and tasks of a node, found by the variables Slurm sets."""
+        """Return the step daemons and tasks of a node, identified by Slurm's variables."""
         daemons, tasks = [], []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -289,7 +289,7 @@ class SlurmCluster:
         while not condition():
             if time.monotonic() > end:
                 raise AssertionError(f"not within {timeout_s} s: {what}\n{self.logs()}")
-            time.sleep(0.4)  # a client of Slurm costs 20 ms of a core that the runs need
+            time.sleep(0.4)  # each client of Slurm takes 20 ms of CPU time from the runs
 
     def logs(self, lines: int = 15) -> str:
         """Return the last lines of every daemon's log."""
@@ -304,7 +304,7 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, all different, of those that the kernel gives to no outgoing connection.
+    """Return distinct free ports outside of the range of outgoing connections.
 
     A node that starts again finds its own still free.
     """
@@ -320,7 +320,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(directory: Path, number: int, starting: contextlib.AbstractContextManager[object]) -> Iterator[SlurmCluster]:
-    """Run a cluster for the length of a with block. `starting` is held while it starts: two clusters may not choose the same ports."""
+    """Run a cluster for the length of a with block. `starting`: lock of the start: two clusters must not choose the same ports."""
     cluster = SlurmCluster(directory, number)
     try:
         with starting:

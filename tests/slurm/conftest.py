@@ -1,4 +1,4 @@
-"""The real Slurm of these tests: a cluster of its own for every worker. `make test-slurm` installs Slurm where it may."""
+"""A real Slurm for these tests, one cluster per worker. `make test-slurm` installs Slurm if permitted."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ LONGEST = (
     "test_a_rank_that_is_alive_but_stuck_is_found_by_the_watchdog",
     "test_a_preempted_run_saves_requeues_and_ends_bitwise_equal",
 )
-"""Begun first: otherwise one worker would be at the last of them when the others have nothing left to do."""
+"""Started first, so that the workers finish at about the same time."""
 
 
 def pytest_collection_modifyitems(items):
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
     if workers() > 1 and len(own) == len(items):
         rank = {name: index for index, name in enumerate(LONGEST)}
         first = sorted(own, key=lambda item: rank.get(item.originalname, len(rank)))
-        # --dist worksteal gives each worker a stretch of the list
+        # --dist worksteal gives each worker a contiguous part of the list
         items[:] = [item for index in range(workers()) for item in first[index :: workers()]]
 
 
@@ -59,19 +59,19 @@ def slurm(slurm_session):
 
 @pytest.fixture(scope="session")
 def corpus(shared):
-    """A tiny corpus with a held-out set, of all workers."""
+    """A tiny corpus with a held-out set, shared by all workers."""
     return shared.once("corpus", jobs.prepare_corpus)
 
 
 @pytest.fixture(scope="session")
 def programs(shared):
-    """Where runs that differ in nothing that compiles find each other's programs."""
+    """Compilation cache shared by all runs."""
     return shared.path("programs")
 
 
 @pytest.fixture(scope="session")
 def reference(slurm_session, shared, corpus, programs):
-    """What an uninterrupted run of two ranks ends with, which the runs that are disturbed are held against."""
+    """Final state of an uninterrupted run of two ranks, with which the interrupted runs are compared."""
 
     def make(directory):
         run = jobs.submit(slurm_session, directory, corpus, "reference", steps=jobs.STEPS, programs=programs)

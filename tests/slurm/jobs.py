@@ -1,4 +1,4 @@
-"""Runs of a tiny model on the Slurm of these tests, and how they are held against an uninterrupted one."""
+"""Runs of a tiny model on the Slurm of these tests, and their comparison with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ logging: {{tensorboard: false}}
 runtime: {{rendezvous_timeout_s: 300, compilation_cache: {programs}}}
 """
 STEPS = 60
-"""Of the runs that are disturbed, and of the one they are held against."""
+"""Steps of the interrupted runs and of the reference run."""
 
 
 @dataclass
 class Run:
-    """A run and the job that makes it."""
+    """A run and its job."""
 
     slurm: Any
     directory: Path
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What job and ranks printed."""
+        """Output of job script and ranks."""
         return "".join(path.read_text() for path in sorted(self.directory.glob("slurm/job-*.log")))
 
     def events(self, process: int = 0) -> list[Event]:
@@ -55,7 +55,7 @@ class Run:
         return read_events(path) if path.exists() else []
 
     def step(self) -> int:
-        """Return the last step logged."""
+        """Return the last logged step."""
         return max((event.fields["step"] for event in self.events() if event.kind == "step"), default=0)
 
     def saved(self) -> int:
@@ -66,7 +66,7 @@ class Run:
         self.slurm.until(lambda: self.step() >= step, timeout_s, f"step {step}\n{self.log}")
 
     def nodes(self) -> list[str]:
-        """Return the names of the job's nodes, now or when it ended."""
+        """Return the names of the job's nodes, current or at its end."""
         return self.slurm.run("scontrol", "show", "hostnames", self.slurm.job(self.job)["NodeList"]).stdout.split()
 
     def nodes_once_running(self) -> list[str]:
@@ -77,7 +77,7 @@ class Run:
         return int(self.slurm.job(self.job)["Restarts"])
 
     def finishes(self, timeout_s: float = 900) -> None:
-        """Wait for the job; it must complete."""
+        """Wait until the job has completed successfully."""
         state = self.slurm.wait_for_job(self.job, timeout_s=timeout_s)
         assert state == "COMPLETED", self.log
 
@@ -86,7 +86,7 @@ class Run:
         return arrays(self.directory)
 
     def nothing_was_lost(self) -> None:
-        """Assert that every start went on from the last step the start before it had made: each step was made once."""
+        """Assert that every start continued from the last step of the previous one, so that each step ran once."""
         made = 0
         for event in self.events():
             if event.kind == "phase_end" and event.fields["phase"] == "restore" and event.fields["outcome"] == "ok":
@@ -110,7 +110,7 @@ def prepare_corpus(directory: Path) -> Path:
 
 
 def arrays(run_dir: Path) -> dict[str, np.ndarray]:
-    """Return every array of the newest checkpoint of a run directory, read without the mesh it was saved from."""
+    """Return every array of the newest checkpoint of a run directory, read without the mesh it was saved with."""
     import tensorstore as ts
 
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
@@ -129,7 +129,7 @@ def assert_bitwise_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray
 
 
 def environment() -> dict[str, str]:
-    """Return what this process's variables must not hand to a job: the virtual devices of the other tests."""
+    """Return overrides of variables that a job must not inherit: the virtual devices of the other tests."""
     return {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
 
@@ -140,7 +140,7 @@ def write_config(directory: Path, corpus: Path, name: str, steps: int, programs:
 
 
 def interpreter(directory: Path, name: str, strikes: Sequence[Any] = (), pace_s: float = 0.0, hold_at: int | None = None) -> Path:
-    """Write the `python` of a job's tasks: ours, with strike.py before its command."""
+    """Write the `python` of a job's tasks: this interpreter, with strike.py before the command."""
     plan, python = directory / f"{name}.plan.json", directory / f"{name}.python"
     plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at}))
     python.write_text(
@@ -152,7 +152,7 @@ def interpreter(directory: Path, name: str, strikes: Sequence[Any] = (), pace_s:
 
 
 def strikes_made(directory: Path, name: str) -> list[str]:
-    """Return the places that were struck, in order."""
+    """Return the places of the strikes, in order."""
     return [json.loads(line)["place"] for line in (directory / f"{name}.plan.strikes").read_text().splitlines()]
 
 
@@ -202,7 +202,7 @@ def sweep(
     at_once: int,
     programs: Path | None = None,
 ) -> list[Run]:
-    """Submit an array of runs on one node each with `ridge sweep`; they differ only in how many checkpoints they keep.
+    """Submit an array of one-node runs with `ridge sweep`; they differ only in the number of kept checkpoints.
 
     pace_s, programs: as of `submit`.
     """
@@ -223,7 +223,7 @@ def sweep(
 
 
 def start_s(run: Run) -> float:
-    """Return what the only start of a run took from the beginning of its process to the end of its first step."""
+    """Return the seconds of a run's only start from the begin of its process to the end of its first step."""
     log = phases(run.events())
     first = next(phase for phase in log if phase.name == "first_step")
     return first.start_s + first.duration_s - log[0].start_s
@@ -231,14 +231,14 @@ def start_s(run: Run) -> float:
 
 @dataclass
 class Moment:
-    """When a run is struck: once it has logged a step, or (step 0) at a share of the time that a start takes to its first step."""
+    """Moment of a strike: after a logged step, or (step 0) at a share of the time to the first step."""
 
     share: float = 0.0
     step: int = 0
 
 
 def strike_each(slurm: Any, runs: Sequence[Run], moments: Sequence[Moment], start_s: float, timeout_s: float) -> None:
-    """Have Slurm signal the ranks of every run once, at its moment or as soon after it as this machine gets to it.
+    """Have Slurm signal the ranks of every run once, at its moment or as soon after it as possible.
 
     start_s: what a start takes to its first step, until one of these runs has made its own; then what the newest of them took.
     """
@@ -258,7 +258,7 @@ def strike_each(slurm: Any, runs: Sequence[Run], moments: Sequence[Moment], star
                 started.add(job)
                 start_s = since_s
             if made >= moment.step if moment.step else since_s >= moment.share * start_s:
-                # the step by its name: on the task of an array, scancel takes a delivered signal for refused and sends it to later starts
+                # name the step: for a task of an array scancel mistakes a delivered signal for a refused one and repeats it
                 slurm.run("scancel", "--signal=TERM", f"{job}.0", check=False)
                 del waiting[job]
         return not waiting

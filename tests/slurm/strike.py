@@ -1,9 +1,9 @@
-"""Runs `ridge` as a rank of a test, slowed down or struck at a chosen place: `python strike.py PLAN.json -m launch train ...`.
+"""Runs `ridge` as a rank of a test, slowed down or struck at a chosen place: `python strike.py PLAN.json -m ridgeline train ...`.
 
-Nothing of the project is replaced: its functions are wrapped, so that a signal arrives while a phase is at work. The plan holds `strikes`,
-by restart (null: none), `pace_s`, a pause per step, and `hold_at`: the first start makes no step after that one before it was asked to
-stop, however slow the test is to ask. A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as at a preemption), "rank"
-(one rank gets SIGTERM), or "never" (the rank never comes).
+Functions of the project are wrapped, not replaced, so that a signal arrives during a chosen phase. The plan holds `strikes`, by restart
+(null: none), `pace_s`, a pause per step, and `hold_at`: the first start makes no step after that one until it has received SIGTERM. A
+strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a preemption), "rank" (one rank gets SIGTERM), or "never" (the
+rank does not start).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Strike:
         """The process's trainer.stop.Stop, once it is installed."""
 
     def at(self, place: str) -> None:
-        """Strike once, and stay here until the signal has come."""
+        """Strike once, and wait here until the signal has arrived."""
         if place != self.place:
             return
         self.place = None
@@ -57,14 +57,14 @@ class Strike:
         self.wait_until_asked()
 
     def wait_until_asked(self) -> None:
-        """Wait until this process was asked to stop and, in the loop, all processes know at which step."""
+        """Wait until this process has received SIGTERM and, in the loop, all processes have agreed on the step."""
         end = time.monotonic() + ARRIVES_WITHIN_S
         while not self._asked() and time.monotonic() < end:
             time.sleep(0.05)
 
     def _asked(self) -> bool:
         stop = self.stop
-        return stop is not None and stop.asked is not None and (not stop._shared or stop._stop_at is not None)
+        return stop is not None and stop.requested is not None and (not stop._shared or stop._stop_at is not None)
 
 
 def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
@@ -92,7 +92,7 @@ def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
 
     Stop.install = found  # type: ignore[method-assign]
 
-    wrap(importlib.import_module("ridgeline.launch.cluster.join"), "_roll_call", lambda: strike.at("rendezvous"))
+    wrap(importlib.import_module("ridgeline.launch.cluster.join"), "_rendezvous", lambda: strike.at("rendezvous"))
     phase = EventLog.phase
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Runs that users start themselves with srun: found, joined, equal to a single process; and what must not start is refused loudly."""
+"""Runs started with srun: detected, connected, equal to a single process; invalid starts are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ridgeline.launch import exit_codes
-from ridgeline.launch.cluster import hostlist
+from ridgeline.launch.cluster import slurm_nodes
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import Event, event_file, read_events
 from ridgeline.rundir.phases import phases
@@ -95,7 +95,7 @@ def test_srun_alone_trains_as_a_single_process_does(
     done = slurm.run("srun", f"-N{nodes}", *train(quickstart, tmp_path / "run", f"runtime.cpu_devices={devices}"), timeout_s=900)
     assert losses(tmp_path / "run") == pytest.approx(single, rel=1e-5)
     assert done.stdout.count("step 4/4") == 1, "one run, not copies"
-    assert "cluster: Slurm step" in done.stdout
+    assert "(Slurm step)" in done.stdout
     met = next(event.fields["described"] for event in events(tmp_path / "run") if event.kind == "cluster")
     assert (met["processes"], met["nodes"], met["coordinator"]) == (nodes, nodes, "node01")
     assert met["addresses"] == [slurm.address("node01")]
@@ -158,18 +158,18 @@ def test_a_rank_that_was_never_started_is_named_on_every_other(slurm: Any, confi
     words = " ".join(train(config, tmp_path / "run", "runtime.rendezvous_timeout_s=30"))
     done = slurm.run("srun", "-N3", "--label", "bash", "-c", f"[ $SLURM_PROCID = 1 ] && exit 0; exec {words}", check=False)
     assert done.returncode == exit_codes.LOST_PEER
-    said = re.findall(r"^(\d): ridge: stopped: process 1 on node02 has not come within 30 s", done.stderr, re.M)
+    said = re.findall(r"^(\d): ridge: stopped: process 1 on node02 .*within 30 s", done.stderr, re.M)
     assert sorted(said) == ["0", "2"], done.stderr
 
 
 def test_tasks_that_do_not_fit_the_mesh_are_refused_on_every_rank(slurm: Any, config: Path, tmp_path: Path) -> None:
     done = slurm.run("srun", "-N3", "--label", *train(config, tmp_path / "run", "mesh.fsdp=4"), check=False)
     assert done.returncode == exit_codes.USAGE
-    assert sorted(re.findall(r"^(\d): ridge: error: .*3 processes bring 3 devices", done.stderr, re.M)) == ["0", "1", "2"], done.stderr
+    assert sorted(re.findall(r"^(\d): ridge: error: .*3 processes .*3 devices", done.stderr, re.M)) == ["0", "1", "2"], done.stderr
 
 
 def test_a_heterogeneous_step_and_a_container_without_scontrol_train(slurm: Any, config: Path, tmp_path: Path) -> None:
-    # the step of two components; scontrol hidden, so that names must resolve or the flag must say: it says the address
+    # a step of two components; without scontrol the flag provides the address
     words = " ".join(train(config, tmp_path / "run", "trainer.steps=1", "mesh.fsdp=1", "mesh.data=3", "data.batch_size=6"))
     hidden = f"PATH=/nonexistent exec {words} --coordinator {slurm.address('node01')}"
     done = slurm.run("srun", "-n1", "-N1", "/bin/bash", "-c", hidden, ":", "-n2", "-N2", "/bin/bash", "-c", hidden, timeout_s=900)
@@ -183,7 +183,7 @@ def test_our_parser_of_node_lists_agrees_with_scontrol(slurm_session: Any) -> No
     span = st.tuples(st.integers(0, 200), st.integers(0, 12), st.integers(1, 4)).map(lambda t: f"{t[0]:0{t[2]}d}-{t[0] + t[1]:0{t[2]}d}")
     bracket = st.lists(number | span, min_size=1, max_size=3).map(lambda items: f"[{','.join(items)}]")
     name = st.text("abgnx", min_size=1, max_size=3)
-    # the scontrol of 22.05 reads no suffix after a bracket (its answer is empty); its order for three brackets is its own secret
+    # the scontrol of 22.05 reads no suffix after a bracket (its answer is empty); its order for three brackets is undocumented
     one = st.tuples(name, bracket).map("".join)
     two = st.tuples(name, bracket, name, bracket).map("".join)
     plain = st.tuples(name, number).map("".join)
@@ -192,8 +192,8 @@ def test_our_parser_of_node_lists_agrees_with_scontrol(slurm_session: Any) -> No
     @given(st.lists(one | two | plain, min_size=1, max_size=3).map(",".join))
     def agrees(text: str) -> None:
         answer = slurm_session.run("scontrol", "show", "hostnames", text).stdout.split()
-        assert hostlist.expand(text) == answer
+        assert slurm_nodes.expand(text) == answer
 
     agrees()
     three = "r[1-2]c[0-1]n[01-03],login"
-    assert sorted(hostlist.expand(three)) == sorted(slurm_session.run("scontrol", "show", "hostnames", three).stdout.split())
+    assert sorted(slurm_nodes.expand(three)) == sorted(slurm_session.run("scontrol", "show", "hostnames", three).stdout.split())

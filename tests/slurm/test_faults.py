@@ -1,4 +1,4 @@
-"""Lost ranks and nodes on a real Slurm: the others end within a bounded time and say why, the job requeues and finishes, bitwise."""
+"""Lost ranks and nodes on a real Slurm: the others exit in bounded time with the cause; the job requeues and finishes, bitwise equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 15
 """How long srun waits for the other ranks once one has ended."""
 WAIT = f"slurm.srun_options=[--wait={WAIT_S}]"
 GONE = "another process of the run is gone|another task died"
-"""Our words, or JAX's where its client of the coordination service ends the process first."""
+"""ridge's message, or JAX's if its coordination client ends the process first."""
 Arrays = Mapping[str, np.ndarray]
 
 

@@ -85,7 +85,7 @@ def test_a_cancelled_point_of_a_sweep_saves_and_is_not_requeued(slurm: Any, tmp_
     point, other = jobs.sweep(slurm, tmp_path, corpus, "points", count=2, steps=STEPS, pace_s=PACE_S, at_once=2, programs=programs)
     point.reaches(10)
     slurm.run(jobs.RIDGE, "cancel", point.directory)
-    assert slurm.wait_for_job(point.job) == "FAILED", "ended by itself with the code that says it was asked to"
+    assert slurm.wait_for_job(point.job) == "FAILED", "exited by itself with the code of a preemption"
     assert point.codes() == [PREEMPTED]
     assert point.saved() == point.step() >= 10
     assert point.restarts() == 0

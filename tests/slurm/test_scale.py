@@ -39,7 +39,7 @@ def test_two_scales_are_submitted_once_waited_for_and_compared(slurm: Any, work:
     assert first.returncode == 130, "".join(said)
 
     done = slurm.run(*command, env=environment(), cwd=work, timeout_s=900)
-    assert "submitted" not in done.stderr, "the jobs that waited or ran were not to be submitted again"
+    assert "submitted" not in done.stderr, "pending and running jobs must not be submitted again"
     rows = {row["devices"]: row for row in json.loads(done.stdout)["rows"]}
     assert [rows[devices]["nodes"] for devices in (1, 2)] == [1, 2]
     for devices in (1, 2):

@@ -77,7 +77,7 @@ def test_a_submitted_run_trains_to_its_end(slurm: Any, work: Path, corpus: Path)
     assert run["starts"][0]["git"]["snapshot"] == str(work / "runs/tiny/slurm/1/code"), "the snapshot ran, not the working tree"
     environment = (work / f"runs/tiny/slurm/1/environment-{told['job']}-0.txt").read_text()
     assert f"SLURM_JOB_ID={told['job']}\n" in environment
-    assert ridge(slurm, work, "cancel", "runs/tiny") == "no job of this run waits or runs\n"
+    assert ridge(slurm, work, "cancel", "runs/tiny") == "this run has no pending or running job\n"
 
 
 def test_waiting_and_running_jobs_are_cancelled(slurm: Any, work: Path, corpus: Path) -> None:
@@ -89,7 +89,7 @@ def test_waiting_and_running_jobs_are_cancelled(slurm: Any, work: Path, corpus: 
         slurm, work, "submit", "tiny.yaml", *endless, "name=other", check=False
     )
     assert answer(slurm, work, "status", "runs/other")["jobs"][0]["state"] == "PENDING"
-    assert "has written nothing yet (PENDING)" in ridge(slurm, work, "logs", "runs/other", check=False)
+    assert "no log yet (PENDING)" in ridge(slurm, work, "logs", "runs/other", check=False)
     assert answer(slurm, work, "cancel", "runs/other") == {"saving": [], "cancelled": [waiting]}
     assert slurm.wait_for_job(waiting) == "CANCELLED"
     slurm.until(lambda: "step 5/" in (work / f"runs/tiny/slurm/job-{running}.log").read_text(), 900, "training")
@@ -102,7 +102,7 @@ def test_waiting_and_running_jobs_are_cancelled(slurm: Any, work: Path, corpus: 
 
 
 def test_the_guides_own_script_requeues_after_saving_and_not_after_scancel(slurm: Any, work: Path, corpus: Path) -> None:
-    (text,) = re.findall(r"```bash own\.sh\n(.*?)```\n", GUIDE.read_text(), re.DOTALL)
+    (text,) = re.findall(r'```bash title="own\.sh"\n(.*?)```\n', GUIDE.read_text(), re.DOTALL)
     fitted = {
         "=4\n": "=1\n",
         "=20\n": "=2\n",

@@ -19,7 +19,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", count, process)
 from ridgeline.configs.errors import UserError  # noqa: E402
 from ridgeline.configs.schema import CheckpointConfig  # noqa: E402
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer  # noqa: E402
-from ridgeline.trainer.checkpoint.finite import NumericalFailure  # noqa: E402
+from ridgeline.trainer.failures import NumericalFailure  # noqa: E402
 
 mesh = jax.make_mesh((2 * count,), ("fsdp",), axis_types=(AxisType.Auto,))
 sharded, replicated = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())

@@ -86,7 +86,7 @@ def checkpointer(tmp_path: Path) -> Callable[..., Checkpointer]:
     """A checkpointer on tmp_path/checkpoints; keyword arguments in the config's names set the config, `said` collects the log."""
 
     def make(directory: Path | None = None, *, said: list[str] | None = None, **settings: Any) -> Checkpointer:
-        arguments = {name: settings.pop(name) for name in ("clock", "events", "read_only") if name in settings}
+        arguments = {name: settings.pop(name) for name in ("clock", "events") if name in settings}
         log = said.append if said is not None else None
         return Checkpointer(directory or tmp_path / "checkpoints", CheckpointConfig(**settings), log=log, **arguments)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.cli.commands.compile import flags_of_a_run
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.collectives import product_weights
+from ridgeline.launch.environment import run_flags
+from ridgeline.planner.collectives import matmul_weights
 from ridgeline.planner.hardware import catalogue, hardware
 from ridgeline.trainer.aot import compile as aot
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
@@ -71,7 +71,7 @@ for name in sys.argv[1:]:
 def test_every_gpu_of_the_catalogue_can_be_compiled_for(tmp_path):
     """A product on each: within a generation only figures differ, and XLA takes all of them."""
     request = replace(Request.on(small("llama"), cluster(), 1), xla_flags=QUICK)
-    env = aot.child_environment(os.environ, request, tmp_path)
+    env = aot.worker_environment(os.environ, request, tmp_path)
     done = subprocess.run([sys.executable, "-c", EVERY_GPU, *GPUS], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == [f"{name} True" for name in GPUS]
@@ -144,7 +144,7 @@ def narrow(device, *mesh):
     """The steps with both kinds of narrow products that a GPU has, compiled in one process by the flags of a run, with their requests."""
     matmuls = ("mxfp8", "nvfp4") if device == "b200" else ("fp8", "fp8_delayed")
     configs = [small("llama", f"precision.matmul={matmul}", *mesh, "compute.attention.backend=auto") for matmul in matmuls]
-    ((flags, level),) = {flags_of_a_run(config, device) for config in configs}
+    ((flags, level),) = {run_flags(config, device) for config in configs}
     requests = [Request.on(config, cluster(device, 4), 1, xla_flags=flags, optimization_level=level) for config in configs]
     return dict(zip(matmuls, zip(requests, compile_many(requests), strict=True), strict=True))
 
@@ -179,7 +179,7 @@ def test_every_product_of_a_layer_is_a_block_scaled_kernel_where_the_gpu_has_the
     assert count == ({"f8": 2 * forward, "f4": forward} if matmul == "nvfp4" else {"f8": 3 * forward, "f4": 0})
     assert sum(count.values()) == math.fsum(k.count for k in products)
     tokens = config.data.batch_size * config.data.seq_len // 4
-    weights = sum(product_weights(config.model).values()) * config.model.num_layers
+    weights = sum(matmul_weights(config.model).values()) * config.model.num_layers
     assert math.fsum(k.flops * k.count for k in products) == 6.0 * tokens * weights
     gathered = {c.dtype[:2] for c in report.collectives if c.kind == "all-gather"}
     assert gathered == ({"f8", "bf"} if matmul == "mxfp8" else {"bf"}), "the tables of the vocabulary stay in 16 bits"
@@ -230,7 +230,7 @@ def test_a_crash_of_the_compiler_is_one_line_with_its_last_words():
 
 
 def test_a_compile_that_takes_too_long_is_ended():
-    with pytest.raises(UserError, match=r"longer than 0.5 s and was ended"):
+    with pytest.raises(UserError, match=r"longer than 0\.5 s"):
         compile_ahead(Request.on(small("llama", *FSDP8), cluster(), 1), timeout_s=0.5)
 
 
@@ -257,7 +257,7 @@ def test_without_ptxas_nothing_is_started(monkeypatch):
 
 def test_the_childs_flags_are_the_requests_and_not_those_of_the_user(tmp_path):
     request = replace(Request.on(small("llama"), cluster(), 1), xla_flags=("--xla_a=1",), optimization_level="O1")
-    env = aot.child_environment({"XLA_FLAGS": "--xla_b=1", "JAX_OPTIMIZATION_LEVEL": "O3", "PATH": "/bin"}, request, tmp_path)
+    env = aot.worker_environment({"XLA_FLAGS": "--xla_b=1", "JAX_OPTIMIZATION_LEVEL": "O3", "PATH": "/bin"}, request, tmp_path)
     assert "--xla_a=1" in env["XLA_FLAGS"] and "--xla_b" not in env["XLA_FLAGS"]
     assert env["JAX_OPTIMIZATION_LEVEL"] == "O1" and env["JAX_PLATFORMS"] == "cpu"
     assert Path(env["PATH"].split(":")[0], "ptxas").is_file()

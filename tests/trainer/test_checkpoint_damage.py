@@ -14,9 +14,11 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import CheckpointConfig
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import integrity, payload
-from ridgeline.trainer.checkpoint.checkpointer import CheckpointError
+from ridgeline.trainer.checkpoint.reader import CheckpointReader
+from ridgeline.trainer.failures import CheckpointError
 
 Make = Callable[..., Any]
 KINDS = ["flip"] * 60 + ["truncate"] * 20 + ["delete"] * 20
@@ -182,11 +184,11 @@ def test_an_incomplete_step_is_set_aside_and_does_not_stop_a_fresh_start(checkpo
     assert "step_00000001.bad-incomplete" in os.listdir(saver.directory)
 
 
-def test_a_reader_passes_over_damage_without_touching_anything(saved: tuple[Path, Any], checkpointer: Make, abstract: Make) -> None:
+def test_a_reader_skips_damage_without_touching_anything(saved: tuple[Path, Any], checkpointer: Make, abstract: Make) -> None:
     directory, state = saved
     (checkpoint_dirs.step_dir(directory, 2) / "metadata.json").unlink()
     before, said = sorted(os.listdir(directory)), list[str]()
-    assert checkpointer(read_only=True, said=said).restore(abstract(state))[1]["step"] == 1
+    assert CheckpointReader(directory, CheckpointConfig(), log=said.append).restore(abstract(state))[1]["step"] == 1
     assert sorted(os.listdir(directory)) == before
     assert "step 2 is damaged" in said[0]
 

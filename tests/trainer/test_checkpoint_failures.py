@@ -17,7 +17,8 @@ import pytest
 
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import integrity
-from ridgeline.trainer.checkpoint.checkpointer import Checkpointer, CheckpointError
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.failures import CheckpointError
 
 Make = Callable[..., Any]
 
@@ -26,7 +27,8 @@ import os, sys
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, numpy as np
 from ridgeline.configs.schema import CheckpointConfig
-from ridgeline.trainer.checkpoint.checkpointer import Checkpointer, CheckpointError
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.failures import CheckpointError
 def state(seed, size_bytes):
     return {"w": jax.device_put(np.random.default_rng(seed).integers(1 << 32, size=(8, size_bytes // 32), dtype=np.uint32))}
 directory = sys.argv[1]
@@ -89,7 +91,7 @@ def check_full_disk(child: subprocess.CompletedProcess[str], directory: Path) ->
     assert "left ['step_00000001']" in out
     warnings = [line for line in out.splitlines() if line.startswith("said")]
     assert len(warnings) == 2
-    assert all("WARNING: saving step" in line and "the last good checkpoint is step 1; training goes on" in line for line in warnings)
+    assert all("WARNING: saving step" in line and "the last good checkpoint is step 1" in line for line in warnings)
     assert "recovered 4 0" in out
     assert good_steps(directory) == [1, 4]
 
@@ -122,9 +124,9 @@ def test_after_max_failures_in_a_row_the_next_call_raises_and_nothing_good_is_lo
             report = saver.save(step, make_state(), {})
             assert not report.saved
             assert "Permission denied" in (report.error or "")
-        with pytest.raises(CheckpointError, match=r"3 saves in a row failed, the last with: .*Permission denied"):
+        with pytest.raises(CheckpointError, match=r"3 .*saves failed.*Permission denied"):
             saver.save(4, make_state(), {})
-        with pytest.raises(CheckpointError, match="3 saves in a row failed"):
+        with pytest.raises(CheckpointError, match=r"3 .*saves failed"):
             saver.save(5, make_state(), {})
     saver.directory.chmod(0o755)
     assert len([line for line in said if line.startswith("WARNING: saving step")]) == 3

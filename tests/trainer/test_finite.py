@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ridgeline.rundir.events import EventLog
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
-from ridgeline.trainer.checkpoint.finite import NumericalFailure
+from ridgeline.trainer.failures import NumericalFailure
 
 Make = Callable[..., Any]
 KINDS = {"NaN": np.nan, "+inf": np.inf, "-inf": -np.inf}

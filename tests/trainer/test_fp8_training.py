@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from ridgeline.configs.schema import CheckpointConfig, Config
-from ridgeline.models import fp8
+from ridgeline.models.matmul import fp8
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
-from ridgeline.trainer.run import Prepared, prepare
+from ridgeline.trainer.prepare import Prepared, prepare
 
 pytestmark = pytest.mark.xdist_group("fp8-training")  # the steps are compiled once
 MODEL = {"vocab_size": 256, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -112,7 +112,7 @@ def test_the_comparison_finds_gradients_that_are_not_scaled(monkeypatch: pytest.
     def unscaled(x: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
         return jnp.clip(x.astype(jnp.float32), -448, 448).astype(fp8.VALUES), jnp.float32(1)
 
-    monkeypatch.setattr(fp8, "quantise", unscaled)
+    monkeypatch.setattr(fp8, "quantize", unscaled)
     assert excess(run_of.__wrapped__("fp8")) > 1.0
 
 

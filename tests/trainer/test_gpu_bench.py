@@ -117,7 +117,7 @@ def test_a_row_that_does_not_fit_is_named_and_one_of_an_earlier_call_is_taken_up
     command = [sys.executable, str(BENCH / "gpu.py"), *rows, "--tiny", "--no-peer", "--limit-s", "1", "--output", str(tmp_path)]
     done = subprocess.run([*command, "--continue"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 3, done.stderr
-    assert "left out: 1b-8k-packed, ours: needs about 1 s, 0 s are left of 1" in done.stdout, "for time alone: it was asked for"
+    assert "skipped: 1b-8k-packed, ours: needs about 1 s, 0 s are left of 1" in done.stdout, "for time alone: it was asked for"
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert record["rows"][0] == earlier and [part for part, _ in record["left_out"]] == ["1b-8k-packed, ours"]
 

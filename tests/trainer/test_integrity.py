@@ -105,12 +105,3 @@ def test_shares_partition_the_files_and_balance_the_bytes(sizes: dict[str, int],
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0) + 4096 * len(sizes)
-
-
-def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    integrity.write_atomically(target, b"old")
-    (tmp_path / "file.tmp").mkdir()  # the temporary file cannot be created
-    with pytest.raises(OSError, match="directory"):
-        integrity.write_atomically(target, b"new")
-    assert target.read_bytes() == b"old"

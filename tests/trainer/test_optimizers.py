@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from ridgeline.configs.choices import OPTIMIZERS as NAMES
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.names import OPTIMIZERS as NAMES
 from ridgeline.configs.schema import MeshConfig, OptimizerConfig, PrecisionConfig
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, param_shardings

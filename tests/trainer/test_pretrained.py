@@ -17,7 +17,7 @@ from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import CheckpointConfig, ComputeConfig, Config, ModelConfig, PrecisionConfig
 from ridgeline.loaders.tokenizers import ByteTokenizer
-from ridgeline.models.convert import export_weights, hf_config
+from ridgeline.models.huggingface.convert import export_weights, hf_config
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Rules
@@ -92,11 +92,11 @@ def test_another_model_another_tokenizer_and_no_model_are_refused(run, tmp_path)
     path, _ = run
     spec, state = new_run()
     other = MODEL.model_copy(update={"embed_dim": 64, "rope_theta": 5e5})
-    with pytest.raises(UserError, match=r"model.embed_dim = 64 \(there: 32\), model.rope_theta"):
+    with pytest.raises(UserError, match=r"model.embed_dim = 64 \(.* 32\), model.rope_theta"):
         start_from(path, other, ByteTokenizer().sha256, spec, state)
     with pytest.raises(UserError, match="tokenizer"):
         start_from(path, MODEL, "f" * 64, spec, state)
-    with pytest.raises(UserError, match="is no model"):
+    with pytest.raises(UserError, match=r"neither config\.yaml .* nor config\.json"):
         start_from(tmp_path, MODEL, ByteTokenizer().sha256, spec, state)
     shutil.copyfile(path / "config.yaml", tmp_path / "config.yaml")
     with pytest.raises(UserError, match="no checkpoint"):

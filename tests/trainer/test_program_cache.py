@@ -17,13 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ridgeline.configs.diff import flatten
 from ridgeline.configs.schema import Config
-from ridgeline.observe.recompile import CompilerWatch
+from ridgeline.observe.compilation import CompilerWatch
 from ridgeline.rundir.events import COMPILED, JAX_CACHE, LOADED, EventLog, event_file
 from ridgeline.rundir.provenance import code_hash
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.trainer import program_cache
+from ridgeline.trainer.prepare import prepare
 from ridgeline.trainer.program_cache import NOT_IN_PROGRAM, ProgramCache, program_facts
-from ridgeline.trainer.run import abstract_batch, prepare
+from ridgeline.trainer.step import abstract_batch
 
 TINY = {"vocab_size": 64, "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "max_seq_len": 16}
 CONFIG = Config.model_validate({"model": TINY, "data": {"batch_size": 8, "seq_len": 16}, "mesh": {"data": 8}})
@@ -267,9 +268,7 @@ def test_a_run_that_cannot_keep_its_programs_goes_on_with_a_word(starts: Starts,
     came, program = starts.start(row)
     assert came == COMPILED
     assert float(program(copy(row))[1]) == 28.0
-    assert [
-        word in said for word, said in zip(("cannot be loaded, compiling", "not kept for the next start"), starts.said, strict=True)
-    ] == [True] * 2
+    assert [word in said for word, said in zip(("cannot be loaded", "not cached"), starts.said, strict=True)] == [True] * 2
 
 
 def test_programs_of_a_start_that_failed_are_forgotten(starts: Starts, row: jax.Array) -> None:
@@ -277,7 +276,7 @@ def test_programs_of_a_start_that_failed_are_forgotten(starts: Starts, row: jax.
     starts.start(row, name="not loaded")
     cache = starts.cache()
     cache.compile(jax.jit(lambda x: x), "scale", [row], {})
-    cache.forget()
+    cache.remove_loaded()
     assert [file.name.partition("-")[0] for file in starts.files] == ["not loaded"]
     assert starts.start(row)[0] == COMPILED
 

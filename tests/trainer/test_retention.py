@@ -23,7 +23,7 @@ def cadence(clock: Clock, **settings: float) -> Cadence:
 
 @given(st.sets(st.integers(0, 500), max_size=40), st.integers(1, 6), st.integers(0, 60))
 def test_kept_are_exactly_the_last_k_and_the_multiples_of_m(steps: set[int], keep_last: int, keep_every: int) -> None:
-    deleted = set(steps_to_delete(list(steps), steps, keep_last=keep_last, keep_every=keep_every, newest_tried=True))
+    deleted = set(steps_to_delete(list(steps), steps, keep_last=keep_last, keep_every=keep_every, newest_proven=True))
     kept = steps - deleted
     newest = set(sorted(steps)[-keep_last:])
     assert deleted <= steps
@@ -40,17 +40,17 @@ def test_deleting_after_each_save_ends_as_deleting_once_would(gaps: list[int], k
         step += gap
         every.add(step)
         kept.add(step)
-        kept -= set(steps_to_delete(sorted(kept), kept, keep_last=keep_last, keep_every=keep_every, newest_tried=True))
+        kept -= set(steps_to_delete(sorted(kept), kept, keep_last=keep_last, keep_every=keep_every, newest_proven=True))
         assert step in kept
         assert len([s for s in kept if not (keep_every and s % keep_every == 0)]) <= keep_last
-    assert kept == every - set(steps_to_delete(sorted(every), every, keep_last=keep_last, keep_every=keep_every, newest_tried=True))
+    assert kept == every - set(steps_to_delete(sorted(every), every, keep_last=keep_last, keep_every=keep_every, newest_proven=True))
 
 
 @given(st.dictionaries(st.integers(0, 99), st.booleans(), max_size=30), st.integers(1, 5), st.integers(0, 20), st.booleans())
 def test_only_judged_steps_make_others_go(steps: dict[int, bool], keep_last: int, keep_every: int, tried: bool) -> None:
     """`steps`: step -> whether it was judged."""
     judged = {step for step in steps if steps[step]}
-    deleted = steps_to_delete(list(steps), judged, keep_last=keep_last, keep_every=keep_every, newest_tried=tried)
+    deleted = steps_to_delete(list(steps), judged, keep_last=keep_last, keep_every=keep_every, newest_proven=tried)
     for step in deleted:
         after = [other for other in judged if other > step]
         assert len(after) >= keep_last

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from ridgeline.configs.choices import SCHEDULES as NAMES
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.names import SCHEDULES as NAMES
 from ridgeline.configs.schema import ScheduleConfig
 from ridgeline.trainer.schedules import SCHEDULES, build_schedule
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.trainer.stop import Stop, StopAsked, in_thread
+from ridgeline.trainer.stop import Stop, StopRequested, in_thread
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ class Store:
 
 @pytest.fixture
 def stop():
-    installed = Stop(say=lambda text: None).install()
+    installed = Stop(log=lambda text: None).install()
     yield installed
     installed.uninstall()
 
@@ -50,7 +50,7 @@ def kill_self(number=signal.SIGTERM):
 def test_a_signal_is_noted_and_polls_tell_it(stop):
     assert stop.agreed() is None
     kill_self()
-    assert (stop(), stop.agreed(), stop.asked) == (True, signal.SIGTERM, signal.SIGTERM)
+    assert (stop(), stop.agreed(), stop.requested) == (True, signal.SIGTERM, signal.SIGTERM)
     kill_self()  # a second SIGTERM changes nothing
     assert stop.agreed() == signal.SIGTERM
 
@@ -64,7 +64,7 @@ def test_a_second_ctrl_c_interrupts_at_once(stop):
 
 def test_where_nothing_needs_saving_a_signal_ends_a_wait(stop):
     threading.Timer(0.2, kill_self).start()
-    with pytest.raises(StopAsked) as raised, stop.raising():
+    with pytest.raises(StopRequested) as raised, stop.raising():
         threading.Event().wait(60)
     assert raised.value.signal == signal.SIGTERM
 
@@ -73,7 +73,7 @@ def test_a_signal_ends_work_that_never_returns_to_python(stop):
     """As a compiler, or a wait for another process: in C, where no handler of Python runs."""
     threading.Timer(0.5, kill_self).start()
     begin = time.monotonic()
-    with pytest.raises(StopAsked), stop.raising():
+    with pytest.raises(StopRequested), stop.raising():
         in_thread(lambda: ctypes.CDLL(None).sleep(60))
     assert time.monotonic() - begin < 30
 
@@ -86,7 +86,7 @@ def test_work_in_a_thread_gives_its_result_or_its_error():
 
 def test_an_earlier_request_ends_the_next_phase_before_it_begins(stop):
     kill_self()
-    with pytest.raises(StopAsked), stop.raising():
+    with pytest.raises(StopRequested), stop.raising():
         pytest.fail("began")
 
 
@@ -98,7 +98,7 @@ def test_nothing_on_the_way_swallows_the_request(stop):
         except Exception:
             pytest.fail("swallowed")
 
-    with pytest.raises(StopAsked), stop.raising():
+    with pytest.raises(StopRequested), stop.raising():
         careless()
 
 
@@ -112,7 +112,7 @@ def test_a_signal_after_the_block_raises_nothing(stop):
 @pytest.mark.parametrize("seed", range(5))
 def test_all_processes_stop_at_the_same_poll(seed):
     """Four processes poll at their own pace, one is asked in between: all see the stop at one poll, which none had reached before."""
-    store, stops, asked_at = Store(), [Stop(say=lambda text: None) for _ in range(4)], {}
+    store, stops, asked_at = Store(), [Stop(log=lambda text: None) for _ in range(4)], {}
     stopped: dict[int, int] = {}
 
     def run(process):
@@ -120,7 +120,7 @@ def test_all_processes_stop_at_the_same_poll(seed):
             time.sleep(0.0005 * ((process * 7 + seed + poll) % 5))
             if process == 2 and poll == 20 + seed:
                 asked_at.update({p: s._polls for p, s in enumerate(stops)})
-                stops[2].asked = signal.SIGTERM
+                stops[2].requested = signal.SIGTERM
                 os.write(stops[2]._pipe[1], b"!")
             if stops[process].agreed() is not None:
                 stopped[process] = poll
@@ -129,7 +129,7 @@ def test_all_processes_stop_at_the_same_poll(seed):
     for process, one in enumerate(stops):
         one.share(store, process, 4, "test")
         if process != 2:
-            one.asked = signal.SIGTERM  # keeps the listener from signalling this test's own process
+            one.requested = signal.SIGTERM  # keeps the listener from signalling this test's own process
     threads = [threading.Thread(target=run, args=(process,)) for process in range(4)]
     for thread in threads:
         thread.start()
@@ -141,8 +141,8 @@ def test_all_processes_stop_at_the_same_poll(seed):
 
 
 def test_a_request_that_came_before_sharing_is_told():
-    store, first, second = Store(), Stop(say=lambda text: None), Stop(say=lambda text: None)
-    first.asked = second.asked = signal.SIGTERM
+    store, first, second = Store(), Stop(log=lambda text: None), Stop(log=lambda text: None)
+    first.requested = second.requested = signal.SIGTERM
     for process, one in enumerate((first, second)):
         one.share(store, process, 2, "test")
     for _ in range(1000):
@@ -155,19 +155,19 @@ def test_a_request_that_came_before_sharing_is_told():
 @pytest.mark.parametrize("leaver", [None, 0, 2])
 def test_all_processes_begin_or_none(leaver):
     """One is asked while it still compiles, and leaves; the others, which had not heard of it, do not go on without it."""
-    store, stops, outcomes = Store(), [Stop(say=lambda text: None) for _ in range(3)], {}
+    store, stops, outcomes = Store(), [Stop(log=lambda text: None) for _ in range(3)], {}
     for process, one in enumerate(stops):
         one.share(store, process, 3, "test")
 
     def run(process):
         if process == leaver:
-            stops[process].give_up()
+            stops[process].abandon()
             outcomes[process] = "left"
             return
         try:
             stops[process].begin_together()
             outcomes[process] = "began"
-        except StopAsked:
+        except StopRequested:
             outcomes[process] = "stopped"
 
     threads = [threading.Thread(target=run, args=(process,)) for process in range(3)]
@@ -183,20 +183,20 @@ def test_all_processes_begin_or_none(leaver):
 def test_a_single_process_that_was_asked_does_not_begin(stop):
     stop.begin_together()
     kill_self()
-    with pytest.raises(StopAsked):
+    with pytest.raises(StopRequested):
         stop.begin_together()
 
 
 def test_the_end_of_a_run_ends_the_listeners_and_asks_nobody():
-    store, stops = Store(), [Stop(say=lambda text: None) for _ in range(2)]
+    store, stops = Store(), [Stop(log=lambda text: None) for _ in range(2)]
     for process, one in enumerate(stops):
         one.share(store, process, 2, "test")
     for one in stops:
         one.unshare()
-    assert [one.asked for one in stops] == [None, None]
+    assert [one.requested for one in stops] == [None, None]
     assert not [thread for thread in threading.enumerate() if thread.name == "stop-listen"]
 
 
 def test_the_module_needs_no_jax():
-    code = "import sys, trainer.stop; sys.exit('jax' in sys.modules)"
+    code = "import sys, ridgeline.trainer.stop; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,6 +1,6 @@
-"""Compile the actual train step for GPUs that are not here: exact buffers and collectives, before the queue.
+"""Compile the train step for GPUs on a machine without them: exact buffers and collectives before a job is submitted.
 
-The compile runs in a process of its own (trainer/aot/child.py). It needs no driver and no GPU, but XLA's CUDA plugin, ptxas with libdevice,
+The compile runs in a separate process (trainer/aot/worker.py). It needs no driver and no GPU, but XLA's CUDA plugin, ptxas with libdevice,
 cuBLAS and cuDNN from PyPI: the extra `aot`.
 """
 
@@ -31,13 +31,13 @@ INSTALL = "pip install 'ridgeline[aot]'"
 NEEDED = {"nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12", "nvidia.cudnn": "nvidia-cudnn-cu12", "nvidia.cublas": "nvidia-cublas-cu12"}
 """Module to package. The CUDA 13 packages share one module, nvidia.cu13."""
 TIMEOUT_S = 1800.0
-BETWEEN = "---- ridge: end of a request ----\n"
-"""What the child writes into its log after each request."""
+END_OF_REQUEST = "---- ridge: end of a request ----\n"
+"""The worker writes this line to its log after each request."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile for."""
+    """A config, and the devices to compile it for."""
 
     config: Config
     device: Hardware
@@ -54,7 +54,7 @@ class Request:
 
     @staticmethod
     def on(config: Config, cluster: ClusterConfig, nodes: int, **settings: Any) -> Request:
-        """Ask for a config on nodes of a cluster. Raises UserError when its device cannot be compiled for, or it has fewer nodes."""
+        """Return the request for nodes of a cluster. Raises UserError when its device has no compile target, or it has fewer nodes."""
         device = hardware(cluster.device)
         target_config(device)
         if cluster.nodes is not None and nodes > cluster.nodes:
@@ -64,17 +64,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came out, all sizes per device."""
+    """A compiled step. All sizes are per device."""
 
     argument_bytes: int
     """State and batch."""
     output_bytes: int
     alias_bytes: int
-    """Outputs that take the place of donated arguments."""
+    """Outputs that reuse the memory of donated arguments."""
     temp_bytes: int
-    """Everything that lives only within the step."""
+    """Buffers that exist only during the step."""
     peak_bytes: int
-    """The most at one time, arguments and outputs included."""
+    """Peak memory, arguments and outputs included."""
     trace_s: float
     lower_s: float
     compile_s: float
@@ -83,12 +83,12 @@ class Compiled:
     """name, shape, local_shape and bytes of every array of the train state."""
     versions: dict[str, str]
     hlo_text: str
-    """The scheduled, optimised module."""
+    """The optimized, scheduled module."""
     buffers_text: str | None
-    """XLA's buffer assignment as text; None where it was not dumped."""
+    """XLA's buffer assignment as text; None if it was not dumped."""
     live_ranges_text: str | None
     warnings: tuple[str, ...] = ()
-    """What XLA said of memory it could not save."""
+    """XLA's warnings about memory that rematerialization could not reduce."""
 
 
 def compile_ahead(request: Request, *, timeout_s: float = TIMEOUT_S) -> Compiled:
@@ -104,24 +104,24 @@ def compile_ahead(request: Request, *, timeout_s: float = TIMEOUT_S) -> Compiled
 
 
 def compile_many(requests: Sequence[Request], *, timeout_s: float = TIMEOUT_S) -> list[Compiled | UserError]:
-    """Compile several requests in one process, which is started and loads JAX once; they must share their flags.
+    """Compile several requests in one process, which loads JAX once. They must have the same flags.
 
     Returns one result or error per request. Raises UserError when packages are missing or all together take longer than timeout_s.
     """
-    assert len({(request.xla_flags, request.optimization_level) for request in requests}) == 1, "flags belong to the process"
+    assert len({(request.xla_flags, request.optimization_level) for request in requests}) == 1, "requests with different flags"
     check_packages()
     with _directory() as directory:
         for number, request in enumerate(requests):
             place = directory / str(number)
             place.mkdir()
             (place / "config.yaml").write_text(to_yaml(request.config))
-            asked = {"device": request.device.name, "nodes": request.nodes, "devices_per_node": request.devices_per_node}
-            (place / "request.json").write_text(json.dumps(asked))
+            fields = {"device": request.device.name, "nodes": request.nodes, "devices_per_node": request.devices_per_node}
+            (place / "request.json").write_text(json.dumps(fields))
         with (directory / "log").open("wb") as log:
             try:
-                child = subprocess.run(
-                    [sys.executable, "-m", "ridgeline.trainer.aot.child", str(directory), str(len(requests))],
-                    env=child_environment(os.environ, requests[0], directory),
+                worker = subprocess.run(
+                    [sys.executable, "-m", "ridgeline.trainer.aot.worker", str(directory), str(len(requests))],
+                    env=worker_environment(os.environ, requests[0], directory),
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -129,16 +129,16 @@ def compile_many(requests: Sequence[Request], *, timeout_s: float = TIMEOUT_S) -
                     timeout=timeout_s,
                 )
             except subprocess.TimeoutExpired:
-                raise UserError(f"the compile took longer than {timeout_s:g} s and was ended") from None
+                raise UserError(f"the compilation took longer than {timeout_s:g} s and was killed") from None
         text = (directory / "log").read_text(errors="replace")
-        logs = text.split(BETWEEN)
-        return [_collect(directory / str(n), child.returncode, logs[n] if n < len(logs) else logs[-1]) for n in range(len(requests))]
+        logs = text.split(END_OF_REQUEST)
+        return [_collect(directory / str(n), worker.returncode, logs[n] if n < len(logs) else logs[-1]) for n in range(len(requests))]
 
 
 def _collect(place: Path, exit_code: int, log: str) -> Compiled | UserError:
-    """Read what the child left of one request."""
+    """Read the result of one request."""
     if not (place / "result.json").exists():
-        return UserError(f"the compiler failed ({_ending(exit_code)}): {_last_words(log)}")
+        return UserError(f"the compiler failed ({_ending(exit_code)}): {_error_line(log)}")
     result = json.loads((place / "result.json").read_bytes())
     if "error" in result:
         return UserError(result["error"])
@@ -152,7 +152,7 @@ def _collect(place: Path, exit_code: int, log: str) -> Compiled | UserError:
 
 
 def check_packages() -> None:
-    """Refuse to start without what XLA needs: without ptxas and libdevice it would crash instead of saying so. Raises UserError."""
+    """Raise UserError when packages that XLA needs are missing. Without ptxas and libdevice it would crash."""
     missing = [] if any(_found(f"jax_cuda{major}_plugin") for major in (12, 13)) else ["jax-cuda12-plugin"]
     missing += [package for name, package in NEEDED.items() if not _found(name) and not _found("nvidia.cu13")]
     if not missing and tool_directory() is None:
@@ -162,7 +162,7 @@ def check_packages() -> None:
 
 
 def tool_directory() -> Path | None:
-    """Return the directory that holds bin/ptxas and nvvm/libdevice, from the installed CUDA wheels; None where there is none."""
+    """Return the directory with bin/ptxas and nvvm/libdevice of the installed CUDA wheels; None if there is none."""
     for name in ("nvidia.cuda_nvcc", "nvidia.cu13"):
         spec = find_spec(name) if _found(name) else None
         for place in (spec.submodule_search_locations or []) if spec is not None else []:
@@ -171,8 +171,8 @@ def tool_directory() -> Path | None:
     return None
 
 
-def child_environment(environment: Mapping[str, str], request: Request, directory: Path) -> dict[str, str]:
-    """Return the child's environment: CPU as JAX's platform, the flags of the target, XLA's dump of this one module."""
+def worker_environment(environment: Mapping[str, str], request: Request, directory: Path) -> dict[str, str]:
+    """Return the worker's environment: JAX on CPU, the flags of the target, and XLA's dump of the train step."""
     tools = tool_directory()
     assert tools is not None, "check_packages comes first"
     flags = [
@@ -221,9 +221,9 @@ def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _last_words(log: str) -> str:
-    """Return the line of a crashed compiler that says most: an error of Python or XLA, else the last line."""
+def _error_line(log: str) -> str:
+    """Return the most informative line of a crashed compiler's log: an error of Python or XLA, else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    telling: Sequence[str] = [line for line in lines if "Error" in line or "Unknown flag" in line or "Check failed" in line]
-    unknown = [line for line in telling if "Unknown flag" in line]  # what follows says only that flags could not be read
-    return (unknown or telling or lines or ["no output"])[-1][:400]
+    errors: Sequence[str] = [line for line in lines if "Error" in line or "Unknown flag" in line or "Check failed" in line]
+    unknown = [line for line in errors if "Unknown flag" in line]  # the lines after it only repeat that flags could not be parsed
+    return (unknown or errors or lines or ["no output"])[-1][:400]

@@ -1,20 +1,22 @@
-"""What a compiled step says of a run before it starts: memory, collectives against the plan, what fills the memory, a second step time."""
+"""The report of `ridge compile`: memory, collectives compared with the plan, largest buffers, a step time from the schedule."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
 from ridgeline.hlo.buffers import Buffer, grouped, live_at_peak
 from ridgeline.hlo.collectives import Collective, collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.hlo.roofline import Kernel, kernels, total_flops, without_flops
-from ridgeline.hlo.schedule import Schedule, play
+from ridgeline.hlo.schedule import Schedule, simulate
 from ridgeline.planner.calibration import Calibration, load_calibration
 from ridgeline.planner.communication import hop_s, time_s
 from ridgeline.planner.hardware import Hardware, matmul_dtype
@@ -22,64 +24,66 @@ from ridgeline.planner.links import Fabric
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.step_time import host_bytes_per_s
 from ridgeline.trainer.aot.compile import Compiled, Request
-from ridgeline.trainer.aot.record import collective_json, overlapped, source_text
-from ridgeline.trainer.aot.traffic import SMALL_BYTES, Traffic, compare_traffic, unplanned
-from ridgeline.trainer.reconcile import memory_rows, traffic_rows
+from ridgeline.trainer.plan_comparison import SMALL_BYTES, Traffic, compare_traffic, memory_rows, traffic_rows, unplanned
+from ridgeline.trainer.plan_record import collective_json, overlapped, source_text
+
+EQUAL = 0.02
+"""Simulated step times that differ by less than this share are equal: the calibrated rates are not more exact."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The whole report of one compile."""
+    """The report of one compile."""
 
     compiled: Compiled
     device: Hardware
     capacity_bytes: int
     reserve_bytes: int
-    """Of the runtime, outside what is compiled: driver context, communicators."""
+    """Memory of the runtime outside the compiled program: driver context, communicators."""
     estimate: MemoryEstimate
     collectives: list[Collective]
     traffic: list[Traffic]
     unplanned: list[Collective]
-    """Those that make up what the plan does not contain."""
+    """Collectives that are not in the plan."""
     wide_gathers: list[Collective]
-    """Gathers of full-precision values where the compute dtype is half."""
+    """All-gathers of float32 values although the compute dtype has 16 bits."""
     buffers: list[Buffer]
     """Live at the peak, grouped, largest first."""
     kernels: list[Kernel]
     dtype: str
-    """Arithmetic of the products, where they read nothing narrower."""
+    """Dtype of the matmuls, except those with 8-bit or 4-bit inputs."""
     schedule: Schedule
-    """The compiled schedule, played with calibrated rates of kernels and links."""
+    """The compiled schedule, simulated with calibrated rates of kernels and links."""
     uncounted_loops: tuple[str, ...] = ()
-    """Loops that nothing tells the count of: what they hold is in every figure once."""
+    """Loops with an unknown trip count; their bodies are counted once."""
 
     @property
     def fits(self) -> bool:
-        """Whether the step and the runtime fit into what a run may plan with."""
+        """Whether the step and the runtime fit into the usable memory."""
         return self.compiled.peak_bytes + self.reserve_bytes <= self.capacity_bytes
 
     @property
     def kernels_s(self) -> float:
-        """The least time of all kernels on one device: no step can be faster, communication left out."""
+        """Roofline time of all kernels on one device, without communication: a lower bound of the step time."""
         return math.fsum(self.seconds(kernel) for kernel in self.kernels)
 
     def rates(self, kernel: Kernel) -> tuple[float, float]:
-        """The datasheet's FLOP/s for what the kernel multiplies, 8-bit products by their own, and bytes/s."""
+        """Return the datasheet's FLOP/s for the dtype that the kernel multiplies, and bytes/s."""
         return self.device.peak_flops[arithmetic(kernel, self.dtype)], self.device.memory_bandwidth_bytes_per_s
 
     def seconds(self, kernel: Kernel) -> float:
-        """The least time of all runs of a kernel."""
+        """Return the roofline time of all executions of a kernel."""
         return kernel.seconds(*self.rates(kernel))
 
     @property
     def overlapped_share(self) -> float:
-        """Share of the collective bytes with compute between start and done; 1 without any."""
+        """Share of the collective bytes with compute between start and done; 1 without collectives."""
         total = math.fsum(c.total_bytes for c in self.collectives)
         return math.fsum(c.total_bytes for c in self.collectives if overlapped(c)) / total if total else 1.0
 
 
 def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, calibration: Calibration | None = None) -> Report:
-    """Read a compiled step. `calibration`: rates of kernels and links; None: the shipped ones."""
+    """Analyze a compiled step. `calibration`: rates of kernels and links; None: the shipped ones."""
     config, device = request.config, request.device
     module = parse(compiled.hlo_text)
     found = collectives(module, compiled.mesh)
@@ -107,12 +111,12 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         buffers=grouped(live),
         kernels=launched,
         dtype=dtype,
-        schedule=_played(request, cluster, compiled, rates, launched, found, dtype),
+        schedule=_simulate(request, cluster, compiled, rates, launched, found, dtype),
         uncounted_loops=tuple(module.unknown_loops),
     )
 
 
-def _played(
+def _simulate(
     request: Request,
     cluster: ClusterConfig,
     compiled: Compiled,
@@ -121,7 +125,7 @@ def _played(
     found: Sequence[Collective],
     dtype: str,
 ) -> Schedule:
-    """Play the schedule with calibrated rates: products as cubes of the same FLOPs, collectives over the links their axes span."""
+    """Simulate the schedule with calibrated rates: matmuls as cubes of the same FLOPs, collectives over the links that their axes span."""
     fabric = Fabric.from_cluster(cluster, rates, num_devices=request.devices)
     bandwidth = rates.memory_bytes_per_s(request.device)
 
@@ -141,11 +145,11 @@ def _played(
         op = collective.kind if collective.kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all") else "all-gather"
         return time_s(op, collective.bytes, group).seconds
 
-    return play(parse(compiled.hlo_text), launched, found, kernel_s, collective_s)
+    return simulate(parse(compiled.hlo_text), launched, found, kernel_s, collective_s)
 
 
 def arithmetic(kernel: Kernel, dtype: str) -> str:
-    """Return the catalogue's name of what a kernel multiplies: float8 or float4 where it reads them, else the run's dtype."""
+    """Return the dtype that a kernel multiplies, as the hardware catalogue names it: float8, float4 or the run's dtype."""
     return {"f8": "float8", "f4": "float4"}.get(kernel.dtype[:2], dtype)
 
 
@@ -156,8 +160,8 @@ def _wide_gathers(config: Config, found: Sequence[Collective]) -> list[Collectiv
 
 
 def smallest_change(request: Request, cluster: ClusterConfig, report: Report) -> list[str] | None:
-    """Return the overrides of the smallest change that should fit, by the memory model corrected by this compile; None: none found."""
-    from ridgeline.planner.fitting import fitting_changes
+    """Return the overrides of the smallest config change that should fit, by the memory model corrected with this compile; else None."""
+    from ridgeline.planner.config_changes import fitting_changes
 
     correction = report.compiled.peak_bytes - report.estimate.compiled_bytes
     return fitting_changes(request.config, report.compiled.mesh, report.capacity_bytes - correction)
@@ -199,7 +203,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def roofline_json(report: Report) -> dict[str, Any]:
-    """Return the roofline walk: least time of all kernels, by component and pass, and the longest ones."""
+    """Return the roofline time of all kernels, by component and pass, and the longest kernels."""
     parts: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for k in report.kernels:
         row = parts[k.component, k.part]
@@ -207,14 +211,14 @@ def roofline_json(report: Report) -> dict[str, Any]:
         row[1] += k.flops * k.count
         row[2] += k.bytes * k.count
     longest = sorted(report.kernels, key=lambda k: -report.seconds(k))[:20]
-    played = report.schedule
+    simulated = report.schedule
     return {
         "kernels_s": report.kernels_s,
-        "step_s": played.step_s,
-        "compute_s": played.compute_s,
-        "communication_s": played.communication_s,
-        "exposed_communication_s": played.exposed_s,
-        "exposed": [{"kind": kind, "axes": list(axes or ()), "seconds": s} for (kind, axes), s in played.exposed.items() if s > 0],
+        "step_s": simulated.step_s,
+        "compute_s": simulated.compute_s,
+        "communication_s": simulated.communication_s,
+        "exposed_communication_s": simulated.exposed_s,
+        "exposed": [{"kind": kind, "axes": list(axes or ()), "seconds": s} for (kind, axes), s in simulated.exposed.items() if s > 0],
         "flops": total_flops(report.kernels),
         "unknown_flops": without_flops(report.kernels),
         "components": [
@@ -231,7 +235,7 @@ def roofline_json(report: Report) -> dict[str, Any]:
                 "flops": k.flops,
                 "bytes": k.bytes,
                 "dtype": k.dtype,
-                "binds": k.binds(*report.rates(k)),
+                "binds": k.bottleneck(*report.rates(k)),
                 "op_name": k.op_name,
                 "source": source_text(k.source),
             }
@@ -244,3 +248,49 @@ def buffer_json(b: Buffer) -> dict[str, Any]:
     """Return one (grouped) buffer as plain values."""
     shape = f"{b.dtype}[{','.join(map(str, b.dims))}]"
     return {"what": b.what, "bytes": b.bytes, "copies": b.copies, "shape": shape, "op_name": b.op_name, "source": source_text(b.source)}
+
+
+def other_overlap(config: Config, devices: int) -> str:
+    """Return the value of compute.tensor_overlap that the config does not have. Raises UserError without tensor parallelism."""
+    if resolve_sizes(config.mesh, devices)["tensor"] == 1:
+        raise UserError(
+            "--compare tensor_overlap: mesh.tensor is 1, so there is no tensor-parallel communication; set mesh.tensor=2 or more"
+        )
+    return "gather" if config.compute.tensor_overlap == "ring" else "ring"
+
+
+def compare_overlap(reports: Mapping[str, Report]) -> dict[str, Any]:
+    """Compare the compiled schedules of both values of compute.tensor_overlap, the config's own first.
+
+    Returns rows (one per value), faster (of those that fit; None when they are equal or none fits), ratio (longer over shorter simulated
+    step; None unless both fit), and advice in words.
+    """
+    rows: list[dict[str, Any]] = [
+        {
+            "value": value,
+            "step_s": report.schedule.step_s,
+            "exposed_communication_s": report.schedule.exposed_s,
+            "overlapped_share": report.overlapped_share,
+            "needed_bytes": report.compiled.peak_bytes + report.reserve_bytes,
+            "fits": report.fits,
+        }
+        for value, report in reports.items()
+    ]
+    own, other = rows
+    ratio: float | None
+    faster: str | None
+    fitting = [row for row in rows if row["fits"]]
+    if len(fitting) < 2:
+        faster, ratio = (fitting[0]["value"], None) if fitting else (None, None)
+        advice = f"only {faster} fits: compute.tensor_overlap={faster}" if fitting else "neither fits: change that first"
+    else:
+        short, long = sorted(rows, key=lambda row: row["step_s"])
+        ratio = long["step_s"] / short["step_s"]
+        faster = short["value"] if ratio >= 1 + EQUAL else None
+        if faster is None:
+            advice = f"within {EQUAL:.0%} of each other: keep {own['value']}"
+        elif faster == own["value"]:
+            advice = f"keep {faster}: with {other['value']} the simulated step takes {ratio:.2f} times as long"
+        else:
+            advice = f"compute.tensor_overlap={faster} is faster: with {own['value']} the simulated step takes {ratio:.2f} times as long"
+    return {"setting": "compute.tensor_overlap", "rows": rows, "faster": faster, "ratio": ratio, "advice": advice}

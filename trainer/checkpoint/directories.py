@@ -1,9 +1,9 @@
-"""Step directories on disk: names, listing, setting aside, deleting, and mending what a kill left behind.
+"""Step directories on disk: names, listing, setting aside, deleting, and repairing what a killed run left behind.
 
 step_00000100/                          Orbax payload, metadata.json, integrity.json (complete only with the last)
 step_00000100.orbax-checkpoint-tmp/     Orbax is writing, or was killed while writing
 step_00000100.deleting/                 retention is deleting, or was killed while deleting
-step_00000100.bad-<reason>/             set aside; nothing here ever deletes it
+step_00000100.bad-<reason>/             set aside; never deleted automatically
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import shutil
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
-from ridgeline.trainer.checkpoint.integrity import MANIFEST, write_atomically
+from ridgeline.rundir.files import write_atomically
+from ridgeline.trainer.checkpoint.integrity import MANIFEST
 
 MARKER = "ridge-checkpoints.json"
-"""Says that a directory holds our checkpoints: nothing is renamed or deleted in one without it."""
+"""Marks a directory of our checkpoints. Nothing is renamed or deleted in a directory without it."""
 
 _STEP = re.compile(r"step_(\d{8,})$")
 _ASIDE = re.compile(r"step_(\d{8,})\.bad-(.+)$")
@@ -31,7 +32,7 @@ def step_dir(root: Path, step: int) -> Path:
 
 
 def create(root: Path) -> None:
-    """Make the checkpoint directory and mark it as ours. Raises OSError, or UserError for a directory of something else."""
+    """Create and mark the checkpoint directory. Raises OSError; UserError for a directory with other contents."""
     check_ours(root)
     root.mkdir(parents=True, exist_ok=True)
     if not (root / MARKER).exists():
@@ -39,7 +40,7 @@ def create(root: Path) -> None:
 
 
 def check_ours(root: Path) -> None:
-    """Refuse a directory that cannot be read or holds something else than our checkpoints. A missing or empty one is fine."""
+    """Raise UserError for a directory that cannot be read or has other contents. A missing or empty one is fine."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:
@@ -47,7 +48,7 @@ def check_ours(root: Path) -> None:
     except OSError as error:
         raise UserError(f"checkpoint directory {root} cannot be read: {error.strerror}") from error
     if names and MARKER not in names and not any(_STEP.match(name) and (root / name / MANIFEST).exists() for name in names):
-        raise UserError(f"{root} is not a checkpoint directory of ridge (it holds {', '.join(sorted(names)[:3])}, but no complete step)")
+        raise UserError(f"{root} is not a checkpoint directory of ridge (it contains {', '.join(sorted(names)[:3])}, but no complete step)")
 
 
 def steps(root: Path) -> list[int]:
@@ -61,19 +62,19 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def check_complete(root: Path, step: int) -> None:
-    """Refuse a step that is not there or has no manifest, naming those that can be had. Raises UserError."""
+    """Raise UserError, with the list of complete steps, for a step that is missing or has no manifest."""
     if step not in (complete := complete_steps(root)):
         raise UserError(f"{root} has no complete checkpoint of step {step} (complete: {', '.join(map(str, complete)) or 'none'})")
 
 
 def damaged_steps(root: Path) -> list[str]:
-    """Return the names of steps set aside although they had once been complete. Raises OSError."""
+    """Return the directory names of steps that were complete and were set aside as damaged. Raises OSError."""
     matches = [match for match in map(_ASIDE.match, _names(root)) if match]
     return sorted(match[0] for match in matches if not match[2].startswith(("incomplete", "superseded")))
 
 
 def set_aside(root: Path, step: int, reason: str) -> Path:
-    """Rename a step directory so that no restore takes it and no retention deletes it; return its new place. Raises OSError."""
+    """Rename a step directory so that it is neither restored nor deleted; return its new path. Raises OSError."""
     old = step_dir(root, step)
     new, number = old.with_name(f"{old.name}.bad-{reason}"), 1
     while new.exists():
@@ -84,17 +85,17 @@ def set_aside(root: Path, step: int, reason: str) -> Path:
 
 
 def delete(root: Path, step: int) -> None:
-    """Delete a step: renamed first, so that a kill in the middle leaves nothing that looks like a checkpoint. Raises OSError."""
+    """Delete a step. It is renamed first: an interrupted deletion must not look like a checkpoint. Raises OSError."""
     old = step_dir(root, step)
-    doomed = old.with_name(old.name + _DELETING)
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    os.rename(old, doomed)
-    shutil.rmtree(doomed)
+    condemned = old.with_name(old.name + _DELETING)
+    if condemned.exists():
+        shutil.rmtree(condemned)
+    os.rename(old, condemned)
+    shutil.rmtree(condemned)
 
 
 def discard_unfinished(root: Path, step: int) -> None:
-    """Delete what a failed save of `step` left; a complete step is not touched. Raises OSError."""
+    """Delete the files of a failed save of `step`, but not a complete step. Raises OSError."""
     path = step_dir(root, step)
     for name in _names(root):
         if _ORBAX_LEFTOVER.match(name) and name.startswith(path.name + "."):
@@ -103,23 +104,23 @@ def discard_unfinished(root: Path, step: int) -> None:
         shutil.rmtree(path)
 
 
-def mend(root: Path) -> list[str]:
-    """Finish what a killed run left: end its deletions, drop payloads Orbax never committed, set incomplete steps aside.
+def repair(root: Path) -> list[str]:
+    """Repair the directory after a kill: finish deletions, delete payloads that Orbax did not commit, set incomplete steps aside.
 
-    For the one process that writes here, before it writes. Returns a line for each thing found. Raises OSError.
+    Call it only in the process that writes here. Returns one line per repair. Raises OSError.
     """
-    said = []
+    lines = []
     for name in sorted(_names(root)):
         if name.endswith(_DELETING) and _STEP.match(name.removesuffix(_DELETING)):
             shutil.rmtree(root / name)
-            said.append(f"finished the interrupted deletion of {name.removesuffix(_DELETING)}")
+            lines.append(f"finished the interrupted deletion of {name.removesuffix(_DELETING)}")
         elif _ORBAX_LEFTOVER.match(name):
             shutil.rmtree(root / name)
-            said.append(f"{name.split('.')[0]} is incomplete (its save was interrupted): removed what was written")
+            lines.append(f"{name.split('.')[0]} is incomplete (its save was interrupted): removed what was written")
     for step in sorted(set(steps(root)) - set(complete_steps(root))):
         new = set_aside(root, step, "incomplete")
-        said.append(f"{step_dir(root, step).name} is incomplete (it has no {MANIFEST}): set aside as {new.name}")
-    return said
+        lines.append(f"{step_dir(root, step).name} is incomplete (it has no {MANIFEST}): set aside as {new.name}")
+    return lines
 
 
 def _names(root: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """The integrity manifest of a directory: size and sha256 of every file, written last and atomically.
 
 Orbax stores no payload checksums: a flipped bit loads as a different number. A directory is *complete* when it holds `integrity.json`, and
-*good* when its files are exactly the listed ones, byte for byte. The manifest guards itself: it carries the digest of its own content and
-must be in canonical form, so that no byte of it can change unnoticed either.
+*good* when its files are exactly the listed ones, byte for byte. The manifest contains the digest of its own content and
+must be in canonical form, so that a change of any of its bytes is detected too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ridgeline.rundir.files import write_atomically
+
 MANIFEST = "integrity.json"
 _FORMAT = 1
 _CHUNK_BYTES = 512 << 10
-"""Stays in the core's own cache between the read and the hash."""
+"""Small enough to stay in the core's cache between read and hash."""
 
 Reason = Literal["manifest", "missing", "extra", "size", "sha256", "unreadable"]
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What the manifest says about one file."""
+    """The manifest entry of one file."""
 
     size_bytes: int
     sha256: str
@@ -34,7 +36,7 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Damage:
-    """One way in which a directory differs from its manifest."""
+    """One difference between a directory and its manifest."""
 
     reason: Reason
     file: str
@@ -54,11 +56,11 @@ class Damage:
 
 
 class ManifestDamage(Exception):
-    """The manifest itself is missing, unreadable or not what was written."""
+    """The manifest is missing, unreadable or altered."""
 
 
 def list_files(root: Path) -> dict[str, int]:
-    """Map every file below `root`, but the manifest, to its size in bytes. Raises OSError."""
+    """Return relative path -> size in bytes of every file below `root` except the manifest. Raises OSError."""
     sizes: dict[str, int] = {}
     pending = [root]
     while pending:
@@ -73,19 +75,19 @@ def list_files(root: Path) -> dict[str, int]:
 
 
 def share(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
-    """Return the files that worker `index` of `count` reads: a partition, balanced by bytes, the same in every process."""
+    """Return the files that worker `index` of `count` reads. The files are partitioned by size, identically in every process."""
     load_bytes = [0] * count
     mine: list[str] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         worker = load_bytes.index(min(load_bytes))
-        load_bytes[worker] += sizes[name] + 4096  # opening a file costs something too
+        load_bytes[worker] += sizes[name] + 4096  # the cost of opening a file
         if worker == index:
             mine.append(name)
     return mine
 
 
 def sha256_file(path: Path, *, sync: bool = False) -> str:
-    """Return the sha256 of a file in hex, reading it in large chunks; `sync` flushes it to the disk first. Raises OSError."""
+    """Return the sha256 of a file in hex; `sync` flushes it to disk first. Raises OSError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         if sync:
@@ -108,21 +110,6 @@ def write_manifest(root: Path, files: Mapping[str, FileDigest]) -> None:
     write_atomically(root / MANIFEST, _render(files))
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by a file that is either the old one or the whole new one, whatever happens meanwhile. Raises OSError."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def read_manifest(root: Path) -> dict[str, FileDigest]:
     """Read the manifest of `root`. Raises ManifestDamage when it is missing, truncated or altered in any byte."""
     try:
@@ -137,12 +124,12 @@ def read_manifest(root: Path) -> dict[str, FileDigest]:
     except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
-        raise ManifestDamage("is not what was written")
+        raise ManifestDamage("was altered")
     return files
 
 
 def check_listing(root: Path, manifest: Mapping[str, FileDigest]) -> list[Damage]:
-    """Compare names and sizes only: cheap."""
+    """Compare names and sizes only (cheap)."""
     try:
         sizes = list_files(root)
     except OSError as error:
@@ -171,7 +158,7 @@ def check_digests(root: Path, manifest: Mapping[str, FileDigest], names: Iterabl
 
 
 def verify(root: Path, *, threads: int | None = None) -> list[Damage]:
-    """Compare a directory with its manifest; an empty list means good."""
+    """Compare a directory with its manifest; an empty list means that it is good."""
     try:
         manifest = read_manifest(root)
     except ManifestDamage as error:
@@ -181,7 +168,7 @@ def verify(root: Path, *, threads: int | None = None) -> list[Damage]:
 
 
 def default_threads() -> int:
-    """Threads that keep both the disk's queue and the cores of this process busy."""
+    """Return a number of threads that saturates the disk queue and the cores of this process."""
     return max(4, min(32, len(os.sched_getaffinity(0))))
 
 

@@ -1,8 +1,8 @@
-"""The parameters of a checkpoint, read and written one layer at a time: conversion must not hold a model.
+"""Read and write the parameters of a checkpoint one layer at a time, so that a conversion never holds a whole model in memory.
 
 A checkpoint's arrays are zarr3 arrays on disk (Orbax's format, documented by TensorStore). Large stacked parameters are stored in chunks of
-one layer (`storage_options`), so that a layer can be read without its neighbours. A parameters-only checkpoint is laid out by Orbax with
-arrays of one element, which are then created anew at their real shapes and filled slice by slice.
+one layer (`storage_options`), so that a layer can be read on its own. For a parameters-only checkpoint Orbax writes arrays of
+one element, which are then recreated with their real shapes and filled slice by slice.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ridgeline.trainer.checkpoint import integrity
 from ridgeline.trainer.checkpoint.seal import METADATA, seal
 
 PARAMS_ONLY = "params"
-"""metadata["kind"] of a checkpoint without optimiser state: a run starts from it, it cannot resume from it."""
+"""metadata["kind"] of a checkpoint without optimizer state: a run can start from it, but not resume it."""
 _STATE = "state"
-"""The directory Orbax puts a pytree in."""
+"""The directory in which Orbax stores a pytree."""
 _PREFIX = "params."
 _KEPT = 3
-"""Chunks held at once: as many parameters as one Hugging Face tensor can fuse."""
+"""Cached chunks: as many parameters as one Hugging Face tensor can fuse."""
 
 
 def write_params_only(
@@ -40,12 +40,12 @@ def write_params_only(
     slices: Iterable[tuple[str, int | None, np.ndarray]],
     metadata: Mapping[str, Any],
 ) -> int:
-    """Write step 0 of a run that has only parameters, sealed like any checkpoint; return its bytes.
+    """Write step 0 of a run with only parameters, sealed like any checkpoint; return its size in bytes.
 
     shapes: dotted path -> shape; slices: (path, layer, values) covering every parameter, layer None for a whole one.
     Single-process. Raises UserError when the directory cannot be written.
     """
-    checkpoints = checkpoints.absolute()  # Orbax takes no other
+    checkpoints = checkpoints.absolute()  # Orbax requires it
     root = checkpoint_dirs.step_dir(checkpoints, 0)
     try:
         checkpoint_dirs.create(checkpoints)
@@ -66,7 +66,7 @@ class ParamReader:
     """Reads the parameters of the newest good checkpoint of a run by path and layer."""
 
     def __init__(self, checkpoints: Path, step: int | None = None) -> None:
-        """Open and verify a checkpoint, renaming nothing. Raises UserError when there is no good one, or not that step."""
+        """Open and verify a checkpoint without changing the directory. Raises UserError when it is missing or damaged."""
         self.step = _newest_good(checkpoints, step)
         self._root = checkpoint_dirs.step_dir(checkpoints, self.step)
         self.metadata: dict[str, Any] = json.loads((self._root / METADATA).read_bytes())
@@ -77,7 +77,7 @@ class ParamReader:
         self._chunks: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
 
     def read(self, path: str, layer: int | None) -> np.ndarray:
-        """Return a whole parameter (layer None) or one layer of a stacked one; the chunk it came from is kept for its neighbours."""
+        """Return a whole parameter (layer None) or one layer of a stacked one. The chunk is cached for the layers in it."""
         if path not in self._arrays:
             self._arrays[path] = ts.open(_read_spec(self._root, path), open=True, context=_context()).result()
         array = self._arrays[path]
@@ -95,7 +95,7 @@ class ParamReader:
 
 
 def _newest_good(checkpoints: Path, wanted: int | None) -> int:
-    """Return the newest step whose files are what was sealed, or the wanted one. Raises UserError saying what is wrong with the others."""
+    """Return the newest undamaged step, or the wanted one. Raises UserError with the damage of the others."""
     checkpoint_dirs.check_ours(checkpoints)
     complete = checkpoint_dirs.complete_steps(checkpoints)
     if wanted is not None:
@@ -121,7 +121,7 @@ def _lay_out(root: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype)
 
 
 def _create(root: Path, path: str, shape: tuple[int, ...]) -> ts.TensorStore:
-    """Create the array anew with Orbax's encoding, `shape`, and chunks of one layer where it is stacked."""
+    """Recreate the array with Orbax's encoding, `shape`, and chunks of one layer where it is stacked."""
     chunk = [1, *shape[1:]] if path.startswith("blocks.") else list(shape)
     spec = ts.open(_read_spec(root, path), open=True).result().spec().to_json()
     spec.pop("transform", None)

@@ -1,7 +1,7 @@
-"""A pytree of arrays as Orbax stores it: a flat dict of named arrays, so that the names on disk do not depend on Python classes.
+"""The arrays of a checkpoint in Orbax's format: a flat dict of named arrays, so that the names on disk do not depend on Python classes.
 
 `params.layers.query` names a leaf by the keys on its path. Typed PRNG keys are stored as their raw uint32 key data; everything else
-keeps its dtype. Orbax itself would cast a checkpoint to another dtype without a word, so shapes and dtypes are compared here.
+keeps its dtype. Orbax would silently cast a checkpoint to another dtype, so shapes and dtypes are compared here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from orbax.checkpoint import v1 as ocp
 from ridgeline.configs.errors import UserError
 
 _TIMEOUT_S = 1200
-"""How long Orbax lets the processes of one save wait for each other."""
+"""Orbax's timeout for the processes of one save to wait for each other."""
 _DATA_FILE_BYTES = 128 << 20
-"""Payload files of about this size: sha256 cannot be split within a file, so this is the grain of parallel verification."""
+"""Approximate size of payload files. Verification runs in parallel over files."""
 _STACKED = "params.blocks."
 """Parameters with a leading dim of layers (models/params.py)."""
 _LAYER_CHUNKS_ABOVE_BYTES = 32 << 20
@@ -41,7 +41,7 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
 
 
 def check_matches(stored: Mapping[str, Mapping[str, Any]], wanted: Any, *, partial: bool, where: str) -> None:
-    """Refuse a state that is not the stored one, naming the first differences. `partial`: the stored one may hold more."""
+    """Raise UserError, with the first differences, unless the stored arrays are those of `wanted`. `partial`: more may be stored."""
     expected = describe(wanted)
     lines = [f"{name} is missing in the checkpoint" for name in expected if name not in stored]
     if not partial:
@@ -76,19 +76,19 @@ def load(path: Path, abstract_state: Any, *, partial: bool) -> Any:
 
 def _context(partial: bool = False) -> ocp.Context:
     context = ocp.Context()
-    # Trained weights hardly compress, and (de)compressing is slower than most disks.
+    # Trained weights barely compress, and compression is slower than most disks.
     context.array_options.saving.use_compression = False
     context.array_options.saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
     context.array_options.saving.scoped_storage_options_creator = _storage
     context.async_options.timeout_secs = _TIMEOUT_S
-    # The checkpointer has made sure that the step does not exist; Orbax would wait for all processes to look.
+    # The checkpointer has made sure that the step does not exist; Orbax would synchronize all processes to check it.
     context.file_options.skip_sync_file_validations = True
     context.pytree_options.loading.partial_load = partial
     return context
 
 
 def _storage(keys: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
-    """Store large stacked parameters in chunks of one layer: an export reads layer by layer, and must not hold the whole stack."""
+    """Store large stacked parameters in chunks of one layer: an export reads one layer at a time."""
     shard = leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
     stacked = jax.tree_util.keystr(keys, simple=True, separator=".").startswith(_STACKED)
     large = math.prod(shard) * leaf.dtype.itemsize > _LAYER_CHUNKS_ABOVE_BYTES
@@ -101,12 +101,12 @@ def _is_key(leaf: Any) -> bool:
 
 def _key_impl(leaf: Any) -> Any:
     found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)  # key_impl takes tracers, but no ShapeDtypeStruct
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)  # key_impl accepts tracers, but not ShapeDtypeStructs
     return found[0]
 
 
 def _raw(leaf: Any) -> jax.Array:
-    assert isinstance(leaf, jax.Array), f"a checkpoint holds jax.Arrays, not {type(leaf).__name__}"
+    assert isinstance(leaf, jax.Array), f"a checkpoint contains jax.Arrays, not {type(leaf).__name__}"
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 

@@ -1,4 +1,4 @@
-"""When to save and what to keep: pure policies, with the clock and the agreement between processes passed in."""
+"""When to save and which steps to keep. The clock and the agreement between processes are passed in."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from ridgeline.configs.schema import CheckpointConfig
 from ridgeline.trainer.agreement import Agreement
 
 _CHECKS_PER_INTERVAL = 20
-"""With several processes: how often, per `every_minutes`, process 0's clock is asked. A save is late by at most 1/20 of the interval."""
+"""With several processes: how often process 0's clock is read per `every_minutes`. A save is late by at most 1/20 of the interval."""
 _MAX_STEPS_BETWEEN_CHECKS = 10_000
 
 
 def steps_to_delete(
-    steps: Sequence[int], judged: Collection[int], *, keep_last: int, keep_every: int, newest_tried: bool = False
+    steps: Sequence[int], verified: Collection[int], *, keep_last: int, keep_every: int, newest_proven: bool = False
 ) -> list[int]:
-    """Return the complete steps that may be deleted: those before the last `keep_last` judged ones, less the multiples of `keep_every`.
+    """Return the complete steps to delete: those before the last `keep_last` verified ones, except multiples of `keep_every`.
 
     Args:
       steps: all complete steps.
-      judged: those that were found finite before they were sealed. Only these count: a step without a judgement (written by an earlier
-        version, or imported) lets no other step go, and is itself kept until `keep_last` judged steps follow it.
-      newest_tried: a finite step was made from the newest judged one. Until then the one before it stays, also with `keep_last` 1:
-        finite parameters may still give a loss that is not.
+      verified: those that were verified to be finite before they were sealed. Only these count towards `keep_last`. Any other step
+        (written by an earlier version, or imported) is kept until `keep_last` verified steps follow it.
+      newest_proven: a finite step followed the newest verified one. Until then the one before it is kept, also with `keep_last` 1:
+        finite parameters may still give a non-finite loss.
     """
     assert keep_last >= 1, "the newest checkpoint is never deleted"
-    wanted = keep_last if newest_tried else max(keep_last, 2)
-    counted = sorted(set(judged) & set(steps))
+    wanted = keep_last if newest_proven else max(keep_last, 2)
+    counted = sorted(set(verified) & set(steps))
     if len(counted) < wanted:
         return []
     return [step for step in sorted(set(steps)) if step < counted[-wanted] and not (keep_every and step % keep_every == 0)]
@@ -35,9 +35,9 @@ def steps_to_delete(
 class Cadence:
     """Decides after each step whether to save. Call `due` once per step in every process, `saved` when a save begins.
 
-    By steps every process decides alone. By minutes the clocks of several processes would disagree, so process 0 decides; not at every
-    step, which would put a network round trip into each, but at agreed steps: with each answer it also names the next step to ask at,
-    from the step time it has seen.
+    The cadence by steps needs no communication. For the cadence by minutes process 0 decides, since the clocks of processes differ. To
+    avoid a network round trip per step, it decides only at agreed steps: with each decision it also sends the step of the next one,
+    estimated from the step time.
     """
 
     def __init__(self, config: CheckpointConfig, clock: Callable[[], float], agreement: Agreement) -> None:
@@ -47,13 +47,13 @@ class Cadence:
         self._last_check: tuple[int, float] | None = None
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether to save after `step` (the number of steps taken); `last`: no step follows."""
+        """Return whether to save after `step` (the number of steps taken); `last`: no step follows."""
         by_time = self._by_time(step)
         by_step = self._config.every > 0 and step % self._config.every == 0
         return by_step or by_time or (last and self._config.final)
 
     def saved(self) -> None:
-        """Start the minutes anew."""
+        """Restart the interval in minutes."""
         self._saved_s = self._clock()
 
     def _by_time(self, step: int) -> bool:
@@ -64,11 +64,11 @@ class Cadence:
             return self._clock() - self._saved_s >= interval_s
         if step < self._next_check:
             return False
-        due, self._next_check = self._agreement.first(lambda: self._ask_clock(step, interval_s))
+        due, self._next_check = self._agreement.first(lambda: self._check_clock(step, interval_s))
         return due
 
-    def _ask_clock(self, step: int, interval_s: float) -> tuple[bool, int]:
-        """Process 0: whether a save is due, and the next step to ask at."""
+    def _check_clock(self, step: int, interval_s: float) -> tuple[bool, int]:
+        """Process 0: return whether a save is due, and the step of the next check."""
         now_s, gap = self._clock(), 1
         if self._last_check is not None and now_s > self._last_check[1]:
             steps_per_s = (step - self._last_check[0]) / (now_s - self._last_check[1])

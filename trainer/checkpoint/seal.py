@@ -1,4 +1,4 @@
-"""Sealing a step with its manifest, and checking the seal: the work split over all processes, the verdict the same in each."""
+"""Seal a step with its integrity manifest, and verify it. The hashing is divided over all processes; the result is the same in each."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ridgeline.rundir.files import write_atomically
 from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint import integrity
 from ridgeline.trainer.checkpoint.integrity import Damage, FileDigest
 
 METADATA = "metadata.json"
-JUDGED = "finite"
-"""Key of metadata.json: true where the state was found finite before it was sealed. Earlier versions did not judge and have no such key."""
+FINITE = "finite"
+"""Key of metadata.json: true if the state was verified to be finite before it was sealed. Earlier versions did not write it."""
 
 
 class DamagedError(Exception):
-    """A step is not what its manifest says."""
+    """A step differs from its manifest."""
 
     def __init__(self, damage: list[Damage]) -> None:
         super().__init__(str(damage[0]))
@@ -25,33 +26,33 @@ class DamagedError(Exception):
 
 
 def seal(path: Path, metadata: Mapping[str, Any], agreement: Agreement) -> int:
-    """Write metadata.json, hash every file (each process its share), write the manifest last; return the bytes of the step.
+    """Write metadata.json, hash every file (each process its share), and write the manifest last. Return the size of the step in bytes.
 
     Raises OSError (with one process) or PeerError.
     """
 
     def list_payload() -> dict[str, int]:
-        integrity.write_atomically(path / METADATA, (json.dumps(metadata, indent=1) + "\n").encode())
+        write_atomically(path / METADATA, (json.dumps(metadata, indent=1) + "\n").encode())
         return integrity.list_files(path)
 
     sizes = agreement.first(list_payload)
     mine = integrity.share(sizes, agreement.process, agreement.count)
     shares = agreement.each(lambda: integrity.digest_files(path, mine, threads=integrity.default_threads(), sync=True))
-    digests = {name: sha256 for share in shares for name, sha256 in share.items()}  # empty but in process 0
+    digests = {name: sha256 for share in shares for name, sha256 in share.items()}  # empty except in process 0
     agreement.first(lambda: integrity.write_manifest(path, {name: FileDigest(sizes[name], digests[name]) for name in sizes}))
     return sum(sizes.values())
 
 
-def is_judged(path: Path) -> bool:
-    """Whether the state of a sealed step was found finite. What cannot be read counts as not judged."""
+def is_finite_verified(path: Path) -> bool:
+    """Return whether the state of a sealed step was verified to be finite; False if metadata.json cannot be read."""
     try:
-        return json.loads((path / METADATA).read_bytes()).get(JUDGED) is True
+        return json.loads((path / METADATA).read_bytes()).get(FINITE) is True
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def check_names(path: Path, agreement: Agreement) -> dict[str, FileDigest]:
-    """Return the manifest of a step whose files have the listed names and sizes. Raises DamagedError."""
+    """Return the manifest of a step after comparing file names and sizes with it. Raises DamagedError."""
 
     def check() -> dict[str, Any]:
         try:
@@ -61,9 +62,9 @@ def check_names(path: Path, agreement: Agreement) -> dict[str, FileDigest]:
         damage = integrity.check_listing(path, manifest)
         return {"damage": [_fields(d) for d in damage], "files": {n: [f.size_bytes, f.sha256] for n, f in manifest.items()}}
 
-    answer = agreement.first(check)
-    _raise(answer["damage"])
-    return {name: FileDigest(*entry) for name, entry in answer["files"].items()}
+    result = agreement.first(check)
+    _raise(result["damage"])
+    return {name: FileDigest(*entry) for name, entry in result["files"].items()}
 
 
 def check_digests(path: Path, manifest: Mapping[str, FileDigest], names: list[str], agreement: Agreement) -> None:

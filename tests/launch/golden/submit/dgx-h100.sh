@@ -5,8 +5,8 @@
 
 #SBATCH --job-name=quickstart
 #SBATCH --chdir=/home/me/project                # relative paths of the config start here
-#SBATCH --output=/shared/runs/quickstart/slurm/job-%j.log  # this script and all ranks
-#SBATCH --open-mode=append                      # a requeued job continues its log
+#SBATCH --output=/shared/runs/quickstart/slurm/job-%j.log  # output of this script and all ranks
+#SBATCH --open-mode=append                      # a requeued job appends to its log
 #SBATCH --account=proj42
 #SBATCH --qos=normal
 #SBATCH --nodes=2
@@ -14,22 +14,22 @@
 #SBATCH --cpus-per-task=14                      # of 112 cores per node
 #SBATCH --gpus-per-node=8                       # all devices of a node
 #SBATCH --mem=0                                 # 0: all memory of the node
-#SBATCH --exclusive                             # no other job on these nodes
+#SBATCH --exclusive                             # no other jobs on these nodes
 #SBATCH --time=12:00:00
-#SBATCH --signal=TERM@300                       # to the ranks, 300 s before the limit: save and exit
-#SBATCH --requeue                               # Slurm may start it again after preemption or a lost node
+#SBATCH --signal=TERM@300                       # SIGTERM to the ranks 300 s before the time limit: save and exit
+#SBATCH --requeue                               # Slurm may restart it after preemption or a lost node
 
 RUN=/shared/runs/quickstart
 JOB="$RUN/slurm/1"                              # this submission: config, cluster file, code
 PYTHON=/home/me/project/.venv/bin/python
 
-set -e  # software: whatever fails here ends the job
+set -e  # software: a failing command ends the job
 export NCCL_DEBUG=INFO                          # as in the submitting shell
-export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"  # the code as it was when submitted
-export PYTHONSAFEPATH=1                         # and not what lies in the working directory
+export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"  # the code as submitted
+export PYTHONSAFEPATH=1                         # do not import from the working directory
 set +e -uo pipefail
 
-# What this job found, for the record; values that look like secrets are masked.
+# Record of the environment; values whose names look like secrets are masked.
 {
   echo "job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST at $(date --iso-8601=seconds)"
   "$PYTHON" --version
@@ -38,25 +38,25 @@ set +e -uo pipefail
   env -0 | sort -z | sed -z -E 's/^([^=]*(KEY|TOKEN|SECRET|PASS|CREDENTIAL)[^=]*)=.*/\1=***/I' | tr '\0' '\n'
 } > "$JOB/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt"
 
-# Preflight: are these nodes fit? At most 10 minutes.
+# Preflight: check the nodes, within 10 minutes.
 preflight() {
     srun --time=10 --cpus-per-task=14 \
-        "$PYTHON" -m launch doctor "$JOB/config.yaml" --cluster "$JOB/cluster.yaml" --run-dir "$RUN" --job
+        "$PYTHON" -m ridgeline doctor "$JOB/config.yaml" --cluster "$JOB/cluster.yaml" --run-dir "$RUN" --job
 }
 
-# The run. --label puts the rank before each line.
+# Training. --label prefixes each line with its rank.
 train() {
     srun --label --wait=120 --cpus-per-task=14 \
-        "$PYTHON" -m launch train "$JOB/config.yaml"
+        "$PYTHON" -m ridgeline train "$JOB/config.yaml"
 }
 
-# What becomes of the job. Exit codes of ridge:
-#     0  done
-#     2  usage error: one line says what is wrong
+# Run the stages, then exit or requeue. Exit codes of ridge:
+#     0  finished
+#     2  invalid input: see the last line
 #    70  numerical failure: too many non-finite steps
 #    71  hang: no progress, ended by the watchdog; requeued
-#    72  lost peer: another process died or never came; requeued
-#    73  bad node: found by the preflight, excluded; requeued
+#    72  lost peer: another process ended or did not start; requeued
+#    73  bad node: failed the preflight, excluded; requeued
 #    74  checkpoints could not be written
 #    75  preempted: saved after SIGTERM; requeued
 #   130  interrupted: saved after Ctrl-C
@@ -66,47 +66,49 @@ BEGIN=$(date +%s)
 preflight && train
 CODE=$?
 END=$(date +%s)
-NEWEST=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1)
+CHECKPOINT=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1)
 printf '{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\n' \
-    "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$BEGIN" "$END" "$CODE" "${NEWEST##*/}" >> "$RUN/attempts.jsonl"
-# a controller that is being restarted answers a little later
-ask() { for _ in 1 2 3 4; do "$@" && return; sleep 15; done; return 1; }
-SHOWN=$(ask scontrol show job --oneliner "$SLURM_JOB_ID")
-STATE=$(grep -oE 'JobState=[A-Z_]+ Reason=[^ ]+' <<< "$SHOWN")
-say() { echo "ridge job: $*"; }
+    "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$BEGIN" "$END" "$CODE" "${CHECKPOINT##*/}" >> "$RUN/attempts.jsonl"
+# scontrol fails while the controller restarts
+retry() { for _ in 1 2 3 4; do "$@" && return; sleep 15; done; return 1; }
+INFO=$(retry scontrol show job --oneliner "$SLURM_JOB_ID")
+STATE=$(grep -oE 'JobState=[A-Z_]+ Reason=[^ ]+' <<< "$INFO")
+log() { echo "ridge job: $*"; }
 
 case "$CODE" in
-    0) say "done"; exit 0 ;;
-    2|70|74|130) say "ended with $CODE: a restart would not mend it"; exit "$CODE" ;;
-    75) say "saved and stopped as asked" ;;
-    143) say "asked to stop before it could listen" ;;
-    71|72|73) say "ended with $CODE" ;;
-    *) say "ended with $CODE: a rank or a node was lost" ;;
+    0) log "finished"; exit 0 ;;
+    2|70|74|130) log "exit code $CODE, not requeued: a restart would fail again"; exit "$CODE" ;;
+    75) log "saved and stopped after SIGTERM" ;;
+    143) log "stopped by SIGTERM during start-up" ;;
+    71|72|73) log "exit code $CODE" ;;
+    *) log "exit code $CODE: a rank or a node was lost" ;;
 esac
-if grep -q " Requeue=0 " <<< "$SHOWN"; then say "not to be requeued (ridge cancel, or slurm.requeue: false)"; exit "$CODE"; fi
+if grep -q " Requeue=0 " <<< "$INFO"; then log "requeue is disabled (ridge cancel, or slurm.requeue: false)"; exit "$CODE"; fi
+# RUNNING: also in the grace period of a preemption or of the time limit. TimeLimit: the ranks saved beyond the limit.
+# In any other state the job was cancelled, or Slurm requeues it itself.
 case "$STATE" in
     "JobState=RUNNING "*|*" Reason=TimeLimit") ;;
-    *) say "cancelled, or requeued by Slurm ($STATE): not requeued here"; exit "$CODE" ;;
+    *) log "cancelled, or requeued by Slurm ($STATE): not requeued here"; exit "$CODE" ;;
 esac
 if [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ]; then
-    say "restarted 20 times, as often as slurm.max_restarts allows: giving up"; exit "$CODE"
+    log "20 restarts (slurm.max_restarts): not requeued"; exit "$CODE"
 fi
 PAUSE=0
 if [ "$CODE" -ne 75 ] && [ "$CODE" -ne 143 ]; then
-    # failed starts of this job in a row that ended with the same newest checkpoint
-    FRUITLESS=$(grep -F "\"job\": $SLURM_JOB_ID," "$RUN/attempts.jsonl" | tail -n 5 \
-        | grep -v '"exit_code": 75,' | grep -cF "\"checkpoint\": \"${NEWEST##*/}\"")
-    if [ "$FRUITLESS" -ge 5 ]; then say "5 failures without a new checkpoint: giving up"; exit "$CODE"; fi
-    [ $((END - BEGIN)) -lt 600 ] && PAUSE=$((10 * 3 ** (FRUITLESS - 1)))
+    # consecutive failed starts of this job without a new checkpoint
+    FAILURES=$(grep -F "\"job\": $SLURM_JOB_ID," "$RUN/attempts.jsonl" | tail -n 5 \
+        | grep -v '"exit_code": 75,' | grep -cF "\"checkpoint\": \"${CHECKPOINT##*/}\"")
+    if [ "$FAILURES" -ge 5 ]; then log "5 failures without a new checkpoint: not requeued"; exit "$CODE"; fi
+    [ $((END - BEGIN)) -lt 600 ] && PAUSE=$((10 * 3 ** (FAILURES - 1)))
 fi
 EXCLUDE=$(cut -d' ' -f1 "$RUN/bad_nodes" 2>/dev/null | sort -u | paste -sd, -)
-say "requeueing${EXCLUDE:+ without $EXCLUDE}, not before $PAUSE s from now"
-trap '' TERM                                    # Slurm ends what is left of a requeued job: not before the last line
-ME="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"  # an array's own id would requeue all of its tasks
-ME="${ME:-$SLURM_JOB_ID}"
-ask scontrol requeue "$ME" || exit "$CODE"
-# only a job that waits can be changed, and this one waits at least until this script has ended
-[ "$PAUSE" -gt 0 ] && scontrol update JobId="$ME" StartTime="now+$PAUSE"
-ALREADY=$(grep -oE 'ExcNodeList=[^ ]+' <<< "$SHOWN" | cut -d= -f2 | grep -v null)
-[ -n "$EXCLUDE" ] && scontrol update JobId="$ME" ExcNodeList="${ALREADY:+$ALREADY,}$EXCLUDE"
+log "requeueing${EXCLUDE:+ without $EXCLUDE} after a pause of $PAUSE s"
+trap '' TERM                                    # Slurm terminates the rest of a requeued job: finish the last lines
+ID="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"  # the array's id would requeue all its tasks
+ID="${ID:-$SLURM_JOB_ID}"
+retry scontrol requeue "$ID" || exit "$CODE"
+# only a pending job can be updated, and this one stays pending until this script has ended
+[ "$PAUSE" -gt 0 ] && scontrol update JobId="$ID" StartTime="now+$PAUSE"
+EXCLUDED=$(grep -oE 'ExcNodeList=[^ ]+' <<< "$INFO" | cut -d= -f2 | grep -v null)
+[ -n "$EXCLUDE" ] && scontrol update JobId="$ID" ExcNodeList="${EXCLUDED:+$EXCLUDED,}$EXCLUDE"
 exit "$CODE"

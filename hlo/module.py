@@ -1,0 +1,203 @@
+"""A compiled HLO module as data: computations, each a list of instructions in scheduled order (read by hlo/parse.py).
+
+`Module.runs` counts how often each computation runs: the body of a `while` with a known trip count (a scan over layers) runs once per
+iteration, so work inside it is counted once per layer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c128": 128}
+"""Bits per element of the dtypes whose name does not start with letters and then that number (as `f32`, `s8`, `f8e4m3fn` do)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array: dtype as HLO writes it (`f32`, `bf16`, `s32`, `pred`) and dims."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes, without padding."""
+        return math.prod(self.dims) * _bits(self.dtype) // 8
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of Python source: the innermost stack frame that XLA recorded for an instruction."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction. `shapes` are the arrays of the result, with tuples flattened."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    """The text after the operand list, unparsed."""
+    parameter_number: int | None = None
+    """Position of a `parameter`; None for other instructions."""
+    constant: int | None = None
+    """Value of a `constant` that is a single integer; None otherwise."""
+    derived_trip_count: int | None = None
+    """Iterations of a `while` without a recorded trip count, derived from its counter (hlo/parse.py)."""
+    in_host_memory: bool = False
+    """Whether part of the result is in host memory."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result, all tuple elements together."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def op_name(self) -> str:
+        """JAX's path of transformations, named scopes and primitive; '' when XLA recorded none."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations this instruction calls (condition and body of a while, the body of a fusion, branches, ...)."""
+        lists = re.findall(r"(?:calls|branch_computations|called_computations)=\{([^}]*)\}", self.attributes)
+        single = re.findall(
+            r"(?:to_apply|calls|condition|body|true_computation|false_computation|async_execution)=%?([\w.\-]+)", self.attributes
+        )
+        return tuple(single) + tuple(name.strip().lstrip("%") for names in lists for name in names.split(",") if name.strip())
+
+    @property
+    def trip_count(self) -> int | None:
+        """Iterations of a while: recorded by XLA, else derived from its counter; None when unknown."""
+        found = re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes)
+        return int(found.group(1)) if found else self.derived_trip_count
+
+    def attribute(self, name: str) -> str | None:
+        """Return the text of a simple attribute such as `channel_id` or `kind`; None when absent."""
+        found = re.search(rf"(?:^|, ){name}=([^,\s]+)", self.attributes)
+        return found.group(1) if found else None
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions in scheduled order."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Instructions by name."""
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
+        """Shapes of an instruction's operands, tuples flattened."""
+        return tuple(shape for name in instruction.operands for shape in self.by_name[name].shapes)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed HLO module."""
+
+    name: str
+    computations: dict[str, Computation]
+    entry: str
+    sources: dict[int, Source] = field(default_factory=dict)
+    """stack_frame_id to source line."""
+
+    @cached_property
+    def runs(self) -> dict[str, float]:
+        """Computation name to how often it runs per call of the module.
+
+        A while with an unknown trip count counts once and is listed in `unknown_loops`. Every branch of a conditional counts once.
+        """
+        runs = dict.fromkeys(self.computations, 0.0)
+        for name in self._callers_first():
+            times = 1.0 if name == self.entry else runs[name]
+            runs[name] = times
+            for instruction in self.computations[name].instructions:
+                for callee in instruction.called:
+                    loops = (instruction.trip_count or 1) if instruction.opcode == "while" else 1
+                    runs[callee] += times * loops
+        return runs
+
+    @property
+    def unknown_loops(self) -> list[str]:
+        """Names of the while instructions with an unknown trip count."""
+        return [i.name for _, i in self.instructions() if i.opcode == "while" and i.trip_count is None]
+
+    def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Every instruction with its computation."""
+        for computation in self.computations.values():
+            for instruction in computation.instructions:
+                yield computation, instruction
+
+    def source(self, instruction: Instruction) -> Source | None:
+        """Return the line of Python an instruction came from; None when XLA recorded none."""
+        direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+        if direct:
+            return Source(direct.group(1), int(direct.group(2)), "")
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        return self.sources.get(int(frame.group(1))) if frame else None
+
+    def largest(self, count: int = 10) -> list[Instruction]:
+        """Return the `count` instructions with the largest single array in their result, outside fusions."""
+        fused = {callee for _, i in self.instructions() if i.opcode in ("fusion", "reduce", "all-reduce") for callee in i.called}
+        outside = [i for c, i in self.instructions() if c.name not in fused and i.shapes]
+        return sorted(outside, key=lambda i: max(shape.bytes for shape in i.shapes), reverse=True)[:count]
+
+    def _callers_first(self) -> list[str]:
+        order: list[str] = []
+        seen: set[str] = set()
+
+        def visit(name: str) -> None:
+            if name in seen:
+                return
+            seen.add(name)
+            for instruction in self.computations[name].instructions:
+                for callee in instruction.called:
+                    visit(callee)
+            order.append(name)
+
+        visit(self.entry)
+        return order[::-1]
+
+
+def scope(op_name: str, known: tuple[str, ...] = ("embed", "attention", "mlp", "norm", "unembed", "loss", "optimizer")) -> str | None:
+    """Return the innermost known `jax.named_scope` of an op_name; names of jitted functions do not count. None: no known scope."""
+    parts = re.split(r"[/()]", re.sub(r"\bjit\([^()]*\)", "", op_name))
+    return next((part for part in reversed(parts) if part in known), None)
+
+
+def is_backward(op_name: str) -> bool:
+    """Whether an op_name belongs to the backward pass (the transposed part of a differentiated function)."""
+    return "transpose(" in op_name
+
+
+def part_of(op_name: str) -> str:
+    """Return `forward`, `backward`, `recompute` or `update` (anything outside a differentiated function) for an op_name."""
+    if "rematted_computation" in op_name:
+        return "recompute"
+    if is_backward(op_name):
+        return "backward"
+    return "forward" if "jvp(" in op_name else "update"
+
+
+def _bits(dtype: str) -> int:
+    if dtype in BITS:
+        return BITS[dtype]
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    if not digits:
+        raise ValueError(f"unknown HLO dtype '{dtype}'")
+    return int(digits.group(1))

@@ -1,0 +1,131 @@
+"""Sweeps: the points of a SWEEP.yaml on disk, their state, and which of them are to be submitted.
+
+SWEEP/sweep.json          the points, in the order of their numbers
+SWEEP/000, SWEEP/001      run directories
+SWEEP/slurm/<n>/points/   configs of the n-th submission's points
+
+A point that was interrupted or failed continues its run; a finished one continues if the file asks for more steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ridgeline.configs.errors import UserError
+from ridgeline.launch.slurm.state import job_states
+from ridgeline.launch.trials.engine import SWEEP, Query, Status, TrialFiles
+from ridgeline.launch.trials.sweep_file import Point, Sweep
+from ridgeline.rundir import jobs as places
+from ridgeline.rundir.jobs import JobRecord
+
+FILE = "sweep.json"
+FILL = 3
+"""Digits of a point's name."""
+
+
+@dataclass(frozen=True)
+class NumberedPoint:
+    """A point of a sweep on disk."""
+
+    index: int
+    overrides: Mapping[str, Any]
+    directory: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Status):
+    """State and results of a point so far."""
+
+    point: NumberedPoint
+
+
+def is_sweep(directory: Path) -> bool:
+    """Return whether a directory holds a sweep."""
+    return (directory / FILE).is_file()
+
+
+def point_name(index: int) -> str:
+    """Return the name of a point, which is that of its run directory."""
+    return f"{index:0{FILL}}"
+
+
+def read_points(directory: Path) -> list[NumberedPoint]:
+    """Return the points of a sweep directory. Raises UserError for any other directory."""
+    path = directory / FILE
+    try:
+        stored = json.loads(path.read_bytes())["points"]
+        return [NumberedPoint(index, overrides, directory / point_name(index)) for index, overrides in enumerate(stored)]
+    except FileNotFoundError:
+        raise UserError(f"{directory} is not a sweep directory: {FILE} is missing") from None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def numbered(sweep: Sweep) -> list[tuple[NumberedPoint, Point]]:
+    """Number the points of a sweep file: a point on disk keeps its number, a new one gets the next. Numbers are never reused."""
+    known = read_points(sweep.directory) if is_sweep(sweep.directory) else []
+    numbers = {json.dumps(point.overrides, sort_keys=True): point.index for point in known}
+    for point in sweep.points:
+        numbers.setdefault(point.key, len(numbers))
+    return [(NumberedPoint(numbers[p.key], p.overrides, sweep.directory / point_name(numbers[p.key])), p) for p in sweep.points]
+
+
+def write_points(sweep: Sweep) -> None:
+    """Store the new points of a sweep file after those already stored."""
+    stored: list[Any] = [point.overrides for point in read_points(sweep.directory)] if is_sweep(sweep.directory) else []
+    stored += [point.overrides for number, point in numbered(sweep) if number.index >= len(stored)]
+    sweep.directory.mkdir(parents=True, exist_ok=True)
+    partial = sweep.directory / f".{FILE}"
+    partial.write_text(json.dumps({"name": sweep.config.name, "points": stored}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(sweep.directory / FILE)
+
+
+def results(directory: Path, query: Query = job_states) -> list[Result]:
+    """Return the state of every point. Damaged files of one point do not affect the others."""
+    files, points = TrialFiles(directory, SWEEP), read_points(directory)
+    states = files.last_states([point_name(point.index) for point in points], query)
+    found = []
+    for point in points:
+        name = point_name(point.index)
+        found.append(Result(**vars(files.status(name, states.get(name))), point=point))
+    return found
+
+
+def to_do(sweep: Sweep, found: Sequence[Result]) -> list[tuple[NumberedPoint, Point]]:
+    """Return the points of the file that are neither finished nor pending or running.
+
+    A finished point is included if the file asks for more steps. Raises UserError if the file changed any other key of it.
+    """
+    known = {result.point.index: result for result in found}
+    chosen = []
+    for number, point in numbered(sweep):
+        result = known.get(number.index)
+        if result is not None and (result.busy or (result.finished and not _asks_for_more(sweep, number, point))):
+            continue
+        chosen.append((number, point))
+    return chosen
+
+
+def _asks_for_more(sweep: Sweep, number: NumberedPoint, point: Point) -> bool:
+    files, name = TrialFiles(sweep.directory, SWEEP), point_name(number.index)
+    stored = files.config(name)
+    own = {"name": stored.name, "run_dir": stored.run_dir, "mesh": stored.mesh}  # the mesh was resolved when it was submitted
+    changed = files.changes(name, point.config.model_copy(update=own))
+    steps = changed.pop("trainer.steps", None)
+    if changed:
+        shown = ", ".join(f"{key} {old!r} -> {new!r}" for key, (old, new) in changed.items())
+        raise UserError(f"{number.directory} was trained with another config ({shown}): set another `directory` in the sweep file")
+    return steps is not None and steps[1] > steps[0]
+
+
+def jobs_of(run_dir: Path) -> list[JobRecord]:
+    """Return the jobs of a run directory; those of a sweep's point are recorded in the sweep directory. Raises UserError without any."""
+    parent = run_dir.absolute().parent
+    if (places.slurm_directory(run_dir) / places.JOBS_FILE).exists() or not is_sweep(parent) or not run_dir.is_dir():
+        return places.read_jobs(run_dir)
+    name = run_dir.absolute().name
+    return [replace(record, job=f"{record.job}_{int(name)}") for record in TrialFiles(parent, SWEEP).jobs(name)]

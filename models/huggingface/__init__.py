@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: import and export of weights and config.json."""

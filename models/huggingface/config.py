@@ -1,0 +1,133 @@
+"""Reading and writing the fields of a Hugging Face config.json that several families share.
+
+A field that changes the computation and is not supported raises UserError with its name; dropout, cache and training hints are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import ModelConfig, RopeScaling
+
+ACTIVATIONS_FROM_HF = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""Hugging Face activation -> model.activation."""
+ACTIVATIONS_TO_HF = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+
+YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None, "mscale_all_dim": None, "attention_factor": None}
+"""The yarn settings that models/rope.py implements."""
+
+
+def field(config: Mapping[str, Any], key: str, kind: type, default: Any = ...) -> Any:
+    """Return config.json's `key` as `kind`; without a default the key is required. Raises UserError naming the key."""
+    value = config.get(key)
+    if value is None:
+        if default is ...:
+            raise UserError(f"config.json lacks '{key}'")
+        return default
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UserError(f"config.json: '{key}' is {value!r}, expected {kind.__name__}")
+    return value
+
+
+def refuse_unless(config: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise UserError when a key has another value than the only supported one (null counts as absent)."""
+    for key, value in expected.items():
+        if config.get(key) is not None and config[key] != value:
+            raise UserError(f"config.json: {key} = {config[key]!r} is not supported (only {value!r})")
+
+
+def activation_from_hf(config: Mapping[str, Any], key: str, default: str) -> str:
+    """Return model.activation. Raises UserError for an unsupported one."""
+    name = field(config, key, str, default)
+    if name not in ACTIVATIONS_FROM_HF:
+        raise unknown_name(f"activation in config.json ({key})", name, ACTIVATIONS_FROM_HF)
+    return ACTIVATIONS_FROM_HF[name]
+
+
+def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope_theta and rope_scaling of the model section.
+
+    Reads both spellings: `rope_theta` beside `rope_scaling` (transformers 4) and everything in `rope_parameters` (transformers 5).
+    Raises UserError for an unsupported scaling.
+    """
+    refuse_unless(config, {"partial_rotary_factor": 1.0})
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    refuse_unless(rope, {"partial_rotary_factor": 1.0})
+    theta = field(rope, "rope_theta", float, field(config, "rope_theta", float, 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    kinds = ("default", "linear", "llama3", "yarn")
+    if kind not in kinds:
+        raise unknown_name("rope type in config.json", str(kind), kinds)
+    scaling: dict[str, Any] = {"kind": kind, "factor": field(rope, "factor", float)}
+    if kind != "linear":
+        original = field(rope, "original_max_position_embeddings", int, field(config, "max_position_embeddings", int))
+        scaling["original_max_seq_len"] = original
+    if kind == "llama3":
+        scaling["low_freq_factor"] = field(rope, "low_freq_factor", float)
+        scaling["high_freq_factor"] = field(rope, "high_freq_factor", float)
+    if kind == "yarn":
+        refuse_unless(rope, YARN_DEFAULTS)
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def rope_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """Return the config.json fields of rotary positions, in the spelling every transformers version reads."""
+    scaling = model.rope_scaling
+    return {"rope_theta": model.rope_theta, "rope_scaling": None if scaling is None else _scaling_to_hf(scaling)}
+
+
+def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        fields["original_max_position_embeddings"] = scaling.original_max_seq_len
+    if scaling.kind == "llama3":
+        fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    return fields
+
+
+def window_from_hf(config: Mapping[str, Any], num_layers: int) -> int | None:
+    """Return model.sliding_window of a Qwen config. Raises UserError where only some layers have the window."""
+    kinds = set(config.get("layer_types") or [])
+    if kinds:
+        if not kinds <= {"full_attention", "sliding_attention"} or len(kinds) > 1:
+            raise UserError(f"config.json: layer_types has {', '.join(sorted(map(str, kinds)))}; all layers must have the same type")
+        windowed = kinds == {"sliding_attention"}
+    else:
+        first = field(config, "max_window_layers", int, 28)
+        windowed = field(config, "use_sliding_window", bool, False) and first < num_layers
+        if windowed and first > 0:
+            raise UserError(f"config.json: max_window_layers = {first} sets a window in only some layers; supported: 0, or >= {num_layers}")
+    return field(config, "sliding_window", int) if windowed else None
+
+
+def window_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """Return the config.json fields of a window in every layer, or in none."""
+    if model.sliding_window is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
+
+
+def require(model: ModelConfig, architecture: str, needed: Mapping[str, Any]) -> None:
+    """Raise UserError naming the first key of the model section whose value `architecture` cannot represent."""
+    for key, value in needed.items():
+        have = getattr(model, key)
+        if have != value:
+            wanted = {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
+            raise UserError(f"model.{key} = {_text(have)} is not supported by Hugging Face's {architecture} (only {wanted})")
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,300 @@
+"""Import and export of Hugging Face checkpoints, one tensor at a time.
+
+Import never has more in memory than the requested block of one parameter: a layer of it, or a device's shard. Export has one tensor.
+
+Legend: L layers (the leading dim of every parameter below `blocks`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from pydantic import ValidationError
+
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import ComputeConfig, DType, ModelConfig, PrecisionConfig
+from ridgeline.models import build
+from ridgeline.models.family import families, find_family
+from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES, PlannedTensor, SafetensorsWriter, StoredTensor, read_directory
+from ridgeline.models.huggingface.tensor_map import Index, Shape, TensorRule
+from ridgeline.sharding.partition import Partitioner
+
+CONFIG_NAME = "config.json"
+DEFAULT_SHARD_BYTES = 5 * 10**9
+_MAX_LISTED = 5
+"""Number of tensors in an error message."""
+_BUFFERS = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)$")
+"""Constants that older checkpoints store among their weights."""
+
+ReadParameter = Callable[[str, int | None], np.ndarray]
+"""(dotted path, layer or None) -> the parameter; one layer of it where it is stacked."""
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return dotted path -> shape of every parameter of a model; stacked ones with their leading L."""
+    single = Partitioner.single()
+    decoder = nnx.eval_shape(lambda: build(model, ComputeConfig(), PrecisionConfig(), single, nnx.Rngs(params=0)))
+    leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def tensor_rules(model: ModelConfig) -> list[TensorRule]:
+    """Return the family's rules for a model; together they contain every parameter exactly once."""
+    kind = find_family(model.family)
+    assert kind.tensor_map is not None, f"family {kind.name} has no tensor map"
+    rules = list(kind.tensor_map(model))
+    mapped = sorted(path for rule in rules for path in rule.params)
+    assert mapped == sorted(parameter_shapes(model)), set(mapped) ^ set(parameter_shapes(model))
+    return rules
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return config.json of a Hugging Face directory. Raises UserError when there is none or it is not a JSON object."""
+    path = directory / CONFIG_NAME
+    if not directory.is_dir():
+        raise UserError(f"no such Hugging Face directory: {directory}")
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{directory} is not a Hugging Face directory: it has no {CONFIG_NAME}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return content
+
+
+def model_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section of a config.json. Raises UserError for an architecture or feature that is not supported."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UserError(f"config.json: quantized weights (quantization_config, {method}) are not supported; use the unquantized checkpoint")
+    known = {kind.hf_architecture: kind for kind in families().values() if kind.config_from_hf}
+    architectures = config.get("architectures") or []
+    by_type = {kind.name: kind for kind in known.values()}
+    kind = known.get(architectures[0]) if architectures else by_type.get(str(config.get("model_type")))
+    if kind is None:
+        raise unknown_name("Hugging Face architecture", str(architectures[0] if architectures else config.get("model_type")), known)
+    assert kind.config_from_hf is not None
+    try:
+        return ModelConfig.model_validate({"family": kind.name, **kind.config_from_hf(dict(config))})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"config.json gives model.{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from error
+
+
+def hf_config(model: ModelConfig, dtype: DType, special_ids: Mapping[str, int | None]) -> dict[str, Any]:
+    """Return the content of config.json. Raises UserError naming a key that the architecture cannot represent.
+
+    special_ids: bos_token_id and eos_token_id; written as null when unknown, because transformers would otherwise use Llama's.
+    """
+    kind = find_family(model.family)
+    if kind.config_to_hf is None:
+        raise UserError(f"model family {kind.name} has no Hugging Face format")
+    ids = {"bos_token_id": special_ids.get("bos_token_id"), "eos_token_id": special_ids.get("eos_token_id")}
+    return {"architectures": [kind.hf_architecture], "model_type": kind.name, "torch_dtype": dtype, **kind.config_to_hf(model), **ids}
+
+
+@dataclass(frozen=True)
+class HfCheckpoint:
+    """An open Hugging Face directory whose tensors were checked to be exactly those of the model."""
+
+    directory: Path
+    config: dict[str, Any]
+    model: ModelConfig
+    tensors: dict[str, StoredTensor]
+    rules: list[TensorRule]
+    shapes: dict[str, Shape]
+
+    @cached_property
+    def _rule_of(self) -> dict[str, TensorRule]:
+        return {path: rule for rule in self.rules for path in rule.params}
+
+    @property
+    def stored_dtype(self) -> DType:
+        """The dtype of all weights, or float32 when they differ. Raises UserError for float64, which needs an explicit --dtype."""
+        stored = {self.tensors[name].dtype for rule in self.rules for name in _names(rule, self.model.num_layers)}
+        if "F64" in stored:
+            raise UserError(f"{self.directory} has float64 weights: set --dtype to float32, bfloat16 or float16")
+        return cast(DType, FLOAT_DTYPES[stored.pop()].name if len(stored) == 1 else "float32")
+
+    def read(self, path: str, dtype: np.dtype, index: Index | None = None) -> np.ndarray:
+        """Return parameter `path`, or the block of it that `index` (one slice per dim) selects; only that block is read."""
+        shape, rule = self.shapes[path], self._rule_of[path]
+        index = index or tuple(slice(None) for _ in shape)
+        if not rule.per_layer:
+            return self._read_layer(path, rule, None, index, dtype)
+        first, last, _ = index[0].indices(shape[0])
+        out: np.ndarray | None = None
+        for layer in range(first, last):
+            block = self._read_layer(path, rule, layer, index[1:], dtype)
+            if out is None:
+                out = np.empty((last - first, *block.shape), dtype)
+            out[layer - first] = block
+        assert out is not None
+        return out
+
+    def read_layer(self, path: str, layer: int | None, dtype: np.dtype) -> np.ndarray:
+        """Return one layer of a stacked parameter (without the leading dim), or a whole unstacked one (layer None)."""
+        shape = self.shapes[path] if layer is None else self.shapes[path][1:]
+        return self._read_layer(path, self._rule_of[path], layer, tuple(slice(None) for _ in shape), dtype)
+
+    def load(self, abstract_params: Any) -> Any:
+        """Return the parameters as jax.Arrays in the dtypes and shardings of `abstract_params` (nested dict of ShapeDtypeStruct).
+
+        Each process reads only the blocks of its devices.
+        """
+        leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
+        return jax.tree.unflatten(structure, [self._load_leaf(path, leaf) for path, leaf in leaves])
+
+    def _load_leaf(self, keys: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        assert tuple(leaf.shape) == self.shapes[path], (path, leaf.shape, self.shapes[path])
+        blocks: dict[str, np.ndarray] = {}  # replicas share a block
+
+        def block(index: Index | None) -> np.ndarray:
+            assert index is not None
+            key = str(index)
+            if key not in blocks:
+                blocks[key] = self.read(path, np.dtype(leaf.dtype), index)
+            return blocks[key]
+
+        array: jax.Array = jax.make_array_from_callback(leaf.shape, leaf.sharding, block)
+        return array.block_until_ready()
+
+    def _read_layer(self, path: str, rule: TensorRule, layer: int | None, index: Index, dtype: np.dtype) -> np.ndarray:
+        shapes = {p: self.shapes[p][1:] if rule.per_layer else self.shapes[p] for p in rule.params}
+        place = rule.block(path, shapes, index, self.model.vocab_size)
+        name = rule.name(layer)
+        return cast_weights(place.arrange(self.tensors[name].read(place.region)), dtype, name)
+
+
+def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
+    """Open a Hugging Face directory and check every tensor's name, shape and dtype; no weights are read.
+
+    `model`: the model section to read into, which may pad the vocabulary (default: that of config.json).
+    Raises UserError for a missing or unsupported config.json, missing or truncated weights, and names missing, unexpected or wrongly
+    shaped tensors.
+    """
+    config = read_config(directory)
+    described = model_from_hf(config)
+    if model is not None:
+        check_same_model(directory, described, model)
+    model = model or described
+    tensors = read_directory(directory)
+    rules, shapes = _with_stored_prefix(tensor_rules(model), tensors), parameter_shapes(model)
+    expected = {
+        name: rule.hf_shape({p: shapes[p][1:] if rule.per_layer else shapes[p] for p in rule.params}, model.vocab_size)
+        for rule in rules
+        for name in _names(rule, model.num_layers)
+    }
+    _check_tensors(directory, tensors, expected)
+    _check_tied(directory, model, tensors, rules)
+    return HfCheckpoint(directory, config, model, tensors, rules, shapes)
+
+
+def export_weights(
+    model: ModelConfig, read: ReadParameter, directory: Path, dtype: DType, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> int:
+    """Write a model's weights as safetensors to an existing directory, tensor by tensor; return the number of tensors."""
+    shapes, rules, kind = parameter_shapes(model), tensor_rules(model), np.dtype(jnp.dtype(dtype))
+
+    def plan() -> Iterator[tuple[TensorRule, int | None]]:
+        yield from ((rule, None) for rule in rules if not rule.per_layer)
+        yield from ((rule, layer) for layer in range(model.num_layers) for rule in rules if rule.per_layer)
+
+    planned = [
+        PlannedTensor(
+            rule.name(layer),
+            rule.hf_shape({p: shapes[p] if layer is None else shapes[p][1:] for p in rule.params}, model.vocab_size),
+            kind,
+        )
+        for rule, layer in plan()
+    ]
+    with SafetensorsWriter(directory, planned, max_shard_bytes) as writer:
+        for (rule, layer), tensor in zip(plan(), planned, strict=True):
+            values = {path: cast_weights(read(path, layer), kind, path) for path in rule.params}
+            writer.write(tensor.name, rule.export(values, model.vocab_size))
+    return len(planned)
+
+
+def cast_weights(weights: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Return the weights in another float dtype. Raises UserError when finite weights would overflow to infinity."""
+    if weights.dtype == dtype:
+        return weights
+    with np.errstate(over="ignore"):
+        cast = weights.astype(dtype)
+    if dtype == np.float16 and not np.isfinite(cast).all() and np.isfinite(weights.astype(np.float32)).all():
+        raise UserError(f"'{name}' has weights too large for float16; use bfloat16 or float32")
+    return cast
+
+
+def _names(rule: TensorRule, num_layers: int) -> list[str]:
+    return [rule.name(layer) for layer in range(num_layers)] if rule.per_layer else [rule.name(None)]
+
+
+def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTensor]) -> list[TensorRule]:
+    """Drop the prefix `model.` or `transformer.` for a checkpoint of the base model, saved without its head."""
+    prefix = rules[0].hf.split(".")[0] + "."
+    return rules if any(name.startswith(prefix) for name in tensors) else [rule.with_prefix(prefix, "") for rule in rules]
+
+
+def check_same_model(directory: Path, described: ModelConfig, wanted: ModelConfig) -> None:
+    """Raise UserError when two model sections differ in more than initialization and padding."""
+    free = {"init_std", "pad_vocab_to", "num_kv_heads", "head_dim"}
+    ours = {**wanted.model_dump(exclude=free), "num_kv_heads": wanted.kv_heads, "head_dim": wanted.head_width}
+    theirs = {**described.model_dump(exclude=free), "num_kv_heads": described.kv_heads, "head_dim": described.head_width}
+    # Rotary positions have no table: the context length changes no weight.
+    differ = [key for key in ours if ours[key] != theirs[key] and not (key == "max_seq_len" and wanted.position == "rope")]
+    if differ:
+        listed = ", ".join(f"model.{key} = {ours[key]} (checkpoint: {theirs[key]})" for key in differ[:_MAX_LISTED])
+        raise UserError(f"the config differs from the model in {directory}: {listed}")
+
+
+def _check_tensors(directory: Path, tensors: Mapping[str, StoredTensor], expected: Mapping[str, Shape]) -> None:
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise UserError(f"{directory} lacks {len(missing)} of {len(expected)} tensors: {_some(missing)}")
+    wrong_shape = [
+        f"{name} is {_shape(tensors[name].shape)}, not {_shape(shape)}" for name, shape in expected.items() if tensors[name].shape != shape
+    ]
+    if wrong_shape:
+        raise UserError(f"{directory} has tensors whose shape differs from its config.json: {_some(wrong_shape)}")
+    unexpected = [name for name in tensors if name not in expected and not _BUFFERS.search(name) and name != "lm_head.weight"]
+    if unexpected:
+        raise UserError(f"{directory} has {len(unexpected)} tensors that the model does not have: {_some(unexpected)}")
+    unsupported = [f"{name} ({tensors[name].dtype})" for name in expected if tensors[name].dtype not in FLOAT_DTYPES]
+    if unsupported:
+        raise UserError(f"{directory} has weights of an unsupported dtype: {_some(unsupported)} (supported: {', '.join(FLOAT_DTYPES)})")
+
+
+def _check_tied(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor], rules: list[TensorRule]) -> None:
+    """Raise UserError when a tied checkpoint has an lm_head that differs from its embedding: it would be silently dropped."""
+    if not model.tie_embeddings or "lm_head.weight" not in tensors:
+        return
+    head = tensors["lm_head.weight"]
+    table = tensors[next(rule.hf for rule in rules if rule.params == ("embedding",))]
+    rows = max(1, 2**24 // (max(model.embed_dim, 1) * 4))
+    same = head.shape == table.shape and head.dtype == table.dtype
+    starts = range(0, table.shape[0], rows) if same else ()
+    blocks = ((slice(at, at + rows), slice(None)) for at in starts)
+    if not same or not all(head.read(block).tobytes() == table.read(block).tobytes() for block in blocks):
+        raise UserError(f"{directory}: config.json has tie_word_embeddings=true, but lm_head.weight differs from the embedding table")
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:_MAX_LISTED]) + (f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else "")
+
+
+def _shape(shape: Shape) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

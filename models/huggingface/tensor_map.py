@@ -1,0 +1,138 @@
+"""The mapping between Hugging Face tensors and parameters.
+
+A family lists one `TensorRule` per Hugging Face tensor. Shapes, import (of any block of a parameter, so that a device reads only its shard)
+and export follow from the rules; layouts are defined nowhere else.
+
+Legend: D embed width, N heads, H head width. Parameters have separate head dims, Hugging Face flattens them: [D, N, H] <-> [N*H, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+Shape = tuple[int, ...]
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One Hugging Face tensor and the parameter it contains, or several concatenated parameters."""
+
+    hf: str
+    """Name; `{layer}` stands for the layer number of a tensor that exists per layer."""
+    params: tuple[str, ...]
+    """Dotted paths of the parameters. Several: concatenated along the tensor's last dim (GPT-2's fused query, key, value)."""
+    layout: Literal["out_in", "in_out", "flat"]
+    """out_in: torch Linear, transposed. in_out: as the parameter (embeddings, GPT-2's Conv1D). flat: a vector."""
+    in_dims: int = 1
+    """Leading dims of the parameter that are inputs (2 for the attention output projection [N, H, D])."""
+    vocab_dim: int | None = None
+    """The parameter's vocabulary dim; Hugging Face has only its first vocab_size entries: padding is dropped on export, zero on import."""
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether the parameters are stacked over layers."""
+        return "{layer}" in self.hf
+
+    def name(self, layer: int | None) -> str:
+        """Return the Hugging Face name, for one layer where it exists per layer."""
+        return self.hf.format(layer=layer) if self.per_layer else self.hf
+
+    def with_prefix(self, old: str, new: str) -> TensorRule:
+        """Return the rule with a leading `old` of the name replaced by `new`."""
+        return replace(self, hf=new + self.hf.removeprefix(old)) if self.hf.startswith(old) else self
+
+    def hf_shape(self, shapes: Mapping[str, Shape], vocab_size: int) -> Shape:
+        """Return the Hugging Face shape; `shapes` are those of the parameters of one layer."""
+        parts = [self._flat_shape(self._without_padding(shapes[path], vocab_size)) for path in self.params]
+        return (*parts[0][:-1], sum(part[-1] for part in parts)) if len(parts) > 1 else parts[0]
+
+    def export(self, values: Mapping[str, np.ndarray], vocab_size: int) -> np.ndarray:
+        """Return the Hugging Face tensor of the parameters (of one layer)."""
+        parts = []
+        for path in self.params:
+            value = values[path]
+            value = value[tuple(slice(0, dim) for dim in self._without_padding(value.shape, vocab_size))]
+            flat = value.reshape(self._matrix_shape(value.shape))
+            parts.append(flat.T if self.layout == "out_in" else flat)
+        return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+    def block(self, path: str, shapes: Mapping[str, Shape], index: Index, vocab_size: int) -> Block:
+        """Return the location of block `index` of parameter `path` (of one layer) in the Hugging Face tensor."""
+        shape = shapes[path]
+        index = tuple(slice(*s.indices(dim)[:2]) for s, dim in zip(index, shape, strict=True))
+        stored = list(index)
+        if self.vocab_dim is not None:
+            rows = index[self.vocab_dim]
+            stored[self.vocab_dim] = slice(min(rows.start, vocab_size), min(rows.stop, vocab_size))
+        groups = [slice(0, len(shape))] if self.layout == "flat" else [slice(0, self.in_dims), slice(self.in_dims, len(shape))]
+        flat = [_flatten(shape[group], stored[group]) for group in groups]
+        before = sum(self._flat_shape(shapes[other])[-1] for other in self.params[: self.params.index(path)])
+        region = [piece.region for piece in flat]
+        region[-1] = slice(region[-1].start + before, region[-1].stop + before)
+        transposed = self.layout == "out_in"
+        return Block(
+            region=tuple(reversed(region)) if transposed else tuple(region),
+            transposed=transposed,
+            read_shape=sum((piece.shape for piece in flat), ()),
+            keep=sum((piece.keep for piece in flat), ()),
+            shape=tuple(s.stop - s.start for s in index),
+        )
+
+    def _without_padding(self, shape: Shape, vocab_size: int) -> Shape:
+        return tuple(min(vocab_size, n) if dim == self.vocab_dim else n for dim, n in enumerate(shape))
+
+    def _matrix_shape(self, shape: Shape) -> Shape:
+        return (prod(shape),) if self.layout == "flat" else (prod(shape[: self.in_dims]), prod(shape[self.in_dims :]))
+
+    def _flat_shape(self, shape: Shape) -> Shape:
+        matrix = self._matrix_shape(shape)
+        return matrix[::-1] if self.layout == "out_in" else matrix
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of one parameter as a region of a Hugging Face tensor."""
+
+    region: Index
+    """The region to read."""
+    transposed: bool
+    """The region is [out, in]."""
+    read_shape: Shape
+    """Shape of the region in the parameter's order of dims."""
+    keep: Index
+    """The requested part of the region."""
+    shape: Shape
+    """Shape of the block; larger than the requested part where it includes vocabulary padding, which is zero."""
+
+    def arrange(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the block from the values of `region`."""
+        value = (tensor.T if self.transposed else tensor).reshape(self.read_shape)[self.keep]
+        if value.shape == self.shape:
+            return value
+        return np.pad(value, [(0, want - have) for have, want in zip(value.shape, self.shape, strict=True)])
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A block of some dims as a range of their flattened index."""
+
+    region: slice
+    shape: Shape
+    keep: Index
+
+
+def _flatten(shape: Shape, index: list[slice]) -> _Flat:
+    """Cover a block of `shape` by one range of the flattened index: exact in the first dim, whole in the others."""
+    inner = prod(shape[1:])
+    first = index[0]
+    return _Flat(
+        slice(first.start * inner, first.stop * inner),
+        (first.stop - first.start, *shape[1:]),
+        (slice(0, first.stop - first.start), *index[1:]),
+    )

@@ -1,0 +1,7 @@
+"""Matmuls with parameters behind one interface: `Matmul`, and `CollectiveMatmul`, which overlaps communication over `tensor`."""
+
+from ridgeline.models.matmul.collective import CollectiveMatmul
+from ridgeline.models.matmul.dense import platform_of
+from ridgeline.models.matmul.interface import Matmul, set_amax
+
+__all__ = ["CollectiveMatmul", "Matmul", "platform_of", "set_amax"]

@@ -1,0 +1,93 @@
+"""How a model is computed: for a config, which techniques for speed and memory apply, and where.
+
+The modules (decoder.py, block.py, attention/layer.py, mlp.py) define the architecture. Everything that changes how fast they run or how
+much memory they need, and not what they compute, is decided here and handed to them as one `Execution`.
+
+Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.models.attention.dispatch import SelfAttention
+from ridgeline.models.matmul import CollectiveMatmul, Matmul, platform_of
+from ridgeline.models.matmul.block_scaled import check_mesh as check_block_scaled_mesh
+from ridgeline.models.matmul.fp8 import check_mesh as check_fp8_mesh
+from ridgeline.models.remat import Remat
+from ridgeline.sharding.partition import Partitioner
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The techniques of one model. Hashable: a static attribute of the modules."""
+
+    partitioner: Partitioner
+    """Where parameters and activations live: modules name logical axes (sharding/rules.py)."""
+    matmul: Matmul
+    """Every matmul of a layer with a parameter."""
+    remat: Remat
+    attention: SelfAttention
+    scan_layers: bool
+    scan_unroll: int
+
+    def after_norm(self, norm: Callable[[jax.Array], jax.Array], matmuls: Callable[[jax.Array], Result], x_BTD: jax.Array) -> Result:
+        """Return matmuls(norm(x)), where x is the residual stream.
+
+        Sequence parallelism: where the residual stream is sharded along the sequence, the norm runs on the shards and its result is
+        all-gathered once and saved for the backward pass. Otherwise the norm is recomputed with the matmuls and only x is saved.
+        """
+
+        def normed(x_BTD: jax.Array) -> jax.Array:
+            return self.matmul.gather_input(norm(x_BTD))
+
+        if self.matmul.gathers_input:
+            return self.remat.wrap_matmuls(matmuls)(normed(x_BTD))
+        return self.remat.wrap_matmuls(lambda x_BTD: matmuls(normed(x_BTD)))(x_BTD)
+
+    def attend(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+        """Return causal self-attention [B, T, N, H] with the configured backend; recomputed if the remat policy does."""
+        return self.remat.wrap_attention(lambda q, k, v: self.attention(q, k, v, segment_ids_BT))(q_BTNH, k_BTKH, v_BTKH)
+
+
+def parallelize(model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner) -> Execution:
+    """Return the techniques of a config. Raises UserError for a technique that the devices or the model do not support."""
+    platform, compute_dtype = platform_of(partitioner), jnp.dtype(precision.compute)
+
+    # 1. Sharding. FSDP, tensor and sequence parallelism follow from the partitioner's rules: the modules constrain activations at block
+    #    boundaries, and `Matmul` all-gathers each parameter over fsdp where it is used.
+
+    # 2. Quantized matmuls: float8 with a scale per tensor, or block-scaled formats.
+    if precision.eight_bit:
+        check_fp8_mesh(partitioner.mesh, precision.matmul)
+    if precision.block_scaled is not None:
+        check_block_scaled_mesh(partitioner, precision.block_scaled)
+
+    # 3. Rematerialization of blocks, of attention, or of elementwise matmul inputs.
+    in_scan = compute.scan_layers and compute.scan_unroll < model.num_layers
+    remat = Remat.resolve(compute.remat, platform, in_scan)
+
+    # 4. Collective matmuls: overlap the communication over tensor with the matmuls around it.
+    overlap = compute.tensor_overlap == "ring" and partitioner.mesh.shape["tensor"] > 1
+    matmul = (CollectiveMatmul if overlap else Matmul)(
+        partitioner,
+        compute_dtype,
+        jnp.dtype(precision.gradients),
+        float8=precision.eight_bit,
+        block_format=precision.block_scaled,
+        save_gathered=remat.recomputes_blocks,
+    )
+
+    # 5. Attention backend: a fused kernel where one supports the request, per device under shard_map where XLA cannot partition it.
+    attention = SelfAttention.resolve(model, compute.attention, platform, compute_dtype, partitioner)
+
+    # 6. Scan over layers: one compiled block, applied num_layers times.
+    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll)

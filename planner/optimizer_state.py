@@ -1,0 +1,60 @@
+"""Optimizer state of one device: its bytes, and how 8-bit moments are split into blocks that share a scale.
+
+Blocks are the same on every mesh, and no device holds part of a block. A block lies along the dim that fsdp does not shard: the width of
+a head, else the hidden width of the MLP. A device therefore finds the largest element of each of its blocks without communication, unless
+`tensor` shards the hidden width more than TENSOR ways.
+"""
+
+from __future__ import annotations
+
+from ridgeline.planner.local import ITEMSIZE, LocalSizes
+from ridgeline.planner.parameters import attention_matmul_parameters, mlp_matmul_parameters
+
+BLOCK = 128
+"""Elements that share a scale, where that divides the dim into whole blocks per device."""
+LEAST_BLOCK = 16
+"""Smallest block: the scale of a smaller one would take as many bits as its elements."""
+TENSOR = 8
+"""Largest number of devices that `tensor` is expected to have: those of one node."""
+
+
+def block_width(size: int, *, divided: bool) -> int:
+    """Return how many elements of a dim of this size share a scale. `divided`: the dim may be sharded (the width of a head never is)."""
+    if not divided:
+        return BLOCK if size % BLOCK == 0 else size
+    width = BLOCK
+    while width >= LEAST_BLOCK:
+        if size % (width * TENSOR) == 0:
+            return width
+        width //= 2
+    return BLOCK if size % BLOCK == 0 else size
+
+
+def optimizer_state(local: LocalSizes) -> tuple[int, str]:
+    """Return the bytes of the optimizer state of one device, and what it consists of."""
+    kind, first = local.config.optimizer.kind, ITEMSIZE[local.config.precision.moments]
+    dtype = local.config.precision.moments
+    if kind == "adamw" and dtype == "int8":
+        rest = local.parameters - local.layer_matrices
+        size = 2 * local.layer_matrices + 2 * 4 * _scales(local) + rest * 8
+        return size, "AdamW: 8-bit moments with a float32 scale per block for matrices, float32 moments for the rest"
+    if kind == "adamw":
+        return local.parameters * (first + 4), f"AdamW: first moment {dtype}, second moment float32, sharded as the parameters"
+    if kind in ("lion", "sgd"):
+        return local.parameters * first, f"{kind}: one moment, {dtype}"
+    if kind == "muon":
+        rest = local.parameters - local.layer_matrices
+        return local.layer_matrices * first + rest * (first + 4), f"Muon: one {dtype} momentum per matrix, AdamW moments for the rest"
+    model = local.model
+    per_matrix = model.embed_dim / local.fsdp + model.mlp_dim / local.tensor
+    factored = int(4 * model.num_layers * 7 * per_matrix + 4 * 2 * (local.table / model.embed_dim + model.embed_dim))
+    return factored + 4 * local.vectors, "Adafactor: row and column statistics of every matrix, float32"
+
+
+def _scales(local: LocalSizes) -> int:
+    """Return the number of blocks of the layers' matrices on one device; each has one scale."""
+    model = local.model
+    in_heads = attention_matmul_parameters(model) // block_width(model.head_width, divided=False) // local.tensor
+    blocks = model.mlp_dim // block_width(model.mlp_dim, divided=True)
+    in_mlp = mlp_matmul_parameters(model) // model.mlp_dim * blocks // (1 if blocks % local.tensor else local.tensor)
+    return model.num_layers * (in_heads + in_mlp) // local.fsdp

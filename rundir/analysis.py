@@ -1,0 +1,332 @@
+"""analysis.json: the typed result of `ridge analyze`, and how it is read and written.
+
+Times are in seconds. Those of components, operations, collectives and stragglers are per step and device. Unknown figures are None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ridgeline.configs.errors import UserError
+from ridgeline.rundir.files import first_problem, read_limited, write_atomically
+from ridgeline.rundir.jsonl import dump_json
+from ridgeline.rundir.recompilation import Change, Recompilation
+
+PARTS = ("compute_s", "exposed_communication_s", "exposed_copy_s", "idle_s")
+"""The parts of a step: together with `residual_s` they sum to `total_s`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Where the time of a step went."""
+
+    total_s: float
+    compute_s: float
+    communication_s: float
+    """Overlapped or exposed."""
+    exposed_communication_s: float
+    """Communication while no compute runs."""
+    exposed_copy_s: float
+    """Memory copies while neither compute nor communication runs."""
+    idle_s: float
+    overlapped_communication_s: float
+    idle_by_cause: Mapping[str, float]
+    """What the host did while the device was idle (explain.trace.ledger.CAUSES); sums to `idle_s`."""
+    residual_s: float
+    """Total less the parts: rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceStep(StepTimes):
+    """One step of one device."""
+
+    device: str
+    """`host/gpu:0`, or `host-p00001/gpu:0` in a run of several processes."""
+    operations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTotal(StepTimes):
+    """All analyzed steps of one device, summed."""
+
+    device: str
+    steps: int
+    assignment: str
+    """How its operations were assigned to steps (explain.trace.steps.Method)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(StepTimes):
+    """One step: means over the devices, and the times of each."""
+
+    step: int | None
+    """None: the whole span of a trace without step markers."""
+    devices: Sequence[DeviceStep]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """How operations were assigned to steps."""
+
+    method: str
+    covered: float
+    """Share of the operations that the method assigned directly."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A figure over the steps."""
+
+    mean: float
+    p50: float
+    p95: float
+    min: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Range:
+    """A figure over the devices: the extremes."""
+
+    min: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Component:
+    """The compute of one part of the model in one pass."""
+
+    component: str
+    phase: str
+    """forward, backward, recompute or update."""
+    time_s: float
+    share: float
+    """Of all compute."""
+    runs: float
+    flops: float | None
+    bytes: float | None
+    flops_per_s: float | None
+    bytes_per_s: float | None
+    ceiling_s: float | None
+    """The least time by the roofline; None without FLOPs and bytes, or for a device that is not in the catalogue."""
+    attained: float | None
+    """`ceiling_s` over `time_s`: 1 is as fast as the device allows."""
+    headroom_s: float | None
+    """Time above the ceiling."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One HLO instruction (a kernel where there is no instruction), over all devices and steps."""
+
+    op: str
+    module: str
+    kernel_name: str
+    """Its name in the trace."""
+    component: str
+    phase: str
+    """forward, backward, recompute or update."""
+    time_s: float
+    runs: float
+    flops: float | None
+    """None where the HLO was not saved."""
+    bytes: float | None
+    ceiling_s: float | None
+    """See Component."""
+    bound: str | None
+    """`compute` or `memory`."""
+    source: str | None
+    """`file:line`."""
+    dtype: str = ""
+    """Of the inputs of its matmuls, in HLO's notation."""
+
+    @property
+    def attained(self) -> float | None:
+        """`ceiling_s` over `time_s`; None where there is no ceiling."""
+        return self.ceiling_s / self.time_s if self.ceiling_s is not None and self.time_s else None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind over the same mesh axes in the same part of the model."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    """Mesh axes; None: unknown, or not a product of mesh axes."""
+    layer: str
+    """The named scope they come from: attention, mlp, ...; `other` outside all."""
+    phase: str
+    """forward, backward, recompute or update."""
+    count: float
+    """Runs per step and device."""
+    bytes: float | None
+    """Size of the unsharded tensors; None where the HLO was not saved."""
+    time_s: float
+    exposed_s: float
+    """While no compute runs."""
+    wait_s: float | None
+    """Waiting for the last member; None where members cannot be matched."""
+    wire_s: float | None
+    """Transferring data: `time_s` less `wait_s`."""
+    group_size: int | None
+    algorithm_bandwidth: float | None
+    """bytes/s."""
+    bus_bandwidth: float | None
+    """bytes/s (nccl-tests, doc/PERFORMANCE.md)."""
+    instructions: tuple[str, ...]
+    planned_bus_bandwidth: float | None = None
+    """bytes/s, as the planner expects on the cluster of the run."""
+
+    @property
+    def wait_share(self) -> float:
+        """Share of its time spent waiting for the last member; 0 where that is unknown."""
+        return (self.wait_s or 0.0) / self.time_s if self.time_s else 0.0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A device that the other devices wait for."""
+
+    host: str
+    device: str
+    late_s: float
+    """How much later than the median member it reached collectives, summed over a step."""
+    last_share: float
+    """Share of its collectives that it reached last."""
+    cost_s: float
+    """Time the other devices waited for it, per step and other device."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Waits of the host for the device, at one place in the program, that left the device without work.
+
+    The device works during the wait, finishes before the wait ends, and is idle until the host launches again. Without the wait the host
+    would have launched earlier by as much as it waited for that work. That much of the idle time is due to the wait; the rest is due to
+    the work of the host afterwards. Reading a result that is already there is not a wait.
+    """
+
+    what: str
+    """The call that waits."""
+    source: str
+    """`file:line` of the innermost frame outside libraries, from the trace or from samples; else the enclosing annotation or `?`."""
+    count: int
+    wait_s: float
+    idle_after_s: float
+    """Time the device was idle because of the waits."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A program that was compiled while steps ran."""
+
+    program: str
+    """Its name; the compiler's event where only the trace recorded it."""
+    count: int
+    duration_s: float
+    step: int | None = None
+    """None: recorded in the trace only."""
+    arguments: tuple[Change, ...] = ()
+    """What differs from the compilation before, where that is known."""
+    source: str | None = None
+    captured: bool = True
+    """During the analyzed time."""
+
+    def describe(self) -> str:
+        """Describe it in one line."""
+        if self.step is None:
+            return f"compiled during training: {self.program} ({self.count} time(s), {self.duration_s:.3g} s)"
+        return Recompilation(self.program, self.step, self.duration_s, self.arguments, self.source).describe()
+
+
+@dataclass(frozen=True)
+class HostActivity:
+    """What one host did during the analyzed time."""
+
+    host: str
+    span_s: float
+    launches: int
+    """Kernels and copies on a GPU host; program calls on the CPU backend."""
+    launches_per_s: float
+    queue_depth_mean: float | None
+    """Operations launched and not yet begun, mean over time; None when launches cannot be matched with operations."""
+    launch_to_start_s: float | None
+    """Mean time from the launch of an operation to its start."""
+    gaps: int
+    """Stretches of more than 20 us without work on the device, mean over devices."""
+    longest_gap_s: float
+    longest_gap_cause: str
+    syncs: Sequence[Sync] = ()
+    compilations: Sequence[Compilation] = ()
+    """From the trace, and from the event log anywhere in the run with the arguments that changed."""
+    waits_s: float = 0.0
+    """All waits of the host for a working device, harmless ones included."""
+    process: int = 0
+    devices: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The content of analysis.json, and of `ridge analyze --json`."""
+
+    profile: str
+    """Directory of the capture."""
+    device_kind: str | None
+    hardware: str | None
+    """Name in the planner's catalogue; None: unknown device, no ceilings."""
+    step_assignment: Sequence[Assignment]
+    unprofiled_step_time_s: float | None
+    """Usual step time of the run without the profiler."""
+    devices: Sequence[DeviceTotal]
+    steps: Sequence[Step]
+    """Whole steps only."""
+    summary: Mapping[str, Statistics]
+    """Time of a step -> statistics over the steps."""
+    spread: Mapping[str, Range]
+    """Time of a step -> lowest and highest sum of a device."""
+    components: Sequence[Component]
+    """Longest first."""
+    operations: Sequence[Operation]
+    """Compute only, longest first."""
+    collectives: Sequence[Collective]
+    """Longest first."""
+    stragglers: Sequence[Straggler]
+    clock_offsets_s: Mapping[str, float]
+    """Host -> how far its clock is ahead of that of the first host, where collectives show it."""
+    hosts: Sequence[HostActivity]
+    notes: Sequence[str] = field(default_factory=list)
+    """What a reader should know: steps left out, missing evidence."""
+
+
+def to_json(analysis: Analysis, *, top: int = 20) -> dict[str, Any]:
+    """Return the analysis as plain values, with the `top` longest operations."""
+    return dataclasses.asdict(dataclasses.replace(analysis, operations=list(analysis.operations[:top])))
+
+
+def write_analysis(file: Path, analysis: Analysis, *, top: int) -> None:
+    """Write the file atomically, because others read it while the run goes on; with the `top` longest operations. Raises OSError."""
+    write_atomically(file, (dump_json(to_json(analysis, top=top)) + "\n").encode())
+
+
+def read_analysis(file: Path) -> Analysis:
+    """Read the file.
+
+    Raises:
+      UserError: it cannot be read, is not JSON, or a key is missing or has another type. The message is one line.
+    """
+    try:
+        return _adapter().validate_json(read_limited(file))
+    except ValidationError as error:
+        raise UserError(f"{file} is damaged: {first_problem(error)}; run `ridge analyze --save` again") from None
+
+
+@cache
+def _adapter() -> TypeAdapter[Analysis]:
+    return TypeAdapter(Analysis)

@@ -1,0 +1,87 @@
+"""Reading and writing whole files of a run directory: size limits, JSON with checked types, atomic replacement."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ridgeline.configs.errors import UserError
+
+MAX_DOCUMENT_BYTES = 256 << 20
+"""Largest JSON or YAML document that is read."""
+_MAX_SHOWN = 40
+
+
+class Record(BaseModel):
+    """Base of the typed JSON records: values are checked and never converted; unknown keys are kept."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+def read_limited(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+      UserError: the file cannot be read, or has more than `max_bytes` bytes.
+    """
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise UserError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read")
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+    """Return a JSON file as a typed record; None when the file does not exist.
+
+    Raises:
+      UserError: the file cannot be read, is too large, is not JSON, or a key is missing or has another type. The message is one line.
+    """
+    if not path.exists():
+        return None
+    try:
+        return kind.model_validate_json(read_limited(path))
+    except ValidationError as error:
+        raise UserError(f"{path} is damaged: {first_problem(error)}") from None
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record as indented JSON, replacing the file atomically. Raises OSError."""
+    write_atomically(path, (record.model_dump_json(indent=1, exclude_unset=True) + "\n").encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file. After a crash it holds either the old or the new content, complete. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return `key: what is wrong` of the first problem."""
+    found: dict[str, Any] = dict(error.errors(include_url=False)[0])
+    key = ".".join(str(part) for part in found["loc"])
+    if found["type"] == "missing":
+        return f"{key} is missing"
+    message = str(found["msg"]).replace("Input should be", "must be")
+    if found["type"] == "json_invalid":
+        return message
+    given = repr(found["input"])
+    shown = given if len(given) <= _MAX_SHOWN else given[:_MAX_SHOWN] + "..."
+    return f"{key + ': ' if key else ''}{message}, got {shown}"

@@ -1,0 +1,76 @@
+"""What single pages promise beyond their commands: shell completion, offline installation, exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ridgeline.launch import exit_codes
+from scripts.refresh_docs import ROOT
+
+
+def complete(shell: str, line: str = "ridge") -> str:
+    """What `ridge` prints for a shell: its script (`_source`) or the completions of a line."""
+    words = line.split(" ")
+    position = len(words) - 1
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'ridge'; from ridgeline.cli.main import main; main()"],
+        env=os.environ
+        | {"_RIDGE_COMPLETE": shell, "PYTHONPATH": str(ROOT)}
+        | {"COMP_WORDS": line, "COMP_CWORD": words[position] if shell.startswith("fish") else str(position)},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_is_there(shell: str) -> None:
+    script = complete(f"{shell}_source")
+    assert "_ridge_completion" in script
+    assert f"{shell}_complete" in script
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_commands_groups_and_options_complete(shell: str) -> None:
+    assert "diagnose" in complete(f"{shell}_complete", "ridge diag")
+    assert "matmul" in complete(f"{shell}_complete", "ridge bench mat")
+    if shell != "fish":  # which passes the line up to the word only
+        assert "--cluster" in complete(f"{shell}_complete", "ridge plan --clu")
+
+
+def test_the_guides_list_every_exit_code() -> None:
+    codes = {value for value in vars(exit_codes).values() if isinstance(value, int)}
+    text = (ROOT / "docs/guides/configs.md").read_text()
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)} == codes
+
+
+def test_the_offline_commands_install_from_a_directory_alone(tmp_path: Path) -> None:
+    """The shape of docs/guides/install.md, with the project's own wheel in place of all wheels (no network is used)."""
+    text = (ROOT / "docs/guides/install.md").read_text()
+    assert "pip download --dest wheelhouse -c constraints.txt" in text
+    assert "pip install --no-index --find-links wheelhouse -c constraints.txt" in text
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    source = tmp_path / "clone"
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    source.mkdir()
+    subprocess.run(["tar", "x"], input=archive, cwd=source, check=True)
+    wheel = [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path / "wheelhouse"), str(source)]
+    subprocess.run(wheel, check=True, cwd=tmp_path)
+    target = tmp_path / "site"
+    command = [*pip, "install", "--quiet", "--no-index", "--find-links", "wheelhouse", "-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*command, "--no-deps", "--target", str(target), "ridgeline"], check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "ridgeline", "plan", "models/gpt2", "--cluster", "local", "--top", "1"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (target / "ridgeline/configs/models/gpt2.yaml").is_file()

@@ -1,0 +1,66 @@
+"""Which techniques a config uses."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig
+from ridgeline.models.family import families
+from ridgeline.models.matmul import CollectiveMatmul
+from ridgeline.models.parallelize import Execution, parallelize
+from ridgeline.sharding.mesh import build_mesh
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
+from tests.models.tiny import BASE
+
+
+def execution(mesh: dict[str, int] | None = None, matmul: str = "compute", **compute) -> Execution:
+    config = MeshConfig(**{"fsdp": 1, **(mesh or {})})
+    partitioner = Partitioner(build_mesh(config, jax.devices()[: int(np.prod(list(config.sizes.values())))]), Rules.from_config(config))
+    return parallelize(ModelConfig(**BASE), ComputeConfig(**compute), PrecisionConfig(matmul=matmul), partitioner)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "overlap", "expected"), [({"tensor": 2}, "ring", True), ({"tensor": 2}, "gather", False), ({}, "ring", False)]
+)
+def test_collective_matmuls_need_the_setting_and_a_tensor_axis(mesh, overlap, expected) -> None:
+    matmul = execution(mesh, tensor_overlap=overlap).matmul
+    assert isinstance(matmul, CollectiveMatmul) == expected
+    assert matmul.gathers_input == (mesh == {"tensor": 2} and not expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "fp8", "block_scaled"),
+    [("compute", False, None), ("fp8", True, None), ("fp8_delayed", True, None), ("mxfp8", False, "mxfp8"), ("nvfp4", False, "nvfp4")],
+)
+def test_the_matmul_format_follows_the_precision(setting, fp8, block_scaled) -> None:
+    matmul = execution(matmul=setting).matmul
+    assert (matmul.float8, matmul.block_format) == (fp8, block_scaled)
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("none", False), ("attention-only", False), ("dots", True), ("full", True)])
+def test_gathered_parameters_are_saved_only_for_blocks_that_are_rematerialized(policy, expected) -> None:
+    assert execution(remat=RematConfig(policy=policy)).matmul.save_gathered == expected
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"), [({}, True), ({"scan_unroll": BASE["num_layers"]}, False), ({"scan_layers": False}, False)]
+)
+def test_rematerialization_depends_on_whether_the_blocks_run_in_a_compiled_loop(compute, expected) -> None:
+    assert execution(**compute).remat.in_scan == expected
+
+
+def test_an_unsupported_attention_backend_is_refused_before_anything_is_compiled() -> None:
+    with pytest.raises(UserError, match=r"compute\.attention\.backend: cudnn .* cpu"):
+        execution(attention=AttentionConfig(backend="cudnn"))
+
+
+def test_equal_configs_have_equal_executions() -> None:
+    assert execution() == execution() and hash(execution()) == hash(execution())
+
+
+def test_every_family_is_found_by_its_module_name() -> None:
+    assert {name: family.name for name, family in families().items()} == {name: name for name in ("gpt2", "llama", "qwen2", "qwen3")}

@@ -1,0 +1,80 @@
+"""What a run builds from its config before anything is allocated or compiled: mesh, model, optimizer, and the functions to jit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ridgeline.configs.rules import check_devices
+from ridgeline.configs.schema import Config
+from ridgeline.loaders.loader import read_manifests
+from ridgeline.loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
+from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
+from ridgeline.trainer.optimizers import build_optimizer
+from ridgeline.trainer.schedules import build_schedule
+from ridgeline.trainer.state import ModelSpec, TrainState, abstract_state, init_program, model_spec
+from ridgeline.trainer.step import make_evaluation_step, make_train_step
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The parts of a run that follow from its config and devices."""
+
+    mesh: jax.sharding.Mesh
+    partitioner: Partitioner
+    spec: ModelSpec
+    abstract: TrainState
+    """Shapes, dtypes and shardings of the state."""
+    train_step: Any
+    """jit of the step, state donated; not compiled yet."""
+    evaluation_step: Any
+    make_state: Any
+    """jit of () -> the state of step 0."""
+
+
+def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: NodeOf = node_of) -> Prepared:
+    """Build mesh, model and step functions of a config.
+
+    devices: of the run, or of a topology to compile for (None: all); node: device -> its node.
+    Raises UserError when the config does not fit the devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    check_devices(config, len(devices))
+    precision = config.compute.matmul_precision
+    jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
+    mesh = build_mesh(config.mesh, devices, node)
+    partitioner = Partitioner(mesh, Rules.from_config(config.mesh))
+    spec = model_spec(config, partitioner)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
+    schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
+    abstract = abstract_state(config, spec, optimizer, partitioner)
+    step = make_train_step(spec, config, optimizer, schedule, partitioner)
+    return Prepared(
+        mesh=mesh,
+        partitioner=partitioner,
+        spec=spec,
+        abstract=abstract,
+        train_step=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None)),
+        evaluation_step=jax.jit(make_evaluation_step(spec, config, partitioner)),
+        make_state=init_program(config, spec, optimizer, abstract),
+    )
+
+
+def check_data(config: Config) -> TokenizerInfo:
+    """Read all data manifests of the config, and return the tokenizer they share.
+
+    Raises UserError: a corpus is missing, damaged, made with another tokenizer, or its ids exceed the vocabulary.
+    """
+    manifests = read_manifests(config.data)
+    manifests += [(path, read_manifest(path)) for path in config.evaluation.sets.values()]
+    return check_tokenizer(manifests, config.model.vocab_size)
+
+
+def data_seed(config: Config) -> int:
+    """Return the seed of the data order."""
+    return config.seed if config.data.seed is None else config.data.seed
