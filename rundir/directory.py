@@ -37,7 +37,7 @@ from ridgeline.rundir import files
 from ridgeline.rundir.analysis import Analysis, read_analysis
 from ridgeline.rundir.captures import captures, newest_analysis
 from ridgeline.rundir.events import Event, event_file, event_files, read_events
-from ridgeline.rundir.files import read_record, write_record
+from ridgeline.rundir.files import read_record, temporary, write_record
 from ridgeline.rundir.jobs import JOBS_FILE, Attempt, JobRecord, newest_cluster_file, read_attempts, read_jobs, slurm_directory
 from ridgeline.rundir.jsonl import read_jsonl
 from ridgeline.rundir.records import COMPILE_FILE, PLAN_FILE, RUN_FILE, CompileRecord, PlanRecord, RunRecord, Start
@@ -194,8 +194,10 @@ class RunDir:
         return self.price if cluster is None else cluster_price(load_cluster(cluster).config)
 
     def foreign_entries(self) -> list[str]:
-        """Return the names of entries that neither `ridge submit` nor the preflight of a job leaves before the first start."""
-        return sorted(entry for entry in os.listdir(self.path) if not entry.startswith(".") and entry not in _BEFORE_THE_FIRST_START)
+        """Return the names of entries that are left before the first start neither by `ridge submit`, the preflight of a job, nor a start
+        that was killed while it wrote run.json."""
+        ours = {*_BEFORE_THE_FIRST_START, temporary(self.record_file).name}
+        return sorted(entry for entry in os.listdir(self.path) if not entry.startswith(".") and entry not in ours)
 
     def write_record(self, record: RunRecord) -> None:
         """Replace run.json. Raises OSError."""

@@ -60,17 +60,22 @@ def write_record(path: Path, record: Record) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file. After a crash it holds either the old or the new content, complete. Raises OSError."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    written = temporary(path)
+    with open(written, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    os.replace(written, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def temporary(path: Path) -> Path:
+    """Return the file that `write_atomically` writes first. A killed process may leave it; the next write replaces it."""
+    return path.with_name(path.name + ".tmp")
 
 
 def first_problem(error: ValidationError) -> str:

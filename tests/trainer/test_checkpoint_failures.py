@@ -226,3 +226,12 @@ def check_restores(saver: Checkpointer, step: int) -> None:
     restored, metadata = saver.restore({"w": jax.ShapeDtypeStruct(shape, "uint32", sharding=device)})
     assert metadata["step"] == step
     assert restored["w"].shape == shape
+
+
+def test_a_kill_while_the_marker_is_written_is_no_foreign_directory(tmp_path: Path, checkpointer: Make, make_state: Make) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ridge-checkpoints.json.tmp").write_text('{"form')
+    saver = checkpointer(tmp_path / "checkpoints")
+    assert saver.steps() == []
+    saver.save(1, make_state(1), {}, block=True)
+    assert saver.steps() == [1]

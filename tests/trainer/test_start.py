@@ -102,17 +102,20 @@ def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path: Path)
     assert os.listdir(tmp_path / "thesis") == ["chapter1.tex"]
 
 
+@pytest.mark.parametrize("operation", ["write_atomically", "os.replace"])
 @pytest.mark.parametrize("restart", [0, 1])
-def test_a_start_killed_at_any_write_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: int) -> None:
-    conf, write = config(tmp_path / "run"), files.write_atomically
+def test_a_start_killed_at_any_write_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: int, operation: str) -> None:
+    """Killed before a file is written, or between its temporary file and the rename."""
+    place, name = (os, "replace") if operation == "os.replace" else (files, "write_atomically")
+    conf, write = config(tmp_path / "run"), getattr(place, name)
     for _ in range(restart):
         start(conf)
     changed = config(tmp_path / "run", model={"embed_dim": 128})
     written: list[str] = []
 
-    def killed_before(count: int) -> Callable[[Path, bytes], None]:
-        def until(path: Path, data: bytes) -> None:
-            written.append(path.name)
+    def killed_before(count: int) -> Callable[[Path, Any], None]:
+        def until(path: Path, data: Any) -> None:
+            written.append(Path(path).name.removesuffix(".tmp"))
             if len(written) == count:
                 raise KeyboardInterrupt
             write(path, data)
@@ -121,7 +124,7 @@ def test_a_start_killed_at_any_write_is_made_again(tmp_path: Path, monkeypatch: 
 
     for count in range(1, 10):
         written.clear()
-        monkeypatch.setattr(files, "write_atomically", killed_before(count))
+        monkeypatch.setattr(place, name, killed_before(count))
         try:
             assert start(changed).restart == restart
             break

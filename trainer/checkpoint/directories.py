@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
-from ridgeline.rundir.files import write_atomically
+from ridgeline.rundir.files import temporary, write_atomically
 from ridgeline.trainer.checkpoint.integrity import MANIFEST
 
 MARKER = "ridge-checkpoints.json"
@@ -42,7 +42,7 @@ def create(root: Path) -> None:
 def check_ours(root: Path) -> None:
     """Raise UserError for a directory that cannot be read or has other contents. A missing or empty one is fine."""
     try:
-        names = os.listdir(root)
+        names = [name for name in os.listdir(root) if name != temporary(root / MARKER).name]  # left by a process killed while writing it
     except FileNotFoundError:
         return
     except OSError as error:
