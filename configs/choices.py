@@ -1,7 +1,8 @@
-"""Closed sets of names in a config: what each key may name. The registries of models and trainer implement exactly these."""
+"""Closed sets of names in a config: what each key may name. The registries of models and trainer implement exactly the built-in ones."""
 
 from __future__ import annotations
 
+from ridgeline.configs import plugins
 from ridgeline.configs.remat import POLICIES
 
 ATTENTION_BACKENDS = ("auto", "reference", "xla", "chunked", "cudnn", "pallas")
@@ -14,4 +15,12 @@ CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "optimizer.kind": ("optimizer", OPTIMIZERS),
     "schedule.kind": ("schedule", SCHEDULES),
 }
-"""Config key -> (what the name is, the allowed names)."""
+"""Config key -> (what the name is, the built-in names)."""
+PLUGIN_GROUPS = {"optimizer.kind": "optimizers", "schedule.kind": "schedules"}
+"""Config key -> the group of plug-ins that add names to it."""
+
+
+def allowed_names(key: str) -> tuple[str, ...]:
+    """Return the names that a config key may have, those of plug-ins included."""
+    built_in = CHOICES[key][1]
+    return tuple(plugins.all_names(PLUGIN_GROUPS[key], built_in)) if key in PLUGIN_GROUPS else built_in

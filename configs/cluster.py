@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from ridgeline.configs import plugins
 from ridgeline.configs.compose import CLUSTERS, read_with_bases
 from ridgeline.configs.errors import UserError, nearest
 from ridgeline.configs.fields import Slot
@@ -180,18 +181,27 @@ ROOT = Slot(ClusterConfig)
 
 
 def cluster_names() -> list[str]:
-    """Return the names of the shipped clusters."""
+    """Return the names of the shipped clusters and those of plug-ins."""
+    return sorted(plugins.all_names("clusters", _shipped()))
+
+
+def _shipped() -> list[str]:
     return sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 
 
 def load_cluster(name: str, overrides: Iterable[str] = (), *, environment: Environment[str, str] | None = None) -> ResolvedCluster:
     """Load a cluster by shipped name or file, with overrides such as `slurm.account=me`.
 
-    Files in the directory $RIDGE_CLUSTERS take precedence over shipped ones. Raises UserError with file and line.
+    Files in the directory $RIDGE_CLUSTERS take precedence over shipped ones, and those over the files of plug-ins. A plug-in is the path
+    of a file. Raises UserError with file and line.
     """
     env = os.environ if environment is None else environment
     roots = [Path(), *([Path(env["RIDGE_CLUSTERS"])] if env.get("RIDGE_CLUSTERS") else []), CLUSTERS]
     path = next((found for root in roots if (found := locate_cluster(name, root)) is not None), None)
+    if plugins.find("clusters", name, _shipped()) is not None and path is None:
+        path = plugins.load("clusters", name, Path)
+        if not path.is_file():
+            raise UserError(f"cluster '{name}': its package has no file {path}")
     if path is None:
         close = nearest(name, cluster_names())
         hint = f"; did you mean '{close}'?" if close else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, nearest, unknown_name
 from ridgeline.configs.yaml_tree import Items, Mapping, Scalar, Source, describe, display_path, merge_mappings, plain, read_file, source_of
 
@@ -15,8 +16,28 @@ DEFAULT_FAMILY = "llama"
 
 
 def family_names() -> list[str]:
-    """Return the names of the architecture families."""
+    """Return the names of the architecture families, those of plug-ins included."""
+    return sorted(plugins.all_names("families", built_in_families()))
+
+
+def built_in_families() -> list[str]:
+    """Return the names of the architecture families of this repository."""
     return sorted(path.stem for path in FAMILIES.glob("*.yaml"))
+
+
+def family_defaults(name: str) -> Mapping:
+    """Return the defaults of a family: its file in models/families, or NAME.yaml beside the module of the plug-in.
+
+    Raises UserError when the plug-in has no such file, or two packages register the name.
+    """
+    built_in = built_in_families()
+    plugins.find("families", name, built_in)  # refuses a name that is registered twice
+    directory = FAMILIES if name in built_in else plugins.module_directory("families", name)
+    assert directory is not None, "one of family_names()"
+    file = directory / f"{name}.yaml"
+    if not file.is_file():
+        raise UserError(f"model family '{name}' has no defaults: its package must install {file}")
+    return read_file(file)
 
 
 def shipped_names() -> list[str]:
@@ -88,7 +109,7 @@ def with_family_defaults(tree: Mapping) -> Mapping:
     if name not in family_names():
         where: Source = source_of(tree, ("model", "family"))
         raise UserError(f"{where}: model.family: {unknown_name('model family', name, family_names())}")
-    defaults = read_file(FAMILIES / f"{name}.yaml")
+    defaults = family_defaults(name)
     if isinstance(model, Mapping) and not model.items:
         tree = Mapping({key: value for key, value in tree.items.items() if key != "model"}, tree.source, tree.key_sources)
     return merge_mappings(defaults, tree)

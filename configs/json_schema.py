@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ridgeline.configs.choices import CHOICES
+from ridgeline.configs.choices import CHOICES, allowed_names
 from ridgeline.configs.compose import family_names
 from ridgeline.configs.fields import env_keys
 from ridgeline.configs.remat import NAMES as REMAT_NAMES
@@ -23,7 +23,7 @@ def json_schema() -> dict[str, Any]:
         },
         **schema["properties"],
     }
-    enums: dict[str, list[str]] = {key: list(names) for key, (_, names) in CHOICES.items()}
+    enums: dict[str, list[str]] = {key: list(allowed_names(key)) for key in CHOICES}
     enums["model.family"] = family_names()
     for key, names in enums.items():
         _property(schema, key)["enum"] = names

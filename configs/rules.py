@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ridgeline.configs.choices import CHOICES
+from ridgeline.configs import plugins
+from ridgeline.configs.choices import CHOICES, PLUGIN_GROUPS, allowed_names
 from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.remat import remat_problems
@@ -127,9 +128,17 @@ def _names(config: Config) -> Iterator[Problem]:
         "schedule.kind": config.schedule.kind,
     }
     for key, name in chosen.items():
-        kind, allowed = CHOICES[key]
-        if name not in allowed:
-            yield Problem((key,), str(unknown_name(kind, name, allowed)))
+        if name not in allowed_names(key):
+            yield Problem((key,), str(unknown_name(CHOICES[key][0], name, allowed_names(key))))
+        elif key in PLUGIN_GROUPS:
+            try:
+                plugins.find(PLUGIN_GROUPS[key], name, CHOICES[key][1])
+            except UserError as error:
+                yield Problem((key,), str(error))
+    for group in ("writers", "metrics"):
+        for name in getattr(config.logging, group):
+            if name not in plugins.names(group):
+                yield Problem((f"logging.{group}",), str(unknown_name(plugins.GROUPS[group], name, plugins.names(group))))
     for logical, axes in config.mesh.rules.items():
         for axis in axes:
             if axis not in MESH_AXES:

@@ -369,6 +369,10 @@ class LoggingConfig(Section):
     """Write TensorBoard event files to <run_dir>/tensorboard."""
     wandb_project: str | None = None
     """Weights & Biases project (needs the extra `wandb`); null: off."""
+    writers: list[str] = []
+    """Metric writers of installed packages (docs/guides/python.md), in addition to the others."""
+    metrics: list[str] = []
+    """Metrics of installed packages, computed from the others of a log line."""
 
 
 class ProfilerConfig(Section):

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
 
-from ridgeline.configs.errors import UserError, nearest, unknown_name
+from ridgeline.configs import plugins
+from ridgeline.configs.errors import UserError, nearest
 
 BOS_NAMES = ("<|bos|>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[BOS]")
 """Special tokens used as BOS when the tokenizer's files do not define one."""
@@ -246,8 +247,8 @@ def load_tokenizer(spec: str | Path, kind: str | None = None) -> Tokenizer:
     Without `kind`, the kind follows from the name (tokenizer.json, *.model, *.tiktoken).
     Raises UserError for a missing or unreadable file, an unknown kind, or a tokenizer without EOS.
     """
-    if kind is not None and kind not in KINDS:
-        raise unknown_name("tokenizer kind", kind, KINDS)
+    if kind is not None:
+        _class(kind)  # refuses an unknown kind
     if str(spec) == ByteTokenizer.kind and kind in (None, ByteTokenizer.kind):
         return ByteTokenizer()
     path = Path(spec)
@@ -256,12 +257,24 @@ def load_tokenizer(spec: str | Path, kind: str | None = None) -> Tokenizer:
         raise UserError(
             f"tokenizer not found: {path}{hint} (allowed: a tokenizer.json, *.tiktoken or *.model file, a directory with one, 'bytes')"
         )
-    for cls in KINDS.values() if kind is None else (KINDS[kind],):
+    for name in plugins.all_names("tokenizers", KINDS) if kind is None else (kind,):
+        cls = _class(name)
         found = path if kind is not None and path.is_file() else cls.find(path)
         if found is not None:
             return cls(found)  # type: ignore[call-arg]
     place = "no tokenizer in directory" if path.is_dir() else "unknown tokenizer kind:"
     raise UserError(f"{place} {path} (allowed: tokenizer.json, *.tiktoken, *.model, or the word 'bytes')")
+
+
+def _class(kind: str) -> type[Tokenizer]:
+    """Return the class of a kind: a built-in one, or the plug-in of that name. Raises UserError for an unknown kind."""
+    plugins.find("tokenizers", kind, KINDS)  # refuses a name that is registered twice
+    if kind in KINDS:
+        return KINDS[kind]
+    cls = plugins.load("tokenizers", kind, type, KINDS)
+    if not issubclass(cls, Tokenizer) or cls.kind != kind:
+        raise UserError(f"tokenizer kind '{kind}': {cls.__module__}.{cls.__qualname__} must be a Tokenizer with kind = '{kind}'")
+    return cls
 
 
 def _pick(path: Path, matches: Any) -> Path | None:

@@ -1,7 +1,7 @@
 """Model families: what a family is, and how one is found by name.
 
 A family is one module in models/families, named as `model.family`, with a `Family` called FAMILY. Its defaults are in
-configs/models/families/<name>.yaml.
+configs/models/families/<name>.yaml. An installed package adds one as an entry point of the group `ridgeline.families` (configs/plugins.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from ridgeline.configs.errors import unknown_name
+from ridgeline.configs import plugins
 from ridgeline.configs.schema import ModelConfig
 from ridgeline.models.block import Block
 from ridgeline.models.huggingface.tensor_map import TensorRule
@@ -49,6 +49,6 @@ def families() -> dict[str, Family]:
 
 def find_family(name: str) -> Family:
     """Return the family called `name`. Raises UserError with the nearest name for an unknown one."""
-    if name not in families():
-        raise unknown_name("model family (model.family)", name, families())
-    return families()[name]
+    if name in families():
+        return families()[name]
+    return plugins.load("families", name, Family, families())

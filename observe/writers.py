@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import LoggingConfig
 from ridgeline.rundir.directory import METRICS_FILE
 from ridgeline.rundir.jsonl import LineFile, dump_json
-from ridgeline.rundir.metrics import metric
+from ridgeline.rundir.metrics import DerivedMetric, derived_metric, metric
 
 _log = logging.getLogger("ridgeline")
 
@@ -232,8 +233,9 @@ class MultiWriter:
     An OSError of a writer (full disk) is logged once until a flush of that writer succeeds; the run goes on, and each write is tried again.
     """
 
-    def __init__(self, writers: Sequence[MetricWriter]) -> None:
+    def __init__(self, writers: Sequence[MetricWriter], derived: Mapping[str, DerivedMetric] | None = None) -> None:
         self._writers = list(writers)
+        self._derived = dict(derived or {})
         self._failing: set[int] = set()
 
     def _each(self, what: str, *args: Any) -> None:
@@ -252,7 +254,9 @@ class MultiWriter:
         """Write to all."""
         for name in metrics:
             metric(name)
-        self._each("write", step, {name: float(value) for name, value in metrics.items()})
+        values = {name: float(value) for name, value in metrics.items()}
+        derived = {name: one.value(values) for name, one in self._derived.items()}
+        self._each("write", step, values | {name: float(value) for name, value in derived.items() if value is not None})
 
     def text(self, tag: str, markdown: str) -> None:
         """Write to all."""
@@ -287,6 +291,8 @@ def build_writers(
       restart: restart number of the process (see EventLog).
       resume_step: step of the restored checkpoint; None when training starts at step 0.
     """
+    derived = {name: derived_metric(name) for name in logging_config.metrics}
+    plugin_writers = [plugins.load_callable("writers", name) for name in logging_config.writers]
     if process != 0:
         return MultiWriter([])
     if resume_step is None and restart > 0:  # an earlier start ended before its first checkpoint
@@ -296,7 +302,9 @@ def build_writers(
         writers.append(TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step, restart=restart))
     if logging_config.wandb_project is not None:
         writers.append(WandbWriter(logging_config.wandb_project, name=name, run=run, directory=run_dir, config=config))
-    writer = MultiWriter(writers)
+    for make in plugin_writers:
+        writers.append(make(run_dir, name=name, run=run, config=config, resume_step=resume_step))
+    writer = MultiWriter(writers, derived)
     writer.text("config", config_table(config))
     return writer
 

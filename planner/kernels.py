@@ -18,6 +18,7 @@ from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, matmu
 from ridgeline.planner.flops import mean_keys_per_query
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, attention_backend
+from ridgeline.planner.optimizer_state import optimizer_plugin
 
 IN_STEP_SHARE = 0.89
 """Rate of matmuls and attention inside a training step over their rate in isolation: clocks fall under sustained load, kernels wait for
@@ -172,6 +173,9 @@ class Kernels:
         """Return the gradient norm and the update of the parameters on the device."""
         local, kind = self.local, self.local.config.optimizer.kind
         work = Work(0.0, self.memory_s(update_bytes(local, transposed=self.transposed_gradients and local.fsdp > 1)))
+        if (plugin := optimizer_plugin(kind)) is not None and plugin.flops_per_parameter:
+            peak = self.device.peak_flops["float32"]
+            return work + Work(plugin.flops_per_parameter * local.parameters / peak)
         if kind != "muon":
             return work
         seconds = 0.0
@@ -258,6 +262,8 @@ def update_bytes(local: LocalSizes, *, transposed: bool) -> float:
     codes = precision.moments == "int8"
     if codes:
         moved = matrices * (both + local.gradient_itemsize + 3 * 2) + rest * (both + 16)
+    elif (plugin := optimizer_plugin(kind)) is not None:
+        moved = int(local.parameters * (both + 2 * plugin.state_bytes_per_parameter(first)))
     elif kind == "adamw":
         moved = local.parameters * (both + 2 * first + 8)
     elif kind == "muon":

@@ -7,6 +7,12 @@ a head, else the hidden width of the MLP. A device therefore finds the largest e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.configs import plugins
+from ridgeline.configs.choices import OPTIMIZERS
 from ridgeline.planner.local import ITEMSIZE, LocalSizes
 from ridgeline.planner.parameters import attention_matmul_parameters, mlp_matmul_parameters
 
@@ -16,6 +22,27 @@ LEAST_BLOCK = 16
 """Smallest block: the scale of a smaller one would take as many bits as its elements."""
 TENSOR = 8
 """Largest number of devices that `tensor` is expected to have: those of one node."""
+
+
+@dataclass(frozen=True)
+class OptimizerPlugin:
+    """An optimizer from an installed package (entry point group `ridgeline.optimizers`).
+
+    The planner imports it: import JAX and optax inside `rule`, so that planning needs no JAX.
+    """
+
+    rule: Callable[[Any, Any, Any], Any]
+    """(OptimizerConfig, dtype of precision.moments, tree of logical axes) -> optax.GradientTransformation: gradients to updates before
+    the learning rate, weight decay included, in float32 (trainer/optimizers.py)."""
+    state_bytes_per_parameter: Callable[[int], float]
+    """Bytes of an element of precision.moments (1, 2 or 4) -> bytes of state per parameter; the state is sharded as the parameters."""
+    flops_per_parameter: float = 0.0
+    """FLOPs of an update per parameter beyond elementwise work, which the memory traffic hides."""
+
+
+def optimizer_plugin(kind: str) -> OptimizerPlugin | None:
+    """Return the plug-in of an `optimizer.kind`; None for a built-in one. Raises UserError as `plugins.load`."""
+    return None if kind in OPTIMIZERS else plugins.load("optimizers", kind, OptimizerPlugin, OPTIMIZERS)
 
 
 def block_width(size: int, *, divided: bool) -> int:
@@ -34,6 +61,10 @@ def optimizer_state(local: LocalSizes) -> tuple[int, str]:
     """Return the bytes of the optimizer state of one device, and what it consists of."""
     kind, first = local.config.optimizer.kind, ITEMSIZE[local.config.precision.moments]
     dtype = local.config.precision.moments
+    if (plugin := optimizer_plugin(kind)) is not None:
+        return int(
+            local.parameters * plugin.state_bytes_per_parameter(first)
+        ), f"{kind}: as its package declares, sharded as the parameters"
     if kind == "adamw" and dtype == "int8":
         rest = local.parameters - local.layer_matrices
         size = 2 * local.layer_matrices + 2 * 4 * _scales(local) + rest * 8

@@ -10,8 +10,11 @@ MFU is absent on a device without a datasheet peak. TensorBoard opens the first 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from ridgeline.configs import plugins
 from ridgeline.rundir.goodput import CATEGORIES
 from ridgeline.rundir.startup import PARTS as STARTUP_PARTS
 
@@ -21,6 +24,16 @@ class Metric(NamedTuple):
 
     unit: str
     description: str
+
+
+@dataclass(frozen=True)
+class DerivedMetric:
+    """A metric of an installed package (entry point group `ridgeline.metrics`), computed from the others of a log line."""
+
+    unit: str
+    description: str
+    value: Callable[[Mapping[str, float]], float | None]
+    """Metrics of a step -> the value; None: absent in this step."""
 
 
 METRICS: dict[str, Metric] = {
@@ -94,9 +107,17 @@ METRICS: dict[str, Metric] = {
 _SET_NAME = re.compile(r"^eval/[^/]+/")
 
 
+def derived_metric(name: str) -> DerivedMetric:
+    """Return the metric of an installed package. Raises UserError as `plugins.load`."""
+    return plugins.load("metrics", name, DerivedMetric, METRICS)
+
+
 def metric(name: str) -> Metric:
     """Return the row of a metric name; `eval/<any set>/x` is `eval/<set>/x`. An unknown name is a bug in the caller."""
     row = METRICS.get(name) or METRICS.get(_SET_NAME.sub("eval/<set>/", name))
+    if row is None and name in plugins.names("metrics"):
+        derived = derived_metric(name)
+        return Metric(derived.unit, derived.description)
     assert row is not None, f"metric '{name}' is not in rundir.metrics.METRICS"
     return row
 

@@ -92,6 +92,15 @@ def code_hash(package: Path = PACKAGE, names: Sequence[str] = PACKAGES) -> str:
     return digest.hexdigest()
 
 
+def files_hash(files: Iterable[Path]) -> str:
+    """Hash files outside the project, such as those of plug-ins: paths and contents."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
 def user() -> str | None:
     """Return the name of the user."""
     try:

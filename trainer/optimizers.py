@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ridgeline.configs.errors import unknown_name
+from ridgeline.configs import plugins
 from ridgeline.configs.schema import OptimizerConfig, PrecisionConfig
+from ridgeline.planner.optimizer_state import OptimizerPlugin
 from ridgeline.sharding.rules import matrix_sides
 from ridgeline.trainer.low_precision import scale_by_eight_bit_adam
 
@@ -39,9 +40,8 @@ def build_optimizer(optimizer: OptimizerConfig, precision: PrecisionConfig, para
     Its `update` takes the keywords `learning_rate` (float32 scalar) and `key` (for moments in 8 bits) and returns float32 updates.
     Raises UserError for an unknown kind.
     """
-    if optimizer.kind not in OPTIMIZERS:
-        raise unknown_name("optimizer.kind", optimizer.kind, OPTIMIZERS)
-    rule = OPTIMIZERS[optimizer.kind](optimizer, jnp.dtype(precision.moments), param_axes)
+    build: Rule = OPTIMIZERS.get(optimizer.kind) or plugins.load("optimizers", optimizer.kind, OptimizerPlugin, OPTIMIZERS).rule
+    rule = build(optimizer, jnp.dtype(precision.moments), param_axes)
     return _in_float32(optax.chain(rule, _scale_by_learning_rate()))
 
 

@@ -26,11 +26,12 @@ from typing import Any
 
 import jax
 
+from ridgeline.configs import plugins
 from ridgeline.configs.diff import flatten
 from ridgeline.configs.schema import Config
 from ridgeline.observe.compilation import compile_in_parts, describe
 from ridgeline.rundir.events import COMPILED, LOADED
-from ridgeline.rundir.provenance import PACKAGES, code_hash, cores, cpu_features, makers
+from ridgeline.rundir.provenance import PACKAGES, code_hash, cores, cpu_features, files_hash, makers
 from ridgeline.trainer.agreement import Agreement
 
 MAX_BYTES = 4 << 30
@@ -62,6 +63,7 @@ def program_facts(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "format": 1,
         "config": {key: value for key, value in flatten(config).items() if not key.startswith(NOT_IN_PROGRAM)},
         "code": code_hash(names=[name for name in PACKAGES if name not in NOT_IN_CODE]),
+        "plugins": files_hash(plugins.loaded_sources()),
         "versions": {"python": platform.python_version(), **makers(sys.path)},
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
         "jax": {name: repr(value) for name, value in sorted(jax.config.values.items()) if name not in NOT_IN_JAX},

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs import plugins
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import ScheduleConfig
 
 Schedule = Callable[[jax.Array | int], jax.Array]
@@ -47,8 +48,7 @@ def build_schedule(config: ScheduleConfig, peak: float, steps: int) -> Schedule:
 
     Raises UserError for an unknown kind, or a warm-up (and wsd decay) that does not fit into the run.
     """
-    if config.kind not in SCHEDULES:
-        raise unknown_name("schedule.kind", config.kind, SCHEDULES)
+    decay: Decay = SCHEDULES.get(config.kind) or plugins.load_callable("schedules", config.kind, SCHEDULES)
     warmup = config.warmup_steps
     if warmup > steps:
         raise UserError(f"schedule.warmup_steps={warmup} is longer than the run (trainer.steps={steps})")
@@ -60,7 +60,6 @@ def build_schedule(config: ScheduleConfig, peak: float, steps: int) -> Schedule:
             f"decay_fraction may be at most {1 - warmup / steps:.3g}"
         )
     decay_start = max(last - decay_steps - warmup, 0.0) / (last - warmup)
-    decay = SCHEDULES[config.kind]
 
     def schedule(step: jax.Array | int) -> jax.Array:
         at = jnp.asarray(step, jnp.float32)

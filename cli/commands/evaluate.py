@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ridgeline.cli.options import json_option
 from ridgeline.configs.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()
@@ -35,26 +31,12 @@ def evaluate(model: Path, sets: tuple[str, ...], step: int | None, seq_len: int 
     Bits per byte includes every token of a set. Beside it is the value of gzip -9 on the same documents, if the corpus stores it.
     """
     wanted = dict(_parse(text) for text in sets)
+    from ridgeline import api
     from ridgeline.cli.progress import evaluation_progress
     from ridgeline.cli.tables import Column, print_table
-    from ridgeline.trainer.evaluation import evaluate_model
-    from ridgeline.trainer.pretrained import load_model
 
-    loaded = load_model(model, step=step)
-    if not wanted and not loaded.config.evaluation.sets:
-        raise UserError(f"{model} has no evaluation sets; use --set NAME=DIR")
     with evaluation_progress() as progress:
-        results = evaluate_model(
-            loaded.config,
-            loaded.spec,
-            loaded.partitioner,
-            loaded.params,
-            wanted or loaded.config.evaluation.sets,
-            tokenizer_sha256=loaded.tokenizer.sha256 if loaded.source.tokenizer_dir is not None else None,
-            seq_len=seq_len or (loaded.config.data.seq_len if loaded.source.hf is None else min(loaded.model.max_seq_len, 2048)),
-            batch_size=batch_size,
-            progress=progress,
-        )
+        evaluation = api.evaluate(model, wanted, step=step, seq_len=seq_len, batch_size=batch_size, progress=progress)
     columns = [
         Column("set"),
         Column("loss", "loss (nats/token)", "{:.4f}".format),
@@ -73,11 +55,11 @@ def evaluate(model: Path, sets: tuple[str, ...], step: int | None, seq_len: int 
             "gzip9_bits_per_byte": result.gzip_bits_per_byte,
             "tokens": result.tokens,
             "text_bytes": result.text_bytes,
-            "step": loaded.step,
+            "step": evaluation.step,
         }
-        for name, result in results.items()
+        for name, result in evaluation.sets.items()
     ]
-    print_table(columns, rows, as_json=as_json, title=f"{model}" + ("" if loaded.step is None else f", step {loaded.step}"))
+    print_table(columns, rows, as_json=as_json, title=f"{model}" + ("" if evaluation.step is None else f", step {evaluation.step}"))
 
 
 def _parse(text: str) -> tuple[str, Path]:

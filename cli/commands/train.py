@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -55,6 +54,7 @@ def train(
     joined = _join(here, resolved.config, stop)
 
     loading_s = time.monotonic()
+    from ridgeline.api import start_facts
     from ridgeline.explain.trace.background import start as start_analysis
     from ridgeline.trainer.failures import CheckpointError, NumericalFailure, lost_peer
     from ridgeline.trainer.run import train as run_training
@@ -65,10 +65,7 @@ def train(
             resolved.config,
             command=sys.argv,
             before=[*joined.stretches, ("import", loading_s, loaded_s)],
-            facts={
-                "cluster": {"described": asdict(here), "joined": asdict(joined)},
-                "environment": {"settings": [asdict(setting) for setting in settings]},
-            },
+            facts=start_facts(here, joined, settings),
             stop=stop,
             grace_s=_grace_s(),
             analyze=start_analysis,
@@ -92,7 +89,7 @@ def train(
     if outcome is None:
         return
     if here.process == 0:
-        _report(resolved.config.directory, outcome)
+        report_end(resolved.config.directory.absolute(), outcome)
     if outcome.stopped_by is not None:
         sys.exit(_stopped(outcome.stopped_by.name))
 
@@ -113,7 +110,7 @@ def _join(here: cluster.Cluster, config: Config, stop: Stop) -> cluster.Joined:
     return joined
 
 
-def _report(run_dir: Path, outcome: Outcome) -> None:
+def report_end(run_dir: Path, outcome: Outcome) -> None:
     """Print where the time of the run went, its main bottleneck, and how to continue."""
     from ridgeline.explain.diagnosis.rules import summary_line
     from ridgeline.explain.summary import format_summary, summarize

@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from pydantic import ValidationError
 
+from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.schema import ComputeConfig, DType, ModelConfig, PrecisionConfig
 from ridgeline.models import build
@@ -83,6 +84,10 @@ def model_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     architectures = config.get("architectures") or []
     by_type = {kind.name: kind for kind in known.values()}
     kind = known.get(architectures[0]) if architectures else by_type.get(str(config.get("model_type")))
+    if kind is None and (others := plugins.names("families")):
+        added = {one.hf_architecture: one for one in map(find_family, others) if one.config_from_hf}
+        kind = added.get(str(architectures[0]) if architectures else "")
+        known |= added
     if kind is None:
         raise unknown_name("Hugging Face architecture", str(architectures[0] if architectures else config.get("model_type")), known)
     assert kind.config_from_hf is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -74,3 +75,18 @@ def test_the_offline_commands_install_from_a_directory_alone(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     assert (target / "ridgeline/configs/models/gpt2.yaml").is_file()
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All code cells, in order, in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs/notebooks/python_api.ipynb").read_text())["cells"]
+    namespace: dict[str, object] = {}
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [], "outputs are not stored"
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert "did you mean 'steps'" in printed
+    assert "step 40: training loss" in printed
+    assert "'3 times 4 is " in printed

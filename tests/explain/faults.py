@@ -223,6 +223,7 @@ def main() -> None:
     plan, cache = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
     use_cache(cache)
 
+    from ridgeline.cli.commands.train import report_end
     from ridgeline.configs.schema import Config
     from ridgeline.rundir import startup
     from ridgeline.trainer import run
@@ -245,7 +246,10 @@ def main() -> None:
                 continue
             began_s, used_s = time.monotonic(), time.process_time()
             with patch.object(startup, "process_age_s", lambda began_s=began_s: time.monotonic() - began_s), planted(job):
-                run.train(Config.model_validate(job["config"]), command=["test"])
+                config = Config.model_validate(job["config"])
+                outcome = run.train(config, command=["test"])
+            if outcome is not None:
+                report_end(config.directory, outcome)
             took_s, used_s = time.monotonic() - began_s, time.process_time() - used_s
             print(f"{job['config']['name']} took {took_s:.1f} s, {used_s:.1f} s of CPU", flush=True)
 

@@ -148,7 +148,7 @@ def test_one_device_moves_nothing():
         (("all-gather", N, flat(8), "tree"), "all-gather has no algorithm 'tree' \\(it has: ring, recursive-halving\\)"),
         (("all-to-all", N, flat(8), "recursive-halving"), "all-to-all has no algorithm"),
         (("all-reduce", N, flat(6), "recursive-halving"), "power of two of devices, not 6 \\(nearest: 4 or 8"),
-        (("all-reduce", N, flat(8), "in-switch"), "whose switch can reduce"),
+        (("all-reduce", N, flat(8), "in-switch"), "in_switch_reduction"),
         (("all-gather", N, flat(8), "double-tree"), "all-gather has no algorithm 'double-tree'"),
         (("all-to-all", N, flat(8), "rail-ring"), "all-to-all has no algorithm 'rail-ring' \\(it has: ring, hierarchical\\)"),
     ],

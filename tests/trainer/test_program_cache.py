@@ -208,7 +208,7 @@ def test_a_file_that_cannot_be_trusted_or_read_is_compiled_over_with_a_word(star
     assert came == COMPILED
     assert float(program(copy(row))[1]) == 28.0
     (said,) = starts.said
-    assert said.startswith(f"{file} cannot be loaded, compiling: ")
+    assert said.startswith(f"{file} cannot be loaded and is compiled: ")
     assert starts.start(row)[0] == LOADED, "written anew"
 
 
@@ -237,7 +237,7 @@ def test_a_program_partitioned_by_rules_in_python_is_kept(starts: Starts, row: j
 def test_a_program_that_calls_python_is_not_kept_and_says_why(starts: Starts, row: jax.Array) -> None:
     program = starts.cache().compile(jax.jit(lambda x: jax.pure_callback(np.sin, x, x)), "calls", [row], {})
     np.testing.assert_allclose(program(row), np.sin(np.arange(8)), rtol=1e-6)
-    assert starts.said == ["calls is not kept for the next start: ValueError: it calls Python functions"]
+    assert starts.said == ["calls is not cached for the next start: ValueError: it calls Python functions"]
 
 
 def test_what_jax_had_compiled_is_not_kept(starts: Starts, row: jax.Array, jax_cache: Any, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Plug-ins for Ridgeline: pyproject.toml registers one object of each module."""

@@ -1,0 +1,343 @@
+"""The Python API. `import ridgeline` offers everything here; JAX is imported by the functions that compute, not before.
+
+    import ridgeline
+
+    config = ridgeline.load_config("configs/quickstart.yaml", {"trainer.steps": 100})
+    result = ridgeline.train(config)
+    result.metrics["train/loss"], result.evaluation["validation"].perplexity
+    ridgeline.generate(result.directory, ["def "])
+
+Errors are exceptions: `UserError` for everything that the caller can correct, and those that each function lists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ridgeline.configs.cluster import ClusterConfig, load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.configs.schema import Config
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.plan import Plan, make_plan
+from ridgeline.planner.search import Limits
+from ridgeline.rundir.directory import RunDir
+from ridgeline.trainer.failures import CheckpointError, NumericalFailure
+
+if TYPE_CHECKING:
+    from ridgeline.launch.cluster import Cluster, Joined
+    from ridgeline.launch.environment import Setting
+    from ridgeline.trainer.evaluation import ProgressCallback, SetResult
+
+__all__ = [
+    "CheckpointError",
+    "Config",
+    "Evaluation",
+    "Generation",
+    "NumericalFailure",
+    "Plan",
+    "RunDir",
+    "TrainResult",
+    "TrainingStopped",
+    "UserError",
+    "evaluate",
+    "generate",
+    "load_config",
+    "open_run",
+    "plan",
+    "train",
+]
+
+DEFAULT_MAX_TOKENS = 200
+"""Largest number of new tokens of `generate` by default, where the model's length allows it."""
+LARGEST_HF_SEQ_LEN = 2048
+"""Tokens per row of an evaluation of a Hugging Face model by default, where its length allows it."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended."""
+
+    step: int
+    """Steps taken in total, earlier starts included."""
+    finished: bool
+    """Whether the last step was reached; otherwise `trainer.stop_after_s` ended the run, and the same call resumes it."""
+    metrics: dict[str, float]
+    """The last value of every metric of the run (docs/METRICS.md)."""
+    evaluation: dict[str, SetResult]
+    """Set -> result of the last evaluation of this call; empty when there was none."""
+    directory: Path
+    """The run directory."""
+
+    @property
+    def run(self) -> RunDir:
+        """The run directory, opened."""
+        return RunDir.open(self.directory)
+
+
+class TrainingStopped(Exception):
+    """SIGINT (Ctrl-C) or SIGTERM stopped a call of `train`. The state is saved; the same call resumes the run."""
+
+    def __init__(self, signal_name: str, step: int | None) -> None:
+        super().__init__(f"stopped by {signal_name} " + ("before the first step" if step is None else f"at step {step}"))
+        self.signal_name = signal_name
+        self.step = step
+        """Steps taken in total; None: stopped before the first step of this call, with nothing to save."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate`."""
+
+    sets: dict[str, SetResult]
+    """Set -> loss, perplexity, bits per byte and more (trainer/evaluation.py)."""
+    step: int | None
+    """Of the checkpoint; None for a Hugging Face directory."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled text."""
+
+    prompt: str
+    text: str
+    """The new text, without the prompt."""
+    tokens: int
+    """Number of new tokens."""
+    stopped_by: str
+    """What ended it: `eos` or `length`."""
+
+
+def load_config(config: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Config:
+    """Load a config file, or a shipped config by name (`models/gpt2`).
+
+    overrides: {"trainer.steps": 200} or ["trainer.steps=200"].
+    Raises UserError, with file and line or override, for every error that can be found without knowing the devices.
+    """
+    if isinstance(overrides, str):
+        raise UserError(f"overrides='{overrides}' must be a mapping or a list of strings, as in ['{overrides}']")
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    return load(config, overrides).config
+
+
+def plan(
+    config: Config,
+    *,
+    cluster: str | ClusterConfig,
+    nodes: int | Sequence[int] = 1,
+    objective: Literal["time", "cost", "efficiency"] = "time",
+    budget_usd: float | None = None,
+    deadline_days: float | None = None,
+    tokens: float | None = None,
+    top: int = 3,
+    calibration: str | None = None,
+) -> Plan:
+    """Find the best layouts of a config on a cluster, without a GPU and without JAX (`ridge plan`).
+
+    Args:
+      cluster: name of a shipped cluster, a YAML file, or a cluster.
+      nodes: node counts to compare.
+      objective: time: earliest end; cost: least money; efficiency: most tokens/s per device.
+      budget_usd, deadline_days: limits of the run, failures included.
+      tokens: of the run; None: trainer.steps x batch size x sequence length.
+      top: number of layouts in `Plan.best`.
+      calibration: file of `ridge calibrate`; None: published rates.
+
+    Raises UserError when nothing fits or nothing is within the limits.
+    """
+    return make_plan(
+        config,
+        cluster if isinstance(cluster, ClusterConfig) else load_cluster(cluster).config,
+        load_calibration(calibration),
+        [nodes] if isinstance(nodes, int) else nodes,
+        tokens=tokens,
+        objective=objective,
+        limits=Limits(budget_usd, deadline_days),
+        top=top,
+    )
+
+
+def train(config: Config, *, from_step: int | None = None) -> TrainResult:
+    """Start a run in `config.directory`, or resume the one that is there, and train to its last step.
+
+    Call it in the main thread, in each process of the run; processes find each other as under `ridge train`. Settings of the runtime
+    (`runtime.platform`, `runtime.cpu_devices`) and of the environment apply only before JAX computes anything in this process.
+
+    from_step: resume from the checkpoint of this step instead of the newest, and set later ones aside.
+
+    Raises:
+      UserError: bad input.
+      TrainingStopped: SIGINT or SIGTERM; the state is saved.
+      NumericalFailure: too many steps in a row were not finite; `.steps` are the saved steps.
+      CheckpointError: checkpoints cannot be saved or loaded.
+      ridgeline.launch.cluster.ClusterError, Preempted: the processes of the run could not connect.
+    """
+    from ridgeline.launch import cluster, environment
+    from ridgeline.trainer.stop import Stop, StopRequested
+
+    stop = Stop().install()
+    try:
+        here = cluster.describe(os.environ, flags=cluster.Flags(None, None, None), platform=config.runtime.platform)
+        settings = environment.prepare(config, here)
+        _check_virtual_devices(config)
+        joined = cluster.join(here, config, stop=stop)
+        stop.check()
+        loading_s = time.monotonic()
+        from ridgeline.explain.trace.background import start as start_analysis
+        from ridgeline.trainer import run
+        from ridgeline.trainer.checkpoint import directories
+
+        outcome = run.train(
+            config,
+            command=sys.argv,
+            before=[*joined.stretches, ("import", loading_s, time.monotonic())],
+            facts=start_facts(here, joined, settings),
+            stop=stop,
+            analyze=start_analysis,
+            from_step=from_step,
+        )
+    except StopRequested as request:
+        raise TrainingStopped(request.signal.name, None) from None
+    finally:
+        stop.uninstall()
+    if outcome is not None and outcome.stopped_by is not None:
+        raise TrainingStopped(outcome.stopped_by.name, outcome.steps)
+    metrics: dict[str, float] = {}
+    for line in RunDir(config.directory).metrics:
+        metrics.update(line)
+    metrics = {name: value for name, value in metrics.items() if "/" in name}
+    if outcome is None:  # complete before this call
+        return TrainResult(directories.complete_steps(config.directory / "checkpoints")[-1], True, metrics, {}, config.directory)
+    return TrainResult(outcome.steps, outcome.finished, metrics, outcome.evaluation, config.directory)
+
+
+def start_facts(here: Cluster, joined: Joined, settings: Sequence[Setting]) -> dict[str, dict[str, Any]]:
+    """Return the events of a start: how the processes were found and connected, and the settings of the environment."""
+    return {
+        "cluster": {"described": asdict(here), "joined": asdict(joined)},
+        "environment": {"settings": [asdict(setting) for setting in settings]},
+    }
+
+
+def _check_virtual_devices(config: Config) -> None:
+    """Raise UserError when runtime.cpu_devices can no longer be set, because JAX has its devices."""
+    jax = sys.modules.get("jax")
+    if jax is None or config.runtime.cpu_devices == 1 or not jax._src.xla_bridge.backends_are_initialized():
+        return
+    if len(jax.devices()) != config.runtime.cpu_devices:
+        raise UserError(
+            f"runtime.cpu_devices={config.runtime.cpu_devices}: JAX already has {len(jax.devices())} devices in this process; "
+            "start a new process"
+        )
+
+
+def open_run(path: str | Path) -> RunDir:
+    """Open a run directory: its config, metrics, events, plan and more, each read at first use.
+
+    Raises UserError when `path` is no run directory, and later for each file that is damaged.
+    """
+    return RunDir.open(Path(path))
+
+
+def evaluate(
+    model: str | Path,
+    sets: Mapping[str, str | Path] | None = None,
+    *,
+    step: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Evaluation:
+    """Compute loss, perplexity and bits per byte of a run or a Hugging Face directory on whole prepared corpora, on one device.
+
+    Args:
+      model: run directory, or Hugging Face directory.
+      sets: name -> directory of a prepared corpus; None: the run's evaluation sets.
+      step: checkpoint of the run; None: the newest valid one.
+      seq_len: tokens per row; None: the run's; for a Hugging Face model its maximum, up to 2,048.
+      batch_size: rows per step; None: the run's, or 8.
+      progress: receives the progress (trainer.evaluation).
+
+    Raises UserError: no model or checkpoint, no sets, or a set that does not fit the model.
+    """
+    from ridgeline.trainer.evaluation import evaluate_model
+    from ridgeline.trainer.pretrained import load_model
+
+    loaded = load_model(Path(model), step=step)
+    wanted = {name: Path(path) for name, path in (sets or {}).items()} or loaded.config.evaluation.sets
+    if not wanted:
+        raise UserError(f"{model} has no evaluation sets; name some: --set NAME=DIR, or evaluate(model, {{NAME: DIR}})")
+    own_seq_len = loaded.config.data.seq_len if loaded.source.hf is None else min(loaded.model.max_seq_len, LARGEST_HF_SEQ_LEN)
+    results = evaluate_model(
+        loaded.config,
+        loaded.spec,
+        loaded.partitioner,
+        loaded.params,
+        wanted,
+        tokenizer_sha256=loaded.tokenizer.sha256 if loaded.source.tokenizer_dir is not None else None,
+        seq_len=seq_len or own_seq_len,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    return Evaluation(results, loaded.step)
+
+
+def generate(
+    model: str | Path,
+    prompts: Sequence[str] = ("",),
+    *,
+    max_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    step: int | None = None,
+) -> list[Generation]:
+    """Sample a continuation of each prompt from a run or a Hugging Face directory, on one device.
+
+    Args:
+      model: run directory, or Hugging Face directory.
+      prompts: texts to continue; "": the start of a document.
+      max_tokens: largest number of new tokens; None: 200, or what the model's length allows.
+      temperature: 0: always the most likely token.
+      top_k, top_p: sample from the k most likely tokens; from the most likely tokens whose probabilities sum to p.
+      seed: random seed, 0 to 2**32 - 1.
+      step: checkpoint of the run; None: the newest valid one.
+
+    Raises UserError: no model, checkpoint or tokenizer, or a value out of its range.
+    """
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed {seed} must be in 0..{2**32 - 1}")
+    if isinstance(prompts, str):
+        raise UserError("prompts must be a list of strings")
+    from ridgeline.models.generate import Sampling
+    from ridgeline.models.generate import generate as sample
+    from ridgeline.trainer.pretrained import load_model
+
+    sampling = Sampling(temperature, top_k, top_p)
+    loaded = load_model(Path(model), step=step)
+    tokenizer = loaded.tokenizer
+    # Our documents begin with BOS, or with EOS if the tokenizer has no BOS. Imported models were not trained with a leading EOS.
+    begin = loaded.source.hf is None or tokenizer.bos_id != tokenizer.eos_id
+    encoded = [[tokenizer.bos_id, *ids] if begin or not ids else ids for ids in tokenizer.encode_batch(prompts)]
+    room = loaded.model.max_seq_len - max(map(len, encoded))
+    results = sample(
+        loaded.decoder,
+        encoded,
+        max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)) if max_tokens is None else max_tokens,
+        sampling=sampling,
+        eos_ids=loaded.eos_ids,
+        seed=seed,
+    )
+    return [
+        Generation(text, tokenizer.decode(result.tokens), len(result.tokens), result.stopped_by)
+        for text, result in zip(prompts, results, strict=True)
+    ]
