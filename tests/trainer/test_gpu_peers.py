@@ -105,7 +105,7 @@ class Runner:
         Path(job["output"]).write_text(json.dumps({"step_s": 0.5, "losses": [2.0, 1.0]}))
         return subprocess.CompletedProcess(program, 0, "", "")
 
-    def say(self, words: str) -> None:
+    def log(self, words: str) -> None:
         """Say nothing."""
 
 
