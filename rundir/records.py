@@ -5,6 +5,7 @@ A record written by an older version may lack keys: those have defaults. `traine
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.rundir.files import Record
@@ -93,9 +94,9 @@ class MemoryRow(Record):
 
     what: str
     """arguments, temporaries or step."""
-    planned_bytes: float
-    compiled_bytes: float
-    difference_bytes: float = 0
+    planned_bytes: int
+    compiled_bytes: int
+    difference_bytes: int = 0
     agrees: bool = True
     explanation: str = ""
 
@@ -135,7 +136,7 @@ class PlanRecord(Record):
     device: str | None = None
     """Device kind as JAX names it."""
     memory_bytes: float | None = None
-    components: dict[str, float] = {}
+    components: Mapping[str, float] = {}
     """Component -> planned bytes per device."""
     collectives: tuple[PlannedCollective, ...] = ()
     compiled: StepSizes | None = None
@@ -185,5 +186,5 @@ class CompileRecord(StepSizes):
 
 
 def to_dict(record: Record | None) -> dict[str, Any] | None:
-    """Return the keys a record was read with, as plain values; None for None."""
+    """Return the keys a record was made or read with, as plain values; None for None."""
     return None if record is None else record.model_dump(mode="json", exclude_unset=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ridgeline.configs.schema import Config
 from ridgeline.hlo.collectives import Collective
 from ridgeline.planner.collectives import PlannedCollective, as_compiled_for_cpu, as_compiled_for_gpu, planned_collectives
 from ridgeline.planner.memory import MemoryEstimate
+from ridgeline.rundir.records import MemoryRow, TrafficRow
 
 SMALL_BYTES = 1 << 18
 """Collectives and differences below this are scalars, norms and counters, which are not planned."""
@@ -104,7 +104,7 @@ def unplanned(config: Config, sizes: Mapping[str, int], found: Sequence[Collecti
     return extra
 
 
-def memory_rows(estimate: MemoryEstimate, argument_bytes: int, temp_bytes: int) -> list[dict[str, Any]]:
+def memory_rows(estimate: MemoryEstimate, argument_bytes: int, temp_bytes: int) -> list[MemoryRow]:
     """Return planned and compiled bytes of arguments, temporaries and both together, with an explanation of each difference.
 
     Donated outputs, which alias arguments, count once, as in the plan.
@@ -119,33 +119,33 @@ def memory_rows(estimate: MemoryEstimate, argument_bytes: int, temp_bytes: int) 
     ]
 
 
-def _memory_row(what: str, planned: int, compiled: int, why: str) -> dict[str, Any]:
+def _memory_row(what: str, planned: int, compiled: int, why: str) -> MemoryRow:
     difference = compiled - planned
     agrees = abs(difference) <= max(SMALL_BYTES, MEMORY_TOLERANCE * planned)
     share = f"{difference / planned:+.1%}" if planned else "not planned"
-    return {
-        "what": what,
-        "planned_bytes": planned,
-        "compiled_bytes": compiled,
-        "difference_bytes": difference,
-        "agrees": agrees,
-        "explanation": "as planned" if agrees else f"{share}: {why}",
-    }
+    return MemoryRow(
+        what=what,
+        planned_bytes=planned,
+        compiled_bytes=compiled,
+        difference_bytes=difference,
+        agrees=agrees,
+        explanation="as planned" if agrees else f"{share}: {why}",
+    )
 
 
-def traffic_rows(traffic: Sequence[Traffic], found: Sequence[Collective]) -> list[dict[str, Any]]:
+def traffic_rows(traffic: Sequence[Traffic], found: Sequence[Collective]) -> list[TrafficRow]:
     """Return planned and compiled bytes of every kind of collective over every set of axes, with an explanation of each difference."""
     return [
-        {
-            "where": row.where,
-            "kind": row.kind,
-            "axes": list(row.axes),
-            "planned_bytes": row.planned_bytes,
-            "compiled_bytes": row.compiled_bytes,
-            "difference_bytes": row.excess_bytes,
-            "agrees": row.agrees,
-            "explanation": _explain(row, found),
-        }
+        TrafficRow(
+            where=row.where,
+            kind=row.kind,
+            axes=row.axes,
+            planned_bytes=row.planned_bytes,
+            compiled_bytes=row.compiled_bytes,
+            difference_bytes=row.excess_bytes,
+            agrees=row.agrees,
+            explanation=_explain(row, found),
+        )
         for row in traffic
     ]
 

@@ -6,7 +6,6 @@ takes long to compute: buffers at the peak, the roofline and the simulated sched
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -26,8 +25,8 @@ from ridgeline.planner.links import assumed_cluster
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.step_time import step_time
 from ridgeline.rundir.directory import RunDir
-from ridgeline.rundir.files import write_atomically
-from ridgeline.rundir.records import COMPILE_FILE, PLAN_FILE
+from ridgeline.rundir.files import write_record
+from ridgeline.rundir.records import COMPILE_FILE, PLAN_FILE, CompiledCollective, CompileRecord, PlannedCollective, PlanRecord, StepSizes
 from ridgeline.trainer.plan_comparison import compare_traffic, expected, memory_rows, traffic_rows
 
 
@@ -55,11 +54,10 @@ def record_plan(
         module, sizes = parse(compiled_step.as_text()), compiled_step.memory_analysis()
         found = collectives(module, mesh)
         made = build_plan(run_dir, config, mesh, sizes, found, device_kind=device_kind, gpu=gpu)
-        write_atomically(run_dir / name, json.dumps(made, indent=1).encode())
+        write_record(run_dir / name, made)
         name = COMPILE_FILE
-        rows = {"traffic": made["communication"], "memory": made["memory"]}
-        report = compile_record(mesh, module, sizes, found) | rows | {"device": device_kind, **(parts or {})}
-        write_atomically(run_dir / name, json.dumps(report, indent=1).encode())
+        more = {"traffic": made.communication, "memory": made.memory, "device": device_kind, **(parts or {})}
+        write_record(run_dir / name, compile_record(mesh, module, sizes, found).model_copy(update=more))
     except Exception as error:
         return f"no {name}: {type(error).__name__}: {error}"
     return None
@@ -67,30 +65,35 @@ def record_plan(
 
 def build_plan(
     run_dir: Path, config: Config, mesh: Mapping[str, int], sizes: Any, found: Sequence[Collective], *, device_kind: str, gpu: bool
-) -> dict[str, Any]:
+) -> PlanRecord:
     """Return the contents of plan.json. `sizes`: memory analysis of the step; `found`: its collectives; others as in `record_plan`."""
     estimate = memory_per_device(config, mesh, gpu=gpu)
     traffic = compare_traffic(config, mesh, found, gpu=gpu)
-    made: dict[str, Any] = {
-        "mesh": dict(mesh),
-        "devices": math.prod(mesh.values()),
-        "device": device_kind,
-        "memory_bytes": estimate.total_bytes,
-        "components": estimate.bytes_by_component(),
-        "collectives": [
-            {"what": p.what, "where": p.where, "kind": p.kind, "axes": list(p.axes), "bytes": p.bytes, "count": p.count}
+    return PlanRecord(
+        mesh=dict(mesh),
+        devices=math.prod(mesh.values()),
+        device=device_kind,
+        memory_bytes=estimate.total_bytes,
+        components=estimate.bytes_by_component(),
+        collectives=tuple(
+            PlannedCollective(what=p.what, where=p.where, kind=p.kind, axes=p.axes, bytes=p.bytes, count=p.count)
             for p in expected(config, mesh, gpu=gpu)
-        ],
-        "compiled": {
-            "argument_bytes": sizes.argument_size_in_bytes,
-            "output_bytes": sizes.output_size_in_bytes,
-            "alias_bytes": sizes.alias_size_in_bytes,
-            "temp_bytes": sizes.temp_size_in_bytes,
-        },
-        "memory": memory_rows(estimate, sizes.argument_size_in_bytes, sizes.temp_size_in_bytes),
-        "communication": traffic_rows(traffic, found),
-    }
-    return made | _predicted_time(run_dir, config, mesh, find_hardware(device_kind))
+        ),
+        compiled=_sizes(sizes),
+        memory=tuple(memory_rows(estimate, sizes.argument_size_in_bytes, sizes.temp_size_in_bytes)),
+        communication=tuple(traffic_rows(traffic, found)),
+        **_predicted_time(run_dir, config, mesh, find_hardware(device_kind)),
+    )
+
+
+def _sizes(analysis: Any) -> StepSizes:
+    """Return the record of jax's memory analysis."""
+    return StepSizes(
+        argument_bytes=analysis.argument_size_in_bytes,
+        output_bytes=analysis.output_size_in_bytes,
+        alias_bytes=analysis.alias_size_in_bytes,
+        temp_bytes=analysis.temp_size_in_bytes,
+    )
 
 
 def _predicted_time(run_dir: Path, config: Config, mesh: Mapping[str, int], device: Hardware | None) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def _cluster(run_dir: Path, device: Hardware) -> ClusterConfig | None:
     return cluster if cluster is not None and cluster.device == device.name else assumed_cluster(device)
 
 
-def compile_record(mesh: Mapping[str, int], module: Module, sizes: Any, found: Sequence[Collective]) -> dict[str, Any]:
+def compile_record(mesh: Mapping[str, int], module: Module, sizes: Any, found: Sequence[Collective]) -> CompileRecord:
     """Return the figures of a compiled step for compile.json.
 
     Args:
@@ -124,32 +127,29 @@ def compile_record(mesh: Mapping[str, int], module: Module, sizes: Any, found: S
       sizes: jax's memory analysis of it, per device.
       found: its collectives.
     """
-    return {
-        "argument_bytes": sizes.argument_size_in_bytes,
-        "output_bytes": sizes.output_size_in_bytes,
-        "alias_bytes": sizes.alias_size_in_bytes,
-        "temp_bytes": sizes.temp_size_in_bytes,
-        "flops": total_flops(kernels(module)),
-        "mesh": dict(mesh),
-        "versions": {"jax": version("jax"), "jaxlib": version("jaxlib")},
-        "collectives": [collective_json(collective) for collective in found],
-        "uncounted_loops": module.unknown_loops,
-    }
+    return CompileRecord(
+        **dict(_sizes(sizes)),
+        flops=total_flops(kernels(module)),
+        mesh=dict(mesh),
+        versions={"jax": version("jax"), "jaxlib": version("jaxlib")},
+        collectives=tuple(compiled_collective(collective) for collective in found),
+        uncounted_loops=tuple(module.unknown_loops),
+    )
 
 
-def collective_json(collective: Collective) -> dict[str, Any]:
-    """Return one collective as plain values."""
-    return {
-        "kind": collective.kind,
-        "axes": list(collective.axes) if collective.axes is not None else None,
-        "dtype": collective.dtype,
-        "bytes": collective.bytes,
-        "count": collective.count,
-        "overlapped": overlapped(collective),
-        "name": collective.name,
-        "op_name": collective.op_name,
-        "source": source_text(collective.source),
-    }
+def compiled_collective(collective: Collective) -> CompiledCollective:
+    """Return the record of one collective."""
+    return CompiledCollective(
+        kind=collective.kind,
+        axes=collective.axes,
+        dtype=collective.dtype,
+        bytes=collective.bytes,
+        count=collective.count,
+        overlapped=overlapped(collective),
+        name=collective.name,
+        op_name=collective.op_name,
+        source=source_text(collective.source),
+    )
 
 
 def overlapped(collective: Collective) -> bool:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ridgeline.cli.tables import Column, print_table
+from ridgeline.rundir.records import MemoryRow, TrafficRow
 from ridgeline.trainer.aot.report import Report, buffer_json, roofline_json
 from ridgeline.trainer.plan_comparison import memory_rows, traffic_rows
 
@@ -37,7 +38,7 @@ def print_report(report: Report, change: list[str] | None, name: str, cluster: s
 def _print_memory(report: Report) -> None:
 
     c = report.compiled
-    rows = [_in_gb(row) for row in memory_rows(report.estimate, c.argument_bytes, c.temp_bytes)]
+    rows: list[dict[str, object]] = [_in_gb(row) for row in memory_rows(report.estimate, c.argument_bytes, c.temp_bytes)]
     rows.append(
         {"what": "runtime (driver, communicators)", "planned": report.reserve_bytes / GB, "explanation": "outside the compiled program"}
     )
@@ -49,8 +50,8 @@ def _print_memory(report: Report) -> None:
     print(f"needs {needed:.2f} GB of {report.capacity_bytes / GB:.2f} GB usable: {verdict}")
 
 
-def _in_gb(row: dict[str, Any]) -> dict[str, object]:
-    return row | {"planned": row["planned_bytes"] / GB, "compiled": row["compiled_bytes"] / GB}
+def _in_gb(row: MemoryRow | TrafficRow) -> dict[str, object]:
+    return dict(row) | {"planned": row.planned_bytes / GB, "compiled": row.compiled_bytes / GB}
 
 
 def _print_buffers(report: Report) -> None:
@@ -62,7 +63,7 @@ def _print_buffers(report: Report) -> None:
 
 def _print_collectives(report: Report) -> None:
 
-    rows = [_in_gb(row) | {"axes": ",".join(row["axes"])} for row in traffic_rows(report.traffic, report.collectives)]
+    rows = [_in_gb(row) | {"axes": ",".join(row.axes)} for row in traffic_rows(report.traffic, report.collectives)]
     number = "{:.3f}".format
     columns: list[Column | str] = [
         "where",

@@ -11,7 +11,7 @@ from ridgeline.planner.collectives import as_compiled_for_gpu, bytes_per_step, p
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
 from ridgeline.trainer.aot.report import build_report
 from ridgeline.trainer.plan_comparison import payload_bytes
-from ridgeline.trainer.plan_record import collective_json
+from ridgeline.trainer.plan_record import compiled_collective
 from tests.trainer.gpu_models import QUICK, SHAPES, cluster, small
 
 LAYOUTS = {
@@ -90,7 +90,7 @@ def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, lay
     assert found == pytest.approx(planned, rel=1e-4, abs=SCALARS_BYTES)
     report = build_report(asked, cluster(), result)
     assert all(row.agrees for row in report.traffic), report.traffic
-    assert [collective_json(c) for c in report.unplanned] == []
+    assert [compiled_collective(c) for c in report.unplanned] == []
 
 
 @pytest.mark.slow

@@ -71,10 +71,10 @@ def test_what_cannot_be_recorded_is_said_and_ends_nothing(compiled, tmp_path):
 def test_differences_are_explained():
     estimate = memory_per_device(small("llama"), dict.fromkeys(("pipeline", "data", "fsdp", "context", "tensor", "expert"), 1))
     rows = memory_rows(estimate, estimate.argument_bytes, 2 * estimate.temp_bytes)
-    assert [row["agrees"] for row in rows] == [True, False, False]
-    assert "+100.0%" in rows[1]["explanation"] and estimate.peak_at in rows[1]["explanation"]
+    assert [row.agrees for row in rows] == [True, False, False]
+    assert "+100.0%" in rows[1].explanation and estimate.peak_at in rows[1].explanation
     gather = Collective("all-gather", "bf16", 10**8, ("fsdp",), 8, 3, "ag", "main", "", Source("models/block.py", 7, ""), ((1,),), True, 1)
     more, fewer = Traffic("once", "all-gather", ("fsdp",), 0.0, 3e8), Traffic("once", "all-reduce", ("data",), 1e9, 0.0)
-    explained = [row["explanation"] for row in traffic_rows([more, fewer], [gather])]
+    explained = [row.explanation for row in traffic_rows([more, fewer], [gather])]
     assert "nothing of this kind is planned" in explained[0] and "100.0 MB x 3 at models/block.py:7" in explained[0]
     assert "fewer" in explained[1]

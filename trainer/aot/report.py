@@ -25,7 +25,7 @@ from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.step_time import host_bytes_per_s
 from ridgeline.trainer.aot.compile import Compiled, Request
 from ridgeline.trainer.plan_comparison import SMALL_BYTES, Traffic, compare_traffic, memory_rows, traffic_rows, unplanned
-from ridgeline.trainer.plan_record import collective_json, overlapped, source_text
+from ridgeline.trainer.plan_record import compiled_collective, overlapped, source_text
 
 EQUAL = 0.02
 """Simulated step times that differ by less than this share are equal: the calibrated rates are not more exact."""
@@ -187,12 +187,12 @@ def report_json(report: Report) -> dict[str, Any]:
         "versions": c.versions,
         "warnings": list(c.warnings),
         "uncounted_loops": list(report.uncounted_loops),
-        "collectives": [collective_json(x) for x in report.collectives],
+        "collectives": [compiled_collective(x).model_dump(mode="json") for x in report.collectives],
         "overlapped_share": report.overlapped_share,
-        "unplanned": [collective_json(x) for x in report.unplanned],
-        "full_precision_gathers": [collective_json(x) for x in report.wide_gathers],
-        "memory": memory_rows(report.estimate, c.argument_bytes, c.temp_bytes),
-        "traffic": traffic_rows(report.traffic, report.collectives),
+        "unplanned": [compiled_collective(x).model_dump(mode="json") for x in report.unplanned],
+        "full_precision_gathers": [compiled_collective(x).model_dump(mode="json") for x in report.wide_gathers],
+        "memory": [row.model_dump(mode="json") for row in memory_rows(report.estimate, c.argument_bytes, c.temp_bytes)],
+        "traffic": [row.model_dump(mode="json") for row in traffic_rows(report.traffic, report.collectives)],
         "largest_buffers": [buffer_json(b) for b in report.buffers[:40]],
         "planned_memory": {
             "compiled_bytes": report.estimate.compiled_bytes,
