@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import filecmp
 import json
+import math
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/slurm.md"
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs/guides/slurm.md"
 RIDGE = Path(sys.executable).with_name("ridge")
 CONFIG = """\
 name: tiny
@@ -37,15 +41,15 @@ def work(tmp_path: Path, programs: Path) -> Path:
     return tmp_path
 
 
-def ridge(slurm: Any, work: Path, *arguments: str, check: bool = True) -> str:
+def ridge(slurm: Any, work: Path, *arguments: str, check: bool = True, **environment: str) -> str:
     """Run a command as a user on the login node; return what it prints."""
-    env = {"XLA_FLAGS": ""}  # not the virtual devices of the other tests
+    env = {"XLA_FLAGS": ""} | environment  # not the virtual devices of the other tests
     done = slurm.run(RIDGE, *arguments, cwd=work, check=check, timeout_s=900, env=env)
     return done.stdout if check else done.stdout + done.stderr
 
 
-def answer(slurm: Any, work: Path, *arguments: str) -> Any:
-    return json.loads(ridge(slurm, work, *arguments, "--json"))
+def answer(slurm: Any, work: Path, *arguments: str, **environment: str) -> Any:
+    return json.loads(ridge(slurm, work, *arguments, "--json", **environment))
 
 
 @pytest.fixture
@@ -54,10 +58,21 @@ def corpus(slurm: Any, work: Path) -> Path:
     return work / "corpus"
 
 
-def test_a_submitted_run_trains_to_its_end(slurm: Any, work: Path, corpus: Path) -> None:
+@pytest.fixture
+def site(tmp_path: Path) -> str:
+    """A site directory with the example package of plug-ins, as a user's environment has it."""
+    shutil.copytree(ROOT / "examples/ridgeline_example", tmp_path / "source")  # building leaves files behind
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--target", tmp_path / "site", tmp_path / "source"], check=True, timeout=300)
+    return str(tmp_path / "site")
+
+
+def test_a_submitted_run_trains_to_its_end_with_plugins(slurm: Any, work: Path, corpus: Path, site: str) -> None:
     # the preflight, which runs here, must not judge how busy this machine's disk is
     settings = ["--time", "20", "--cluster-set", "storage.write_gb_per_s=0.001"]
-    told = answer(slurm, work, "submit", "tiny.yaml", "-c", "local", "-N", "2", *settings, "trainer.steps=12")
+    plugins = ["model.family=parallel", "optimizer.kind=signum", "schedule.kind=inverse_sqrt", 'logging.metrics=["train/bits"]']
+    submit = ["submit", "tiny.yaml", "-c", "local", "-N", "2", *settings, "trainer.steps=12", "mesh.fsdp=2", *plugins]
+    told = answer(slurm, work, *submit, PYTHONPATH=site)
     (work / "tiny.yaml").write_text("later edits do not reach a submitted job")
     state = slurm.wait_for_job(told["job"])
     log = ridge(slurm, work, "logs", "runs/tiny")
@@ -74,6 +89,10 @@ def test_a_submitted_run_trains_to_its_end(slurm: Any, work: Path, corpus: Path)
 
     run = json.loads((work / "runs/tiny/run.json").read_text())
     assert run["starts"][0]["processes"] == 2
+    lines = [json.loads(line) for line in (work / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in trained] == [5, 10, 12]
+    assert [line["train/bits"] for line in trained] == pytest.approx([line["train/loss"] / math.log(2) for line in trained])
     assert run["starts"][0]["git"]["snapshot"] == str(work / "runs/tiny/slurm/1/code"), "the snapshot ran, not the working tree"
     environment = (work / f"runs/tiny/slurm/1/environment-{told['job']}-0.txt").read_text()
     assert f"SLURM_JOB_ID={told['job']}\n" in environment
