@@ -12,8 +12,8 @@ CORPUS := data/quickstart
 # Overrides for the quickstart run, e.g. `make quickstart ARGS="trainer.steps=100"`.
 ARGS   ?=
 INJECTIONS := tests/explain/test_diagnosis_runs.py
-# Not in `make bench`: modules that others import, benchmarks of a GPU, and one that needs a directory.
-BENCHMARKS := $(filter-out benchmarks/checkout.py benchmarks/handwritten% benchmarks/gpu% benchmarks/diagnosis_matrix.py,$(wildcard benchmarks/*.py))
+# Not in `make bench`: modules that others import, benchmarks of a GPU, one that needs a directory, and `make bench-memory`.
+BENCHMARKS := $(filter-out benchmarks/checkout.py benchmarks/handwritten% benchmarks/gpu% benchmarks/diagnosis_matrix.py benchmarks/plan_vs_compile.py,$(wildcard benchmarks/*.py))
 
 # What a new Python or JAX has broken or may break first, in a minute or two: settings, data, checkpoints, a run and its evaluation,
 # gradients on a mesh, what XLA makes of the step, traces, the terminal. Of what imports no JAX little: it has run on the older Python.
@@ -35,7 +35,7 @@ NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parame
   $(addprefix tests/cli/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest lint format types check-layers bench clean install install-newest run-newest run-newest-again
+.PHONY: test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -70,6 +70,11 @@ test-slurm: $(VENV)/.installed-dev  ## the tests that run on real Slurms: cluste
 	@sh scripts/install_slurm.sh
 	$(BIN)/python -m pytest -n $(CLUSTERS) --dist worksteal --durations 10 tests/slurm
 
+RUNS ?= 40
+soak: $(VENV)/.installed-dev  ## RUNS runs interrupted by a real Slurm at random moments (a minute each; CI takes eight)
+	@sh scripts/install_slurm.sh
+	RANDOM_RUNS=$(RUNS) $(BIN)/python -m pytest -s tests/slurm/test_preemption.py -k at_random_moments
+
 # The same on another interpreter: without torch, so without the parity tests.
 test-newest:  ## a quick part of the suite on the newest Python found, with the newest JAX
 	@if ! python=$$(sh scripts/newest_python.sh); then \
@@ -87,12 +92,13 @@ test-injections-again: AGAIN := $(INJECTIONS)
 test-again test-slurm-again test-injections-again: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:xdist --last-failed --last-failed-no-failures none $(AGAIN)
 
+# A cache of its own: CI runs it beside the Slurm tests, whose last failures must not be overwritten.
 run-newest: $(VENV)/.installed-newest
 	$(BIN)/python -c 'from importlib.metadata import version as v; print("jax", v("jax"), "flax", v("flax"), "numpy", v("numpy"))'
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS)
+	$(BIN)/python -m pytest -o cache_dir=$(NEWEST_VENV)/pytest_cache -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS)
 
 run-newest-again: $(VENV)/.installed-newest
-	$(BIN)/python -m pytest -p no:xdist --last-failed --last-failed-no-failures none $(NEWEST_TESTS)
+	$(BIN)/python -m pytest -o cache_dir=$(NEWEST_VENV)/pytest_cache -p no:xdist --last-failed --last-failed-no-failures none $(NEWEST_TESTS)
 
 $(VENV)/.installed-newest: $(BIN)/python pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -117,9 +123,18 @@ check-layers: $(VENV)/.installed-dev  ## import-linter: who may import whom
 docs: $(VENV)/.installed-dev  ## the documentation site, in build/site
 	PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
+fuzz: $(VENV)/.installed-dev  ## long campaigns of damaged run files and hostile configs (minutes); SEED=1 draws others
+	$(BIN)/python -m tests.configs.hostile --cases 2000 --seed $(or $(SEED),0)
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.cli.damaged --cases 5000 --seed $(or $(SEED),0)
+
 bench: $(VENV)/.installed-dev  ## the benchmarks of docs/LOG.md (minutes, one after another)
 	@failed=; for b in $(BENCHMARKS); do echo "== $$b"; $(BIN)/python $$b || failed="$$failed $$b"; done; \
 	  [ -z "$$failed" ] || { echo "make bench: failed or missed a required figure:$$failed" >&2; exit 1; }
+
+COUNT ?= 200
+SEED  ?= 0
+bench-memory: $(VENV)/.installed-dev  ## planned against compiled memory on COUNT drawn configs (20 s each)
+	$(BIN)/python benchmarks/plan_vs_compile.py --seed $(SEED) --count $(COUNT) --json runs/plan_vs_compile.json
 
 clean:  ## remove the environment, caches, prepared data and runs
 	rm -rf $(VENV) $(NEWEST_VENV) data runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info

@@ -18,7 +18,7 @@ _TEXT_OPTIONS = (
         "input_format",
         default="auto",
         show_default=True,
-        help="auto (from the file name), text (one document per file), lines, records, jsonl, parquet or arrow.",
+        help="auto (from the file name), text (one document per file), lines, records, jsonl, parquet, arrow, or a plug-in's.",
     ),
     click.option("--split", help="Split of a Hugging Face dataset directory [default: train]."),
     click.option(
@@ -39,6 +39,12 @@ _TEXT_OPTIONS = (
 _CORPUS_OPTIONS = (
     click.option("-o", "--output", type=_PATH, required=True, help="Directory of the corpus; with --holdout, the parent of its sets."),
     click.option("--tokenizer", required=True, help="'bytes'; or a tokenizer.json, *.model or *.tiktoken file, or a directory with one."),
+    click.option(
+        "--bos/--no-bos",
+        "add_bos",
+        default=None,
+        help="Begin documents with BOS (EOS where there is none) [default: as in the tokenizer's files].",
+    ),
     click.option("--pack-length", type=int, metavar="T", help="Pack whole documents into rows of T tokens (best fit)."),
     click.option("--shards", type=int, help="Number of shard files [default: from the size of the input]."),
     click.option("--gzip-baseline", is_flag=True, help="Also store the size of each document after gzip -9, summed."),

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import types
 from collections.abc import Sequence
 from typing import NoReturn
 
 import click
 
 from ridgeline.configs.errors import UserError, nearest
-from ridgeline.launch.exit_codes import DONE, INTERRUPTED, USAGE
+from ridgeline.launch.cuda_plugin import hide_unusable_cuda_plugin
+from ridgeline.launch.exit_codes import DONE, INTERRUPTED, PREEMPTED, USAGE
+
+MAX_LINE = 1000
+"""Most characters of a line of an error message."""
 
 Table = dict[str, "tuple[str, str] | tuple[str, Table]"]
 
@@ -65,10 +71,11 @@ COMMANDS: Table = {
     "launch": ("ridgeline.cli.commands.launch:launch", "Train with several processes on this machine."),
     "doctor": ("ridgeline.cli.commands.doctor:doctor", "Check this machine, or all nodes of a job, before training."),
     "submit": ("ridgeline.cli.commands.submit:submit", "Submit a training run as a Slurm job."),
-    "status": ("ridgeline.cli.commands.status:status", "Show the Slurm jobs of a run and its progress."),
-    "logs": ("ridgeline.cli.commands.logs:logs", "Print or follow the log of a run's Slurm job."),
-    "cancel": ("ridgeline.cli.commands.cancel:cancel", "Cancel the Slurm jobs of a run; a running job saves first."),
-    "sweep": ("ridgeline.cli.commands.sweep:sweep", "Train a grid or list of configs as a Slurm job array."),
+    "runs": ("ridgeline.cli.commands.runs:runs", "List runs: state, step, loss, speed, age."),
+    "status": ("ridgeline.cli.commands.status:status", "Show whether a run or its Slurm jobs are running, and its progress."),
+    "logs": ("ridgeline.cli.commands.logs:logs", "Print or follow the log of a run."),
+    "cancel": ("ridgeline.cli.commands.cancel:cancel", "Stop a run or its Slurm jobs; a running one saves first."),
+    "sweep": ("ridgeline.cli.commands.sweep:sweep", "Train a grid or list of configs, through Slurm or on this machine."),
     "submit-data": ("ridgeline.cli.commands.submit_data:submit_data", "Prepare a corpus as a Slurm job array."),
     "evaluate": ("ridgeline.cli.commands.evaluate:evaluate", "Compute loss, perplexity and bits per byte of a model."),
     "generate": ("ridgeline.cli.commands.generate:generate", "Sample text from a model."),
@@ -150,7 +157,11 @@ ridge = LazyGroup(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `ridge` and exit. A command's integer return value is the exit code."""
-    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+    hide_unusable_cuda_plugin()
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["train"]:
+        signal.signal(signal.SIGTERM, _stop_early)
+    sys.exit(run(words))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -177,6 +188,17 @@ def run(arguments: Sequence[str]) -> int:
             raise
         _print_error(str(error))
         return USAGE
+    except OSError as error:
+        if error.filename is None or os.environ.get("RIDGE_DEBUG") == "1":
+            raise
+        _print_error(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        return USAGE
+
+
+def _stop_early(number: int, frame: types.FrameType | None) -> NoReturn:
+    """SIGTERM while `ridge train` is still loading its modules: there is nothing to save. trainer.stop.Stop replaces this handler."""
+    print("ridge: stopped: received SIGTERM; nothing to save yet", file=sys.stderr, flush=True)
+    os._exit(PREEMPTED)
 
 
 def _click_message(error: click.ClickException) -> str:
@@ -184,13 +206,33 @@ def _click_message(error: click.ClickException) -> str:
     message = " ".join(error.format_message().split()).rstrip(".")
     if isinstance(error, click.NoSuchOption):
         message = f"no such option '{error.option_name}'"
-        if error.possibilities:
+        hint = _setting_hint(error)
+        if hint is not None:
+            message += hint
+        elif error.possibilities:
             message += f"; did you mean '{sorted(error.possibilities)[0]}'?"
     if isinstance(error, click.UsageError) and error.ctx is not None:
         return f"{message[:1].lower()}{message[1:]} (see '{error.ctx.command_path} --help')"
     return message
 
 
+def _setting_hint(error: click.NoSuchOption) -> str | None:
+    """Return what to type when a config key was given as an option, as other trainers take them; None for a command without a config."""
+    if error.ctx is None or not any(parameter.name == "overrides" for parameter in error.ctx.command.params):
+        return None
+    from ridgeline.configs.fields import suggested_key
+
+    name, equals, value = error.option_name.lstrip("-").partition("=")
+    key = suggested_key(name)
+    return None if key is None else f"; a config key has no dashes: {key}={value if equals else 'VALUE'}"
+
+
 def _print_error(message: str) -> None:
-    first, *more = message.splitlines() or [""]
+    first, *more = [_printable(line) for line in message.split("\n")]
     print("\n".join([f"ridge: error: {first}", *(f"  {line}" for line in more)]), file=sys.stderr)
+
+
+def _printable(line: str) -> str:
+    """Return a line of an error without control characters, and cut when it is very long: it may quote a damaged file."""
+    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line[:MAX_LINE])
+    return shown if len(line) <= MAX_LINE else f"{shown}..."

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 FAILED_CHECK = 1
@@ -19,13 +20,35 @@ FAILED_CHECK = 1
 
 def config_arguments(function: Function) -> Function:
     """Add the arguments `CONFIG [section.key=value]...` as the parameters `config` and `overrides`."""
-    function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
-    return click.argument("config", metavar="CONFIG")(function)
+    function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_key)(function)
+    return click.argument("config", metavar="CONFIG", shell_complete=complete_config)(function)
+
+
+def complete_key(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the config keys that begin with what was typed."""
+    from ridgeline.configs.fields import schema_keys
+
+    keys = [key for key, slot in schema_keys() if slot.section is None and "[]" not in key and "<" not in key]
+    return [CompletionItem(f"{key}=") for key in keys if key.startswith(incomplete)]
+
+
+def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the shipped configs that begin with what was typed; the shell adds the files."""
+    from ridgeline.configs.compose import shipped_names
+
+    shipped = [name for name in shipped_names() if name.startswith(incomplete)]
+    return [*(CompletionItem(name) for name in shipped), CompletionItem(incomplete, type="file")]
 
 
 def json_option(function: Function) -> Function:
     """Add `--json` as the parameter `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(function)
+
+
+def made_with(devices: str, step: int | None, config_sha256: str | None) -> str:
+    """Return the line that names the devices, the checkpoint and the config of a result."""
+    of = "" if step is None else f", step {step}"
+    return f"{devices}{of}" + ("" if config_sha256 is None else f", config sha256 {config_sha256[:12]}")
 
 
 def change_option(function: Function) -> Function:

@@ -57,34 +57,45 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
+    from ridgeline.configs.format import format_count
+
     columns = (
         TextColumn("tokenizing"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens, {task.fields[bad]} bad"),
+        TextColumn("{task.fields[tokens]} tokens, {task.fields[bad]} bad"),
         TimeRemainingColumn(),
     )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, tokens=0, bad=0)
+        task = bar.add_task("", total=None, tokens="0", bad=0)
         yield lambda progress: bar.update(
-            task, total=progress.total_bytes, completed=progress.input_bytes, tokens=progress.tokens, bad=progress.bad
+            task, total=progress.total_bytes, completed=progress.input_bytes, tokens=format_count(progress.tokens), bad=progress.bad
         )
 
 
 @contextlib.contextmanager
 def evaluation_progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Yield a callback (set, batches done, batches in total) that draws a bar per set on stderr; None if stderr is not a terminal."""
+    """Yield a callback (set, batches done, batches in total) that draws a bar per set on stderr; None if stderr is not a terminal.
+
+    Before the first batch, the time since the begin is shown.
+    """
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     tasks: dict[str, TaskID] = {}
-    with Progress(console=Console(stderr=True), transient=True) as bars:
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        loading: TaskID | None = bars.add_task("loading and compiling", total=None)
 
         def show(name: str, done: int, total: int) -> None:
+            nonlocal loading
+            if loading is not None:
+                bars.remove_task(loading)
+                loading = None
             if name not in tasks:
                 tasks[name] = bars.add_task(name, total=total)
             bars.update(tasks[name], completed=done)

@@ -59,6 +59,9 @@ def print_sweep(directory: Path, *, as_json: bool) -> None:
         Column("restarts"),
     ]
     print_table(columns, [_row(result) for result in found])
+    for result in found:
+        if result.problem is not None:
+            click.echo(f"{result.point.directory.name}: {result.problem}")
     counts = {state: sum(result.state == state for result in found) for state in dict.fromkeys(result.state for result in found)}
     click.echo(f"{directory}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
 
@@ -71,6 +74,6 @@ def _row(result: Result) -> dict[str, Any]:
 
 
 def _json(result: Result) -> dict[str, Any]:
-    names = ("state", "step", "steps", "loss", "evaluations", "tokens_per_s", "restarts", "exit_code")
+    names = ("state", "step", "steps", "loss", "evaluations", "tokens_per_s", "restarts", "exit_code", "problem")
     fields = {name: getattr(result, name) for name in names}
     return {"point": result.point.index, "run_dir": str(result.point.directory), "overrides": dict(result.point.overrides), **fields}

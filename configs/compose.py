@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ridgeline.configs import plugins
@@ -50,7 +53,7 @@ def locate(name: str, directory: Path) -> Path | None:
     """Return the file of a config, in `directory` or shipped; the suffix .yaml is optional. None when there is none."""
     for root in (directory, PACKAGE):
         for candidate in (root / name, root / f"{name}.yaml"):
-            if candidate.is_file():
+            if os.path.isfile(candidate):  # False for a name that no file can have
                 return candidate
     return None
 
@@ -59,7 +62,7 @@ def locate_main(name: str) -> Path:
     """Return the file of the config that the command line names. Raises UserError when there is none."""
     path = locate(name, Path())
     if path is None:
-        if Path(name).is_dir():
+        if os.path.isdir(name):
             inside = Path(name) / "config.yaml"
             raise UserError(f"config '{name}' is a directory; use " + (f"'{inside}'" if inside.is_file() else "a YAML file"))
         raise UserError(f"config '{name}' not found{_suggestion(name, Path())}")
@@ -68,16 +71,24 @@ def locate_main(name: str) -> Path:
 
 def _suggestion(name: str, directory: Path) -> str:
     beside = (directory / name).parent
-    files = {str(path.with_suffix("")): str(path) for path in beside.glob("*.yaml")} if beside.is_dir() else {}
+    files = {str(path.with_suffix("")): str(path) for path in beside.glob("*.yaml")} if os.path.isdir(beside) else {}
     candidates = {**{shipped: shipped for shipped in shipped_names()}, **files}
     close = nearest(str(directory / name).removesuffix(".yaml"), candidates) or nearest(name.removesuffix(".yaml"), candidates)
     return f"; did you mean '{candidates[close]}'?" if close else ""
 
 
-def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> Mapping:
-    """Read a file merged over its bases. Later bases override earlier ones, and the file overrides all of them."""
+MAX_FILES = 50
+"""Most files of a config, each counted as often as a `base:` names it."""
+
+
+def read_with_bases(path: Path, chain: tuple[Path, ...] = (), count: Iterator[int] | None = None) -> Mapping:
+    """Read a file merged over its bases. Later bases override earlier ones, and the file overrides all of them.
+
+    chain: the files that lead to this one; count: numbers the files.
+    """
     resolved = path.resolve()
     tree = read_file(path)
+    count = itertools.count() if count is None else count
     base = tree.items.get("base")
     if base is None:
         return tree
@@ -90,12 +101,14 @@ def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> Mapping:
         if not isinstance(entry, Scalar) or not isinstance(entry.value, str):
             raise UserError(f"{entry.source}: base: must be a list of files, got {describe(plain(entry))}")
         found = locate(entry.value, path.parent)
+        if next(count) >= MAX_FILES:
+            raise UserError(f"{entry.source}: base: more than {MAX_FILES} files")
         if found is None:
-            raise UserError(f"{entry.source}: base: '{entry.value}' not found{_suggestion(entry.value, path.parent)}")
+            raise UserError(f"{entry.source}: base: {describe(entry.value)} not found{_suggestion(entry.value, path.parent)}")
         if found.resolve() in chain:
             loop = " -> ".join(display_path(file) for file in (*chain, found.resolve()))
             raise UserError(f"{entry.source}: base: files include each other: {loop}")
-        under = merge_mappings(under, read_with_bases(found, chain))
+        under = merge_mappings(under, read_with_bases(found, chain, count))
     return merge_mappings(under, own)
 
 

@@ -34,10 +34,10 @@ def flatten(config: Config | dict[str, Any]) -> dict[str, Any]:
 def diff(old: Config | dict[str, Any], new: Config | dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (key, old, new) of every value that differs, in the order of the schema."""
     before, after = flatten(old), flatten(new)
-    sections = list(Config.model_fields)
-    keys = sorted(dict.fromkeys([*before, *after]), key=lambda key: sections.index(key.partition(".")[0]))
+    order = {name: index for index, name in enumerate(Config.model_fields)}
+    keys = sorted(dict.fromkeys([*before, *after]), key=lambda key: order.get(key.partition(".")[0], len(order)))
     found = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in keys]
-    return [(key, a, b) for key, a, b in found if a != b or type(a) is not type(b)]
+    return [(key, a, b) for key, a, b in found if (a != b and not (a != a and b != b)) or type(a) is not type(b)]  # NaN is NaN
 
 
 def classify_changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
@@ -56,6 +56,7 @@ _REFUSED = {
 _DATA_ORDER = ("seed", "data.seed", "data.shuffle", "data.train", "data.seq_len", "data.batch_size", "data.document_masking")
 _NOTES = {
     "model.init_std": "used only at initialization: no effect on a resumed run",
+    "runtime.lease_timeout_s": "",
     "trainer.accumulation": "the same update, except for rounding",
     "trainer.steps": "the learning-rate schedule changes to the new length",
 }
@@ -84,7 +85,7 @@ def _judge(key: str, old: dict[str, Any], new: dict[str, Any]) -> tuple[bool, st
         return False, _REFUSED[key]
     if _under(key, _DATA_ORDER):
         return True, "the data of the next steps changes: the run does not continue the same data order"
-    if _under(key, ["mesh", "compute", "precision", "runtime"]):
+    if _under(key, ["mesh", "compute", "precision", "runtime.platform", "runtime.cpu_devices"]):
         return True, "the same computation with other rounding: not bitwise equal to the uninterrupted run"
     return True, ""
 

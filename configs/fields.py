@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from ridgeline.configs.errors import nearest
+from ridgeline.configs.foreign_names import key_for
 from ridgeline.configs.schema import Config
 from ridgeline.configs.section import Section
 from ridgeline.configs.yaml_tree import Path
@@ -108,16 +109,34 @@ def env_keys() -> list[str]:
     return [key for key, slot in schema_keys() if slot.env_interpolation]
 
 
+def _nearest_key(path: Path, allowed: list[str], root: Slot) -> str | None:
+    """Return the key that an unknown one probably means: what other trainers call it, or one of its section or elsewhere."""
+    name = str(path[-1])
+    foreign = key_for(name) if root is ROOT else None
+    if foreign is not None:
+        section, _, short = foreign.rpartition(".")
+        return short if path[:-1] == tuple(section.split(".")) else foreign
+    close = nearest(name, allowed)
+    if close is not None:
+        return close
+    return next((key for key, _ in schema_keys(root) if key.rpartition(".")[2] == name), None)
+
+
+def suggested_key(name: str) -> str | None:
+    """Return the key that a name of the command line means, such as `lr`, `learning-rate` or `trainer.steps`; None when none is near."""
+    plain = name.replace("-", "_")
+    keys = [key for key, slot in schema_keys() if slot.section is None and "[]" not in key]
+    if plain in keys:
+        return plain
+    return key_for(plain) or next((key for key in keys if key.rpartition(".")[2] == plain), None) or nearest(plain, keys)
+
+
 def unknown_key_hint(path: Path, root: Slot = ROOT) -> str:
     """Return the message for an unknown key, with the nearest key and those that the section allows."""
     parent = slot_at(path[:-1], root)
     assert parent is not None
     assert parent.section is not None
     allowed = list(parent.section.model_fields)
-    name = str(path[-1])
-    close = nearest(name, allowed)
-    if close is None:
-        elsewhere = [key for key, _ in schema_keys(root) if key.rpartition(".")[2] == name]
-        close = elsewhere[0] if elsewhere else None
+    close = _nearest_key(path, allowed, root)
     hint = f"; did you mean '{close}'?" if close else ""
     return f"unknown key{hint} (allowed: {', '.join(allowed)})"

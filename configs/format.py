@@ -1,4 +1,4 @@
-"""Numbers as text: counts and times."""
+"""Numbers as text: counts, plurals and times."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ def format_count(value: float) -> str:
         if abs(value) >= 0.9995 * scale:
             return f"{value / scale:.3g}{suffix}" if abs(value) < 999.5 * scale else f"{value / scale:.0f}{suffix}"
     return f"{value:.3g}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 device`, `8 devices`, `1,000 steps`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_seconds(value_s: float) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import MeshConfig
@@ -37,6 +39,20 @@ def resolve_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
     works = f" = {fixed}" if " x " in named and not wild else ""
     relation = "does not divide" if wild else "does not match"
     raise UserError(f"{named}{works} {relation} {num_devices} devices; {_suggestion(sizes, num_devices)}")
+
+
+def smaller_meshes(mesh: MeshConfig, num_devices: int) -> Iterator[MeshConfig]:
+    """Yield the meshes of at most `num_devices` devices whose axes divide those of `mesh` (an axis of -1: any size), the largest first.
+
+    Of two with as many devices, the one with more `tensor` and then more `fsdp` comes first: it holds a smaller part of a parameter.
+    """
+    choices = [
+        [size for size in range(1, num_devices + 1) if wanted == -1 or wanted % size == 0] if axis in WORKING_AXES else [1]
+        for axis, wanted in mesh.sizes.items()
+    ]
+    fitting = [dict(zip(mesh.sizes, sizes, strict=True)) for sizes in itertools.product(*choices) if math.prod(sizes) <= num_devices]
+    for sizes in sorted(fitting, key=lambda sizes: (-math.prod(sizes.values()), -sizes["tensor"], -sizes["fsdp"])):
+        yield mesh.model_copy(update=sizes)
 
 
 def _suggestion(sizes: dict[str, int], num_devices: int) -> str:

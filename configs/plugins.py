@@ -29,6 +29,7 @@ GROUPS = {
     "tokenizers": "tokenizer kind",
     "metrics": "metric",
     "writers": "metric writer",
+    "sources": "input format",
     "clusters": "cluster",
 }
 """Group, an entry point group without the prefix `ridgeline.` -> what its plug-ins are."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from ridgeline.configs import plugins
 from ridgeline.configs.choices import CHOICES, PLUGIN_GROUPS, allowed_names
 from ridgeline.configs.errors import UserError, unknown_name
-from ridgeline.configs.mesh import resolve_sizes
+from ridgeline.configs.mesh import resolve_sizes, smaller_meshes
 from ridgeline.configs.remat import remat_problems
-from ridgeline.configs.schema import MESH_AXES, Config
+from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, ModelConfig
 
 SHARDED_OVER = {
     "batch": ("data", "fsdp"),
@@ -60,6 +60,20 @@ def check_devices(config: Config, num_devices: int) -> dict[str, int]:
     if problems:
         raise UserError("\n".join(f"{problem.keys[0]}: {problem.message} (on {num_devices} devices)" for problem in problems))
     return sizes
+
+
+def model_problems(model: ModelConfig) -> list[Problem]:
+    """Return every broken rule of a model section."""
+    return list(_model(Config(model=model, data=DataConfig(seq_len=1))))
+
+
+def fit_devices(config: Config, num_devices: int) -> Config:
+    """Return the config with the largest mesh of at most `num_devices` devices that its own mesh, model and batch allow."""
+    for mesh in smaller_meshes(config.mesh, num_devices):
+        fitted = config.model_copy(update={"mesh": mesh})
+        if not [*_divisibility(fitted, mesh.sizes), *_batch(fitted, mesh.sizes)]:
+            return fitted
+    raise AssertionError("one device always fits")
 
 
 def divisors(number: int) -> list[int]:

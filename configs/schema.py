@@ -307,7 +307,7 @@ class ScheduleConfig(Section):
     kind: str = "cosine"
     """constant, linear, cosine or wsd (warmup, stable, decay)."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warmup from 0 to the peak."""
+    """Steps of linear warmup. Step s (from 0) has (s + 1) / (warmup_steps + 1) of the peak."""
     decay_fraction: Fraction = 0.1
     """wsd only: the last fraction of the steps, in which the learning rate falls."""
     final_fraction: Fraction = 0.1
@@ -352,6 +352,9 @@ class CheckpointConfig(Section):
     save."""
     keep_every: NonNegativeInt = 0
     """Also keep each checkpoint whose step is a multiple of this; 0: none."""
+    keep_set_aside: NonNegativeInt = 4
+    """Number of set-aside checkpoints (damaged, incomplete, or superseded by a restart from an earlier step) to keep, the newest ones. Each
+    save deletes the others."""
     final: bool = True
     """Save at the last step."""
     asynchronous: bool = True
@@ -395,6 +398,8 @@ class RuntimeConfig(Section):
     """Directory of compiled programs, shared by all processes, from which a second start of the same config loads them; null: no cache."""
     rendezvous_timeout_s: PositiveFloat = 120.0
     """Seconds to wait for all processes of the run to report before training. After that the missing ranks are listed."""
+    lease_timeout_s: PositiveFloat = 30.0
+    """Another start may take over the run directory when its holder gave no sign of life for this many seconds."""
 
 
 class Config(Section):

@@ -32,22 +32,30 @@ _EXPECTED = {
 
 def validation_error(error: ValidationError, tree: Mapping, root: Slot = ROOT) -> UserError:
     """Return one UserError for pydantic's errors, in the order of the files and lines, errors of overrides last."""
-    lines = []
-    for found in error.errors(include_url=False):
-        path: Path = tuple(part for part in found["loc"] if part != "[key]")
-        is_key = "[key]" in found["loc"]
+    places: list[tuple[bool, str, int, str, int]] = []
+    problems = error.errors(include_url=False)
+    for number, found in enumerate(problems):
+        path = _path(found)
         source = source_of(tree, path)
-        lines.append(
-            (source.kind == "override", source.text, source.line, f"{source}: {dotted(path)}: {_message(dict(found), path, is_key, root)}")
-        )
-    return joined([line for *_, line in sorted(lines)])
+        places.append((source.kind == "override", source.text, source.line, f"{source}: {dotted(path)}", number))
+    places.sort()
+    messages = [
+        f"{place}: {_message(dict(problems[number]), _path(problems[number]), '[key]' in problems[number]['loc'], root)}"
+        for *_, place, number in places[:MAX_LINES]  # a hint compares with all names: not for thousands of keys
+    ]
+    return joined(messages, len(places))
 
 
-def joined(lines: list[str]) -> UserError:
-    """Return one error with at most MAX_LINES of the lines."""
+def _path(found: Any) -> Path:
+    return tuple(part for part in found["loc"] if part != "[key]")
+
+
+def joined(lines: list[str], total: int | None = None) -> UserError:
+    """Return one error with at most MAX_LINES of the lines. total: number of problems, of which these are the first (None: these)."""
     shown = lines[:MAX_LINES]
-    if len(lines) > MAX_LINES:
-        shown.append(f"and {len(lines) - MAX_LINES} more")
+    total = len(lines) if total is None else total
+    if total > MAX_LINES:
+        shown.append(f"and {total - MAX_LINES} more")
     return UserError("\n".join(shown))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -12,6 +13,14 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
+
+MAX_CONFIG_BYTES = 256 << 10
+"""Largest config file that is read: the parser takes seconds for it."""
+MAX_DEPTH = 100
+"""Deepest nesting of brackets."""
+MAX_VALUES = 50_000
+"""Most values of a config file, with aliases expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +81,9 @@ def read_file(path: FilePath) -> Mapping:
     """Read one YAML file, without following its `base`. An empty file is an empty mapping."""
     shown = display_path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_limited(path, MAX_CONFIG_BYTES).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{shown}: not a text file (byte {error.start} is not UTF-8)") from None
-    except OSError as error:
-        raise UserError(f"{shown}: cannot be read: {error.strerror}") from None
     node = parse(text, Source("file", shown, 1))
     if node is None:
         return Mapping({}, Source("file", shown, 1))
@@ -86,56 +93,94 @@ def read_file(path: FilePath) -> Mapping:
 
 
 def parse(text: str, where: Source) -> Node | None:
-    """Parse YAML 1.2 text; None when it is empty. Lines count from `where.line`; an override has no lines."""
+    """Parse YAML 1.2 text; None when it is empty. Lines count from `where.line`; an override has no lines.
+
+    Raises UserError: not YAML, nested too deeply, or aliases that expand to more than MAX_VALUES values.
+    """
+    if _flow_depth(text) > MAX_DEPTH:
+        raise UserError(f"{where}: nested too deeply")
     yaml = YAML(typ="safe", pure=True)
     try:
-        node = yaml.compose(text)
+        node = _compose(yaml, text, where)
+        return None if node is None else _Converter(yaml, where).convert(node)
+    except RecursionError:
+        raise UserError(f"{where}: nested too deeply") from None
+
+
+def _flow_depth(text: str) -> int:
+    """Return the depth of brackets, of those in strings and comments too: the parser's time grows with its square."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[][{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _compose(yaml: YAML, text: str, where: Source) -> Any:
+    try:
+        return yaml.compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.context, error.problem) if part)
         raise UserError(f"{_at(where, mark.line if mark else 0)}: not valid YAML: {problem}") from None
-    except YAMLError as error:
+    except (YAMLError, ValueError) as error:  # ValueError: an escape beyond Unicode
         raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
-    return None if node is None else _convert(yaml, node, where, ())
 
 
 def _at(where: Source, line: int) -> Source:
     return Source("file", where.text, where.line + line) if where.kind == "file" else where
 
 
-def _convert(yaml: YAML, node: Any, where: Source, parents: tuple[int, ...]) -> Node:
-    source = _at(where, node.start_mark.line)
-    if id(node) in parents:
-        raise UserError(f"{source}: an alias contains itself")
-    parents = (*parents, id(node))
-    kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
-    if isinstance(node, MappingNode) and kind == "map":
-        return _convert_mapping(yaml, node, where, parents)
-    if isinstance(node, SequenceNode) and kind == "seq":
-        return Items(tuple(_convert(yaml, item, where, parents) for item in node.value), source)
-    if isinstance(node, ScalarNode) and kind in ("null", "bool", "int", "float"):
-        try:
-            return Scalar(yaml.constructor.construct_object(node), source)
-        except ValueError:
-            raise UserError(f"{source}: '{node.value}' is not {'a' if kind != 'int' else 'an'} {kind}") from None
-    if isinstance(node, ScalarNode) and kind in ("str", "timestamp"):
-        return Scalar(node.value, source)
-    raise UserError(f"{source}: the YAML tag '{node.tag}' is not supported")
+class _Converter:
+    """Converts the nodes of one YAML text. An alias is converted where it stands, so the number of values is limited."""
+
+    def __init__(self, yaml: YAML, where: Source) -> None:
+        self._yaml, self._where, self._left = yaml, where, MAX_VALUES
+
+    def convert(self, node: Any, parents: tuple[int, ...] = ()) -> Node:
+        source = _at(self._where, node.start_mark.line)
+        self._left -= 1
+        if self._left < 0:
+            raise UserError(f"{source}: more than {MAX_VALUES:,} values (aliases expanded)")
+        if id(node) in parents:
+            raise UserError(f"{source}: an alias contains itself")
+        parents = (*parents, id(node))
+        kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+        if isinstance(node, MappingNode) and kind == "map":
+            return self._mapping(node, parents)
+        if isinstance(node, SequenceNode) and kind == "seq":
+            return Items(tuple(self.convert(item, parents) for item in node.value), source)
+        if isinstance(node, ScalarNode) and kind in ("null", "bool", "int", "float"):
+            try:
+                return Scalar(self._yaml.constructor.construct_object(node), source)
+            except (ValueError, LookupError):  # the library raises IndexError or KeyError for `!!float ''` and `!!bool x`
+                raise UserError(f"{source}: {describe(node.value)} is not {'a' if kind != 'int' else 'an'} {kind}") from None
+        if isinstance(node, ScalarNode) and kind in ("str", "timestamp"):
+            return Scalar(_text(node.value, source), source)
+        raise UserError(f"{source}: the YAML tag {describe(str(node.tag))} is not supported")
+
+    def _mapping(self, node: MappingNode, parents: tuple[int, ...]) -> Mapping:
+        items: dict[str, Node] = {}
+        key_sources: dict[str, Source] = {}
+        for key_node, value_node in node.value:
+            source = _at(self._where, key_node.start_mark.line)
+            if not isinstance(key_node, ScalarNode):
+                raise UserError(f"{source}: a key must be a scalar")
+            key = _text(key_node.value, source)
+            if key in items:
+                raise UserError(f"{source}: {key}: duplicate key (first at {key_sources[key]})")
+            items[key] = self.convert(value_node, parents)
+            key_sources[key] = source
+        return Mapping(items, _at(self._where, node.start_mark.line), key_sources)
 
 
-def _convert_mapping(yaml: YAML, node: MappingNode, where: Source, parents: tuple[int, ...]) -> Mapping:
-    items: dict[str, Node] = {}
-    key_sources: dict[str, Source] = {}
-    for key_node, value_node in node.value:
-        source = _at(where, key_node.start_mark.line)
-        if not isinstance(key_node, ScalarNode):
-            raise UserError(f"{source}: a key must be a scalar")
-        key = key_node.value
-        if key in items:
-            raise UserError(f"{source}: {key}: duplicate key (first at {key_sources[key]})")
-        items[key] = _convert(yaml, value_node, where, parents)
-        key_sources[key] = source
-    return Mapping(items, _at(where, node.start_mark.line), key_sources)
+def _text(value: str, source: Source) -> str:
+    """Return a string that has a UTF-8 form; YAML escapes can write half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{source}: {describe(value)} is not valid Unicode text") from None
+    return value
 
 
 def merge(under: Node, over: Node) -> Node:

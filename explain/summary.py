@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ridgeline.configs.format import format_count, format_duration
-from ridgeline.rundir.events import PHASES, Event
+from ridgeline.rundir.event_types import PHASES
+from ridgeline.rundir.events import Event
 from ridgeline.rundir.phases import Phase, phases
+from ridgeline.rundir.speed import Speed, log_lines, run_speed, windows
 
 OTHER = "other"
 """Time outside of all phases."""
@@ -30,10 +31,8 @@ class Summary:
     last_step: int
     tokens: float | None
     """Tokens of the whole run at its last logged step."""
-    tokens_per_s: float | None
-    """Harmonic mean over the log windows: total tokens over total step time when windows are equal."""
-    mfu: float | None
-    """Harmonic mean over the log windows; None on a device without a datasheet peak."""
+    speed: Speed | None
+    """None when no step was timed."""
     losses: tuple[float, float] | None
     """First and last logged training loss."""
     skipped_steps: int
@@ -52,17 +51,17 @@ def summarize(events: Sequence[Event], process: int = 0) -> Summary:
     restarts = {event.restart for event in mine}
     wall_s = sum(_span_s(mine, found, restart) for restart in restarts)
     seconds[OTHER] = max(0.0, wall_s - sum(seconds.values()))
-    steps = [event.fields for event in mine if event.kind == "step"]
+    steps = log_lines(mine, process)
+    losses = [step["loss"] for step in steps if "loss" in step]
     return Summary(
         wall_s=wall_s,
         starts=len(restarts),
         seconds={name: seconds[name] for name in (*PHASES, OTHER) if seconds.get(name)},
         counts=dict(counts),
         last_step=int(steps[-1]["step"]) if steps else 0,
-        tokens=float(steps[-1]["tokens"]) if steps and "tokens" in steps[-1] else None,
-        tokens_per_s=_harmonic_mean(steps, "tokens_per_s"),
-        mfu=_harmonic_mean(steps, "mfu"),
-        losses=(float(steps[0]["loss"]), float(steps[-1]["loss"])) if steps else None,
+        tokens=steps[-1].get("tokens") if steps else None,
+        speed=run_speed(windows(steps)),
+        losses=(losses[0], losses[-1]) if losses else None,
         skipped_steps=sum(event.kind == "skipped_step" for event in mine),
     )
 
@@ -73,27 +72,22 @@ def _span_s(events: Sequence[Event], found: Sequence[Phase], restart: int) -> fl
     return max(moments) - min(moments + [phase.start_mono_s for phase in found if phase.restart == restart])
 
 
-def _harmonic_mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [float(step[key]) for step in steps if key in step]
-    return len(values) / sum(1 / value for value in values) if values and min(values) > 0 else None
-
-
 def format_summary(summary: Summary) -> str:
     """Render the summary as a few lines of text."""
     starts = f" in {summary.starts} starts" if summary.starts > 1 else ""
     lines = [f"{format_duration(summary.wall_s)}{starts}, {summary.last_step} steps"]
     if summary.tokens is not None:
         lines[0] += f", {format_count(summary.tokens)} tokens"
-    if summary.tokens_per_s is not None:
-        mfu = f"{summary.mfu:.1%}" if summary.mfu is not None else "n/a"
-        lines.append(f"speed: {format_count(summary.tokens_per_s)} tokens/s of step time, MFU {mfu}")
+    if summary.speed is not None:
+        mfu = f"{summary.speed.mfu:.1%}" if summary.speed.mfu is not None else "n/a"
+        lines.append(f"speed: {format_count(summary.speed.tokens_per_s)} tokens/s of step time, MFU {mfu}")
     if summary.losses is not None:
         lines.append(f"training loss: {summary.losses[0]:.4f} -> {summary.losses[1]:.4f}")
     if summary.skipped_steps:
         lines.append(f"skipped steps: {summary.skipped_steps}")
     lines.append("where the time went:")
     for name, time_s in sorted(summary.seconds.items(), key=lambda item: -item[1]):
-        share = time_s / summary.wall_s if summary.wall_s > 0 else 0.0
+        share = min(1.0, time_s / summary.wall_s) if summary.wall_s > 0 else 0.0
         if share >= 0.0005:
             lines.append(f"  {name:<11}{time_s:>10.1f} s {share:>6.1%}  {'#' * round(40 * share)}".rstrip())
     return "\n".join(lines)

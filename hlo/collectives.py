@@ -170,10 +170,12 @@ def group_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, 
     return tuple(name for name, moving in zip(names, varies, strict=True) if moving)
 
 
-def _permute_axes(instruction: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which some source and target differ."""
-    text = instruction.attributes.partition("source_target_pairs=")[2]
-    pairs = np.array([[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", text[: text.index("}}") + 2])])
+def _permute_axes(instruction: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Return the mesh axes along which some source and target differ; None for devices outside the mesh."""
+    text = instruction.attributes.partition("source_target_pairs=")[2].partition("}}")[0] + "}"
+    pairs = np.array([[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]).reshape(-1, 2)
+    if (pairs >= math.prod(mesh_shape.values())).any():
+        return None
     source, target = (np.stack(np.unravel_index(pairs[:, side], list(mesh_shape.values())), axis=-1) for side in (0, 1))
     return tuple(name for name, moving in zip(mesh_shape, (source != target).any(axis=0), strict=True) if moving)
 

@@ -123,7 +123,7 @@ class Module:
         A while with an unknown trip count counts once and is listed in `unknown_loops`. Every branch of a conditional counts once.
         """
         runs = dict.fromkeys(self.computations, 0.0)
-        for name in self._callers_first():
+        for name in self.callers_first:
             times = 1.0 if name == self.entry else runs[name]
             runs[name] = times
             for instruction in self.computations[name].instructions:
@@ -131,6 +131,17 @@ class Module:
                     loops = (instruction.trip_count or 1) if instruction.opcode == "while" else 1
                     runs[callee] += times * loops
         return runs
+
+    @cached_property
+    def certain(self) -> frozenset[str]:
+        """Computations whose `runs` are certain: not inside a branch of a conditional or a while of unknown length."""
+        uncertain: set[str] = set()
+        for name in self.callers_first:
+            for instruction in self.computations[name].instructions:
+                unknown = instruction.opcode == "conditional" or (instruction.opcode == "while" and instruction.trip_count is None)
+                if unknown or name in uncertain:
+                    uncertain.update(instruction.called)
+        return frozenset(name for name, runs in self.runs.items() if runs > 0 and name not in uncertain)
 
     @property
     def unknown_loops(self) -> list[str]:
@@ -157,7 +168,9 @@ class Module:
         outside = [i for c, i in self.instructions() if c.name not in fused and i.shapes]
         return sorted(outside, key=lambda i: max(shape.bytes for shape in i.shapes), reverse=True)[:count]
 
-    def _callers_first(self) -> list[str]:
+    @cached_property
+    def callers_first(self) -> list[str]:
+        """Names of the computations that run, each before those it calls."""
         order: list[str] = []
         seen: set[str] = set()
 
@@ -185,13 +198,46 @@ def is_backward(op_name: str) -> bool:
     return "transpose(" in op_name
 
 
+UNKNOWN = "unknown"
+PASSES = ("forward", "backward", "recompute", "update", UNKNOWN)
+"""The passes of a training step."""
+
+
 def part_of(op_name: str) -> str:
-    """Return `forward`, `backward`, `recompute` or `update` (anything outside a differentiated function) for an op_name."""
+    """Return the pass that an op_name shows: one of PASSES. Outside a differentiated function only our optimizer's scope shows one."""
     if "rematted_computation" in op_name:
         return "recompute"
     if is_backward(op_name):
         return "backward"
-    return "forward" if "jvp(" in op_name else "update"
+    if "jvp(" in op_name:
+        return "forward"
+    return "update" if scope(op_name) == "optimizer" else UNKNOWN
+
+
+def passes(module: Module) -> dict[str, str]:
+    """Return instruction -> pass. What is outside differentiated functions and uses results of the backward pass is the update."""
+    found = {i.name: part_of(i.op_name) for _, i in module.instructions()}
+    order = [module.computations[name] for name in module.callers_first]
+    backward: set[str] = set()
+    """Computations with work of the backward pass inside."""
+    for computation in reversed(order):
+        if any(found[i.name] in ("backward", "recompute") or backward.intersection(i.called) for i in computation.instructions):
+            backward.add(computation.name)
+    given: set[str] = set()
+    """Computations that are called with results of the backward pass."""
+    for computation in order:
+        after: set[str] = set()
+        for instruction in computation.instructions:
+            if instruction.opcode == "parameter" and computation.name in given:
+                after.add(instruction.name)
+            elif after.intersection(instruction.operands):
+                after.add(instruction.name)
+                given.update(callee for callee in instruction.called if callee not in backward)
+                if found[instruction.name] == UNKNOWN and instruction.op_name:
+                    found[instruction.name] = "update"
+            elif found[instruction.name] in ("backward", "recompute") or backward.intersection(instruction.called):
+                after.add(instruction.name)
+    return found
 
 
 def _bits(dtype: str) -> int:

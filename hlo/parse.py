@@ -44,10 +44,10 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("no ENTRY computation: this is not the text of a compiled HLO module")
     title = re.match(r"HloModule ([^,\s]+)", text)
-    return Module(title.group(1) if title else "", _with_derived_trip_counts(computations), entry, _sources(text))
+    return Module(title.group(1) if title else "", with_derived_trip_counts(computations), entry, _sources(text))
 
 
-def _with_derived_trip_counts(computations: dict[str, Computation]) -> dict[str, Computation]:
+def with_derived_trip_counts(computations: dict[str, Computation]) -> dict[str, Computation]:
     """Add the trip counts that are derived from loop counters."""
     result = dict(computations)
     for computation in computations.values():

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ridgeline.hlo.module import Computation, Instruction, Module, Shape, Source, part_of, scope
+from ridgeline.hlo.category import category
+from ridgeline.hlo.flops import COUNTED, Matmul, flops_of, matmul
+from ridgeline.hlo.module import UNKNOWN, Computation, Instruction, Module, Shape, Source, passes, scope
 
 _FREE = frozenset(
     {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "iota"}
@@ -28,7 +30,7 @@ class Kernel:
     name: str
     opcode: str
     flops: float
-    """FLOPs of matmuls and attention, per execution."""
+    """FLOPs of matmuls, convolutions and attention, per execution."""
     bytes: float
     """Bytes read and written in memory, per execution."""
     count: float
@@ -36,9 +38,9 @@ class Kernel:
     dtype: str
     """dtype of the inputs of its matmuls, as HLO writes it; '' without matmuls."""
     component: str
-    """Named scope: attention, mlp, loss, ...; 'other' outside all of them."""
+    """Named scope: attention, mlp, loss, ...; outside all of them its category."""
     part: str
-    """forward, backward, recompute or update."""
+    """One of hlo.module.PASSES."""
     op_name: str
     """JAX's path of the operation."""
     source: Source | None
@@ -47,6 +49,10 @@ class Kernel:
     """A custom kernel without FLOPs in its metadata; they count as 0."""
     host_copy: bool = False
     """An asynchronous copy between device and host memory; `bytes` are those read plus those written."""
+    category: str = "other"
+    """One of hlo.category.CATEGORIES."""
+    matmul: Matmul | None = None
+    """The shape of its matmul; None with none or several."""
 
     def seconds(self, peak_flops: float, bandwidth: float) -> float:
         """Return the lower bound of the time of all executions."""
@@ -59,8 +65,9 @@ class Kernel:
 
 def kernels(module: Module) -> list[Kernel]:
     """List the kernels of a module in text order; instructions inside a fusion belong to the fusion."""
+    parts = passes(module)
     return [
-        _kernel(module, computation, instruction, module.runs[computation.name])
+        _kernel(module, computation, instruction, module.runs[computation.name], parts.get(instruction.name, UNKNOWN))
         for computation in _executed(module)
         for instruction in computation.instructions
         if instruction.opcode not in _FREE and not instruction.opcode.endswith("-done") and not _COLLECTIVE.match(instruction.opcode)
@@ -93,7 +100,7 @@ def _executed(module: Module) -> Iterator[Computation]:
             yield computation
 
 
-def _kernel(module: Module, computation: Computation, instruction: Instruction, count: float) -> Kernel:
+def _kernel(module: Module, computation: Computation, instruction: Instruction, count: float, part: str) -> Kernel:
     fused = next((module.computations[name] for name in instruction.called if name in module.computations), None)
     if instruction.opcode in ("fusion", "fusion-start") and fused is not None:  # jaxlib 0.12 splits slices and updates of scans
         products = list(_inside(module, fused))
@@ -105,89 +112,36 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
             size = 2.0 * instruction.bytes
         elif instruction.opcode == "dynamic-update-slice":
             size = 2.0 * computation.operand_shapes(instruction)[1].bytes
-    flops, dtype, unknown = 0.0, "", False
-    for where, product in products:
-        counted = matmul_flops(where, product)
-        unknown = unknown or counted is None
-        more = counted or 0.0
-        flops += more
-        if more and not dtype:
-            dtype = where.operand_shapes(product)[0].dtype
-    name = instruction.op_name
+    counted = [(where, product, flops_of(where, product)) for where, product in products]
+    dtype = next((where.operand_shapes(product)[0].dtype for where, product, flops in counted if flops), "")
+    shapes = [shape for where, product in products if (shape := matmul(where, product)) is not None]
+    kind = category(module, instruction)
     return Kernel(
         instruction.name,
         instruction.opcode,
-        flops,
+        math.fsum(flops or 0.0 for _, _, flops in counted),
         size,
         count,
         dtype,
-        scope(name) or "other",
-        part_of(name),
-        name,
+        scope(instruction.op_name) or kind,
+        part,
+        instruction.op_name,
         module.source(instruction),
-        unknown,
+        any(flops is None for _, _, flops in counted),
         instruction.in_host_memory and instruction.opcode.endswith("-start"),
+        kind,
+        shapes[0] if len(shapes) == 1 else None,
     )
 
 
 def _inside(module: Module, fused: Computation) -> Iterator[tuple[Computation, Instruction]]:
     """Yield the matmuls of a fusion; those of Triton are fusions of fusions."""
     for instruction in fused.instructions:
-        if instruction.opcode in ("dot", "scaled-dot", "custom-call"):
+        if instruction.opcode in COUNTED:
             yield fused, instruction
         elif instruction.opcode == "fusion":
             for name in instruction.called:
                 yield from _inside(module, module.computations[name])
-
-
-def matmul_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """Return the FLOPs of a dot, a library matmul, fused attention or a custom kernel with FLOPs in its metadata; 0 for others.
-
-    None for a custom kernel (Triton, Mosaic, a foreign function) without FLOPs in its metadata.
-    """
-    if instruction.opcode in ("dot", "scaled-dot"):
-        return _product(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
-    if instruction.opcode != "custom-call":
-        return 0.0
-    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-    if target is None:
-        return 0.0
-    name = target.group(1)
-    if "blockScaledDot" in name:  # [1, M, K] x [1, N, K]
-        return 2.0 * math.prod(instruction.shapes[0].dims) * computation.operand_shapes(instruction)[0].dims[-1]
-    if "fmha" in name:
-        return _attention_flops(computation, instruction, name)
-    if name.startswith("__cublas") or "onednn$matmul" in name:
-        return _product(computation, instruction, r'lhs_contracting_dimensions": ?\["?([\d", ]*)\]')
-    if _OWN_KERNEL.search(name):
-        stated = _STATED_FLOPS.search(instruction.attributes.replace(r"\22", '"'))
-        return float(stated.group(1)) if stated else None
-    return 0.0
-
-
-_OWN_KERNEL = re.compile(r"triton|mosaic|pallas|cutlass|flash|gemm|matmul|conv|^te_", re.I)
-"""Custom calls that may contain matmuls. Others sort, copy, place and annotate."""
-_STATED_FLOPS = re.compile(r'serialized_metadata = "\{[^}]*"flops": ?"(\d+)"')
-"""FLOPs in the metadata of a pallas_call: JSON inside an MLIR string, where a quotation mark is written \\22."""
-
-
-def _product(computation: Computation, instruction: Instruction, contracting: str) -> float:
-    lhs = computation.operand_shapes(instruction)[0]
-    contracted = re.search(contracting, instruction.attributes)
-    dims = [int(d) for d in re.findall(r"\d+", contracted.group(1))] if contracted else []
-    return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[d] for d in dims)
-
-
-def _attention_flops(computation: Computation, instruction: Instruction, target: str) -> float | None:
-    """Return the FLOPs of fused attention: two matmuls forward (QK, PV), five backward; half with a causal mask, which is skipped."""
-    scores = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.attributes)
-    if not scores:
-        return None
-    elements = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1)))
-    width = computation.operand_shapes(instruction)[0].dims[-1]
-    products = 5 if "Backward" in target else 2
-    causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes else 1.0
-    return 2.0 * elements * width * products * causal
 
 
 def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Computation) -> float:

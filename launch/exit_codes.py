@@ -1,5 +1,7 @@
 """Exit codes of `ridge`. Job scripts use them to decide whether to requeue."""
 
+from ridgeline.configs.errors import UserError
+
 DONE = 0
 """The run finished, or the command succeeded."""
 USAGE = 2
@@ -7,7 +9,7 @@ USAGE = 2
 HANG = 71
 """No step finished within the watchdog's limit: the watchdog ended this process."""
 LOST_PEER = 72
-"""Another process of the run ended or did not start."""
+"""Another process of the run ended by a failure or did not start."""
 BAD_NODE = 73
 """The preflight failed a node; it is recorded in bad_nodes and excluded from the next start."""
 NUMERICAL_FAILURE = 70
@@ -16,6 +18,8 @@ SAVE_FAILURE = 74
 """Several consecutive checkpoints could not be written."""
 PREEMPTED = 75
 """Stopped by SIGTERM after saving: run the same command again to continue."""
+TAKEN_OVER = 76
+"""Another start took the run directory over: this one wrote nothing more."""
 INTERRUPTED = 130
 """Stopped by Ctrl-C after saving: run the same command again to continue."""
 
@@ -29,8 +33,20 @@ _MEANINGS = {
     NUMERICAL_FAILURE: "numerical failure: too many non-finite steps",
     SAVE_FAILURE: "checkpoints could not be written",
     PREEMPTED: "preempted: saved after SIGTERM; requeued",
+    TAKEN_OVER: "taken over: another start writes the run directory",
     INTERRUPTED: "interrupted: saved after Ctrl-C",
 }
+
+
+def of(error: BaseException | None) -> int:
+    """Return the exit code of a command that ends with this exception; None: it returned."""
+    if error is None:
+        return DONE
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else DONE if error.code is None else 1
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return USAGE if isinstance(error, UserError) else 1
 
 
 def table() -> list[str]:

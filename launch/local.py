@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import IO, TextIO
 from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster.detect import FIRST_PORT, LAST_PORT, LOCAL_PROCESS, LOCAL_PROCESSES
 from ridgeline.launch.cluster.devices import VISIBLE
+from ridgeline.launch.cluster.rendezvous import SECRET
 from ridgeline.launch.cluster.rendezvous_server import listen
 
 GRACE_S = 30.0
@@ -58,7 +60,7 @@ def environments(processes: int, env: Mapping[str, str], gpus: int | None) -> li
     if ids and len(ids) % processes:
         raise ValueError(f"{len(ids)} GPUs are not divisible by {processes} processes")
     share = len(ids) // processes
-    common = {**env, "PYTHONUNBUFFERED": "1", LOCAL_PROCESSES: str(processes)}
+    common = {SECRET: secrets.token_hex(32), **env, "PYTHONUNBUFFERED": "1", LOCAL_PROCESSES: str(processes)}
     return [
         {**common, LOCAL_PROCESS: str(index), **({VISIBLE: ",".join(ids[index * share : (index + 1) * share])} if ids else {})}
         for index in range(processes)

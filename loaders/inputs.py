@@ -9,13 +9,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.loaders.records import BadRecord, Document, RecordFields
 
 FORMATS = ("auto", "text", "lines", "records", "jsonl", "parquet", "arrow")
 RECORD_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
@@ -50,6 +52,23 @@ class Unit:
     size_bytes: int
     start: int = 0
     stop: int | None = None
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """A format of input files that an installed package reads (entry point group `ridgeline.sources`), named as its entry point."""
+
+    read: Callable[[Unit, RecordFields], Iterator[Document | BadRecord]]
+    """Yields the documents and bad records of a unit in order, the same in every process. Raises UserError when the file cannot be read."""
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of its files, such as `.warc`, for --format auto and records."""
+    units: Callable[[InputFile], Iterable[Unit]] | None = None
+    """Splits a file into units of work, by its content alone; None: a file is one unit."""
+
+
+def source_format(name: str) -> SourceFormat:
+    """Import and return the format of an installed package. Raises UserError as `plugins.load`."""
+    return plugins.load("sources", name, SourceFormat, FORMATS)
 
 
 @dataclass(frozen=True)
@@ -88,8 +107,9 @@ class Listing:
 
 def list_inputs(paths: Sequence[Path], options: InputOptions) -> Listing:
     """List the files of `paths` in order. Raises UserError for a missing, empty or ambiguous input."""
-    if options.format not in FORMATS:
-        raise unknown_name("format", options.format, FORMATS)
+    formats = plugins.all_names("sources", FORMATS)
+    if options.format not in formats:
+        raise unknown_name("format", options.format, formats)
     if not paths:
         raise UserError("no input; add a file or directory with --input")
     files: list[InputFile] = []
@@ -119,7 +139,14 @@ def _record_format(path: Path) -> str | None:
     suffixes = path.suffixes
     if suffixes and suffixes[-1] in COMPRESSED_SUFFIXES:
         return "jsonl" if len(suffixes) > 1 and RECORD_SUFFIXES.get(suffixes[-2]) == "jsonl" else None
-    return RECORD_SUFFIXES.get(path.suffix)
+    return _record_suffixes().get(path.suffix)
+
+
+@cache
+def _record_suffixes() -> dict[str, str]:
+    """Return suffix -> format of files that contain records, those of plug-ins included."""
+    added = {suffix: name for name in plugins.names("sources") for suffix in source_format(name).suffixes}
+    return {**added, **RECORD_SUFFIXES}
 
 
 def _format_of(path: Path, options: InputOptions) -> str:
@@ -258,6 +285,8 @@ def _glob(pattern: str) -> Callable[[str], bool]:
 def _split_into_units(file: InputFile) -> Iterator[Unit]:
     if file.format == "parquet":
         yield from _row_groups(file)
+    elif file.format not in FORMATS and (split := source_format(file.format).units) is not None:
+        yield from split(file)
     elif file.format in ("jsonl", "lines") and file.path.suffix not in COMPRESSED_SUFFIXES:
         for start in range(0, max(file.size_bytes, 1), BLOCK_BYTES):
             stop = min(start + BLOCK_BYTES, file.size_bytes)

@@ -23,6 +23,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import DataConfig
 from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
 from ridgeline.loaders.rows import Rows, RowSource
+from ridgeline.loaders.shard_hashes import verify
 from ridgeline.loaders.workers import leave_signals_to_parent
 
 MAX_ROWS = 2**32 - 1
@@ -175,6 +176,8 @@ def build_loader(data: DataConfig, *, seed: int, vocab_size: int, rows: np.ndarr
     """
     manifests = read_manifests(data)
     tokenizer = check_tokenizer(manifests, vocab_size)
+    for path, manifest in manifests:
+        verify(path, manifest)
     sources = [RowSource(path, data.seq_len, document_masking=data.document_masking, manifest=manifest) for path, manifest in manifests]
     order = Order([source.num_rows for source in sources], [entry.weight for entry in data.train], seed=seed, shuffle=data.shuffle)
     return Loader(StepRows(sources, order, data.batch_size, rows), tokenizer, data, start_step)
@@ -197,8 +200,11 @@ class EvaluationSet:
         self._source, self._batch_size, self._rows = source, batch_size, np.asarray(rows, np.int64)
         self.tokenizer = source.manifest.tokenizer
         self.num_batches = -(-source.num_rows // batch_size)
-        self.text_bytes = source.manifest.text_bytes
-        self.gzip9_bytes = source.manifest.gzip9_bytes
+        sft = bool(source.manifest.parameters.get("sft"))
+        self.text_bytes = source.manifest.counted_bytes if sft or source.document_masking else source.manifest.text_bytes
+        """UTF-8 bytes of the text of the target tokens; None: unknown."""
+        self.gzip9_bytes = None if sft else source.manifest.gzip9_bytes
+        """Summed `gzip -9` size of the documents; None: not measured, or (fine-tuning) of other text than the targets'."""
 
     def __iter__(self) -> Iterator[Rows]:
         dataset = grain.MapDataset.range(self.num_batches).map(self.batch)
@@ -222,5 +228,7 @@ class EvaluationSet:
 
 def open_evaluation_set(path: Path, *, seq_len: int, batch_size: int, rows: np.ndarray, document_masking: bool = True) -> EvaluationSet:
     """Open a held-out set. Raises CorpusError when it is missing or damaged."""
-    source = RowSource(path, seq_len, document_masking=document_masking, manifest=read_manifest(path))
+    manifest = read_manifest(path)
+    verify(path, manifest)
+    source = RowSource(path, seq_len, document_masking=document_masking, manifest=manifest)
     return EvaluationSet(source, batch_size, rows)

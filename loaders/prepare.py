@@ -16,15 +16,17 @@ from typing import Any
 
 from ridgeline.configs.errors import UserError
 from ridgeline.loaders.inputs import InputOptions, Listing, Unit, list_inputs
-from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, write_atomically
+from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo
 from ridgeline.loaders.prepare_state import BAD_RECORDS_FILE, State
 from ridgeline.loaders.records import TRAIN, RecordFields
+from ridgeline.loaders.shard_hashes import remember
 from ridgeline.loaders.shard_work import Advance, ShardResult, ShardTask, make_shard
 from ridgeline.loaders.token_reader import Shard
 from ridgeline.loaders.token_record import token_dtype
 from ridgeline.loaders.token_writer import RECORD_TOKENS
 from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
 from ridgeline.loaders.workers import run_tasks
+from ridgeline.rundir.files import write_atomically
 
 MAX_BAD = 100
 TOKENIZER_DIRECTORY = "tokenizer"
@@ -52,6 +54,8 @@ class PrepareSettings:
     shards: int | None = None
     pack_length: int | None = None
     gzip_baseline: bool = False
+    add_bos: bool | None = None
+    """Whether documents begin with BOS; None: as the tokenizer's own files have it."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ def prepare(
     _check(settings, workers, max_bad, overwrite, slice)
     listing = list_inputs(settings.inputs, settings.options)
     tokenizer = load_tokenizer(settings.tokenizer)
+    if settings.add_bos is not None:
+        tokenizer.add_bos = settings.add_bos
     state = State(settings.output, describe(settings, listing, tokenizer))
     finished = None if overwrite else state.finished()
     if finished is not None:
@@ -147,7 +153,7 @@ def describe(settings: PrepareSettings, listing: Listing, tokenizer: Tokenizer) 
         **asdict(settings.options),
         "text_field": settings.fields.text,
         "sft": settings.fields.sft,
-        "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256},
+        "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, **({} if tokenizer.add_bos else {"add_bos": False})},
         "holdouts": dict(settings.holdouts),
         "shards": settings.shards,
         "pack_length": settings.pack_length,
@@ -223,7 +229,7 @@ class _Run:
             sets=self.directories,
             holdouts=self.settings.holdouts,
             fields=self.settings.fields,
-            tokenizer=(self.state.tokenizer, self.tokenizer.kind),
+            tokenizer=(self.state.tokenizer, self.tokenizer.kind, self.tokenizer.add_bos),
             pack_length=self.settings.pack_length,
             gzip_baseline=self.settings.gzip_baseline,
             work=self.state.work,
@@ -270,7 +276,7 @@ class _Run:
         sets = tuple(self._write_set(name, directory, results) for name, directory in self.directories.items())
         if self.bad:
             lines = [json.dumps({"place": place, "reason": reason}) for result in results for place, reason in result.bad]
-            write_atomically(self.settings.output / BAD_RECORDS_FILE, "\n".join(lines) + "\n")
+            write_atomically(self.settings.output / BAD_RECORDS_FILE, ("\n".join(lines) + "\n").encode())
         summary = self._summary(sets, results)
         self.state.finish({"bad": summary.bad, "bad_examples": summary.bad_examples, "empty_documents": summary.empty_documents})
         return summary
@@ -297,6 +303,7 @@ class _Run:
                 vocab_size=tokenizer.vocab_size,
                 bos_id=tokenizer.bos_id,
                 eos_id=tokenizer.eos_id,
+                add_bos=tokenizer.add_bos,
             ),
             dtype=token_dtype(tokenizer.vocab_size).name,
             record_tokens=self.settings.pack_length or RECORD_TOKENS,
@@ -307,6 +314,7 @@ class _Run:
             parameters={key: value for key, value in self.state.described.items() if key != "input_fingerprint"},
         )
         manifest.write(directory)
+        remember(directory, manifest.shards)  # each was hashed by this run
         return _set_summary(name, directory, manifest)
 
     def _summary(self, sets: tuple[SetSummary, ...], results: Sequence[ShardResult]) -> Summary:

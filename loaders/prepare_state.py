@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.manifest import MANIFEST_NAME, write_atomically
+from ridgeline.loaders.manifest import MANIFEST_NAME
+from ridgeline.rundir.files import temporary, write_atomically
 
 STATE_DIRECTORY = ".prepare"
 BAD_RECORDS_FILE = "bad_records.jsonl"
@@ -90,7 +91,7 @@ class State:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Mark the corpus complete and remove the state of the unfinished preparation."""
-        write_atomically(self.work / "state.json", _dump({"described": self.described, "finished": summary}))
+        write_atomically(self.work / "state.json", _dump({"described": self.described, "finished": summary}).encode())
         for path in self.work.iterdir():
             if path.name != "state.json" and not path.name.startswith("lock"):
                 _remove(path)
@@ -105,6 +106,7 @@ class State:
     def _clear(self) -> None:
         """Remove a preparation, finished or not, and nothing else. Raises UserError when the output contains other files."""
         known = {MANIFEST_NAME, "tokenizer", BAD_RECORDS_FILE, STATE_DIRECTORY}
+        known |= {temporary(Path(name)).name for name in (MANIFEST_NAME, BAD_RECORDS_FILE)}  # left by a killed run
         earlier = self._earlier() or {"described": {"sets": []}}
         # Only subdirectories created by this command: OUTPUT may be a folder of other corpora by mistake.
         sets = {path for name in earlier["described"]["sets"] if name and (path := self.output / name).is_dir()}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ridgeline.configs.errors import UserError, unknown_name
-from ridgeline.loaders.inputs import COMPRESSED_SUFFIXES, Unit
+from ridgeline.loaders.inputs import COMPRESSED_SUFFIXES, Unit, source_format
 from ridgeline.loaders.records import BadRecord, Document, Place, RecordFields, document_from_bytes, document_from_record
 
 Item = Document | BadRecord
@@ -33,7 +33,17 @@ def read_unit(unit: Unit, fields: RecordFields) -> Iterator[Item]:
         "parquet": _read_parquet,
         "arrow": _read_arrow,
     }
-    return readers[unit.format](unit, fields)
+    return readers.get(unit.format, _read_by_plugin)(unit, fields)
+
+
+def _read_by_plugin(unit: Unit, fields: RecordFields) -> Iterator[Item]:
+    read = source_format(unit.format).read
+    try:
+        yield from read(unit, fields)
+    except UserError:
+        raise
+    except Exception as error:  # a plug-in can fail in any way
+        raise UserError(f"{unit.path}: the reader of format '{unit.format}' failed: {type(error).__name__}: {error}") from error
 
 
 def _read_text(unit: Unit, fields: RecordFields) -> Iterator[Item]:

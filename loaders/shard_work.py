@@ -40,8 +40,8 @@ class ShardTask:
     """Set name -> its corpus directory."""
     holdouts: Mapping[str, float]
     fields: RecordFields
-    tokenizer: tuple[Path, str]
-    """Directory of the tokenizer's copy, and its kind."""
+    tokenizer: tuple[Path, str, bool]
+    """Directory of the tokenizer's copy, its kind, and whether documents begin with BOS."""
     pack_length: int | None
     gzip_baseline: bool
     work: Path
@@ -146,19 +146,19 @@ class _Shard:
 
     def _write(self, documents: list[Document]) -> int:
         tokens = 0
-        for document, (ids, loss_mask) in zip(documents, encode_documents(self.tokenizer, documents), strict=True):
+        for document, encoded in zip(documents, encode_documents(self.tokenizer, documents), strict=True):
             name = set_of(document.text, self.task.holdouts)
             data = document.text.encode()
             if name not in self.writers:
                 self.writers[name] = self._open(name)
             with _writing(self.task.sets[name]):
-                self.writers[name].add(ids, loss_mask=loss_mask, text_bytes=len(data))
+                self.writers[name].add(encoded.ids, loss_mask=encoded.loss_mask, text_bytes=len(data), counted_bytes=encoded.counted_bytes)
             counts = self.counts[name]
             counts[0] += 1
             counts[1] += len(data)
             if self.task.gzip_baseline:
                 counts[2] += gzip9_size_bytes(data)
-            tokens += len(ids)
+            tokens += len(encoded.ids)
         return tokens
 
     def _open(self, name: str) -> TokenWriter:
@@ -187,24 +187,42 @@ def _writing(directory: Path) -> Iterator[None]:
         raise UserError(reason if reason.startswith("cannot write") else f"cannot write {directory}: {reason}") from error
 
 
-def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield per document its ids, int32 [n] with BOS and EOS, and its loss mask, bool [n], True where the token counts (None: all).
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a document."""
 
-    In a document with loss spans each span is followed by an EOS that counts: the model learns to stop. BOS never counts.
+    ids: np.ndarray
+    """int32 [n], from BOS (where the tokenizer adds it) to EOS."""
+    loss_mask: np.ndarray | None
+    """bool [n], True where the token counts; None: all."""
+    counted_bytes: int
+    """UTF-8 bytes of the text of the tokens that count as targets."""
+
+
+def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[Encoded]:
+    """Encode documents.
+
+    In a document with loss spans each span is followed by an EOS that counts: the model learns to stop. BOS never counts, nor does the
+    first token of a document without BOS: nothing predicts it.
     """
     segments = [document.segments() for document in documents]
     encoded = iter(tokenizer.encode_batch([text for pieces in segments for text, _ in pieces]))
     for document, pieces in zip(documents, segments, strict=True):
-        ids: list[int] = [tokenizer.bos_id]
-        mask: list[bool] = [False]
-        for place, (_, counts) in enumerate(pieces, start=1):
+        ids, counted_bytes = list(tokenizer.prefix), 0
+        mask = [False] * len(ids)
+        for place, (text, counts) in enumerate(pieces, start=1):
             piece_ids = next(encoded)
+            if counts:
+                counted_bytes += len(text.encode()) - (0 if ids else len(tokenizer.decode(piece_ids[:1]).encode()))
             ids += piece_ids
             mask += [counts] * len(piece_ids)
             if counts or place == len(pieces):
                 ids.append(tokenizer.eos_id)
                 mask.append(counts)
-        yield np.array(ids, np.int32), None if document.loss_spans is None else np.array(mask, bool)
+        if len(ids) == 1:  # a tokenizer that drops the whole text, and adds no BOS
+            ids, mask = [tokenizer.bos_id, *ids], [False, *mask]
+        loss_mask = None if document.loss_spans is None else np.array(mask, bool)
+        yield Encoded(np.array(ids, np.int32), loss_mask, max(counted_bytes, 0))
 
 
 def gzip9_size_bytes(data: bytes) -> int:
@@ -213,8 +231,10 @@ def gzip9_size_bytes(data: bytes) -> int:
 
 
 @lru_cache(maxsize=1)
-def _load_tokenizer(directory: Path, kind: str) -> Tokenizer:
-    return load_tokenizer(directory, kind)  # once per worker, not once per shard
+def _load_tokenizer(directory: Path, kind: str, add_bos: bool) -> Tokenizer:
+    tokenizer = load_tokenizer(directory, kind)  # once per worker, not once per shard
+    tokenizer.add_bos = add_bos
+    return tokenizer
 
 
 def result_path(work: Path, index: int) -> Path:

@@ -6,6 +6,7 @@ Legend: N windows, W tokens per window.
 from __future__ import annotations
 
 import hashlib
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -210,28 +211,33 @@ class _WindowBuffer:
 def check_size(path: Path, info: ShardInfo) -> None:
     """Raise CorpusError when the shard is missing or its size differs from the manifest."""
     try:
-        size = path.stat().st_size
+        found = path.stat()
     except FileNotFoundError as error:
         raise CorpusError(f"missing shard: {path} (listed in {path.parent / MANIFEST_NAME})") from error
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror}") from error
-    if size != info.bytes:
-        raise CorpusError(f"damaged shard: {path} has {size} bytes; the manifest lists {info.bytes}")
+    if not stat.S_ISREG(found.st_mode):
+        raise CorpusError(f"damaged shard: {path} is not a regular file")
+    if found.st_size != info.bytes:
+        raise CorpusError(f"damaged shard: {path} has {found.st_size} bytes; the manifest lists {info.bytes}")
 
 
 def verify_shards(directory: Path, manifest: Manifest) -> None:
     """Compare size and sha256 of every shard with the manifest. Raises CorpusError naming the first that differs."""
     for info in manifest.shards:
-        path = Path(directory) / info.name
-        try:
-            with path.open("rb") as stream:
-                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        except FileNotFoundError as error:
-            raise CorpusError(f"missing shard: {path}") from error
-        except OSError as error:
-            raise CorpusError(f"cannot read {path}: {error.strerror}") from error
-        if sha256 != info.sha256:
-            raise CorpusError(f"damaged shard: {path} does not have the sha256 of the manifest")
+        verify_shard(Path(directory) / info.name, info)
+
+
+def verify_shard(path: Path, info: ShardInfo) -> None:
+    """Compare size and sha256 of a shard with its entry in the manifest. Raises CorpusError naming it."""
+    check_size(path, info)
+    try:
+        with path.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror}") from error
+    if sha256 != info.sha256:
+        raise CorpusError(f"damaged shard: {path} does not have the sha256 of the manifest")
 
 
 def _one_line(error: Exception) -> str:

@@ -54,17 +54,19 @@ class TokenWriter:
         self._row = _Row(pack_length or record_tokens, token_dtype(vocab_size))
         self._buffered: list[tuple[np.ndarray, np.ndarray | None, int]] = []  # tokens, mask, position in document
         self._buffered_tokens = 0
-        self._records = self._tokens = self._documents = self._text_bytes = 0
+        self._records = self._tokens = self._documents = self._text_bytes = self._counted_bytes = 0
+        self._counts_differ = False
         self._edges = [b"", b""]
 
-    def add(self, tokens: np.ndarray, loss_mask: np.ndarray | None = None, text_bytes: int = 0) -> None:
-        """Append one document: ids [n] with its BOS and EOS, n >= 2; loss_mask bool [n], True where the token counts as a target.
+    def add(self, tokens: np.ndarray, loss_mask: np.ndarray | None = None, text_bytes: int = 0, counted_bytes: int | None = None) -> None:
+        """Append one document: ids [n] with its EOS, n >= 2; loss_mask bool [n], True where the token counts as a target.
 
+        text_bytes: of its text; counted_bytes: of the text of the tokens that count (None: all).
         Raises UserError for an id outside the vocabulary.
         """
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or len(tokens) < 2:
-            raise ValueError(f"a document is a vector of at least BOS and EOS, got shape {tokens.shape}")
+            raise ValueError(f"a document is a vector of at least two tokens, got shape {tokens.shape}")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
@@ -76,6 +78,8 @@ class TokenWriter:
         mask = None if loss_mask is None else np.asarray(loss_mask, bool)
         self._documents += 1
         self._text_bytes += text_bytes
+        self._counted_bytes += text_bytes if counted_bytes is None else counted_bytes
+        self._counts_differ |= mask is not None or counted_bytes not in (None, text_bytes)
         if self._pack_length is None:
             self._append(tokens, mask)
         else:
@@ -99,6 +103,7 @@ class TokenWriter:
             tokens=self._tokens,
             documents=self._documents,
             text_bytes=self._text_bytes,
+            counted_bytes=self._counted_bytes if self._counts_differ else None,
             bytes=self.path.stat().st_size,
             sha256=sha256,
             edge_crc32=edge_crc32(*self._edges),

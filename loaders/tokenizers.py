@@ -2,6 +2,9 @@
 
 Text is always encoded as plain text: the characters `<|endoftext|>` in a document never become the special token.
 The code that writes documents adds BOS and EOS; `encode_batch` does not.
+
+Whether a text begins with BOS is one rule per tokenizer, `add_bos`, for prepared documents, prompts and exports alike. A tokenizer.json
+has it in its post-processor; each copy beside a corpus or a run records it.
 """
 
 from __future__ import annotations
@@ -9,14 +12,17 @@ from __future__ import annotations
 import abc
 import base64
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
 
 from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, nearest
+from ridgeline.configs.files import read_limited
+from ridgeline.configs.foreign import MAX_BYTES, check_inside, parse_object, read_inside, shortened
 
 BOS_NAMES = ("<|bos|>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[BOS]")
 """Special tokens used as BOS when the tokenizer's files do not define one."""
@@ -33,6 +39,15 @@ class Tokenizer(abc.ABC):
     eos_id: int
     sha256: str
     """Of everything that determines the ids (vocabulary, merges, pattern, BOS, EOS): files that differ only in formatting are equal."""
+    add_bos: bool = True
+    """Whether texts begin with `bos_id`. `save_copy` records it."""
+    records_add_bos: bool = True
+    """False: the files state `add_bos` by their post-processor only. Copies made before the rule was recorded are of documents with BOS."""
+
+    @property
+    def prefix(self) -> list[int]:
+        """The ids that a text begins with."""
+        return [self.bos_id] if self.add_bos else []
 
     @classmethod
     @abc.abstractmethod
@@ -45,11 +60,15 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids; special tokens are dropped, invalid UTF-8 becomes U+FFFD."""
+        """Decode ids; special tokens and ids outside the vocabulary are dropped, invalid UTF-8 becomes U+FFFD."""
 
     @abc.abstractmethod
     def save_copy(self, directory: Path) -> Path:
-        """Write the files that `load_tokenizer(directory, kind)` needs for this tokenizer; return the main file."""
+        """Write the files that `load_tokenizer(directory, kind)` needs for this tokenizer, `add_bos` included; return the main file."""
+
+    def write_rule(self, directory: Path) -> None:
+        """Write `add_bos` into the copy of this tokenizer in a directory."""
+        self.save_copy(directory)
 
 
 class ByteTokenizer(Tokenizer):
@@ -60,6 +79,10 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, path: Path | None = None) -> None:
         self.vocab_size, self.bos_id, self.eos_id = 258, 256, 257
+        recorded = None  # a subclass may have a file of its own
+        if path is not None and path.name == ByteTokenizer.file_name:
+            recorded = _recorded(_json_object(path), "add_bos", path)
+        self.add_bos = recorded is not False
         self.sha256 = _digest({"kind": self.kind, "bos": self.bos_id, "eos": self.eos_id})
 
     @classmethod
@@ -73,11 +96,16 @@ class ByteTokenizer(Tokenizer):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def save_copy(self, directory: Path) -> Path:
-        return _write_json(directory / self.file_name, {"kind": self.kind, "bos_id": self.bos_id, "eos_id": self.eos_id})
+        rule = {} if self.add_bos else {"add_bos": False}
+        return _write_json(directory / self.file_name, {"kind": self.kind, "bos_id": self.bos_id, "eos_id": self.eos_id, **rule})
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` of the `tokenizers` library. BOS and EOS: from tokenizer_config.json in its directory, else by usual names."""
+    """A `tokenizer.json` of the `tokenizers` library. BOS and EOS: from tokenizer_config.json in its directory, else by usual names.
+
+    add_bos: from the record of a copy (tokenizer_config.json, `ridgeline.add_bos`); else as the post-processor does, which is what
+    transformers uses; without one, true for a tokenizer of `ridge data tokenizer`, which had none in earlier versions.
+    """
 
     kind = "huggingface"
 
@@ -85,11 +113,13 @@ class HuggingFaceTokenizer(Tokenizer):
         import tokenizers
 
         text = _read_text(path)
+        content = parse_object(text.encode(), path)
         try:
-            content = json.loads(text)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
+        except BaseException as error:  # the library raises bare Exception, and PanicException, which is not one
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise UserError(f"{path}: not a tokenizer.json of the tokenizers library ({shortened(error)})") from error
         # The file may contain truncation and padding settings, which would silently truncate or pad documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -104,8 +134,17 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.eos_token is None:
             raise UserError(f"{path}: no EOS token; set 'eos_token' in {path.parent / 'tokenizer_config.json'}")
         self.eos_id = vocabulary[self.eos_token]
-        self.bos_id = self.eos_id if self.bos_token is None else vocabulary[self.bos_token]
-        self.sha256 = _digest({"content": content, "bos": self.bos_id, "eos": self.eos_id})
+        self._record = _own_record(path)
+        added = self.post_processor_prefix()
+        if len(added) > 1:
+            raise UserError(f"{path}: its post_processor puts {len(added)} tokens before a text; only one, BOS, is supported")
+        self.bos_id = added[0] if added else self.eos_id if self.bos_token is None else vocabulary[self.bos_token]
+        recorded = _recorded(self._record, "add_bos", path.with_name(CONFIG_NAME))
+        self.records_add_bos = recorded is not None
+        trained_here = content.get("post_processor") is None and {self.bos_token, self.eos_token} == {BOS_NAMES[0], EOS_NAMES[0]}
+        self.add_bos = bool(added) or trained_here if recorded is None else recorded
+        original = {"post_processor": self._record["post_processor"]} if "post_processor" in self._record else {}
+        self.sha256 = _digest({"content": {**content, **original}, "bos": self.bos_id, "eos": self.eos_id})
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
@@ -119,10 +158,34 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def post_processor_prefix(self) -> list[int]:
+        """Return the special tokens that the post-processor puts before a text."""
+        encoding = self._tokenizer.encode("a")
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [token for token, special in itertools.takewhile(lambda pair: pair[1], marked)]
+
     def save_copy(self, directory: Path) -> Path:
         names = {"eos_token": self.eos_token} | ({"bos_token": self.bos_token} if self.bos_token else {})
-        _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
-        return _write_json(directory / "tokenizer.json", self._content)
+        _write_json(directory / CONFIG_NAME, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+        path = _write_json(directory / "tokenizer.json", self._content)
+        self.write_rule(directory)
+        return path
+
+    def write_rule(self, directory: Path) -> None:
+        """Write `add_bos` into the post-processor of the tokenizer.json in a directory, and record it in its tokenizer_config.json.
+
+        The record has the original post-processor where it was replaced, so that the copy has the same sha256.
+        """
+        record = {**self._record, "add_bos": self.add_bos}
+        if bool(self.post_processor_prefix()) != self.add_bos:
+            record.setdefault("post_processor", self._content.get("post_processor"))
+            changed = _with_prefix(self._content.get("post_processor"), self._tokenizer, self.prefix)
+            file = directory / "tokenizer.json"
+            _write_json(file, {**_json_object(file), "post_processor": changed})
+        config_file = directory / CONFIG_NAME
+        config = _json_object(config_file) if config_file.exists() else {"eos_token": self.eos_token}
+        # transformers 4 reads add_bos_token for some classes, later versions only the post-processor
+        _write_json(config_file, {**config, "add_bos_token": self.add_bos, "ridgeline": record})
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -144,6 +207,8 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError(f"{path}: the SentencePiece model has no EOS piece; train it with --eos_id")
         bos_id = self._processor.bos_id()
         self.bos_id = bos_id if bos_id >= 0 else self.eos_id
+        config_file = path.with_name(CONFIG_NAME)
+        self.add_bos = not config_file.exists() or bool(_recorded(_json_object(config_file), "add_bos_token", config_file))
         self.sha256 = hashlib.sha256(self._proto).hexdigest()
 
     @classmethod
@@ -154,13 +219,23 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.encode(list(texts), out_type=int, num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._processor.decode([int(i) for i in ids])
+        return self._processor.decode([int(i) for i in ids if i < self.vocab_size])
 
     def save_copy(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "tokenizer.model"
         path.write_bytes(self._proto)
+        self.write_rule(directory)
         return path
+
+    def write_rule(self, directory: Path) -> None:
+        """Write `add_bos` into the tokenizer_config.json of a directory; transformers reads the .model file with it."""
+        config_file = directory / CONFIG_NAME
+        names = {"eos_token": self.eos_id} | ({} if self.bos_id == self.eos_id else {"bos_token": self.bos_id})
+        config: dict[str, Any] = {role: self._processor.id_to_piece(i) for role, i in names.items()}
+        if config_file.exists():
+            config = _json_object(config_file)
+        _write_json(config_file, {"tokenizer_class": "PreTrainedTokenizerFast", **config, "add_bos_token": self.add_bos})
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -174,7 +249,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         ranks = _read_ranks(path)
-        self._definition = self._find_definition(path, ranks)
+        self._definition, self.add_bos = self._find_definition(path, ranks)
         special_tokens: dict[str, int] = self._definition["special_tokens"]
         clash = sorted(set(special_tokens.values()) & set(ranks.values()))
         if clash:
@@ -198,10 +273,11 @@ class TiktokenTokenizer(Tokenizer):
         self.sha256 = _digest({"ranks": canonical, **self._definition})
 
     @classmethod
-    def _find_definition(cls, path: Path, ranks: dict[bytes, int]) -> dict[str, Any]:
+    def _find_definition(cls, path: Path, ranks: dict[bytes, int]) -> tuple[dict[str, Any], bool]:
+        """Return pattern and special tokens, and add_bos."""
         sidecar = path.with_name(path.name + ".json")
         if not sidecar.exists() and path.stem in cls.known:
-            return _openai_definition(path.stem, ranks)
+            return _openai_definition(path.stem, ranks), True
         if not sidecar.exists():
             raise UserError(
                 f"{path}: pattern and special tokens are unknown; write {sidecar} with "
@@ -214,7 +290,7 @@ class TiktokenTokenizer(Tokenizer):
                 raise TypeError("'pattern' must be a string and 'special_tokens' a map of name to id")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{sidecar}: not a tiktoken definition ({error})") from error
-        return {"pattern": pattern, "special_tokens": special_tokens}
+        return {"pattern": pattern, "special_tokens": special_tokens}, _recorded(content, "add_bos", sidecar) is not False
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
@@ -224,16 +300,19 @@ class TiktokenTokenizer(Tokenizer):
         return self._encoding.encode_ordinary_batch(list(texts), num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode([int(i) for i in ids if i not in self._special_ids], errors="replace")
+        known = [int(i) for i in ids if i < self.vocab_size and i not in self._special_ids]
+        return self._encoding.decode(known, errors="replace")
 
     def save_copy(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "tokenizer.tiktoken"
         ordered = sorted(self._ranks.items(), key=lambda item: item[1])
         path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered))
-        _write_json(path.with_name(path.name + ".json"), self._definition)
+        _write_json(path.with_name(path.name + ".json"), self._definition | ({} if self.add_bos else {"add_bos": False}))
         return path
 
+
+CONFIG_NAME = "tokenizer_config.json"
 
 KINDS: dict[str, type[Tokenizer]] = {
     cls.kind: cls for cls in (ByteTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, SentencePieceTokenizer)
@@ -266,6 +345,11 @@ def load_tokenizer(spec: str | Path, kind: str | None = None) -> Tokenizer:
     raise UserError(f"{place} {path} (allowed: tokenizer.json, *.tiktoken, *.model, or the word 'bytes')")
 
 
+def holds_tokenizer(directory: Path) -> bool:
+    """Return whether `load_tokenizer` finds a tokenizer in a directory."""
+    return directory.is_dir() and any(_class(name).find(directory) for name in plugins.all_names("tokenizers", KINDS))
+
+
 def _class(kind: str) -> type[Tokenizer]:
     """Return the class of a kind: a built-in one, or the plug-in of that name. Raises UserError for an unknown kind."""
     plugins.find("tokenizers", kind, KINDS)  # refuses a name that is registered twice
@@ -281,7 +365,9 @@ def _pick(path: Path, matches: Any) -> Path | None:
     """Return `path` if its name matches, or the one matching file of the directory `path`."""
     if path.is_file():
         return path if matches(path.name) else None
-    found = sorted(child for child in path.iterdir() if child.is_file() and matches(child.name))
+    found = sorted(child for child in path.iterdir() if matches(child.name) and not child.is_dir())
+    for child in found:
+        check_inside(path, child)
     if len(found) > 1:
         raise UserError(f"{path}: several tokenizer files ({', '.join(child.name for child in found)}); choose one of them")
     return found[0] if found else None
@@ -289,21 +375,47 @@ def _pick(path: Path, matches: Any) -> Path | None:
 
 def _special(role: str, path: Path, vocabulary: dict[str, int], configured: str | None, usual: Sequence[str]) -> str | None:
     if configured is not None and configured not in vocabulary:
-        raise UserError(f"{path}: the {role} token '{configured}' of tokenizer_config.json is not in the vocabulary")
+        raise UserError(f"{path}: the {role} token '{shortened(configured)}' of tokenizer_config.json is not in the vocabulary")
     return configured or next((name for name in usual if name in vocabulary), None)
+
+
+def _own_record(path: Path) -> dict[str, Any]:
+    """Return what `save_copy` or `write_rule` recorded beside a tokenizer.json."""
+    beside = path.with_name(CONFIG_NAME)
+    record = _json_object(beside).get("ridgeline") if beside.exists() else None
+    return record if isinstance(record, dict) else {}
+
+
+def _recorded(content: Mapping[str, Any], key: str, path: Path) -> bool | None:
+    """Return a recorded rule; None where there is none. Raises UserError when it is not true or false."""
+    value = content.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{path}: '{key}' must be true or false, got {str(value)[:40]!r}")
+    return value
+
+
+def _with_prefix(post_processor: dict[str, Any] | None, tokenizer: Any, prefix: list[int]) -> dict[str, Any] | None:
+    """Return a post-processor (as in tokenizer.json) whose templates are replaced by one that puts `prefix` before a text."""
+    parts = [] if post_processor is None else post_processor.get("processors", [post_processor])
+    parts = [part for part in parts if part["type"] not in ("TemplateProcessing", "BertProcessing", "RobertaProcessing")]
+    if prefix:
+        names = {tokenizer.id_to_token(i): i for i in prefix}
+        pieces = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
+        single = [*pieces, {"Sequence": {"id": "A", "type_id": 0}}]
+        tokens = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in names.items()}
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        parts.append({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens})
+    return parts[0] if len(parts) == 1 else {"type": "Sequence", "processors": parts} if parts else None
 
 
 def _configured_special_tokens(path: Path) -> dict[str, str]:
     """Read bos_token and eos_token from the Hugging Face files in the directory of tokenizer.json."""
     names: dict[str, str] = {}
-    for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for file_name in ("special_tokens_map.json", CONFIG_NAME):
         beside = path.with_name(file_name)
         if not beside.exists():
             continue
-        try:
-            content = json.loads(_read_text(beside))
-        except ValueError as error:
-            raise UserError(f"{beside}: not JSON ({error})") from error
+        content = _json_object(beside)
         for role in ("bos_token", "eos_token"):
             value = content.get(role)
             value = value.get("content") if isinstance(value, dict) else value  # older files have an AddedToken object
@@ -348,11 +460,13 @@ def _write_json(path: Path, content: Any) -> Path:
     return path
 
 
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file beside a tokenizer. Raises UserError when it is no JSON object, or a link out of the directory."""
+    return parse_object(read_inside(path.parent, path), path)
+
+
 def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return read_limited(path, MAX_BYTES)
 
 
 def _read_text(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Train a byte-level BPE tokenizer on the training part of an input.
 
-Any text round-trips exactly: all 256 bytes are in the vocabulary, nothing is normalized, no space is added.
+Any text round-trips exactly: all 256 bytes are in the vocabulary, nothing is normalized, no space is added. Its post-processor puts
+BOS before a text, as `ridge data prepare` does.
 The same input and settings give the same file on any machine and with any number of threads.
 """
 
@@ -16,9 +17,9 @@ from typing import Any
 
 from ridgeline.configs.errors import UserError
 from ridgeline.loaders.inputs import InputOptions, Listing, list_inputs
-from ridgeline.loaders.manifest import write_atomically
 from ridgeline.loaders.readers import read_unit
 from ridgeline.loaders.records import TRAIN, BadRecord, RecordFields, set_of
+from ridgeline.rundir.files import write_atomically
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
@@ -115,7 +116,7 @@ class _TrainingText:
 
 
 def _train(text: _TrainingText, settings: TokenizerSettings) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -133,6 +134,10 @@ def _train(text: _TrainingText, settings: TokenizerSettings) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(text, trainer)
+    bos = SPECIAL_TOKENS[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
     return tokenizer
 
 
@@ -171,7 +176,7 @@ def _make_writable(directory: Path) -> None:
 
 def _write(path: Path, content: str) -> None:
     try:
-        write_atomically(path, content)
+        write_atomically(path, content.encode())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 

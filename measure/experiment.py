@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ridgeline.configs.diff import diff
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.format import plural
 from ridgeline.measure.ladder import ms
 from ridgeline.measure.regression import UNIMPORTANT, Judgement
 
@@ -58,7 +59,8 @@ def _change(judgement: Judgement) -> str:
 
 def _measured(judgement: Judgement) -> str:
     device, runs = judgement.new[-1].provenance["device"], (len(judgement.old), len(judgement.new))
-    head = f"{judgement.headline()} (`ridge bench {judgement.task}`, {device['count']} x {device['kind']}, {runs[0]} and {runs[1]} run(s))."
+    measured = f"{device['count']} x {device['kind']}, {runs[0]} and {plural(runs[1], 'run')}"
+    head = f"{judgement.headline()} (`ridge bench {judgement.task}`, {measured})."
     rows = ["", "  | layer | before | after | verdict |", "  |---|---|---|---|"]
     rows += [f"  | {v.layer} | {ms(v.old_s)} | {ms(v.new_s)} | {v.comparison.describe()} |" for v in judgement.layers]
     notes = [f"  {note}." for note in judgement.notes]

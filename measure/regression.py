@@ -16,11 +16,12 @@ from pydantic import ValidationError
 
 from ridgeline.configs.diff import diff
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.format import plural
 from ridgeline.configs.schema import Config
 from ridgeline.rundir.bench_results import Stored
 from ridgeline.rundir.noise import UNKNOWN_NOISE, Comparison, compare, run_to_run_noise
 
-UNIMPORTANT = ("name", "run_dir", "init_from", "runtime.compilation_cache", "runtime.rendezvous_timeout_s")
+UNIMPORTANT = ("name", "run_dir", "init_from", "runtime.compilation_cache", "runtime.rendezvous_timeout_s", "runtime.lease_timeout_s")
 """Config keys that do not affect any measured time."""
 NAMED_PACKAGES = ("ridgeline", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "array-record", "tensorstore")
 """Packages whose changed versions are listed by name, as are GPU libraries; other changed packages are only counted."""
@@ -164,9 +165,15 @@ def unchanged(one: Stored, other: Stored) -> bool:
 
 def differences(one: Stored, other: Stored, changes: Sequence[str] = ()) -> list[str]:
     """List the differences that make two results incomparable, each as `what a, b`. `changes`: config keys that may differ."""
-    found = [f"{what} {a}, {b}" for what, a, b in _conditions(one, other) if a != b]
+    found = [f"{what} {_shown(a)}, {_shown(b)}" for what, a, b in _conditions(one, other) if a != b]
     keys = [(key, a, b) for key, a, b in diff(_completed(one), _completed(other)) if not _covered(key, (*UNIMPORTANT, *changes))]
-    return found + [f"config {key} {a}, {b}" for key, a, b in keys]
+    return found + [f"config {key} {_shown(a)}, {_shown(b)}" for key, a, b in keys]
+
+
+def _shown(value: Any) -> str:
+    """Return a value on one line, short."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _conditions(one: Stored, other: Stored) -> Iterator[tuple[str, Any, Any]]:
@@ -224,7 +231,7 @@ def _notes(theirs: Sequence[Stored], ours: Sequence[Stored], left_out: int) -> I
     if old.provenance.get("host") != new.provenance.get("host"):
         yield f"hosts differ: {old.provenance.get('host')}, {new.provenance.get('host')}"
     if left_out:
-        yield f"{left_out} other result(s) of the baseline were left out (other conditions or older code)"
+        yield f"left out of the baseline: {plural(left_out, 'other result')} (other conditions or older code)"
 
 
 def _versions(old: dict[str, str], new: dict[str, str]) -> Iterator[str]:

@@ -19,9 +19,9 @@ from ridgeline.measure.loop import LoaderRounds, LoaderTimes, LoopTimes, loop_ro
 from ridgeline.measure.pieces import Piece, collectives, matmuls, memory_traffic, time_round
 from ridgeline.measure.step import Session
 from ridgeline.measure.step_work import step_matmuls, step_memory_traffic
+from ridgeline.planner.collectives import compiled_collectives
 from ridgeline.planner.hardware import peak_flops
 from ridgeline.rundir.noise import spread
-from ridgeline.trainer.plan_comparison import expected
 from ridgeline.trainer.prepare import check_data
 
 TASKS = ("matmul", "memory", "collectives", "loader", "step", "loop", "checkpoint", "all")
@@ -91,7 +91,7 @@ def _in_rounds(out: Outcome, session: Session, wanted: Sequence[str], directory:
     if "memory" in wanted:
         layers["memory"] = memory_traffic(config, step_memory_traffic(config, sizes), mesh)
     if "collectives" in wanted:
-        planned = expected(config, sizes, gpu=session.gpu)
+        planned = compiled_collectives(config, sizes, gpu=session.gpu)
         if planned:
             layers["collectives"] = collectives(planned, mesh)
         else:

@@ -4,11 +4,12 @@ A token's slot in the cache is its position, so prompts of different lengths sha
 slots up to its own position: slots after a row's end are masked, and overwritten as the row grows.
 
 Legend: L layers, B batch, T tokens per pass, S cache slots, N query heads, K key/value heads, G = N / K, H head width, V vocabulary,
-M generated tokens.
+M generated tokens, E end-of-sequence ids.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +21,14 @@ import numpy as np
 from flax import nnx
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
 from ridgeline.models.decoder import Decoder
 
 _SLOTS_MULTIPLE = 64
 """Prompts and caches are padded to a multiple of this, so that similar lengths share a compiled program."""
+
+ANY_BATCH = math.lcm(*range(1, 33))
+"""A batch size that every mesh of up to 32 row shards divides."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,19 @@ class Generation:
     tokens: list[int]
     """Without the prompt and without the end-of-sequence token."""
     stopped_by: Literal["eos", "length"]
+
+
+def generation_config(config: Config) -> Config:
+    """Return the config that decodes a token at a time: no dim is sharded along the sequence, and any batch fits (`generate` pads it)."""
+    rules = {**config.mesh.rules, "residual_seq": []}
+    changes = {
+        "mesh": config.mesh.model_copy(update={"rules": rules}),
+        "compute": config.compute.model_copy(update={"tensor_overlap": "gather"}),
+        "data": config.data.model_copy(update={"batch_size": ANY_BATCH}),
+        "trainer": config.trainer.model_copy(update={"accumulation": 1}),
+        "evaluation": config.evaluation.model_copy(update={"batch_size": None}),
+    }
+    return config.model_copy(update=changes)
 
 
 class Cache(NamedTuple):
@@ -147,15 +165,20 @@ def generate(
     longest = max(map(len, prompts))
     prompt_slots = -(-longest // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE
     slots = max(prompt_slots, -(-(longest + max_tokens) // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE)
-    tokens_BT = np.zeros((len(prompts), prompt_slots), np.int32)
-    for row, prompt in enumerate(prompts):
+    shards = decoder.execution.partitioner.axis_size("batch")
+    rows = -(-len(prompts) // shards) * shards  # further rows repeat the last prompt
+    padded = [prompts[min(row, len(prompts) - 1)] for row in range(rows)]
+    tokens_BT = np.zeros((rows, prompt_slots), np.int32)
+    for row, prompt in enumerate(padded):
         tokens_BT[row, : len(prompt)] = prompt
-    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    lengths_B = np.array([len(prompt) for prompt in padded], np.int32)
     graphdef, state = nnx.split(decoder)
-    run = partial(_generate, graphdef, slots, max_tokens, sampling or Sampling(), tuple(sorted(eos_ids)))
-    tokens_BM, counts_B, ended_B = jax.device_get(run(state, jnp.asarray(tokens_BT), jnp.asarray(lengths_B), jax.random.key(seed)))
-    rows = zip(tokens_BM, counts_B, ended_B, strict=True)
-    return [Generation([int(token) for token in row[:count]], "eos" if ended else "length") for row, count, ended in rows]
+    run = partial(_generate, graphdef, slots, max_tokens, sampling or Sampling())
+    eos_E = jnp.asarray(sorted(eos_ids), jnp.int32)
+    tokens_BM, counts_B, ended_B = jax.device_get(run(state, jnp.asarray(tokens_BT), jnp.asarray(lengths_B), eos_E, jax.random.key(seed)))
+    found = zip(tokens_BM, counts_B, ended_B, strict=True)
+    made = [Generation([int(token) for token in row[:count]], "eos" if ended else "length") for row, count, ended in found]
+    return made[: len(prompts)]
 
 
 class _Progress(NamedTuple):
@@ -170,16 +193,16 @@ class _Progress(NamedTuple):
     ended_B: jax.Array
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _generate(
     graphdef: Any,
     slots: int,
     max_tokens: int,
     sampling: Sampling,
-    eos_ids: tuple[int, ...],
     state: Any,
     tokens_BT: jax.Array,
     lengths_B: jax.Array,
+    eos_E: jax.Array,
     key: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (tokens [B, M], number of valid tokens [B], whether the row ended with an end-of-sequence token [B])."""
@@ -193,7 +216,7 @@ def _generate(
 
     def take(progress: _Progress, chosen_B: jax.Array) -> _Progress:
         """Store the sampled tokens; a row that has ended, or ends with this token, stores nothing."""
-        ended_B = progress.ended_B | jnp.isin(chosen_B, jnp.asarray(eos_ids, jnp.int32))
+        ended_B = progress.ended_B | jnp.isin(chosen_B, eos_E)
         return progress._replace(
             step=progress.step + 1,
             last_B=chosen_B,

@@ -90,6 +90,7 @@ class Profiler:
         self._usual_step_s: float | None = None
         self._first_step = self._stop_step = 0
         self._sampler = frames.Sampler()
+        shutil.rmtree(self._scratch, ignore_errors=True)  # of a start that was killed
         self.active = False
         """Whether a capture is running."""
 
@@ -112,6 +113,8 @@ class Profiler:
 
     def before_step(self, step: int, drain: Callable[[], None]) -> Path | None:
         """Begin or end a capture that is due before `step` is dispatched; return the directory of a capture that ended."""
+        if self._analyses:
+            self._analyses = [analysis for analysis in self._analyses if analysis.poll() is None]  # reaps those that have ended
         finished = None
         if self.active:
             if step < self._stop_step:

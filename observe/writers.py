@@ -192,23 +192,49 @@ def load_tensorboardx() -> None:
         del sys.modules["torch"]
 
 
+def check_writers(logging_config: LoggingConfig) -> None:
+    """Raise UserError where Weights & Biases is configured and cannot be used. Call it before the compile."""
+    if logging_config.wandb_project is None:
+        return
+    wandb, off = _import_wandb(), "set logging.wandb_project=null"
+    try:
+        offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
+        logged_in = offline or wandb.login(verify=False)
+    except Exception as error:  # wandb.Error, or another by version
+        raise UserError(f"logging.wandb_project is set, but wandb has no login ({_first_line(error)}); or {off}") from error
+    if not logged_in:
+        raise UserError(f"logging.wandb_project is set, but wandb has no login: run `wandb login`, set WANDB_MODE=offline, or {off}")
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            "logging.wandb_project is set, but wandb is not installed: pip install 'ridgeline[wandb]' or set logging.wandb_project=null"
+        ) from error
+    return wandb
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 class WandbWriter:
     """Weights & Biases. The id is the run's, so that a resume continues the same curves.
 
     wandb keeps the first value of a step: the steps that are computed again after a resume are dropped; their values are equal.
 
     Raises:
-      UserError: the `wandb` package is not installed.
+      UserError: the `wandb` package is not installed, or cannot start a run.
     """
 
     def __init__(self, project: str, *, name: str, run: str, directory: Path, config: Mapping[str, Any]) -> None:
+        wandb = _import_wandb()
         try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "logging.wandb_project is set, but wandb is not installed: pip install 'ridgeline[wandb]' or set logging.wandb_project=null"
-            ) from error
-        self._run = wandb.init(project=project, name=name, id=run or None, resume="allow", dir=directory, config=dict(config))
+            self._run = wandb.init(project=project, name=name, id=run or None, resume="allow", dir=directory, config=dict(config))
+        except Exception as error:  # wandb.Error, or another by version
+            raise UserError(f"logging.wandb_project={project}: wandb cannot start a run ({_first_line(error)})") from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -230,15 +256,22 @@ class WandbWriter:
 class MultiWriter:
     """Writes to several writers, after checking the metric names.
 
-    An OSError of a writer (full disk) is logged once until a flush of that writer succeeds; the run goes on, and each write is tried again.
+    `guard` is called before each of their calls. An OSError of a writer (full disk) is logged once until a flush of that writer succeeds;
+    the run goes on, and each write is tried again.
     """
 
-    def __init__(self, writers: Sequence[MetricWriter], derived: Mapping[str, DerivedMetric] | None = None) -> None:
-        self._writers = list(writers)
+    def __init__(
+        self,
+        writers: Sequence[MetricWriter],
+        derived: Mapping[str, DerivedMetric] | None = None,
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._writers, self._guard = list(writers), guard
         self._derived = dict(derived or {})
         self._failing: set[int] = set()
 
     def _each(self, what: str, *args: Any) -> None:
+        self._guard()
         for index, writer in enumerate(self._writers):
             try:
                 getattr(writer, what)(*args)
@@ -281,6 +314,7 @@ def build_writers(
     process: int = 0,
     restart: int = 0,
     resume_step: int | None = None,
+    guard: Callable[[], None] = lambda: None,
 ) -> MultiWriter:
     """Build the writers of a config; none on processes other than 0.
 
@@ -290,6 +324,7 @@ def build_writers(
       config: the resolved config as plain data; written as a text table.
       restart: restart number of the process (see EventLog).
       resume_step: step of the restored checkpoint; None when training starts at step 0.
+      guard: called before each write (Lease.check_log).
     """
     derived = {name: derived_metric(name) for name in logging_config.metrics}
     plugin_writers = [plugins.load_callable("writers", name) for name in logging_config.writers]
@@ -304,7 +339,7 @@ def build_writers(
         writers.append(WandbWriter(logging_config.wandb_project, name=name, run=run, directory=run_dir, config=config))
     for make in plugin_writers:
         writers.append(make(run_dir, name=name, run=run, config=config, resume_step=resume_step))
-    writer = MultiWriter(writers, derived)
+    writer = MultiWriter(writers, derived, guard)
     writer.text("config", config_table(config))
     return writer
 

@@ -24,6 +24,8 @@ from ridgeline.configs.schema import MESH_AXES, Config, ModelConfig, RematConfig
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+CPU_ITEMSIZE = {"float32": 4, "bfloat16": 4, "float16": 2, "float8": 2}
+"""Bytes per element in collectives of XLA's CPU backend, which has none in bfloat16 (it moves float32) or float8 (float16)."""
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's orthogonalization (optax's default)."""
 
@@ -57,14 +59,31 @@ class PlannedCollective:
     """The gradient of a replicated parameter: XLA's GPU backend reduces it over all axes at once."""
 
 
-def planned_collectives(config: Config, sizes: Mapping[str, int]) -> list[PlannedCollective]:
+def planned_collectives(config: Config, sizes: Mapping[str, int], *, gpu: bool = True) -> list[PlannedCollective]:
     """List the collectives of one optimizer step on a mesh of these axis sizes, for every compute.remat policy and optimizer.
 
-    Scalars and Adafactor's row and column sums are omitted. Muon's collectives are exact for tensor = 1 only.
+    Scalars and Adafactor's row and column sums are omitted. Muon's collectives are exact only where `exact_optimizer`.
+
+    Args:
+      gpu: whether the devices are GPUs; CPU devices move wider elements (CPU_ITEMSIZE).
     """
-    plan = _Plan(config, sizes)
+    plan = _Plan(config, sizes, gpu)
     planned = [*plan.layer(), *plan.recomputed(), *plan.embedding(), *plan.loss(), *plan.optimizer()]
     return [item for item in planned if item.axes]
+
+
+def compiled_collectives(config: Config, sizes: Mapping[str, int], *, gpu: bool = True) -> list[PlannedCollective]:
+    """Return the planned collectives in the form, number and dtype in which the backend of a GPU or CPU compiles them."""
+    planned = planned_collectives(config, sizes, gpu=gpu)
+    return as_compiled_for_gpu(planned) if gpu else [as_compiled_for_cpu(item) for item in planned]
+
+
+def exact_optimizer(config: Config, sizes: Mapping[str, int], *, gpu: bool = True) -> bool:
+    """Return whether the collectives of the optimizer are planned exactly: those of Muon on GPUs without tensor parallelism only.
+
+    Elsewhere XLA chooses how to multiply Muon's sharded matrices.
+    """
+    return config.optimizer.kind != "muon" or (gpu and sizes["tensor"] == 1)
 
 
 @dataclass(frozen=True)
@@ -141,15 +160,19 @@ def as_compiled_for_cpu(item: PlannedCollective) -> PlannedCollective:
 class _Plan:
     """The collectives of each part of a step, and the sizes they share."""
 
-    def __init__(self, config: Config, sizes: Mapping[str, int]) -> None:
+    def __init__(self, config: Config, sizes: Mapping[str, int], gpu: bool) -> None:
+        itemsize = ITEMSIZE if gpu else CPU_ITEMSIZE
         self.config, self.model, self.sizes = config, config.model, sizes
         self.tensor, self.fsdp = sizes["tensor"], sizes["fsdp"]
         self.micro = config.trainer.accumulation
         self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
-        self.act = ITEMSIZE[config.precision.compute]
-        self.gathered = 1 if config.precision.eight_bit or config.precision.matmul == "mxfp8" else self.act
+        self.act = itemsize[config.precision.compute]
+        narrow = itemsize.get("float8", 1) if config.precision.eight_bit or config.precision.matmul == "mxfp8" else self.act
+        self.gathered = narrow
         """Bytes per element of a layer's parameters in an all-gather."""
-        self.grad = ITEMSIZE[config.precision.gradients]
+        self.update_grad = narrow if gpu else self.act
+        """Bytes per element of the gradients of attention's and MLP's updates in an all-gather. GPUs quantize before they communicate."""
+        self.grad = itemsize[config.precision.gradients]
         self.stream = self.rows * config.data.seq_len * self.model.embed_dim * self.act
         self.layers = self.model.num_layers * self.micro
         self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
@@ -261,7 +284,7 @@ class _Plan:
 
     def _half(self, half: str, inputs: int) -> list[PlannedCollective]:
         """Return the collectives of the residual stream around attention or MLP, over tensor."""
-        narrow = self.stream // self.act * self.gathered  # gradients are quantized before they are communicated
+        narrow = self.stream // self.act * self.update_grad
         return [
             self._stream(f"{half} input", "forward", "all-gather", self.stream),
             self._stream(f"{half} update", "forward", "reduce-scatter", self.stream),

@@ -141,6 +141,42 @@ def find_hardware(device_kind: str) -> Hardware | None:
     return matches[0] if matches else None
 
 
+def find_by_size(vendor: str, cores: int | None, memory_bytes: int | None) -> Hardware | None:
+    """Return the only entry of a vendor with this number of cores and about this memory; None when there is none. For devices that are
+    known by neither name nor `device_kind`."""
+    found = [
+        h
+        for h in catalogue()
+        if any(kind.startswith(vendor) for kind in h.kinds)
+        and h.cores == cores
+        and memory_bytes is not None
+        and abs(h.memory_bytes - memory_bytes) < 0.02 * h.memory_bytes
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def unlisted(name: str, *, memory_bytes: int, memory_bandwidth_bytes_per_s: float, cores: int, clock_hz: float) -> Hardware:
+    """Return a device that is not in the catalogue, of which only these figures are known: it has no peak FLOP/s and no links."""
+    return Hardware(
+        name=name,
+        kinds=(),
+        peak_flops={},
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=memory_bandwidth_bytes_per_s,
+        l2_bytes=0,
+        cores=cores,
+        clock_hz=clock_hz,
+        link_bandwidth_bytes_per_s=None,
+        link_latency_s=0.0,
+        host_bandwidth_bytes_per_s=0.0,
+        host_latency_s=0.0,
+        tdp_w=0.0,
+        price_per_hour_usd=None,
+        source="reported by the device",
+        sources={},
+    )
+
+
 def generation_of(model: str) -> str:
     """Return the generation of an NVIDIA GPU (`hopper`, ...) by the model name that the driver reports; `unknown` for an unknown name."""
     found = find_hardware(model)

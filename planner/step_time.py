@@ -16,7 +16,7 @@ from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import offloaded_bytes
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.collectives import PlannedCollective, as_compiled_for_gpu, planned_collectives
+from ridgeline.planner.collectives import PlannedCollective, compiled_collectives
 from ridgeline.planner.communication import CollectiveCost, hop_s, time_s
 from ridgeline.planner.flops import train_flops_per_token
 from ridgeline.planner.hardware import Hardware, hardware
@@ -157,7 +157,7 @@ def step_parts(
     counted = local if again_s is None else LocalSizes.of(without_recompute(config), sizes)
     kernels = Kernels(counted, machine.device, machine.calibration, elementwise_passes, transposed_gradients)
     again = _recompute(again_s or 0.0) * layers
-    planned = as_compiled_for_gpu(planned_collectives(config, sizes))
+    planned = compiled_collectives(config, sizes, gpu=machine.device.name != "cpu")
     offloaded = offloaded_bytes(local) * repeats
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
     return StepParts(

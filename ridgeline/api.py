@@ -12,6 +12,7 @@ Errors are exceptions: `UserError` for everything that the caller can correct, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -25,16 +26,19 @@ from ridgeline.configs.cluster import ClusterConfig, load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
+from ridgeline.launch.cuda_plugin import hide_unusable_cuda_plugin
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.plan import Plan, make_plan
 from ridgeline.planner.search import Limits
-from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.directory import CONFIG_FILE, RunDir
 from ridgeline.trainer.failures import CheckpointError, NumericalFailure
 
 if TYPE_CHECKING:
     from ridgeline.launch.cluster import Cluster, Joined
     from ridgeline.launch.environment import Setting
     from ridgeline.trainer.evaluation import ProgressCallback, SetResult
+
+hide_unusable_cuda_plugin()
 
 __all__ = [
     "CheckpointError",
@@ -100,6 +104,12 @@ class Evaluation:
     """Set -> loss, perplexity, bits per byte and more (trainer/evaluation.py)."""
     step: int | None
     """Of the checkpoint; None for a Hugging Face directory."""
+    config_sha256: str | None = None
+    """Digest of the run's config; None for a Hugging Face directory."""
+    devices: str = ""
+    """What computed it, in words."""
+    notes: tuple[str, ...] = ()
+    """Facts that a reader of the figures must know."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,12 @@ class Generation:
     """Number of new tokens."""
     stopped_by: str
     """What ended it: `eos` or `length`."""
+    step: int | None = None
+    """Of the checkpoint; None for a Hugging Face directory."""
+    config_sha256: str | None = None
+    """Digest of the run's config; None for a Hugging Face directory."""
+    devices: str = ""
+    """What computed it, in words."""
 
 
 def load_config(config: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Config:
@@ -173,6 +189,8 @@ def train(config: Config, *, from_step: int | None = None) -> TrainResult:
 
     from_step: resume from the checkpoint of this step instead of the newest, and set later ones aside.
 
+    If another start takes the run directory over meanwhile, this process ends at once (exit code 76), so that nothing more is written.
+
     Raises:
       UserError: bad input.
       TrainingStopped: SIGINT or SIGTERM; the state is saved.
@@ -181,14 +199,15 @@ def train(config: Config, *, from_step: int | None = None) -> TrainResult:
       ridgeline.launch.cluster.ClusterError, Preempted: the processes of the run could not connect.
     """
     from ridgeline.launch import cluster, environment
+    from ridgeline.launch.slurm.state import job_has_ended
     from ridgeline.trainer.stop import Stop, StopRequested
 
-    stop = Stop().install()
+    stop, link = Stop().install(), cluster.Link()
     try:
         here = cluster.describe(os.environ, flags=cluster.Flags(None, None, None), platform=config.runtime.platform)
         settings = environment.prepare(config, here)
         _check_virtual_devices(config)
-        joined = cluster.join(here, config, stop=stop)
+        joined, link = cluster.join(here, config, stop=stop)
         stop.check()
         loading_s = time.monotonic()
         from ridgeline.explain.trace.background import start as start_analysis
@@ -203,10 +222,13 @@ def train(config: Config, *, from_step: int | None = None) -> TrainResult:
             stop=stop,
             analyze=start_analysis,
             from_step=from_step,
+            link=link,
+            job_ended=job_has_ended,
         )
     except StopRequested as request:
         raise TrainingStopped(request.signal.name, None) from None
     finally:
+        link.close()
         stop.uninstall()
     if outcome is not None and outcome.stopped_by is not None:
         raise TrainingStopped(outcome.stopped_by.name, outcome.steps)
@@ -256,7 +278,9 @@ def evaluate(
     batch_size: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
-    """Compute loss, perplexity and bits per byte of a run or a Hugging Face directory on whole prepared corpora, on one device.
+    """Compute loss, perplexity and bits per byte of a run or a Hugging Face directory on whole prepared corpora.
+
+    It uses all devices that the config's mesh names, or the largest smaller mesh that this process has.
 
     Args:
       model: run directory, or Hugging Face directory.
@@ -268,26 +292,31 @@ def evaluate(
 
     Raises UserError: no model or checkpoint, no sets, or a set that does not fit the model.
     """
-    from ridgeline.trainer.evaluation import evaluate_model
+    from ridgeline.trainer.evaluation import evaluate_model, evaluation_config, other_beginnings
     from ridgeline.trainer.pretrained import load_model
 
-    loaded = load_model(Path(model), step=step)
+    def adapt(config: Config) -> Config:
+        _use_virtual_devices(config)
+        own = config.data.seq_len if (Path(model) / CONFIG_FILE).is_file() else min(config.model.max_seq_len, LARGEST_HF_SEQ_LEN)
+        return evaluation_config(config, seq_len=seq_len or own, batch_size=batch_size)
+
+    loaded = load_model(Path(model), step=step, adapt=adapt)
     wanted = {name: Path(path) for name, path in (sets or {}).items()} or loaded.config.evaluation.sets
     if not wanted:
         raise UserError(f"{model} has no evaluation sets; name some: --set NAME=DIR, or evaluate(model, {{NAME: DIR}})")
-    own_seq_len = loaded.config.data.seq_len if loaded.source.hf is None else min(loaded.model.max_seq_len, LARGEST_HF_SEQ_LEN)
-    results = evaluate_model(
-        loaded.config,
-        loaded.spec,
-        loaded.partitioner,
-        loaded.params,
-        wanted,
-        tokenizer_sha256=loaded.tokenizer.sha256 if loaded.source.tokenizer_dir is not None else None,
-        seq_len=seq_len or own_seq_len,
-        batch_size=batch_size,
-        progress=progress,
-    )
-    return Evaluation(results, loaded.step)
+    tokenizer = loaded.source.tokenizer
+    results = evaluate_model(loaded.config, loaded.spec, loaded.partitioner, loaded.params, wanted, tokenizer=tokenizer, progress=progress)
+    notes = tuple(other_beginnings(tokenizer, wanted))
+    return Evaluation(results, loaded.step, loaded.source.config_sha256, loaded.devices, notes)
+
+
+def _use_virtual_devices(config: Config) -> None:
+    """Create the virtual CPU devices of the config (runtime.cpu_devices), unless JAX has its devices or the environment sets them."""
+    import jax
+
+    if config.runtime.cpu_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", config.runtime.cpu_devices)
 
 
 def generate(
@@ -301,7 +330,7 @@ def generate(
     seed: int = 0,
     step: int | None = None,
 ) -> list[Generation]:
-    """Sample a continuation of each prompt from a run or a Hugging Face directory, on one device.
+    """Sample a continuation of each prompt from a run or a Hugging Face directory, on the devices that `evaluate` would use.
 
     Args:
       model: run directory, or Hugging Face directory.
@@ -318,17 +347,20 @@ def generate(
         raise UserError(f"seed {seed} must be in 0..{2**32 - 1}")
     if isinstance(prompts, str):
         raise UserError("prompts must be a list of strings")
-    from ridgeline.models.generate import Sampling
+    from ridgeline.models.generate import Sampling, generation_config
     from ridgeline.models.generate import generate as sample
     from ridgeline.trainer.pretrained import load_model
 
     sampling = Sampling(temperature, top_k, top_p)
-    loaded = load_model(Path(model), step=step)
+
+    def adapt(config: Config) -> Config:
+        _use_virtual_devices(config)
+        return generation_config(config)
+
+    loaded = load_model(Path(model), step=step, adapt=adapt)
     tokenizer = loaded.tokenizer
-    # Our documents begin with BOS, or with EOS if the tokenizer has no BOS. Imported models were not trained with a leading EOS.
-    begin = loaded.source.hf is None or tokenizer.bos_id != tokenizer.eos_id
-    encoded = [[tokenizer.bos_id, *ids] if begin or not ids else ids for ids in tokenizer.encode_batch(prompts)]
-    room = loaded.model.max_seq_len - max(map(len, encoded))
+    encoded = [[*tokenizer.prefix, *ids] or [tokenizer.bos_id] for ids in tokenizer.encode_batch(prompts)]
+    room = loaded.model.max_seq_len - max(map(len, encoded), default=0)
     results = sample(
         loaded.decoder,
         encoded,
@@ -337,7 +369,8 @@ def generate(
         eos_ids=loaded.eos_ids,
         seed=seed,
     )
+    made_with = (loaded.step, loaded.source.config_sha256, loaded.devices)
     return [
-        Generation(text, tokenizer.decode(result.tokens), len(result.tokens), result.stopped_by)
+        Generation(text, tokenizer.decode(result.tokens), len(result.tokens), result.stopped_by, *made_with)
         for text, result in zip(prompts, results, strict=True)
     ]

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from ridgeline.configs.errors import UserError
-from ridgeline.rundir.files import first_problem, read_limited, write_atomically
+from ridgeline.configs.files import read_limited
+from ridgeline.configs.format import format_seconds
+from ridgeline.rundir.files import first_problem, write_atomically
 from ridgeline.rundir.jsonl import dump_json
 from ridgeline.rundir.recompilation import Change, Recompilation
 
@@ -60,6 +62,14 @@ class DeviceTotal(StepTimes):
     steps: int
     assignment: str
     """How its operations were assigned to steps (explain.trace.steps.Method)."""
+    span_s: float = 0.0
+    """From its first to its last operation in the capture, steps or not."""
+    span_idle_s: float = 0.0
+    """Of `span_s`, without any operation."""
+    capture_s: float = 0.0
+    """From the first to the last operation of all devices of its host."""
+    capture_idle_s: float = 0.0
+    """Of `capture_s`, without any operation of this device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +77,25 @@ class Step(StepTimes):
     """One step: means over the devices, and the times of each."""
 
     step: int | None
-    """None: the whole span of a trace without step markers."""
+    """Its number, which may repeat; None: an execution of a program, or the capture as a whole (Analysis.unit)."""
     devices: Sequence[DeviceStep]
+    window: int = 0
+    """Position in the capture, from 0: identifies the step."""
+
+
+@dataclass(frozen=True)
+class OddStep:
+    """A step that is left out of all figures, or one that took much longer than the median."""
+
+    name: str
+    """`step 3`, `execution 12`; with its position where the number repeats."""
+    step: int | None
+    window: int
+    total_s: float
+    times_median: float
+    """`total_s` over the median of the steps."""
+    why: str
+    """Why it is left out; of an outlier, the part of the step that grew most."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +131,9 @@ class Component:
     """The compute of one part of the model in one pass."""
 
     component: str
+    """Part of the model by its named scope; its category outside of all."""
     phase: str
-    """forward, backward, recompute or update."""
+    """One of hlo.module.PASSES."""
     time_s: float
     share: float
     """Of all compute."""
@@ -129,14 +157,16 @@ class Operation:
     op: str
     module: str
     kernel_name: str
-    """Its name in the trace."""
+    """Name in the trace of its kernel, the longest of several."""
     component: str
+    """Part of the model by its named scope; its category outside of all."""
     phase: str
-    """forward, backward, recompute or update."""
+    """One of hlo.module.PASSES."""
     time_s: float
     runs: float
+    """Executions."""
     flops: float | None
-    """None where the HLO was not saved."""
+    """Of matmuls, convolutions and attention; None where they are unknown: no HLO, or a custom kernel that does not state them."""
     bytes: float | None
     ceiling_s: float | None
     """See Component."""
@@ -146,6 +176,14 @@ class Operation:
     """`file:line`."""
     dtype: str = ""
     """Of the inputs of its matmuls, in HLO's notation."""
+    category: str = "other"
+    """matmul, attention, convolution, norm, reduction, copy, ... (hlo.category.CATEGORIES)."""
+    kernels: float = 0.0
+    """Kernels launched; an execution may launch several."""
+    matmul: tuple[int, int, int, int] | None = None
+    """Batch, m, n and k, where it is one matmul."""
+    program_id: int | None = None
+    """Of its program in the trace (several programs may have the same name); None where the trace has none."""
 
     @property
     def attained(self) -> float | None:
@@ -163,7 +201,7 @@ class Collective:
     layer: str
     """The named scope they come from: attention, mlp, ...; `other` outside all."""
     phase: str
-    """forward, backward, recompute or update."""
+    """One of hlo.module.PASSES."""
     count: float
     """Runs per step and device."""
     bytes: float | None
@@ -190,6 +228,77 @@ class Collective:
         return (self.wait_s or 0.0) / self.time_s if self.time_s else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatmulShape:
+    """All matmuls of one shape: `batch` products of [m, k] and [k, n]."""
+
+    dtype: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    runs: float
+    time_s: float
+    flops_per_s: float | None
+    of_peak: float | None
+    """`flops_per_s` over the datasheet's peak."""
+    attained: float | None
+    """Share of the ceiling by the roofline; lower peaks apply where memory is the bottleneck."""
+    bound: str | None
+    """`compute` or `memory`."""
+    operations: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageSize:
+    """All collectives of one kind, group and size."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    group_size: int | None
+    size_bytes: float
+    """Of the unsharded tensor of one execution."""
+    count: float
+    time_s: float
+    """Of one execution: the mean, without waiting where that is known."""
+    algorithm_bandwidth: float | None
+    """bytes/s."""
+    bus_bandwidth: float | None
+    """bytes/s."""
+    planned_bus_bandwidth: float | None = None
+    """bytes/s, as the planner expects on the cluster of the run."""
+
+
+@dataclass(frozen=True)
+class LiveBuffer:
+    """A temporary, or a moment of the schedule."""
+
+    instruction: str
+    component: str
+    phase: str
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramMemory:
+    """Memory that a program takes on one device, as XLA assigned it; bytes."""
+
+    module: str
+    arguments_bytes: float
+    outputs_bytes: float
+    """Outputs that do not reuse the memory of arguments."""
+    constants_bytes: float
+    temporaries_bytes: float
+    peak_bytes: float
+    """Most that is live at once, arguments included, gaps between temporaries not."""
+    peak_at: LiveBuffer
+    """The instruction that runs then; `bytes`: live temporaries."""
+    largest: Sequence[LiveBuffer]
+    """Temporaries that are live at the peak, largest first."""
+    timeline: Sequence[LiveBuffer]
+    """Live temporaries over the schedule: the largest value of each of up to 100 equal stretches."""
+
+
 @dataclass(frozen=True)
 class Straggler:
     """A device that the other devices wait for."""
@@ -201,7 +310,7 @@ class Straggler:
     last_share: float
     """Share of its collectives that it reached last."""
     cost_s: float
-    """Time the other devices waited for it, per step and other device."""
+    """Time the other devices waited for it, per other device: the median step."""
 
 
 @dataclass(frozen=True)
@@ -224,25 +333,43 @@ class Sync:
 
 
 @dataclass(frozen=True)
+class IdleSource:
+    """A place in the program where the main thread was while no device of its host had work."""
+
+    source: str
+    """`file:line function`: frames of the trace have the first line of the function, samples the line itself."""
+    cause: str
+    """What the host was doing there most of the time (explain.trace.ledger.CAUSES)."""
+    idle_s: float
+    count: int
+    """Number of idle stretches."""
+
+
+@dataclass(frozen=True)
 class Compilation:
     """A program that was compiled while steps ran."""
 
     program: str
-    """Its name; the compiler's event where only the trace recorded it."""
+    """Name of the function; the compiler's event where the trace does not show the function."""
     count: int
     duration_s: float
     step: int | None = None
-    """None: recorded in the trace only."""
+    """Number of the first step with one; None where it is unknown."""
     arguments: tuple[Change, ...] = ()
     """What differs from the compilation before, where that is known."""
     source: str | None = None
     captured: bool = True
     """During the analyzed time."""
+    traced: bool = False
+    """Known from the trace only, which does not show the arguments."""
 
     def describe(self) -> str:
         """Describe it in one line."""
-        if self.step is None:
-            return f"compiled during training: {self.program} ({self.count} time(s), {self.duration_s:.3g} s)"
+        if self.traced or self.step is None:
+            at = "" if self.step is None else f"step {self.step}: "
+            where = "" if self.source is None else f" at {self.source}"
+            times = "" if self.count == 1 else f" {self.count} times"
+            return f"{at}{self.program} was compiled{times}{where} in {format_seconds(self.duration_s)}"
         return Recompilation(self.program, self.step, self.duration_s, self.arguments, self.source).describe()
 
 
@@ -270,6 +397,23 @@ class HostActivity:
     """All waits of the host for a working device, harmless ones included."""
     process: int = 0
     devices: Sequence[str] = ()
+    idle_sources: Sequence[IdleSource] = ()
+    """Where the main thread was while all devices were idle, longest first; none where the capture has no Python frames."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the profiler recorded of the devices."""
+
+    vendor: str | None = None
+    model: str | None = None
+    """`NVIDIA H100 80GB HBM3`; of AMD devices the target, `gfx942`."""
+    cores: int | None = None
+    clock_hz: float | None = None
+    memory_bytes: int | None = None
+    memory_bandwidth_bytes_per_s: float | None = None
+    compute_capability: str | None = None
+    """`9.0`"""
 
 
 @dataclass(frozen=True)
@@ -301,8 +445,33 @@ class Analysis:
     clock_offsets_s: Mapping[str, float]
     """Host -> how far its clock is ahead of that of the first host, where collectives show it."""
     hosts: Sequence[HostActivity]
+    matmuls: Sequence[MatmulShape] = ()
+    """Longest first."""
+    message_sizes: Sequence[MessageSize] = ()
+    """By kind, group and size."""
+    memory: Sequence[ProgramMemory] = ()
+    """Of the programs that ran, by peak; empty where the profile has no buffer assignments."""
     notes: Sequence[str] = field(default_factory=list)
     """What a reader should know: steps left out, missing evidence."""
+    unit: Literal["step", "execution", "capture"] = "step"
+    """What `steps` are: annotated steps; without annotations executions of the main program; else the capture as a whole."""
+    marker: str | None = None
+    """Name of the annotation or of the program that makes the steps."""
+    annotations: Mapping[str, float] = field(default_factory=dict)
+    """Step annotation in the trace -> share of the main program's time that it launches."""
+    main_program: str | None = None
+    """The program with the most device time."""
+    left_out: Sequence[OddStep] = ()
+    """Steps in no figure: warm-up, and those that the trace contains only in part."""
+    device_facts: DeviceFacts | None = None
+    """None: the trace has none."""
+    outliers: Sequence[OddStep] = ()
+    """Steps that took much longer than the median. They are in all figures."""
+
+    @property
+    def per(self) -> str:
+        """What figures "per step" are per: `step`, `execution of jit_f`, `capture`."""
+        return f"execution of {self.marker}" if self.unit == "execution" else self.unit
 
 
 def to_json(analysis: Analysis, *, top: int = 20) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import platform
 import socket
@@ -18,11 +17,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import FiniteFloat, ValidationError
+
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
 from ridgeline.configs.schema import Config
+from ridgeline.configs.yaml_tree import describe
+from ridgeline.rundir.files import Record, first_problem
 from ridgeline.rundir.provenance import cores, cpu_model, packages, source_state, user
 
 FORMAT = 1
+MAX_RESULT_BYTES = 64 << 20
 RESULTS = Path("bench")
 """Where results go by default."""
 SETTINGS = ("XLA_", "JAX_", "NCCL_", "CUDA_", "OMP_", "NPROC", "RAYON_", "LIBTPU_")
@@ -133,24 +138,52 @@ def write(path: Path, found: Mapping[str, Any], config: Config, made_with: Mappi
     return path
 
 
+class _Code(Record):
+    commit: str | None = None
+    diff_sha256: str | None = None
+
+
+class _Provenance(Record):
+    """The parts of the provenance that a comparison needs."""
+
+    time: str
+    code: _Code
+    device: dict[str, str | int | None]
+    cpu: dict[str, str | int | None]
+    packages: dict[str, str]
+    xla_flags: str
+    host: str | None = None
+    neighbours: float | None = None
+
+
+class _Result(Record):
+    """A stored result."""
+
+    format: int
+    task: str
+    name: str
+    series: dict[str, list[FiniteFloat]]
+    config: dict[str, Any]
+    provenance: _Provenance
+
+
 def read(path: Path) -> Stored:
-    """Return a stored result. Raises UserError when the file cannot be read or is not a result."""
+    """Return a stored result. Raises UserError when the file cannot be read, is not a result, or a value has another type."""
+    data = read_limited(path, MAX_RESULT_BYTES)
     try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is not a result of ridge bench: not JSON, or incomplete") from None
-    if not isinstance(content, dict) or not {"format", "task", "series", "config", "provenance", "name"} <= content.keys():
-        raise UserError(f"{path} is not a result of ridge bench: format, task, series, config, provenance and name are needed")
+    needed = [key for key, kind in _Result.model_fields.items() if kind.is_required()]
+    if not isinstance(content, dict) or not set(needed) <= content.keys():
+        raise UserError(f"{path} is not a result of ridge bench: {', '.join(needed)} are needed")
     if content["format"] != FORMAT:
-        raise UserError(f"{path} has format {content['format']}; this version of ridge reads format {FORMAT}")
-    series = content["series"]
-    if not isinstance(series, dict) or not all(_is_series(values) for values in series.values()):
-        raise UserError(f"{path} is damaged: a series is not a list of seconds")
-    if not _has_provenance(content["provenance"]):
-        raise UserError(f"{path} is damaged: its provenance is incomplete")
-    return Stored(path, content["task"], content["name"], series, content["config"], content["provenance"], content)
+        raise UserError(f"{path} has format {describe(content['format'])}; this version of ridge reads format {FORMAT}")
+    try:
+        _Result.model_validate_json(data)
+    except ValidationError as error:
+        raise UserError(f"{path} is damaged: {first_problem(error)}") from None
+    return Stored(path, content["task"], content["name"], content["series"], content["config"], content["provenance"], content)
 
 
 def read_all(path: Path) -> list[Stored]:
@@ -163,12 +196,3 @@ def read_all(path: Path) -> list[Stored]:
     if not found:
         raise UserError(f"{path} contains no result of ridge bench (*.json)")
     return sorted(found, key=lambda stored: stored.provenance["time"])
-
-
-def _is_series(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values)
-
-
-def _has_provenance(found: Any) -> bool:
-    wanted = {"time": str, "code": dict, "device": dict, "cpu": dict, "packages": dict, "xla_flags": str}
-    return isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in wanted.items())

@@ -5,12 +5,14 @@
     git.diff               uncommitted changes of the source tree at the first start (git.<n>.diff: at start n)
     events.jsonl           event log of process 0 (events.<p>.jsonl: of process p; rundir/events.py)
     metrics.jsonl          metrics of process 0 (observe/writers.py)
+    train.log              what training printed, over all starts (observe/progress.py)
     plan.json              planned beside compiled memory, communication and time, at the newest start
     compile.json           figures of the compiled step, at the newest start
     checkpoints/           trainer/checkpoint
     tensorboard/           curves, and the captured profiles (rundir/captures.py)
     slurm/                 submissions and jobs (rundir/jobs.py)
     attempts.jsonl         one line per run of the job script (rundir/jobs.py)
+    lease/                 which start may write here (rundir/lease.py)
 
 A `RunDir` reads each file at first use and keeps the result; open the directory again to see newer content. A file that may be absent is
 None or empty; a file that is damaged, or needed and absent, raises UserError with one line that names the file and the line or key.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,12 +43,16 @@ from ridgeline.rundir.events import Event, event_file, event_files, read_events
 from ridgeline.rundir.files import read_record, temporary, write_record
 from ridgeline.rundir.jobs import JOBS_FILE, Attempt, JobRecord, newest_cluster_file, read_attempts, read_jobs, slurm_directory
 from ridgeline.rundir.jsonl import read_jsonl
+from ridgeline.rundir.lease import LEASE
 from ridgeline.rundir.records import COMPILE_FILE, PLAN_FILE, RUN_FILE, CompileRecord, PlanRecord, RunRecord, Start
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
-_BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes")
-"""Left in a run directory by `ridge submit` and the preflight of a job, before the run's first start."""
+TRAIN_LOG = "train.log"
+_BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes", LEASE)
+"""Left in a run directory by `ridge submit`, the preflight of a job, or a start that was killed, before run.json was written."""
+_WRITTEN = re.compile(r"(run|plan|compile)\.json|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
+"""Names of the files that are replaced atomically."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,8 @@ class RunDir:
     @cached_property
     def jobs(self) -> list[JobRecord]:
         """Submitted jobs, oldest first; [] when none was submitted. Raises UserError when damaged."""
-        return read_jobs(self.path) if (slurm_directory(self.path) / JOBS_FILE).exists() else []
+        file = slurm_directory(self.path) / JOBS_FILE
+        return read_jobs(self.path) if file.exists() and file.stat().st_size else []
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -199,6 +207,12 @@ class RunDir:
         ours = {*_BEFORE_THE_FIRST_START, temporary(self.record_file).name}
         return sorted(entry for entry in os.listdir(self.path) if not entry.startswith(".") and entry not in ours)
 
+    def remove_temporaries(self) -> None:
+        """Remove what a killed start left while it wrote a file. Only for the holder of the lease. Raises OSError."""
+        for path in self.path.glob("*.tmp"):
+            if _WRITTEN.fullmatch(path.name.removesuffix(".tmp")):
+                path.unlink()
+
     def write_record(self, record: RunRecord) -> None:
         """Replace run.json. Raises OSError."""
         write_record(self.record_file, record)
@@ -226,6 +240,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Directory of the checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Directory of the run's copy of the tokenizer."""
+        return self.path / "tokenizer"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

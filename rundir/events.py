@@ -24,49 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.rundir.event_types import NUMBERS, OWN, PHASES, check_event
 from ridgeline.rundir.jsonl import LineFile, dump_json, read_jsonl, read_last_jsonl
 
-PHASES = (
-    "launch",
-    "import",
-    "rendezvous",
-    "init",
-    "restore",
-    "compile",
-    "first_step",
-    "train",
-    "data_wait",
-    "evaluation",
-    "save",
-    "profile",
-    "teardown",
-)
-"""All phase names; the run ledger sums over exactly these."""
 COMPILED, JAX_CACHE, LOADED = "compiled", "jax cache", "loaded"
 """Origin of a program: compiled by XLA; lowered and read from JAX's cache; or loaded compiled (trainer/program_cache.py)."""
 COMPILE_PARTS = ("trace_s", "lower_s", "compile_s", "load_s")
 """Fields of a compile phase; absent when the part did not happen."""
-
-_NUMBER: tuple[type, ...] = (int, float)
-_NONE: tuple[type, ...] = (type(None),)
-_OWN_TYPES: Mapping[str, tuple[type, ...]] = {
-    "time": _NUMBER,
-    "mono": _NUMBER,
-    "run": (str,),
-    "process": (int,),
-    "restart": (int,),
-    "kind": (str,),
-}
-"""Keys of every event and the types of their values."""
-_PHASE_TYPES: Mapping[str, tuple[type, ...]] = {"phase": (str,), "parent": (int, *_NONE)}
-_FIELD_TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
-    "phase_start": {**_PHASE_TYPES, "id": (int,)},
-    "phase_end": {"phase": (str,), "id": (int,), "duration_s": _NUMBER, "outcome": (str,)},
-    "phase_total": {**_PHASE_TYPES, "duration_s": _NUMBER, "count": (int,)},
-    "step": {"step": (int,)},
-    "recompilation": {"program": (str,), "duration_s": _NUMBER},
-}
-"""Kind of event -> the fields that readers rely on, and the types of their values."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +73,7 @@ class EventLog:
       run: id of the run, the same over all restarts and processes.
       restart: number of the start; None: derived from the file. Pass the number of process 0 to the others.
       clock, monotonic: seconds; tests pass their own.
+      guard: called before each write (Lease.check_log).
 
     Raises:
       UserError: the file cannot be opened for writing, or is damaged before its last line.
@@ -123,6 +88,7 @@ class EventLog:
         restart: int | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = Path(path)
         self.process, self.run = process, run
@@ -131,14 +97,14 @@ class EventLog:
         """Called with each event when it is written: kind, monotonic time, fields."""
         self._stack = threading.local()
         self._ids = itertools.count()
-        self._file = LineFile(self.path)
+        self._file = LineFile(self.path, guard)
         self.restart = _next_restart(self.path) if restart is None else restart
         self._prefix = f',"run":{json.dumps(run)},"process":{process},"restart":{self.restart},"kind":'
         self.emit("open", pid=os.getpid(), torn_bytes=self._file.torn_bytes)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event. Fields are JSON values; NaN and infinities are written as the strings "NaN", "Infinity", "-Infinity"."""
-        assert not _OWN_TYPES.keys() & fields.keys(), f"event fields {sorted(_OWN_TYPES.keys() & fields.keys())} are reserved"
+        assert not OWN.keys() & fields.keys(), f"event fields {sorted(OWN.keys() & fields.keys())} are reserved"
         self._write(kind, self._monotonic(), fields)
 
     def _write(self, kind: str, mono_s: float, fields: dict[str, Any], ago_s: float = 0.0) -> None:
@@ -218,18 +184,11 @@ def read_last_events(path: Path) -> list[Event]:
 
 def _event(record: dict[str, Any], place: str) -> Event:
     """Return the event of a line, its types checked."""
-    _check(record, _OWN_TYPES, "event", place)
-    own = {key: record.pop(key) for key in _OWN_TYPES}
-    _check(record, _FIELD_TYPES.get(own["kind"], {}), own["kind"], place)
+    check_event(record, place)
+    if record["kind"] == "step":
+        record.update({name: float(record[name]) for name in NUMBERS if type(record.get(name)) is str})  # "NaN"
+    own = {key: record.pop(key) for key in OWN}
     return Event(own["kind"], own["time"], own["mono"], own["run"], own["process"], own["restart"], record)
-
-
-def _check(record: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], what: str, place: str) -> None:
-    for key, allowed in types.items():
-        if key not in record:
-            raise UserError(f"{place}: {what} without '{key}'")
-        if type(record[key]) not in allowed:
-            raise UserError(f"{place}: {what} with a wrong '{key}': {json.dumps(record[key])[:40]}")
 
 
 def _next_restart(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Reading and writing whole files of a run directory: size limits, JSON with checked types, atomic replacement."""
+"""Reading and writing whole files of a run directory: JSON with checked types, atomic replacement."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
 
-MAX_DOCUMENT_BYTES = 256 << 20
-"""Largest JSON or YAML document that is read."""
 _MAX_SHOWN = 40
 
 
@@ -22,21 +21,6 @@ class Record(BaseModel):
 
 
 RecordT = TypeVar("RecordT", bound=Record)
-
-
-def read_limited(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-      UserError: the file cannot be read, or has more than `max_bytes` bytes.
-    """
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise UserError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read")
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
@@ -66,11 +50,24 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(written, path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its missing parents, on disk when this returns. Raises OSError."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync_directory(place.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to disk: without it, a rename or a new file may be lost in a power failure. Raises OSError."""
+    number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(number)
     finally:
-        os.close(directory)
+        os.close(number)
 
 
 def temporary(path: Path) -> Path:

@@ -9,6 +9,7 @@ by hand is not part of the wall time.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -196,9 +197,10 @@ def _ledger(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase], 
     wall_s = sum(stretch.duration_s for stretch in line)
     assert abs(sum(seconds.values()) - wall_s) <= _TOLERANCE_S * max(1.0, wall_s), "the parts must sum to the wall time"
     steps = [event for event in mine if event.kind == "step"]
-    saves = [int(phase.fields["step"]) for phase in found if phase.name == "save" and "step" in phase.fields]
+    saves = [int(phase.fields["step"]) for phase in found if phase.name == "save" and _finite(phase.fields.get("step"))]
     reached = max([int(event.fields["step"]) for event in steps[-1:]] + saves[-1:], default=0)
-    per_step = next((float(e.fields["tokens"]) / int(e.fields["step"]) for e in reversed(steps) if "tokens" in e.fields), None)
+    made = (e.fields for e in reversed(steps) if _finite(e.fields.get("tokens")) and e.fields["step"] > 0)
+    per_step = next((float(fields["tokens"]) / fields["step"] for fields in made), None)
     return Ledger(
         seconds=seconds,
         wall_s=wall_s,
@@ -237,7 +239,7 @@ def _start_line(log: Sequence[Event], found: Sequence[Phase]) -> list[Stretch]:
         _carve(line, previous_s.get(key, begin_s), recorded_s, phase.duration_s, outside, OF_PHASE[phase.name])
         previous_s[key] = recorded_s
     for event in log:
-        if event.kind == "hang" and "silent_s" in event.fields:
+        if event.kind == "hang" and _finite(event.fields.get("silent_s")):
             _carve(line, begin_s, event.mono_s, float(event.fields["silent_s"]), None, "hang")
     return [replace(s, start_s=s.start_s + to_wall_s, end_s=s.end_s + to_wall_s) for s in line]
 
@@ -266,15 +268,15 @@ def _carve(line: list[Stretch], from_s: float, to_s: float, amount_s: float, out
 
 def _with_losses(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase]) -> tuple[list[Stretch], int]:
     """Mark as lost the loop's time after the save that a later start resumed from. Return also the number of lost steps."""
-    resumed = {p.restart: int(p.fields["start_step"]) for p in found if p.name == "train" and "start_step" in p.fields}
+    resumed = {p.restart: int(p.fields["start_step"]) for p in found if p.name == "train" and _finite(p.fields.get("start_step"))}
     offsets = {e.restart: e.time_s - e.mono_s for e in reversed(mine)}
     saved: dict[int, dict[int, float]] = defaultdict(dict)
     for p in found:
-        if p.name == "save" and "step" in p.fields and p.outcome == "ok":
+        if p.name == "save" and _finite(p.fields.get("step")) and p.outcome == "ok":
             saved[int(p.fields["step"])][p.restart] = offsets[p.restart] + p.start_mono_s + p.duration_s
     reached: dict[int, int] = {}
     for e in mine:
-        if e.kind == "step" or (e.kind == "phase_start" and e.fields["phase"] == "save" and "step" in e.fields):
+        if e.kind == "step" or (e.kind == "phase_start" and e.fields["phase"] == "save" and _finite(e.fields.get("step"))):
             reached[e.restart] = max(reached.get(e.restart, 0), int(e.fields["step"]))
     lost_steps = 0
     for previous, restart in pairwise(sorted(resumed)):
@@ -297,3 +299,8 @@ def _lose(stretch: Stretch, kept_s: float) -> list[Stretch]:
 
 def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
+
+
+def _finite(value: object) -> bool:
+    """Whether a field is a finite number: others are damaged, and left out."""
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -101,13 +101,14 @@ def log_name(record: JobRecord) -> str:
 
 
 def read_jobs(run_dir: Path) -> list[JobRecord]:
-    """Return the jobs submitted from a run directory, oldest first. Raises UserError when there is no such directory or record."""
+    """Return the jobs submitted from a run directory, oldest first. Raises UserError when there is no such directory or job."""
     path = slurm_directory(run_dir) / JOBS_FILE
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a directory")
-    if not path.exists():
+    records = read_typed_jsonl(path, JobRecord) if path.exists() else []
+    if not records:
         raise UserError(f"no job was submitted from {run_dir} (looked for {path})")
-    return read_typed_jsonl(path, JobRecord)
+    return records
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:

@@ -7,13 +7,14 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import open_regular
 from ridgeline.rundir.files import first_problem
 
 T = TypeVar("T")
@@ -28,16 +29,16 @@ class LineFile:
     """Appends lines, each completely or not at all. Safe to use from several threads.
 
     A line that cannot be written (full disk) is dropped with one warning: the run goes on without it. `dropped` counts the lines dropped
-    since the last written one.
+    since the last written one. `guard` is called before each write; what it raises is not caught.
 
     Raises:
       UserError: the file cannot be opened for writing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, guard: Callable[[], None] = lambda: None) -> None:
+        self.path, self._guard = path, guard
         self.dropped = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may log in the thread that is writing a line
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -62,6 +63,7 @@ class LineFile:
         with self._lock:
             if self._fd < 0:
                 return False  # a thread that runs on after the end of the run
+            self._guard()
             try:
                 written = os.write(self._fd, line)
                 if written < len(line):  # a full disk may store a part of the line
@@ -99,8 +101,10 @@ def read_jsonl(path: Path, tail_bytes: int | None = None) -> Iterator[tuple[int,
             value = json.loads(line)
             if not isinstance(value, dict):
                 raise ValueError("not an object")
+            if b"\\ud" in line.lower():
+                json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{_place(path, number, tail_bytes)}: unreadable line in an append-only log ({error})") from error
+            raise UserError(f"{_place(path, number, tail_bytes)}: unreadable line in an append-only log ({_short(error)})") from error
         yield number, value
 
 
@@ -127,7 +131,7 @@ def read_typed_jsonl(path: Path, kind: type[T]) -> list[T]:
 
 def _whole_lines(path: Path, tail_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             start = 0 if tail_bytes is None else max(0, size - tail_bytes)
             if size - start > MAX_LOG_BYTES:
@@ -141,6 +145,10 @@ def _whole_lines(path: Path, tail_bytes: int | None = None) -> Iterator[tuple[in
     yield from enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1)
 
 
+def _short(error: Exception) -> str:
+    return str(error) if len(str(error)) <= 200 else f"{str(error)[:200]}..."
+
+
 def _place(path: Path, number: int, tail_bytes: int | None) -> str:
     return f"{path}:{number}" if tail_bytes is None else str(path)
 
@@ -151,18 +159,19 @@ def dump_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=_plain)
     except ValueError:
-        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+        return json.dumps(finite_json(value), allow_nan=False, separators=(",", ":"))
 
 
 def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else str(value)
 
 
-def _finite(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
+    """Return a value as `dump_json` writes it: without non-finite floats."""
     if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite_json(v) for v in value]
     if not isinstance(value, str | int | float | bool | None):
         value = _plain(value)
     if isinstance(value, float) and not math.isfinite(value):

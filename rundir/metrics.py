@@ -1,9 +1,11 @@
 """The table of metric names with units and meanings.
 
 Conventions. Loss is in nats per target token. Tokens are the positions of the batch (rows x seq_len), padding included, because
-they take the same compute. MFU = model FLOPs / (step time x datasheet peak of the matmul dtype). Model FLOPs are those of `planner.flops`
-(causal attention counted as half, no recomputation); the peak is the dense one of `planner.hardware` for precision.compute, also when
-matmuls read float8: `mfu` then compares with a run in bfloat16 and may exceed 1, and the denominator of `mfu_float8` is the float8 peak.
+they take the same compute. The speed of a run, in its summary, reports, studies and tables, is the tokens of the logged steps over their
+step time, without the first log window of each start (`rundir.speed`); `train_speed/tokens_per_s` is that of one window. MFU = model
+FLOPs / (step time x datasheet peak of the matmul dtype). Model FLOPs are those of `planner.flops` (causal attention counted as half, no
+recomputation); the peak is the dense one of `planner.hardware` for precision.compute, also when matmuls read float8: `mfu` then compares
+with a run in bfloat16 and may exceed 1, and the denominator of `mfu_float8` is the float8 peak.
 MFU is absent on a device without a datasheet peak. TensorBoard opens the first two groups in alphabetical order: `eval` and `train`.
 """
 
@@ -46,7 +48,8 @@ METRICS: dict[str, Metric] = {
     "train/tokens": Metric("tokens", "Tokens (batch positions) of all steps of the run so far."),
     "train/target_tokens": Metric("tokens", "Target tokens (sum of weights) in the step."),
     "train/skipped_steps": Metric("steps", "Steps of the run whose update was skipped because loss or gradient was not finite."),
-    "train_speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time, over all devices."),
+    "train/loss_spikes": Metric("spikes", "Loss spikes of the run so far (`rundir.loss_spikes`)."),
+    "train_speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time in the log window, over all devices."),
     "train_speed/tokens_per_s_per_device": Metric("tokens/s", "Tokens per second of step time and device."),
     "train_speed/step_time_mean_s": Metric(
         "s", "Mean step time over the log window. Evaluations, saves and the start and end of captures are not step time."

@@ -7,6 +7,9 @@ Noise model. Timings of one run scatter around their median, and the median of a
 machine, another clock, another placement. The second kind does not shrink with more samples, so it is a figure of its own
 (`between_runs`), measured from repeated runs of unchanged code where there are any (`run_to_run_noise`), else assumed.
 
+Losses. A validation loss scatters from one evaluation to the next. `curve_noise` is the standard deviation of that scatter around the
+trend of the curve (noise as in Heineman et al. 2025, arXiv 2508.13144). It is that of one run: other seeds may differ by more.
+
 The interval of the ratio of medians is a percentile bootstrap (Efron 1979) over the samples, widened by the noise between runs of both
 sides. The verdict is "faster" or "slower" only when the whole interval is on one side of 1, else "cannot tell".
 """
@@ -26,6 +29,8 @@ UNKNOWN_NOISE = 0.02
 """Relative noise between runs that is assumed where none was measured."""
 LEAST_NOISE = 0.002
 """Lower bound of the noise between runs: clock and temperature move an idle GPU by this much."""
+LAST = 16
+"""Evaluations at the end of a curve that show its noise."""
 _RESAMPLES = 2000
 _Z = 2.576  # two-sided 99 %: one false alarm in a hundred comparisons
 
@@ -49,6 +54,25 @@ def spread(values: Sequence[float]) -> float:
         return 0.0
     middle = median(values)
     return (max(values) - min(values)) / 2 / middle if middle > 0 else 0.0
+
+
+def curve_noise(values: Sequence[float]) -> float | None:
+    """Return the standard deviation of the scatter of a curve around its trend, from its last LAST values; None for fewer than five.
+
+    Second differences remove a trend that is locally a line; those of independent values have 6 times their variance. The standard
+    deviation is 1.4826 times the median absolute value, so that single outliers do not count. A bent trend adds to it.
+    """
+    last = [value for value in values if math.isfinite(value)][-LAST:]
+    if len(last) < 5:
+        return None
+    return 1.4826 * median([abs(a - 2 * b + c) for a, b, c in zip(last, last[1:], last[2:], strict=False)]) / math.sqrt(6)
+
+
+def compare_losses(old: float, new: float, noise: tuple[float | None, float | None]) -> str:
+    """Return "lower" or "higher" for a new loss outside of the 99 % noise of both, else "cannot tell". `noise`: of `curve_noise`."""
+    if noise[0] is None or noise[1] is None or not abs(new - old) > _Z * math.hypot(*(each or 0.0 for each in noise)):
+        return "cannot tell"
+    return "lower" if new < old else "higher"
 
 
 @dataclass(frozen=True)

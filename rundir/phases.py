@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ridgeline.rundir.events import Event
+from ridgeline.rundir.events import PHASES, Event
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Phase:
 
 
 def phases(events: Iterable[Event]) -> list[Phase]:
-    """Build the phases of one or more processes and restarts, in order of their start.
+    """Build the phases of one or more processes and restarts, in order of their start. Those of unknown names are left out.
 
     A phase whose end is missing (the process was killed) ends at the last event of its process and restart.
     """
@@ -59,6 +59,8 @@ def _of_one_log(log: list[Event]) -> list[Phase]:
     started: dict[int, Phase] = {}
     for line, event in enumerate(log):
         values = dict(event.fields)
+        if values.get("phase") not in PHASES:
+            continue
         if event.kind == "phase_start":
             phase = Phase(values.pop("phase"), event.process, event.restart, event.time_s, event.mono_s, math.nan, "cut")
             key, parent = values.pop("id"), values.pop("parent")
@@ -67,11 +69,18 @@ def _of_one_log(log: list[Event]) -> list[Phase]:
             started[key] = phase
             found.append(phase)
         elif event.kind == "phase_end":
-            phase = started[values["id"]]
+            ended = started.get(values["id"])
+            if ended is None:  # the line of its start was lost (full disk)
+                start_s, start_mono_s = event.time_s - values["duration_s"], event.mono_s - values["duration_s"]
+                ended = Phase(values["phase"], event.process, event.restart, start_s, start_mono_s, math.nan, "cut", written=line)
+                ended.parent = started.get(values.get("parent", -1))
+                found.append(ended)
+            phase = ended
             phase.duration_s, phase.outcome = values["duration_s"], values["outcome"]
             phase.fields.update({k: v for k, v in values.items() if k not in ("phase", "id", "parent", "duration_s", "outcome")})
         elif event.kind == "phase_total":
             duration_s, parent, ago_s = values.pop("duration_s"), values.pop("parent"), values.pop("ago_s", 0.0)
+            ago_s = ago_s if isinstance(ago_s, int | float) else 0.0
             start_s, start_mono_s = event.time_s - duration_s - ago_s, event.mono_s - duration_s - ago_s
             phase = Phase(
                 values.pop("phase"), event.process, event.restart, start_s, start_mono_s, duration_s, "ok", values.pop("count"), True
@@ -79,7 +88,7 @@ def _of_one_log(log: list[Event]) -> list[Phase]:
             phase.fields = values
             phase.parent, phase.written = started.get(parent), line
             found.append(phase)
-    for phase in started.values():
+    for phase in found:
         if math.isnan(phase.duration_s):
             phase.duration_s = log[-1].mono_s - phase.start_mono_s
     for phase in found:

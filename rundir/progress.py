@@ -7,11 +7,12 @@ from pathlib import Path
 
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.events import event_file, read_last_events
+from ridgeline.rundir.speed import log_lines, run_speed, windows
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The last log line of a run."""
+    """The last log line of a run, and its speed."""
 
     step: int | None
     """Last logged step; None before the first."""
@@ -19,7 +20,9 @@ class RunProgress:
     """Of the whole run; None before its config is written."""
     loss: float | None
     tokens_per_s: float | None
+    """Speed of the run (rundir.speed), over the end of its log."""
     step_time_s: float | None
+    """Mean step time of the last log window."""
     starts: int
     """Starts so far: 1 without a restart, 0 before the first."""
     logged_at_s: float | None
@@ -42,13 +45,13 @@ def run_progress(run_dir: Path) -> RunProgress:
     """Return how far the run of a directory is: one that has not started, is running, or has ended. Raises UserError when damaged."""
     config = RunDir(run_dir).config
     events = read_last_events(event_file(run_dir, 0))
-    steps = [event.fields for event in events if event.kind == "step"]
-    last = steps[-1] if steps else {}
+    lines = log_lines(events)
+    last, speed = lines[-1] if lines else {}, run_speed(windows(lines))
     return RunProgress(
-        step=last.get("step"),
+        step=int(last["step"]) if last else None,
         steps=None if config is None else config.trainer.steps,
         loss=last.get("loss"),
-        tokens_per_s=last.get("tokens_per_s"),
+        tokens_per_s=None if speed is None else speed.tokens_per_s,
         step_time_s=last.get("step_time_mean_s"),
         starts=events[-1].restart + 1 if events else 0,
         logged_at_s=events[-1].time_s if events else None,

@@ -30,6 +30,18 @@ MAKERS = re.compile(
 )
 """Packages that affect the compiled program, communication between processes, or the order of the data."""
 
+RECORDED_PREFIXES = (
+    *("CUDA", "GLOO", "HIP", "JAX", "LIBTPU", "MKL", "NCCL", "NVIDIA", "OMP", "OPENBLAS", "PMI", "PMIX", "RAYON", "RIDGE"),
+    *("ROCM", "ROCR", "SLURM", "TF", "UCX", "XLA"),
+)
+"""Variables NAME_... that a run may depend on: recorded with a job. An allow-list: a secret may have any name."""
+RECORDED_NAMES = (
+    *("HOSTNAME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LD_PRELOAD", "LOADEDMODULES", "NPROC", "PATH", "PWD", "PYTHONPATH"),
+    *("PYTHONSAFEPATH", "SHELL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"),
+)
+NEVER_RECORDED = ("AUTH", "COOKIE", "CREDENTIAL", "JWT", "KEY", "PASS", "SECRET", "TOKEN")
+"""Words in a name that exclude a variable in spite of its prefix (SLURM_JWT, RIDGE_SECRET)."""
+
 
 @dataclass(frozen=True)
 class SourceState:

@@ -58,12 +58,19 @@ def recompilations(events: Sequence[Event], process: int) -> list[Recompilation]
     return [
         Recompilation(
             str(event.fields["program"]),
-            event.fields.get("step"),
+            step if isinstance(step := event.fields.get("step"), int) else None,
             float(event.fields["duration_s"]),
-            tuple(Change(**change) for change in event.fields.get("arguments", ())),
-            event.fields.get("source"),
+            _changes(event.fields.get("arguments")),
+            str(source) if (source := event.fields.get("source")) is not None else None,
             event.time_s,
         )
         for event in events
         if event.kind == EVENT and event.process == process
     ]
+
+
+def _changes(arguments: object) -> tuple[Change, ...]:
+    """Return the recorded changes, without damaged ones."""
+    rows = arguments if isinstance(arguments, list) else []
+    names = ("argument", "before", "after")
+    return tuple(Change(*(str(row[name]) for name in names)) for row in rows if isinstance(row, dict) and row.keys() >= set(names))

@@ -77,7 +77,8 @@ def startup_parts(events: Sequence[Event], restart: int) -> dict[str, float] | N
         if _end_s(phase) > end_s:
             continue
         if phase.name == "compile":
-            parts = {part: float(phase.fields.get(part, 0.0)) for part in COMPILE_PARTS}
+            found_parts = {part: phase.fields.get(part, 0.0) for part in COMPILE_PARTS}
+            parts = {part: float(value) for part, value in found_parts.items() if isinstance(value, int | float)}
             for part, value_s in parts.items():
                 seconds[part.removesuffix("_s")] += value_s
         elif phase.name in seconds:

@@ -35,7 +35,7 @@ cat <<END
   see the curves        $BIN/tensorboard --logdir $run/tensorboard
   train longer          $ridge train $config trainer.steps=2000        (continues from the last checkpoint)
   the resolved config   $ridge config show $config
-  who holds which bytes $ridge shardings configs/examples/llama-3.2-1b-8gpu.yaml --devices 8
+  preview the sharding  $ridge shardings configs/examples/llama-3.2-1b-8gpu.yaml --devices 8
   export                $ridge convert to-hf $run exported/
   plan a bigger run     start from configs/examples/, see README.md
 END

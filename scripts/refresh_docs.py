@@ -25,6 +25,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ridgeline.launch.cuda_plugin import has_nvidia_hardware
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if path.name != "LOG.md")]
 """Pages in the order in which their blocks run. All of them use the run of `make quickstart`."""
@@ -32,6 +34,8 @@ FENCE = re.compile(r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]*)\")?\n(?P
 ANY = "..."
 NOISE = re.compile(r"^(WARNING: All log messages before|[IWE]\d{4} [\d:.]+ +\d+ |[IWE]\d{4} \d\d:)")
 """Lines that C++ libraries print before JAX has set up its logging."""
+READER_HAS_NOT = ("XLA_FLAGS", "JAX_PLATFORMS", "RIDGE_CLUSTERS", "MAKEFLAGS")
+"""Variables that the tests set."""
 NUMBER = re.compile(
     r"n/a|\d+h\d\dm|\d+m\d\ds|[-+]?(?<![A-Za-z_])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:[kMGTP](?![A-Za-z]))?(?: ?(?:ms|us|s|h|m)\b|%)?"
 )
@@ -191,7 +195,7 @@ class Workspace:
             script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
             script.chmod(0o755)
         (binaries.parent / ".installed").touch()
-        self.environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "RIDGE_CLUSTERS", "MAKEFLAGS")}
+        self.environment = {name: value for name, value in os.environ.items() if name not in READER_HAS_NOT}
         (root / ".clusters").mkdir()
         for name in ("dgx-h100", "mn5-acc"):  # in a temporary directory: as if all nodes saw it
             (root / f".clusters/{name}.yaml").write_text(f"base: [clusters/{name}]\nslurm: {{single_machine: true}}\n")
@@ -200,12 +204,13 @@ class Workspace:
             "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "TEXTS": str(texts),
-            "JAX_PLATFORMS": "cpu",
             "PYTHONWARNINGS": "ignore",
             "TERM": "dumb",
             "COLUMNS": "140",
             "HOME": str(root),
         }
+        if has_nvidia_hardware():  # on other machines it is unset, as for a reader
+            self.environment["JAX_PLATFORMS"] = "cpu"
         for name in [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_"))]:
             del self.environment[name]
         self._quickstart: tuple[int, list[str]] | None = None

@@ -18,6 +18,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ridge-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    os.environ["RIDGE_CACHE"] = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], "ridge")  # not the user's own
 
 # A suite started in the background of a script inherits an ignored Ctrl-C and would hand it on to the commands it tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

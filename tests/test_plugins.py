@@ -95,6 +95,20 @@ def test_the_example_is_planned_without_jax(ridge: Callable[..., Any], settings:
         assert float(ridge(*settings, f"precision.moments={moments}", code=code).stdout) == size
 
 
+def test_the_example_prepares_a_format_of_its_own(ridge: Callable[..., Any], tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "notes.para").write_text("one paragraph\nof two lines\n\nanother\n\n\n")
+    done = ridge("data", "prepare", "--input", texts, "--output", tmp_path / "corpus", "--tokenizer", "bytes", "--json")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "corpus/manifest.json").read_text())
+    assert manifest["counts"]["documents"] == 2
+    assert manifest["counts"]["text_bytes"] == len("one paragraph\nof two lines" + "another")
+    wrong = ridge("data", "prepare", "--input", texts, "--output", tmp_path / "b", "--tokenizer", "bytes", "--format", "paragraph")
+    assert wrong.returncode == 2
+    assert "did you mean 'paragraphs'" in wrong.stderr
+
+
 def test_errors_and_schema_list_the_names(ridge: Callable[..., Any], settings: list[str]) -> None:
     done = ridge("config", "show", "quickstart", *settings, "optimizer.kind=signun")
     assert done.returncode == 2

@@ -16,6 +16,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import EvaluationSet, open_evaluation_set
 from ridgeline.loaders.manifest import check_same_tokenizer, check_tokenizer, read_manifest
+from ridgeline.loaders.tokenizers import Tokenizer
 from ridgeline.observe.step_timer import evaluation_metrics, perplexity
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.state import ModelSpec, Tree
@@ -36,9 +37,9 @@ class SetResult:
     correct: float
     """Number of target tokens that were the model's top prediction."""
     text_bytes: int | None
-    """Bytes of text of the set; None when only a part of it was read."""
+    """Bytes of the text of the target tokens; None when only a part of the set was read, or the corpus did not record it."""
     gzip9_bytes: int | None
-    """Summed gzip -9 size of the same documents; None where the corpus did not record it."""
+    """Summed gzip -9 size of the same text; None where the corpus did not record it."""
     duration_s: float
     """Wall time."""
 
@@ -49,7 +50,7 @@ class SetResult:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """nats / ln 2 / bytes of text."""
+        """nats / ln 2 / bytes of the text of the target tokens."""
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
     @property
@@ -91,7 +92,7 @@ class Evaluator:
     ) -> None:
         self._partitioner = partitioner
         self._step = step
-        self.batch_size = config.evaluation.batch_size or max(1, config.data.batch_size // config.trainer.accumulation)
+        self.batch_size = evaluation_rows(config)
         rows = local_rows(self.batch_size, partitioner)
         self.sets: dict[str, EvaluationSet] = {
             name: open_evaluation_set(
@@ -169,28 +170,54 @@ def evaluate_model(
     params: Tree,
     sets: Mapping[str, Path],
     *,
-    tokenizer_sha256: str | None,
-    seq_len: int,
-    batch_size: int | None = None,
+    tokenizer: Tokenizer | None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, SetResult]:
-    """Evaluate parameters on whole sets, outside a run.
+    """Evaluate parameters on whole sets, outside a run. `config`: from `evaluation_config`; tokenizer: of the model, None: unknown.
 
-    Raises UserError: a set is missing, damaged, or made with another tokenizer than `tokenizer_sha256` (None: unknown); its ids exceed the
-    vocabulary; or seq_len is longer than the model allows.
+    Raises UserError: a set is missing, damaged, or made with another tokenizer, or its ids exceed the vocabulary.
+    """
+    for path in sets.values():
+        of_set = check_tokenizer([(path, read_manifest(path))], config.model.vocab_size)
+        check_same_tokenizer(None if tokenizer is None else tokenizer.sha256, of_set.sha256, "the model")
+    step = jax.jit(make_evaluation_step(spec, config, partitioner))
+    results = Evaluator(config, partitioner, step, sets).evaluate(params, progress=progress)
+    assert results is not None, "no stop function"
+    return results
+
+
+def evaluation_config(config: Config, *, seq_len: int, batch_size: int | None) -> Config:
+    """Return the config of an evaluation outside a run: rows of `seq_len` tokens, `batch_size` of them at a time (None: as in the run).
+
+    Raises UserError for rows longer than the model allows.
     """
     if seq_len > config.model.max_seq_len:
         raise UserError(f"rows of {seq_len} tokens are longer than model.max_seq_len={config.model.max_seq_len}")
-    for path in sets.values():
-        tokenizer = check_tokenizer([(path, read_manifest(path))], config.model.vocab_size)
-        check_same_tokenizer(tokenizer_sha256, tokenizer.sha256, "the model")
-    data = config.data.model_copy(update={"seq_len": seq_len, **({} if batch_size is None else {"batch_size": batch_size})})
-    step = jax.jit(make_evaluation_step(spec, config, partitioner))
-    evaluation = config.evaluation.model_copy(update={} if batch_size is None else {"batch_size": batch_size})
-    evaluator = Evaluator(config.model_copy(update={"data": data, "evaluation": evaluation}), partitioner, step, sets)
-    results = evaluator.evaluate(params, progress=progress)
-    assert results is not None, "no stop function"
-    return results
+    rows = batch_size or evaluation_rows(config)
+    changes = {
+        "data": config.data.model_copy(update={"seq_len": seq_len, "batch_size": rows}),
+        "evaluation": config.evaluation.model_copy(update={"batch_size": rows}),
+        "trainer": config.trainer.model_copy(update={"accumulation": 1}),
+    }
+    return config.model_copy(update=changes)
+
+
+def evaluation_rows(config: Config) -> int:
+    """Return the rows per evaluation step."""
+    return config.evaluation.batch_size or max(1, config.data.batch_size // config.trainer.accumulation)
+
+
+def other_beginnings(tokenizer: Tokenizer | None, sets: Mapping[str, Path]) -> list[str]:
+    """Return a note for each set whose documents begin otherwise than the model's texts, with or without BOS."""
+    if tokenizer is None:
+        return []
+    how = {True: "begin with BOS", False: "do not begin with BOS"}
+    return [
+        f"note: documents of set '{name}' {how[not tokenizer.add_bos]}, the model's {how[tokenizer.add_bos]}: "
+        f"prepare it with {'--bos' if tokenizer.add_bos else '--no-bos'} for the loss of the model's own texts"
+        for name, path in sets.items()
+        if read_manifest(path).tokenizer.add_bos != tokenizer.add_bos
+    ]
 
 
 def _take(batches: Iterable[dict[str, np.ndarray]], count: int) -> Iterable[dict[str, np.ndarray]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|connect\w* .*(failed|timed out)|socket closed|broken pipe|heartbeat|leader.*(died|gone)"
@@ -25,6 +26,16 @@ class NumericalFailure(Exception):
 
 class CheckpointError(RuntimeError):
     """Checkpoints could not be saved or loaded, and continuing would lose work. Earlier checkpoints are intact."""
+
+
+class Link(Protocol):
+    """The part of launch.cluster.link.Link that a run uses."""
+
+    record: Callable[[Any], None]
+    """Called when another process is lost, in a thread of its own, with an object that has `text`."""
+
+    def exit(self, code: int) -> NoReturn:
+        """Announce the end of this process to the others, and end it."""
 
 
 def lost_peer(error: BaseException, processes: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from ridgeline.observe.progress import Progress
 from ridgeline.observe.step_timer import StepTimer, memory_metrics
 from ridgeline.observe.writers import MetricWriter
 from ridgeline.rundir.events import EventLog
+from ridgeline.rundir.loss_spikes import END_EVENT, EVENT, SpikeDetector
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.evaluation import Evaluator, SetResult
 from ridgeline.trainer.failures import NumericalFailure
@@ -117,6 +118,26 @@ class NonFiniteSteps(Hook):
 
 
 @dataclass(eq=False)
+class LossSpikes(Hook):
+    """Reports loss spikes (rundir.loss_spikes)."""
+
+    recorder: Recorder
+    detector: SpikeDetector
+    count: int = 0
+    """Spikes of the run so far."""
+
+    def on_result(self, result: StepResult) -> None:
+        """Record a spike when it is detected, and when it ends."""
+        spike = self.detector.update(result.step, result.metrics["loss"])
+        if spike is None:
+            return
+        self.count += not spike.ended
+        fields = {key: value for key, value in asdict(spike).items() if key != "ended"}
+        self.recorder.events.emit(END_EVENT if spike.ended else EVENT, **fields, grad_norm=result.metrics["grad_norm"])
+        self.recorder.progress.note(spike.describe())
+
+
+@dataclass(eq=False)
 class MetricLog(Hook):
     """Writes the metrics of every log step: values of that step, speeds of the window since the log step before.
 
@@ -131,6 +152,7 @@ class MetricLog(Hook):
     goodput: LiveGoodput | None = None
     startup: Callable[[], Mapping[str, float]] | None = None
     clocks: ClockWatch | None = None
+    spikes: LossSpikes | None = None
     _batches_logged: int = field(default=0, init=False)
 
     def on_result(self, result: StepResult) -> None:
@@ -160,6 +182,7 @@ class MetricLog(Hook):
             "train/tokens": float(result.step * tokens_per_step),
             "train/target_tokens": values["weight"],
             "train/skipped_steps": values["skipped"],
+            **({} if self.spikes is None else {"train/loss_spikes": float(self.spikes.count)}),
             **({"train/z_loss": values["z_loss"]} if self.config.loss.z_loss else {}),
             **self.recorder.timer.report(),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),

@@ -103,6 +103,12 @@ class Outcome:
     evaluation: dict[str, SetResult]
     """Results of the last evaluation, if any."""
 
+    def describe(self) -> str:
+        """Return in one line how the loop ended."""
+        if self.finished:
+            return f"finished at step {self.steps}"
+        return f"stopped at step {self.steps}" + ("" if self.stopped_by is None else f" by {self.stopped_by.name}")
+
 
 @dataclass
 class Loop:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 
-from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.observe.clocks import ClockWatch, watch_clocks
 from ridgeline.observe.goodput import LiveGoodput, watch
@@ -18,8 +18,10 @@ from ridgeline.observe.writers import build_writers
 from ridgeline.planner.flops import train_flops_per_token
 from ridgeline.planner.hardware import matmul_dtype, peak_flops
 from ridgeline.rundir.events import EventLog, read_events
+from ridgeline.rundir.loss_spikes import WINDOW, SpikeDetector, loss_spikes, recent_losses
 from ridgeline.rundir.startup import startup_metrics
-from ridgeline.trainer.hooks import Recorder
+from ridgeline.trainer.checkpoint.reader import error_text
+from ridgeline.trainer.hooks import LossSpikes, Recorder
 from ridgeline.trainer.start import StartedRun
 
 
@@ -34,6 +36,7 @@ class Monitoring:
     """In process 0, where the earlier event log is readable."""
     startup: Callable[[], dict[str, float]] | None
     """Returns the durations of this start, by phase. Process 0 only."""
+    spikes: LossSpikes
 
     @classmethod
     def begin(
@@ -58,6 +61,7 @@ class Monitoring:
             process=process,
             restart=run.restart,
             resume_step=start_step or None,
+            guard=run.lease.check_log,
         )
         writer.flush()  # opens the files now: otherwise the first write would lengthen a step
         profiler = Profiler(
@@ -75,19 +79,33 @@ class Monitoring:
         def startup() -> dict[str, float]:
             try:
                 return startup_metrics(read_events(events.path), run.restart)
-            except UserError as error:
-                progress.note(f"no start-up metrics: {error}")
+            except Exception as error:  # whatever a damaged log contains: it ends no run
+                progress.note(f"no start-up metrics: {error_text(error)}")
                 return {}
 
         clocks = watch_clocks(jax.local_devices(), events)
+        recorder = Recorder(events, writer, progress, timer)
         goodput = _goodput(events, run, start_step, mesh.size, progress) if process == 0 else None
-        return cls(Recorder(events, writer, progress, timer), profiler, clocks, goodput, startup if process == 0 else None)
+        spikes = _loss_spikes(recorder, start_step)
+        return cls(recorder, profiler, clocks, goodput, startup if process == 0 else None, spikes)
 
     def close(self) -> None:
         """Close clocks, profiler and writers, in this order."""
         self.clocks.close()
         self.profiler.close()
         self.recorder.writer.close()
+
+
+def _loss_spikes(recorder: Recorder, start_step: int) -> LossSpikes:
+    """Return the detector of loss spikes, with the losses and spikes of earlier starts where their log is readable."""
+    events = recorder.events
+    try:
+        log = read_events(events.path) if events.restart else []
+    except Exception as error:  # whatever a damaged log contains: it ends no run
+        recorder.progress.note(f"loss spikes are detected without the losses of earlier starts: {error_text(error)}")
+        log = []
+    before = [spike for spike in loss_spikes(log, events.process) if spike.step <= start_step]
+    return LossSpikes(recorder, SpikeDetector(deque(recent_losses(log, start_step, events.process), maxlen=WINDOW)), len(before))
 
 
 def step_timer(config: Config, num_devices: int) -> StepTimer:
@@ -107,6 +125,6 @@ def _goodput(events: EventLog, run: StartedRun, start_step: int, num_devices: in
     """Start the live goodput ledger. Returns None where the log of earlier starts is damaged: that does not end a run."""
     try:
         return watch(events, run.path, start_step, num_devices)
-    except UserError as error:
-        progress.note(f"no goodput metrics: {error}")
+    except Exception as error:  # whatever a damaged log contains
+        progress.note(f"no goodput metrics: {error_text(error)}")
         return None

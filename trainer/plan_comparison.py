@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ridgeline.configs.schema import Config
 from ridgeline.hlo.collectives import Collective
-from ridgeline.planner.collectives import PlannedCollective, as_compiled_for_cpu, as_compiled_for_gpu, planned_collectives
+from ridgeline.planner.collectives import PlannedCollective, compiled_collectives, exact_optimizer
 from ridgeline.planner.memory import MemoryEstimate
 from ridgeline.rundir.records import MemoryRow, TrafficRow
 
@@ -17,6 +17,7 @@ SMALL_BYTES = 1 << 18
 TRAFFIC_TOLERANCE = 0.01
 MEMORY_TOLERANCE = 0.05
 """Relative differences up to these agree with the plan; the memory model is tested to this accuracy."""
+OPTIMIZER = "optimizer"
 _NOT_TEMPORARY = ("parameters", "moments", "batch", "runtime_reserve", "fragmentation")
 
 
@@ -25,7 +26,7 @@ class Traffic:
     """Collectives of one kind over the same axes, inside the layers or outside, planned and compiled."""
 
     where: str
-    """layer or once."""
+    """layer, once, all (both), or OPTIMIZER: what is communicated in the optimizer, where its plan is not exact."""
     kind: str
     axes: tuple[str, ...]
     planned_bytes: float
@@ -39,8 +40,8 @@ class Traffic:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is small or within the tolerance."""
-        return abs(self.excess_bytes) <= max(SMALL_BYTES, TRAFFIC_TOLERANCE * self.planned_bytes)
+        """Whether the difference is small or within the tolerance; always where the plan is not exact."""
+        return self.where == OPTIMIZER or abs(self.excess_bytes) <= max(SMALL_BYTES, TRAFFIC_TOLERANCE * self.planned_bytes)
 
 
 def payload_bytes(collective: Collective) -> int:
@@ -48,22 +49,17 @@ def payload_bytes(collective: Collective) -> int:
     return collective.bytes - 4 * sum(dims == () for dims in collective.operands)
 
 
-def expected(config: Config, sizes: Mapping[str, int], *, gpu: bool = True) -> list[PlannedCollective]:
-    """Return the plan as the backend of a GPU or CPU compiles it."""
-    planned = planned_collectives(config, sizes)
-    return as_compiled_for_gpu(planned) if gpu else [as_compiled_for_cpu(item) for item in planned]
-
-
 def compare_traffic(config: Config, sizes: Mapping[str, int], found: Sequence[Collective], *, gpu: bool = True) -> list[Traffic]:
-    """Add up planned and compiled bytes by kind and axes, inside the layers and outside them."""
+    """Add up planned and compiled bytes by kind and axes, inside the layers and outside them. `gpu`: whether the devices are GPUs."""
+    exact = exact_optimizer(config, sizes, gpu=gpu)
     loops = config.model.num_layers * config.trainer.accumulation
     planned: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
     compiled: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
-    for item in expected(config, sizes, gpu=gpu):
-        planned[_where_planned(item), item.kind, item.axes] += float(item.bytes) * item.count
+    for item in compiled_collectives(config, sizes, gpu=gpu):
+        planned[_where_planned(item, exact), item.kind, item.axes] += float(item.bytes) * item.count
     for c in found:
         if payload_bytes(c) > 0:
-            compiled[_where(c, loops), c.kind, c.axes or ("?",)] += payload_bytes(c) * c.count
+            compiled[_where(c, loops, exact), c.kind, c.axes or ("?",)] += payload_bytes(c) * c.count
     merged = _merge_places(planned, compiled)
     return [Traffic(where, kind, axes, p, c) for (where, kind, axes), (p, c) in sorted(merged.items())]
 
@@ -74,7 +70,9 @@ def _merge_places(
     """Pair planned and compiled bytes. Where "layer" and "once" do not agree (XLA peels or unrolls a loop) they are added up as "all"."""
     result: dict[tuple[str, str, tuple[str, ...]], tuple[float, float]] = {}
     for kind, axes in sorted({key[1:] for key in (*planned, *compiled)}):
-        parts = {w: (planned.get((w, kind, axes), 0.0), compiled.get((w, kind, axes), 0.0)) for w in ("layer", "once")}
+        parts = {w: (planned.get((w, kind, axes), 0.0), compiled.get((w, kind, axes), 0.0)) for w in ("layer", "once", OPTIMIZER)}
+        if any(update := parts.pop(OPTIMIZER)):
+            result[OPTIMIZER, kind, axes] = update
         if all(abs(p - c) <= max(SMALL_BYTES, TRAFFIC_TOLERANCE * p) for p, c in parts.values()):
             result.update({(w, kind, axes): pair for w, pair in parts.items() if any(pair)})
         else:
@@ -82,17 +80,21 @@ def _merge_places(
     return result
 
 
-def _where_planned(item: PlannedCollective) -> str:
+def _where_planned(item: PlannedCollective, exact: bool) -> str:
+    if item.where == "optimizer" and not exact:
+        return OPTIMIZER
     return "layer" if item.where == "layer" else "once"
 
 
-def _where(collective: Collective, loops: int) -> str:
+def _where(collective: Collective, loops: int, exact: bool) -> str:
+    if not exact and "optimizer/" in collective.op_name:  # the scope of trainer/step.py
+        return OPTIMIZER
     return "layer" if collective.count == loops else "once"
 
 
 def unplanned(config: Config, sizes: Mapping[str, int], found: Sequence[Collective], traffic: Sequence[Traffic]) -> list[Collective]:
     """Return, for every kind and axes with more bytes than planned, the collectives without a planned size; if none, all of them."""
-    items = expected(config, sizes)
+    items = compiled_collectives(config, sizes)
     extra: list[Collective] = []
     for row in traffic:
         if row.agrees or row.excess_bytes <= 0:
@@ -151,6 +153,8 @@ def traffic_rows(traffic: Sequence[Traffic], found: Sequence[Collective]) -> lis
 
 
 def _explain(row: Traffic, found: Sequence[Collective]) -> str:
+    if row.where == OPTIMIZER:
+        return "the plan is approximate: XLA chooses how to multiply the optimizer's sharded matrices"
     if row.agrees:
         return "as planned"
     if row.excess_bytes < 0:

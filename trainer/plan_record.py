@@ -20,6 +20,7 @@ from ridgeline.hlo.module import Module, Source
 from ridgeline.hlo.parse import parse
 from ridgeline.hlo.roofline import kernels, total_flops
 from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.collectives import compiled_collectives
 from ridgeline.planner.hardware import Hardware, find_hardware
 from ridgeline.planner.links import assumed_cluster
 from ridgeline.planner.memory import memory_per_device
@@ -27,7 +28,7 @@ from ridgeline.planner.step_time import step_time
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.files import write_record
 from ridgeline.rundir.records import COMPILE_FILE, PLAN_FILE, CompiledCollective, CompileRecord, PlannedCollective, PlanRecord, StepSizes
-from ridgeline.trainer.plan_comparison import compare_traffic, expected, memory_rows, traffic_rows
+from ridgeline.trainer.plan_comparison import compare_traffic, memory_rows, traffic_rows
 
 
 def record_plan(
@@ -77,7 +78,7 @@ def build_plan(
         components=estimate.bytes_by_component(),
         collectives=tuple(
             PlannedCollective(what=p.what, where=p.where, kind=p.kind, axes=p.axes, bytes=p.bytes, count=p.count)
-            for p in expected(config, mesh, gpu=gpu)
+            for p in compiled_collectives(config, mesh, gpu=gpu)
         ),
         compiled=_sizes(sizes),
         memory=tuple(memory_rows(estimate, sizes.argument_size_in_bytes, sizes.temp_size_in_bytes)),

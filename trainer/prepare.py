@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import jax
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import read_manifests
-from ridgeline.loaders.manifest import TokenizerInfo, check_tokenizer, read_manifest
+from ridgeline.loaders.manifest import Manifest, TokenizerInfo, check_tokenizer, read_manifest
+from ridgeline.loaders.shard_hashes import verify
 from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Rules
@@ -66,13 +68,49 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
 
 
 def check_data(config: Config) -> TokenizerInfo:
-    """Read all data manifests of the config, and return the tokenizer they share.
+    """Read all data manifests of the config, compare the shards with them, and return the tokenizer they share.
 
-    Raises UserError: a corpus is missing, damaged, made with another tokenizer, or its ids exceed the vocabulary.
+    Raises UserError: a corpus is missing, damaged, rewritten, made with another tokenizer, or its ids exceed the vocabulary.
     """
     manifests = read_manifests(config.data)
     manifests += [(path, read_manifest(path)) for path in config.evaluation.sets.values()]
-    return check_tokenizer(manifests, config.model.vocab_size)
+    tokenizer = check_tokenizer(manifests, config.model.vocab_size)
+    for path, manifest in manifests:
+        verify(path, manifest)
+    return tokenizer
+
+
+def start_warnings(config: Config) -> list[str]:
+    """Return a line for each setting that is valid and probably a mistake. Raises CorpusError (read_manifest)."""
+    lines = []
+    if config.precision.params == "bfloat16" and not config.precision.stochastic_rounding:
+        lines.append(
+            "warning: precision.params=bfloat16 rounds small updates away; set precision.stochastic_rounding=true, or "
+            "precision.params=float32"
+        )
+    train = read_manifests(config.data)
+    for name, path in config.evaluation.sets.items():
+        manifest = read_manifest(path)
+        for train_path, trained in train:
+            if reason := same_text(path, manifest, train_path, trained):
+                lines.append(f"warning: evaluation.sets.{name} {reason}: its loss says nothing about unseen text")
+    return lines
+
+
+def same_text(path: Path, manifest: Manifest, train_path: Path, trained: Manifest) -> str | None:
+    """Return how a held-out set shares text with a training corpus; None: no shared shards and no shared input files."""
+    if path.resolve() == train_path.resolve():
+        return f"is the training corpus {train_path}"
+    hashes = {shard.sha256 for shard in trained.shards}
+    shared = sum(shard.sha256 in hashes for shard in manifest.shards)
+    if shared:
+        return f"has {shared} of its {len(manifest.shards)} shards in the training corpus {train_path}"
+    ours, theirs = manifest.parameters, trained.parameters
+    split = bool(ours.get("holdouts")) and ours.get("holdouts") == theirs.get("holdouts")  # two sets of one preparation
+    inputs = set(map(str, ours.get("inputs") or ())) & set(map(str, theirs.get("inputs") or ()))
+    if inputs and not split:
+        return f"was prepared from an input of the training corpus {train_path} ({min(inputs)}) without a holdout"
+    return None
 
 
 def data_seed(config: Config) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,21 +13,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.foreign import read_object, shortened
 from ridgeline.configs.load import from_resolved
+from ridgeline.configs.rules import fit_devices
 from ridgeline.configs.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from ridgeline.loaders.hf_files import GENERATION_CONFIG, copy_files, left_behind
 from ridgeline.loaders.manifest import check_same_tokenizer
-from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
+from ridgeline.loaders.tokenizers import Tokenizer, holds_tokenizer, load_tokenizer
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.huggingface.convert import CONFIG_NAME, HfCheckpoint, check_same_model, open_hf
+from ridgeline.rundir.bench_results import config_sha256
+from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
+from ridgeline.trainer.checkpoint.identity import check_config, check_tokenizer_files
 from ridgeline.trainer.checkpoint.param_slices import PARAMS_ONLY
 from ridgeline.trainer.checkpoint.payload import named_leaves
 from ridgeline.trainer.checkpoint.reader import CheckpointReader
 from ridgeline.trainer.state import ModelSpec, TrainState, model_spec
 
 Tree = Any
+_log = logging.getLogger("ridgeline")
 
 
 @dataclass(frozen=True)
@@ -44,10 +55,32 @@ class Source:
 
         A Hugging Face model has it in the same directory; a run in its own directory, else in its first corpus.
         """
-        if self.hf is not None:
-            return self.path
-        places = [self.path / "tokenizer", *(source.path / "tokenizer" for source in self.config.data.train[:1])]
-        return next((place for place in places if place.is_dir()), None)
+        places = [self.files_dir, *(source.path / "tokenizer" for source in self.config.data.train[:1])]
+        return next((place for place in places if holds_tokenizer(place)), None)
+
+    @property
+    def files_dir(self) -> Path:
+        """Directory of the tokenizer and of generation_config.json; either may be absent."""
+        return self.path / "tokenizer" if self.hf is None else self.path
+
+    @property
+    def config_sha256(self) -> str | None:
+        """Digest of the run's config; None for a Hugging Face directory."""
+        return config_sha256(self.config) if self.hf is None else None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer it was trained with; None if there is none."""
+        if self.tokenizer_dir is None:
+            return None
+        tokenizer = load_tokenizer(self.tokenizer_dir)
+        if self.config.data.train and not tokenizer.records_add_bos:
+            tokenizer.add_bos = True  # trained before the rule was recorded: all documents began with BOS
+        return tokenizer
+
+    def tokenizer_rule(self) -> bool | None:
+        """Whether documents begin with BOS by the rule of its own tokenizer; None if it has none."""
+        return None if self.tokenizer is None or not holds_tokenizer(self.files_dir) else self.tokenizer.add_bos
 
 
 def open_source(path: Path) -> Source:
@@ -77,14 +110,58 @@ def load_params(source: Source, spec: ModelSpec, step: int | None = None) -> tup
     found = reader.latest_step() if step is None else step
     stored = {} if found is None else reader.read_metadata(found)["arrays"]
     as_stored = {"params": abstract}
-    dtypes = {name: stored[name]["dtype"] for name in named_leaves(as_stored) if name in stored}
-    leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtypes.get(name, leaf.dtype)), sharding=leaf.sharding)
-        for name, leaf in named_leaves(as_stored).items()
-    ]
+    rows = source.config.model.vocab_size
+    axes = named_leaves({"params": jax.tree.map(_Axes, spec.param_axes, is_leaf=lambda leaf: isinstance(leaf, tuple))})
+    leaves = [_stored_leaf(leaf, axes[name].names, stored.get(name), rows) for name, leaf in named_leaves(as_stored).items()]
     restored, metadata = reader.restore(jax.tree.unflatten(jax.tree.structure(as_stored), leaves), step, partial=True)
-    params = jax.tree.map(lambda have, want: have.astype(want.dtype), restored["params"], abstract)
+    if note := check_config(source.config, metadata, source.path):
+        _log.warning(note)
+    if source.tokenizer_dir is not None:
+        check_tokenizer_files(metadata, source.tokenizer_dir)
+    params = jax.tree.map(lambda have, want, axes: _fit(have, want, axes, rows), restored["params"], abstract, spec.param_axes)
     return params, int(metadata["step"])
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The logical axes of a parameter, as a leaf of a tree."""
+
+    names: tuple[str | None, ...]
+
+
+def _stored_leaf(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], stored: Any, rows: int) -> jax.ShapeDtypeStruct:
+    """Return what to restore for a parameter: in its stored dtype, and in its stored shape where only vocabulary padding differs."""
+    if stored is None:
+        return leaf
+    shape, dtype, sharding = tuple(stored["shape"]), jnp.dtype(stored["dtype"]), leaf.sharding
+    padded = [axis == "vocab" and min(have, want) >= rows for axis, have, want in zip(axes, shape, leaf.shape, strict=False)]
+    if (
+        shape == leaf.shape
+        or len(shape) != len(leaf.shape)
+        or any(have != want and not free for have, want, free in zip(shape, leaf.shape, padded, strict=True))
+    ):
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)  # a difference is refused with both shapes
+    assert isinstance(sharding, NamedSharding)
+    spec = [None if axis == "vocab" else part for axis, part in zip(axes, _padded_spec(sharding, len(shape)), strict=True)]
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def _padded_spec(sharding: NamedSharding, dims: int) -> list[Any]:
+    return [*sharding.spec, *[None] * (dims - len(sharding.spec))]
+
+
+def _fit(have: jax.Array, want: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], rows: int) -> jax.Array:
+    """Return a restored parameter in the dtype of the run, its vocabulary padding replaced by zeros of the run's length."""
+    if have.shape == want.shape:
+        return have.astype(want.dtype)
+    dim = axes.index("vocab")
+
+    def resize(table: jax.Array) -> jax.Array:
+        kept = jax.lax.slice_in_dim(table.astype(want.dtype), 0, rows, axis=dim)
+        return jnp.pad(kept, [(0, want.shape[at] - rows) if at == dim else (0, 0) for at in range(table.ndim)])
+
+    resized: jax.Array = jax.jit(resize, out_shardings=want.sharding)(have)
+    return resized
 
 
 def start_from(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec, state: TrainState) -> TrainState:
@@ -93,13 +170,39 @@ def start_from(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: Mode
     Raises UserError: no model at `path`, another architecture than the run's, or another tokenizer than the data's.
     """
     source = open_source(path)
-    if source.tokenizer_dir is not None:
-        check_same_tokenizer(load_tokenizer(source.tokenizer_dir).sha256, tokenizer_sha256, str(path))
+    if source.tokenizer is not None:
+        check_same_tokenizer(source.tokenizer.sha256, tokenizer_sha256, str(path))
     if source.hf is not None:
         source = replace(source, hf=open_hf(path, model))
     else:
         check_same_model(path, source.config.model, model)
     return replace(state, params=load_params(source, spec)[0])
+
+
+def merged_tokenizer(run: Path, corpus: Path, add_bos: bool, source: Path) -> tuple[Path, list[str]]:
+    """Make the tokenizer of a run that starts from the model at `source`; return its temporary directory in the run, and notes.
+
+    It has the files of that model (chat template, pad token, further special tokens, generation settings), whose tokenizer was compared
+    with the corpus's (`start_from`), and the rule for BOS of the documents. `corpus`: directory of the corpus's copy, used where the source
+    has no tokenizer, or one of a kind without Hugging Face files.
+    Raises UserError for files that cannot be read; OSError.
+    """
+    notes, opened, merged = [], open_source(source), run / ".tokenizer.merged"
+    if opened.tokenizer is not None and opened.tokenizer.add_bos != add_bos:
+        begin = {True: "begin with BOS", False: "do not begin with BOS"}
+        notes.append(f"note: the documents {begin[add_bos]}, those of {source} {begin[not add_bos]}; the run uses the former")
+    if lost := left_behind(opened.tokenizer_dir or opened.files_dir):
+        notes.append(f"note: not copied from {source}: {', '.join(lost)} (tokenizers with their own Python code are not supported)")
+    shutil.rmtree(merged, ignore_errors=True)
+    for place in (run / "tokenizer", opened.files_dir, opened.tokenizer_dir):  # an import that is trained itself has its own
+        if place is not None and place.is_dir():
+            copy_files(place, merged)
+    if not holds_tokenizer(merged):
+        shutil.copytree(corpus, merged, dirs_exist_ok=True)
+    tokenizer = load_tokenizer(merged)
+    tokenizer.add_bos = add_bos
+    tokenizer.write_rule(merged)
+    return merged, notes
 
 
 def holds_only_params(checkpointer: CheckpointReader) -> bool:
@@ -129,45 +232,57 @@ class LoadedModel:
         """The architecture."""
         return self.config.model
 
+    @property
+    def devices(self) -> str:
+        """The devices in words, and how many of those the config's mesh names."""
+        mesh = self.partitioner.mesh
+        device, size = mesh.devices.flat[0], mesh.size
+        used = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+        wanted = math.prod(self.source.config.mesh.sizes.values())
+        kind = device.device_kind if device.platform != "cpu" else "CPU"
+        text = f"{size} {kind} device{'s' if size > 1 else ''}" + (f" (mesh {used})" if used else "")
+        return text + (f" of the {wanted} that the config's mesh names" if wanted > size else "")
+
     @cached_property
     def decoder(self) -> Decoder:
         """The module with its parameters."""
         decoder: Decoder = self.spec.merge(self.params)
         return decoder
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer it was trained with. Raises UserError when the source has none."""
-        directory = self.source.tokenizer_dir
-        if directory is None:
-            raise UserError(f"{self.source.path} has no tokenizer (looked for {self.source.path / 'tokenizer'})")
-        return load_tokenizer(directory)
+        if self.source.tokenizer is None:
+            raise UserError(f"{self.source.path} has no tokenizer (looked in {self.source.files_dir})")
+        return self.source.tokenizer
 
     @property
     def eos_ids(self) -> list[int]:
-        """All ids that end a text: of the tokenizer, generation_config.json and config.json."""
+        """All ids that end a text: of the tokenizer, generation_config.json and config.json. Raises UserError for one that is no id."""
         directory = self.source.tokenizer_dir
-        files = [] if directory is None else [directory / "generation_config.json", directory / "config.json"]
+        files = [] if directory is None else [directory / GENERATION_CONFIG, directory / CONFIG_NAME]
         ids: set[int] = {self.tokenizer.eos_id}
         for file in files:
-            if file.is_file():
-                try:
-                    declared = json.loads(file.read_text()).get("eos_token_id")
-                except (OSError, ValueError, AttributeError) as error:
-                    raise UserError(f"{file} cannot be read: {error}") from error
-                ids |= set(declared if isinstance(declared, list) else [] if declared is None else [declared])
-        return sorted(i for i in ids if i < self.model.vocab_size)
+            declared = read_object(file).get("eos_token_id") if file.is_file() else None
+            listed = declared if isinstance(declared, list) else [] if declared is None else [declared]
+            if not all(isinstance(one, int) for one in listed):
+                raise UserError(f"{file}: 'eos_token_id' must be an id or a list of ids, got {shortened(declared)}")
+            ids |= set(listed)
+        return sorted(i for i in ids if 0 <= i < self.model.vocab_size)
 
 
-def load_model(path: Path, *, step: int | None = None, partition: Callable[[Config], Partitioner] | None = None) -> LoadedModel:
+def load_model(path: Path, *, step: int | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> LoadedModel:
     """Load the newest good checkpoint of a run (or `step`), or a Hugging Face directory.
 
-    partition: returns the partitioner for a config; None: one device.
+    It is sharded over all devices that the config's mesh names, or over the largest smaller mesh that this process has.
+    adapt: changes the config before that, such as its batch.
     Raises UserError: no model at `path`, no good checkpoint, or damaged or unknown weights.
     """
     source = open_source(path)
-    config = source.config
-    partitioner = Partitioner.single() if partition is None else partition(config)
+    config = adapt(source.config)  # which may create virtual devices
+    devices = jax.local_devices()
+    config = fit_devices(config, len(devices))
+    partitioner = Partitioner(build_mesh(config.mesh, devices[: math.prod(config.mesh.sizes.values())]), Rules.from_config(config.mesh))
     spec = model_spec(config, partitioner)
     params, found = load_params(source, spec, step)
     return LoadedModel(source, config, partitioner, spec, params, found)

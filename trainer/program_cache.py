@@ -38,7 +38,7 @@ MAX_BYTES = 4 << 30
 """Size limit of all entries together; the least recently used are deleted first."""
 NOT_IN_PROGRAM = (
     *("name", "run_dir", "init_from", "data.train", "evaluation.", "checkpoint.", "logging.", "profiler."),
-    *("runtime.compilation_cache", "runtime.rendezvous_timeout_s"),
+    *("runtime.compilation_cache", "runtime.rendezvous_timeout_s", "runtime.lease_timeout_s"),
     *("trainer.log_every", "trainer.max_bad_steps", "trainer.hang_timeout_s", "trainer.stop_after_s"),
 )
 """Prefixes of the config keys that do not affect any compiled program. All other keys are part of the cache key."""
@@ -49,6 +49,8 @@ SETTINGS = ("XLA_", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
 NOT_IN_CODE = ("explain", "measure", "launch", "cli")
 """Packages that do not affect the programs of a run."""
 _SUFFIX = ".program"
+_STORING, _STORING_S = "storing-", 86_400.0
+"""Prefix of a file that is being written, and its age in seconds from which on its writer was killed."""
 _DIGEST_BYTES = 32
 
 
@@ -162,7 +164,8 @@ class ProgramCache:
         try:
             content = serialize_program(compiled)
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            number, temporary = tempfile.mkstemp(dir=self._directory)  # mode 600; two runs may store the same program at once
+            # mode 600; two runs may store the same program at once
+            number, temporary = tempfile.mkstemp(prefix=_STORING, dir=self._directory)
             try:
                 with os.fdopen(number, "wb") as file:
                     file.write(hashlib.sha256(content).digest() + content)
@@ -178,7 +181,11 @@ class ProgramCache:
         entries = []
         for path in self._directory.iterdir():
             with contextlib.suppress(FileNotFoundError):  # deleted by another run
-                entries.append((path.stat().st_mtime, path.stat().st_size, path))
+                found = path.stat()
+                if path.name.startswith(_STORING) and time.time() - found.st_mtime > _STORING_S:
+                    path.unlink()
+                else:
+                    entries.append((found.st_mtime, found.st_size, path))
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
             if total <= MAX_BYTES:

@@ -7,38 +7,47 @@ config -> data manifests -> mesh, model and step functions (prepare.py) -> run d
 from __future__ import annotations
 
 import functools
-import hashlib
+import os
+import shlex
 import shutil
+import socket
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import build_loader
 from ridgeline.loaders.manifest import TokenizerInfo, check_same_tokenizer
 from ridgeline.observe.compilation import CompilerWatch, Program, compile_in_parts
 from ridgeline.observe.profiler import StartAnalysis
 from ridgeline.observe.progress import Progress, build_progress
+from ridgeline.observe.writers import check_writers
+from ridgeline.rundir.directory import TRAIN_LOG
 from ridgeline.rundir.events import EventLog, event_file
+from ridgeline.rundir.lease import JobEnded
 from ridgeline.rundir.startup import record_start
 from ridgeline.sharding.mesh import describe_mesh
 from ridgeline.trainer.agreement import Agreement, coordination_client
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint import identity
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.checkpoint.finite import all_finite
 from ridgeline.trainer.evaluation import Evaluator
-from ridgeline.trainer.failures import NumericalFailure, lost_peer
+from ridgeline.trainer.failures import CheckpointError, Link, NumericalFailure, lost_peer
 from ridgeline.trainer.hooks import CompilationStep, Evaluation, Heartbeat, MetricLog, NonFiniteSteps, Profiling, Saving
 from ridgeline.trainer.loop import Hook, Loader, Loop, Outcome
 from ridgeline.trainer.monitoring import Monitoring
 from ridgeline.trainer.plan_record import record_plan
-from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare
-from ridgeline.trainer.pretrained import holds_only_params, start_from
+from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare, start_warnings
+from ridgeline.trainer.pretrained import holds_only_params, merged_tokenizer, open_source, start_from
 from ridgeline.trainer.program_cache import open_program_cache
-from ridgeline.trainer.start import StartedRun, start_run
+from ridgeline.trainer.start import StartedRun, check_restored, complete_step, keep_tokenizer, start_run
 from ridgeline.trainer.state import TrainState
 from ridgeline.trainer.step import abstract_batch, local_rows, param_norm, to_global
 from ridgeline.trainer.stop import GracePeriod, Stop, StopRequested, in_thread, last_write_s
@@ -55,6 +64,8 @@ def train(
     grace_s: float | None = None,
     analyze: StartAnalysis | None = None,
     from_step: int | None = None,
+    link: Link | None = None,
+    job_ended: JobEnded | None = None,
 ) -> Outcome | None:
     """Train to the last step, or until a stop is requested. Return how the run ended; None if it was complete already.
 
@@ -68,6 +79,8 @@ def train(
       grace_s: seconds between the stop signal and the end of the job.
       analyze: starts the analysis of each captured profile (observe.profiler).
       from_step: resume from the checkpoint of this step instead, and set later ones aside (process 0's value counts).
+      link: watches the other processes; the loss of one is recorded in the event log.
+      job_ended: whether the Slurm job of another start has ended (rundir.lease.acquire).
 
     Raises:
       UserError: bad input.
@@ -76,25 +89,41 @@ def train(
       StopRequested: a stop was requested before the first step. Nothing needs saving, but threads may be working: exit by `os._exit`.
     """
     process = jax.process_index()
+    end = os._exit if link is None else link.exit
     progress = build_progress(config.trainer.steps, process=process)
     own_stop = stop is None
     stop = Stop().install() if stop is None else stop
     stop.log = progress.note
+    run: StartedRun | None = None
     try:
         with stop.raising():
             from_step = Agreement("from-step").first(lambda: _check_step(config, from_step))
+            reached = Agreement("complete").first(lambda: complete_step(config, from_step))
+            if reached is not None:  # before anything is written: a command that trains nothing changes nothing
+                steps = config.trainer.steps
+                progress.note(f"{config.directory.absolute()}: complete at step {reached}; raise trainer.steps (now {steps}) to train on")
+                return None
             tokenizer = check_data(config)
+            for line in start_warnings(config):
+                progress.note(line)
+            Agreement("writers").first(lambda: check_writers(config.logging))
             parts = prepare(config)
-            run = start_run(config, command=command, log=progress.note)
-            events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart)
+            run = start_run(config, command=command, log=progress.note, job_ended=job_ended, end=end)
+            progress.record(f"start {run.restart + 1}, process {os.getpid()} on {socket.gethostname()}: {shlex.join(command)}")
+            progress.keep(run.path / TRAIN_LOG)
+            events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart, guard=run.lease.check_log)
             record_start(events, before, facts or {})
+            if link is not None:
+                link.record = lambda end: events.emit("lost_peer", reason=end.text)
         try:
             stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
-            watchdog = Watchdog(config.trainer.hang_timeout_s, run.path / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit)
+            watchdog = Watchdog(config.trainer.hang_timeout_s, run.path / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit, end=end)
             programs = open_program_cache(config, parts.mesh, progress.note)
             compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
             check = compiler.program(jax.jit(all_finite), "all_finite")
-            checkpointer = Checkpointer(run.checkpoints, config.checkpoint, events=events, log=progress.note, check=check)
+            checkpointer = Checkpointer(
+                run.checkpoints, config.checkpoint, events=events, log=progress.note, check=check, guard=run.lease.check
+            )
             session = _Session(
                 config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, analyze, compiler, from_step
             )
@@ -106,6 +135,7 @@ def train(
                 raise
             finally:
                 watchdog.close()
+            progress.record(outcome.describe())
         except StopRequested as request:
             stop.abandon()
             events.emit("stopped_early", signal=request.signal.name)
@@ -113,7 +143,13 @@ def train(
         finally:
             stop.unshare()
             events.close()
+    except BaseException as error:
+        expected = isinstance(error, UserError | NumericalFailure | CheckpointError | StopRequested)
+        progress.record(f"stopped: {error}" if expected else "".join(traceback.format_exception(error)).rstrip())
+        raise
     finally:
+        if run is not None:
+            run.lease.release()
         progress.close()
         if own_stop:
             stop.uninstall()
@@ -138,30 +174,37 @@ class _Session:
     compiler: CompilerWatch
     from_step: int | None = None
     """The step to resume from; None: the newest good one."""
+    started_from: Path | None = None
+    """The directory of the model that a new run starts from."""
     plan_thread: threading.Thread | None = None
     """Writes plan.json and compile.json."""
     loop: Loop | None = None
+    restored: Mapping[str, Any] | None = None
+    """Metadata of the checkpoint that this start continues from; None for a new state."""
+
+    @functools.cached_property
+    def corpora(self) -> dict[str, str]:
+        """Path -> identity of the training corpora."""
+        return identity.corpora_of(self.config)
 
     @property
     def began(self) -> bool:
         """Whether the first step is done."""
         return self.loop is not None and self.loop.began
 
-    def train(self) -> Outcome | None:
-        """Create or restore the state, compile, and run the loop. Return None if the run is complete already."""
-        config, steps = self.config, self.config.trainer.steps
+    def train(self) -> Outcome:
+        """Create or restore the state, compile, and run the loop."""
+        config = self.config
         with self.stop.raising(), self.watchdog.phase("start-up"):
-            reached = self.checkpointer.latest_step() if self.from_step is None else self.from_step
-            if reached is not None and reached >= steps:
-                self.progress.note(f"{self.run.path}: complete at step {reached}; raise trainer.steps (now {steps}) to train on")
-                return None
             state, start_step = in_thread(self._first_state)
             if jax.process_index() == 0:
-                shutil.copytree(config.data.train[0].path / "tokenizer", self.run.path / "tokenizer", dirs_exist_ok=True)
-            train_step, norm = in_thread(self._compile)
+                self._keep_tokenizer(start_step)
+            with self.progress.phase("compiling the train step"):
+                train_step, norm = in_thread(self._compile)
             self._record_plan(train_step)
             self._log_model()
-        with self.watchdog.phase("waiting for the other processes to compile"):
+        waiting = "waiting for the other processes to compile"
+        with self.progress.phase(waiting, live_only=True), self.watchdog.phase(waiting):
             self.stop.begin_together()
         if self.from_step is not None:
             self.checkpointer.set_later_aside(self.from_step)
@@ -180,21 +223,38 @@ class _Session:
         config, parts, checkpointer = self.config, self.parts, self.checkpointer
         if checkpointer.has_checkpoints() and not holds_only_params(checkpointer):
             return self._restore()
-        with self.events.phase("init"):
+        with self.progress.phase("creating the parameters", live_only=True), self.events.phase("init"):
             state = self.compiler.program(parts.make_state, "init")()
             source = self.run.path if checkpointer.has_checkpoints() else config.init_from
+            self.started_from = source
             if source is not None:
                 state = start_from(source, config.model, self.tokenizer.sha256, parts.spec, state)
                 self.progress.note(f"starting from the parameters of {source}")
             jax.block_until_ready(state)
         return state, 0
 
+    def _keep_tokenizer(self, start_step: int) -> None:
+        """Process 0: give the run directory its tokenizer, at the start from another model with the files of that model."""
+        corpus, source = self.config.data.train[0].path / "tokenizer", self.started_from
+        if start_step > 0 or source is None:
+            keep_tokenizer(corpus, self.run, self.restored, self.progress.note)
+            return
+        if source == self.run.path and open_source(source).tokenizer_rule() == self.tokenizer.add_bos:
+            return  # an import that is trained itself: its checkpoint is bound to its tokenizer as it is
+        merged, notes = merged_tokenizer(self.run.path, corpus, self.tokenizer.add_bos, source)
+        for line in notes:
+            self.progress.note(line)
+        keep_tokenizer(merged, self.run, self.restored, self.progress.note)
+        shutil.rmtree(merged)
+
     def _restore(self) -> tuple[TrainState, int]:
         """Return the state of `from_step` (None: the newest good one), and its step."""
-        with self.events.phase("restore") as record:
+        with self.progress.phase("restoring the checkpoint", live_only=True), self.events.phase("restore") as record:
             state, metadata = self.checkpointer.restore(self.parts.abstract, self.from_step)
             record["step"] = metadata["step"]
         check_same_tokenizer(metadata.get("tokenizer"), self.tokenizer.sha256, str(self.checkpointer.directory))
+        check_restored(metadata, self.config, self.corpora, self.progress.note)
+        self.restored = metadata
         self.progress.note(f"resuming from the checkpoint of step {metadata['step']}")
         return state, int(metadata["step"])
 
@@ -240,13 +300,14 @@ class _Session:
             CompilationStep(self.compiler),
             Heartbeat(self.watchdog, self.progress),
             nonfinite,
-            MetricLog(config, recorder, monitoring.goodput, monitoring.startup, monitoring.clocks),
+            monitoring.spikes,
+            MetricLog(config, recorder, monitoring.goodput, monitoring.startup, monitoring.clocks, monitoring.spikes),
             Evaluation(config, Evaluator(config, self.parts.partitioner, evaluation_step), recorder, self.stop, self.watchdog),
             Saving(config, self.checkpointer, self._metadata, nonfinite, recorder, self.watchdog, grace),
         ]
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        return save_metadata(self.config, step, self.tokenizer)
+        return save_metadata(self.config, self.run, step, self.tokenizer, self.corpora)
 
     def _run_loop(self, train_step: Program, norm: Program, loader: Loader, state: TrainState, start_step: int) -> Outcome:
         monitoring = Monitoring.begin(
@@ -291,12 +352,7 @@ def _check_step(config: Config, step: int | None) -> int | None:
     return step
 
 
-def save_metadata(config: Config, step: int, tokenizer: TokenizerInfo) -> dict[str, Any]:
+def save_metadata(config: Config, run: StartedRun, step: int, tokenizer: TokenizerInfo, corpora: Mapping[str, str]) -> dict[str, Any]:
     """Return the metadata that a checkpoint stores beside its arrays."""
-    return {
-        "kind": "train",
-        "data_position": step,
-        "config_sha256": hashlib.sha256(config.model_dump_json().encode()).hexdigest(),
-        "tokenizer": tokenizer.sha256,
-        "mesh": config.mesh.sizes,
-    }
+    bound = identity.describe(config, run.id, tokenizer.sha256, run.tokenizer, corpora)
+    return {"kind": "train", "data_position": step, "mesh": config.mesh.sizes, **bound}

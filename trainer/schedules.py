@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the step.
 
-Every schedule warms up linearly from 0 (step 0 has rate 0 when there is a warm-up), reaches the peak at step `warmup_steps`, and takes
-its final value, `final_fraction` of the peak, at the last step of the run. Steps beyond the run keep the final value.
+Every schedule warms up linearly: step s of W warm-up steps has (s + 1) / (W + 1) of the peak, so that the first step (s = 0) trains too and
+step W has the peak. It takes its final value, `final_fraction` of the peak, at the last step of the run. Steps beyond the run keep it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def build_schedule(config: ScheduleConfig, peak: float, steps: int) -> Schedule:
     def schedule(step: jax.Array | int) -> jax.Array:
         at = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((at - warmup) / (last - warmup), 0.0, 1.0)
-        warm = jnp.clip(at / max(warmup, 1), 0.0, 1.0) if warmup else jnp.float32(1.0)
-        return jnp.float32(peak) * jnp.where(at < warmup, warm, decay(config, progress, decay_start))
+        return jnp.float32(peak) * jnp.where(at < warmup, (at + 1.0) / (warmup + 1.0), decay(config, progress, decay_start))
 
     return schedule

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,10 +22,14 @@ from ridgeline.configs.diff import classify_changes
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.files import make_directory, sync_directory
+from ridgeline.rundir.lease import JobEnded, Lease, acquire, this_process
 from ridgeline.rundir.provenance import SOURCE_TREE, packages, source_state, user
 from ridgeline.rundir.records import RunRecord, Start
 from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.checkpoint import identity, integrity
+from ridgeline.trainer.checkpoint.reader import newest_step
 
 _SOURCE_TREE = SOURCE_TREE
 
@@ -36,31 +42,46 @@ class StartedRun(RunDir):
     """The same over all starts."""
     restart: int
     """0 at the first start, 1 at the second, ..."""
+    lease: Lease
+    """Release it after the last write."""
 
 
 def start_run(
-    config: Config, *, command: Sequence[str], log: Callable[[str], None], now: Callable[[], datetime] | None = None
+    config: Config,
+    *,
+    command: Sequence[str],
+    log: Callable[[str], None],
+    now: Callable[[], datetime] | None = None,
+    job_ended: JobEnded | None = None,
+    end: Callable[[int], None] = os._exit,
 ) -> StartedRun:
     """Create the run directory of a config, or open it for another start of the same run, and record this start in it.
 
-    Call it after jax.distributed is initialized.
+    Call it after jax.distributed is initialized. The start holds the lease of the directory until the caller releases it.
 
     Args:
       config: of this start.
       command: as typed.
       log: receives a line per changed setting (process 0).
       now: current time; None: the system's, in UTC.
+      job_ended, end: as in rundir.lease.acquire.
 
     Raises:
-      UserError: the directory belongs to another run, is not a run directory, or cannot be written; or the changed config does not fit
-        the checkpoints in it.
+      UserError: the directory belongs to another run, is not a run directory, cannot be written, or another start is writing it; or the
+        changed config does not fit the checkpoints in it.
     """
-    run = RunDir(config.directory.absolute())
+    path = config.directory.absolute()
     start_time = (now or (lambda: datetime.now(UTC)))()
+    timeout_s = config.runtime.lease_timeout_s
+    held: list[Lease] = []
 
     def record_start() -> list[Any]:
         try:
-            run.path.mkdir(parents=True, exist_ok=True)
+            make_directory(path)
+            _own_record(RunDir(path), config.name)  # nothing is written into another's directory
+            held.append(acquire(path, this_process(timeout_s), log=log, job_ended=job_ended, end=end))
+            run = RunDir(path)
+            run.remove_temporaries()
             record = _own_record(run, config.name)
             restart = len(record.starts)
             if not restart:  # written first: a start that is killed below leaves a directory that the next start recognizes
@@ -68,11 +89,31 @@ def start_run(
             _write_config(run, config, restart, log)
             run.write_record(record.with_start(_describe_start(run, restart, command, start_time)))
         except OSError as error:
-            raise UserError(f"cannot write the run directory {run.path}: {error.strerror or error}") from error
-        return [record.id, restart]
+            raise UserError(f"cannot write the run directory {path}: {error.strerror or error}") from error
+        return [record.id, restart, held[0].epoch]
 
-    run_id, restart = Agreement("run-dir").first(record_start)
-    return StartedRun(run.path, run_id, restart)
+    try:
+        run_id, restart, epoch = Agreement("run-dir").first(record_start)
+    except BaseException:
+        for lease in held:
+            lease.release()
+        raise
+    return StartedRun(path, run_id, restart, held[0] if held else Lease(path, epoch, timeout_s, end=end))
+
+
+def complete_step(config: Config, from_step: int | None = None) -> int | None:
+    """Return the checkpointed step at which the run of a config is complete; None when there is something to train. Writes nothing.
+
+    Process 0. `from_step`: the step to resume from; None: the newest one. Raises UserError as `start_run` where the run is complete.
+    """
+    run = RunDir(config.directory.absolute())
+    reached = from_step if from_step is not None else newest_step(run.checkpoints)
+    if not run.exists or reached is None or reached < config.trainer.steps:
+        return None
+    _own_record(run, config.name)
+    if run.config is not None:
+        check_resume(run.config.model_dump(mode="json"), config.model_dump(mode="json"))
+    return reached
 
 
 def _own_record(run: RunDir, name: str) -> RunRecord:
@@ -132,6 +173,58 @@ def _describe_code(run: RunDir, restart: int) -> dict[str, Any]:
     if state.diff is None:
         return state.facts
     return {**state.facts, "diff": run.write_diff(state.diff, restart) if state.diff else None}
+
+
+def check_restored(metadata: Mapping[str, Any], config: Config, corpora: Mapping[str, str], log: Callable[[str], None]) -> None:
+    """Compare a restored checkpoint with the config and the corpora of this start; log what changed beside the config.
+
+    Raises UserError as `check_resume`: config.yaml, with which the start was compared before, may have been edited.
+    """
+    if identity.RUN not in metadata:
+        log(f"the checkpoint of step {metadata['step']} is of an earlier version: its run, config and corpora are not compared")
+    if (sealed := identity.sealed_config(metadata)) is not None:
+        check_resume(sealed.model_dump(mode="json"), config.model_dump(mode="json"))
+    for path in identity.replaced_corpora(metadata, corpora):
+        trained = f"step {metadata['step']} was trained on"
+        log(f"WARNING: {path} is not the corpus that {trained}: it was replaced; the data order does not continue")
+
+
+def keep_tokenizer(source: Path, run: RunDir, metadata: Mapping[str, Any] | None, log: Callable[[str], None]) -> None:
+    """Copy the corpus's tokenizer into the run directory, atomically, if the run has none, or none that a checkpoint depends on. Process 0.
+
+    Args:
+      source: directory of the corpus's copy.
+      run: the run.
+      metadata: of the checkpoint that the start continues from; None: none. The files that it was saved with are kept, and replaced only if
+        they are damaged and the corpus has them.
+      log: receives one line about a damaged tokenizer.
+
+    Raises OSError.
+    """
+    target = run.tokenizer
+    scratch, old = target.with_name(".tokenizer.new"), target.with_name(".tokenizer.old")
+    for left in (scratch, old):
+        shutil.rmtree(left, ignore_errors=True)  # of a start that was killed
+    if not source.is_dir():
+        return
+    if target.is_dir() and identity.files_of(source) == identity.files_of(target):
+        return
+    if metadata is not None and target.is_dir():
+        damaged = identity.damaged_tokenizer(metadata, target)
+        if not damaged:
+            return
+        if identity.damaged_tokenizer(metadata, source):
+            log(f"WARNING: {target / damaged[0]} is missing or damaged, and {source} has another one: the tokenizer is left as it is")
+            return
+        log(f"WARNING: {target / damaged[0]} is missing or damaged: the tokenizer is copied again from {source}")
+    shutil.copytree(source, scratch)
+    integrity.digest_files(scratch, integrity.list_files(scratch), threads=1, sync=True)
+    integrity.sync_directories(scratch)
+    if target.is_dir():
+        os.rename(target, old)
+    os.rename(scratch, target)
+    sync_directory(run.path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

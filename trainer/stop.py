@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -255,11 +256,20 @@ class GracePeriod:
 
 
 def last_write_s(log: Path) -> float | None:
-    """Return the duration of the last finished save in an event log; None when the last TAIL_BYTES of the log contain none."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]
+    """Return the duration of the last finished save in an event log; None when the last TAIL_BYTES of the log contain none.
+
+    Lines that cannot be read are skipped: a damaged log ends no run.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).split(b"\n")
+    except OSError:
+        return None
     for line in reversed(lines):
-        if b'"kind":"checkpoint_saved"' in line and line.startswith(b"{"):
-            return float(json.loads(line)["total_s"])
+        if b'"kind":"checkpoint_saved"' in line:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                duration_s = json.loads(line)["total_s"]
+                if type(duration_s) in (int, float) and 0 <= duration_s < math.inf:
+                    return float(duration_s)
     return None

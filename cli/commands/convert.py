@@ -37,9 +37,11 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed, so do not occupy a GPU
     from ridgeline.configs.dump import to_yaml
     from ridgeline.configs.schema import Config, DataConfig, PrecisionConfig
-    from ridgeline.loaders.hf_files import copy_files
+    from ridgeline.loaders.hf_files import copy_tokenizer, left_behind
+    from ridgeline.loaders.tokenizers import holds_tokenizer
     from ridgeline.models.huggingface.convert import open_hf
     from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES
+    from ridgeline.trainer.checkpoint import identity
     from ridgeline.trainer.checkpoint.param_slices import write_params_only
     from ridgeline.trainer.start import start_run
 
@@ -57,10 +59,18 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
                 yield path, layer, checkpoint.read_layer(path, layer, kind)
 
     with _new_directory(output) as target:
-        start_run(config.model_copy(update={"run_dir": target}), command=sys.argv, log=lambda line: click.echo(line, err=True))
+        start = config.model_copy(update={"run_dir": target})
+        started = start_run(start, command=sys.argv, log=lambda line: click.echo(line, err=True))
+        started.lease.release()
         (target / "config.yaml").write_text(to_yaml(config))
-        copied = copy_files(directory, target / "tokenizer")
-        size_bytes = write_params_only(target / "checkpoints", checkpoint.shapes, kind, slices(), {"source": str(directory.absolute())})
+        copied = copy_tokenizer(directory, target / "tokenizer", checkpoint.config)
+        bound = identity.describe(config, started.id, None, target / "tokenizer", {})
+        metadata = {"source": str(directory.absolute()), **bound}
+        size_bytes = write_params_only(target / "checkpoints", checkpoint.shapes, kind, slices(), metadata)
+    if lost := left_behind(directory):
+        click.echo(f"note: not copied: {', '.join(lost)} (tokenizers with their own Python code are not supported)", err=True)
+    if not holds_tokenizer(output / "tokenizer"):
+        click.echo(f"note: {directory} has no tokenizer (tokenizer.json or *.model): `ridge generate` will need one", err=True)
     parameters = sum(int(np.prod(shape)) for shape in checkpoint.shapes.values())
     result = {
         "output": str(output),
@@ -90,8 +100,8 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
         raise UserError(f"--max-shard-gb {max_shard_gb} must be greater than 0")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from ridgeline.loaders.hf_files import special_ids, write_tokenizer
-    from ridgeline.loaders.tokenizers import load_tokenizer
     from ridgeline.models.huggingface.convert import CONFIG_NAME, export_weights, hf_config, parameter_shapes
+    from ridgeline.trainer.checkpoint import identity
     from ridgeline.trainer.checkpoint.param_slices import ParamReader
     from ridgeline.trainer.pretrained import open_source
 
@@ -99,18 +109,25 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
     source = open_source(run)
     if source.hf is not None:
         raise UserError(f"{run} is a Hugging Face directory; to-hf needs a run directory")
-    place = source.tokenizer_dir
-    tokenizer = None if place is None else load_tokenizer(place)
+    tokenizer = source.tokenizer
+    place = source.tokenizer_dir or source.files_dir
     kept = dtype or source.config.precision.params
-    description = hf_config(source.config.model, kept, special_ids(tokenizer))
+    description = hf_config(source.config.model, kept, special_ids(tokenizer, place))
     reader = ParamReader(run / "checkpoints", step)
+    if note := identity.check_config(source.config, reader.metadata, run):
+        click.echo(f"note: {note}", err=True)
+    if place is not None:
+        identity.check_tokenizer_files(reader.metadata, place)
     if reader.shapes != parameter_shapes(source.config.model):
         raise UserError(f"the checkpoint of step {reader.step} in {run} does not match the model in its config.yaml")
+    description["ridgeline"] = {"run": source.config.name, "step": reader.step, "config_sha256": source.config_sha256}
     with _new_directory(directory) as target:
         count = export_weights(source.config.model, reader.read, target, kept, int(max_shard_gb * 1e9))
         (target / CONFIG_NAME).write_text(json.dumps(description, indent=2) + "\n")
-        written = [] if tokenizer is None or place is None else write_tokenizer(tokenizer, place, target)
-    if tokenizer is not None and len(written) < 2:
+        written = write_tokenizer(tokenizer, place, target)
+    if tokenizer is None:
+        click.echo(f"note: {run} has no tokenizer; the export contains none", err=True)
+    elif len(written) < 2:
         click.echo(
             f"note: Hugging Face has no file format for a tokenizer of kind {tokenizer.kind}; the export contains no tokenizer", err=True
         )
@@ -118,6 +135,7 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
         "output": str(directory),
         "architecture": description["architectures"][0],
         "step": reader.step,
+        "config_sha256": source.config_sha256,
         "tensors": count,
         "dtype": kept,
         "tokenizer": written,

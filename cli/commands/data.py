@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import json_option
+from ridgeline.cli.options import complete_key, json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verif
 
 @click.command()
 @click.argument("target", metavar="CONFIG|CORPUS")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_key)
 @click.option(
     "--step-ms", multiple=True, type=click.FloatRange(min=0), help="Duration of a simulated step; repeatable [default: 0 and 100]."
 )

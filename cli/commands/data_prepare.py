@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 def prepare(
     output: Path,
     tokenizer: str,
+    add_bos: bool | None,
     pack_length: int | None,
     shards: int | None,
     gzip_baseline: bool,
@@ -50,7 +51,13 @@ def prepare(
     from ridgeline.loaders.prepare import prepare as run
 
     settings = PrepareSettings(
-        output=output, tokenizer=tokenizer, shards=shards, pack_length=pack_length, gzip_baseline=gzip_baseline, **text_settings(text)
+        output=output,
+        tokenizer=tokenizer,
+        shards=shards,
+        pack_length=pack_length,
+        gzip_baseline=gzip_baseline,
+        add_bos=add_bos,
+        **text_settings(text),
     )
     started_s = time.monotonic()
     try:

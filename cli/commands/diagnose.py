@@ -1,4 +1,4 @@
-"""`ridge diagnose RUN [RUN...]`: the bottlenecks of a run, or of several runs compared, and what to change."""
+"""`ridge diagnose RUN [RUN...]`: the bottlenecks of a run or a captured profile, or of several runs compared, and what to change."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from ridgeline.cli.options import json_option
 from ridgeline.cli.tables import print_json, print_table
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.format import plural
 
 if TYPE_CHECKING:
     from ridgeline.explain.diagnosis.facts import Facts
@@ -33,9 +34,13 @@ def diagnose(runs: tuple[Path, ...], cluster: str | None, calibration: Path | No
     Uses the events and metrics of the run and, if present, its analyzed profile, plan and compile report. If the cluster is known, compares
     predicted with measured values: step time by term, memory, bytes and bandwidth of collectives.
 
+    RUN may also be a captured profile of any JAX program (an .xplane.pb file or its directory): then the rules judge its steps only.
+
     Several finished RUNs of the same work are compared: at several scales (or the directory of `ridge scale`), at several batch sizes, for
     several models at several scales, or with and without performance settings.
     """
+    from ridgeline.explain.diagnosis.captured import findings as capture_findings
+    from ridgeline.explain.diagnosis.captured import is_capture
     from ridgeline.explain.diagnosis.rules import STUDY_RULES
     from ridgeline.explain.diagnosis.rules import diagnose as apply_rules
     from ridgeline.explain.diagnosis.terms import largest, terms
@@ -43,12 +48,13 @@ def diagnose(runs: tuple[Path, ...], cluster: str | None, calibration: Path | No
     facts, several = _facts(runs, cluster, calibration)
     predicted = [] if several else terms(facts)
     worst = largest(predicted)
-    findings = apply_rules(facts, STUDY_RULES) if several else apply_rules(facts)
+    alone = len(runs) == 1 and is_capture(runs[0]) and facts.path is None
+    findings = capture_findings(facts) if alone else apply_rules(facts, STUDY_RULES) if several else apply_rules(facts)
     if as_json:
         print_json(
             {
                 "run": facts.name,
-                "goodput": facts.ledger.goodput,
+                "goodput": None if alone else facts.ledger.goodput,
                 "findings": [dataclasses.asdict(f) for f in findings],
                 "predicted": [dataclasses.asdict(term) for term in predicted],
                 "largest_disagreement": None if worst is None else dataclasses.asdict(worst),
@@ -59,10 +65,12 @@ def diagnose(runs: tuple[Path, ...], cluster: str | None, calibration: Path | No
         print(f"comparing {len(several)} runs; for the bottlenecks of a single run, use `ridge diagnose` with that run")
     profile = "" if facts.analysis is not None else "; no analyzed profile, so the parts of a step are unknown"
     known = "comparison" if several else f"goodput {facts.ledger.goodput:.1%}{profile}"
+    if alone and facts.analysis is not None:
+        known = f"capture of {len(facts.analysis.steps)} {facts.analysis.per}(s); start-up, saves and metrics of the run are unknown"
     if not findings:
         print(f"{facts.name}: no findings ({known})")
     else:
-        print(f"{facts.name}: {len(findings)} finding(s), {known}")
+        print(f"{facts.name}: {plural(len(findings), 'finding')}, {known}")
     for number, finding in enumerate(findings, 1):
         print(f"\n{number}. {finding.title} ({finding.gain_text}, confidence {finding.confidence})")
         rows = [*(("evidence", text) for text in finding.evidence), ("action", finding.action)]
@@ -109,6 +117,7 @@ def _figure(value: float, unit: str) -> str:
 
 def _facts(runs: tuple[Path, ...], cluster: str | None, calibration: Path | None = None) -> tuple[Facts, Sequence[Path]]:
     """Return the facts, and the runs they compare (none: a single run)."""
+    from ridgeline.explain.diagnosis.captured import capture_facts, is_capture
     from ridgeline.explain.diagnosis.facts import read_facts
     from ridgeline.explain.diagnosis.several import read_several
     from ridgeline.explain.study.document import is_scaling, read_study, study_runs
@@ -121,6 +130,8 @@ def _facts(runs: tuple[Path, ...], cluster: str | None, calibration: Path | None
             price_usd, tokens = (study["price_usd"], study["tokens"]) if is_scaling(study) else (None, None)
             facts = read_several(inside, price_usd=price_usd, tokens=tokens)
             return dataclasses.replace(facts, name=study["name"]), inside
+        if is_capture(runs[0]):
+            return capture_facts(runs[0], cluster=cluster, calibration=calibration), ()
         run = RunDir.open(runs[0])
         run.require_events()
         return read_facts(run, cluster=cluster, calibration=calibration), ()

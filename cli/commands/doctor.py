@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.options import json_option
+from ridgeline.cli.options import complete_key, json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 from ridgeline.configs.errors import UserError
 from ridgeline.launch import exit_codes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("config", required=False)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_key)
 @click.option("--cluster", "-c", "cluster_name", help="Cluster with the expected values: the name of a shipped one, or a YAML file.")
 @click.option("--calibration", help="Calibration file with the expected rates, from `ridge calibrate` [default: published rates].")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Run directory: its disk is checked, and results are written to it.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.options import COUNT, WHOLE, config_arguments
+from ridgeline.cli.options import COUNT, WHOLE, complete_key, config_arguments
 from ridgeline.cli.printing.estimate import Result, print_results, result_options
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
 
 @click.command()
 @click.argument("config", required=False)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_key)
 @click.option("--devices", type=WHOLE, help="Devices of the mesh [default: the product of the mesh axes].")
 @click.option("--cluster", help="Cluster, for the memory capacity, and with --nodes the number of devices.")
 @click.option("--nodes", type=WHOLE, help="With --cluster: number of nodes.")

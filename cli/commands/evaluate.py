@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ridgeline.cli.options import json_option
+from ridgeline.cli.options import json_option, made_with
 from ridgeline.configs.errors import UserError
 
 
@@ -28,7 +28,9 @@ from ridgeline.configs.errors import UserError
 def evaluate(model: Path, sets: tuple[str, ...], step: int | None, seq_len: int | None, batch_size: int | None, as_json: bool) -> None:
     """Compute loss, perplexity and bits per byte of a run or a Hugging Face model on held-out sets.
 
-    Bits per byte includes every token of a set. Beside it is the value of gzip -9 on the same documents, if the corpus stores it.
+    Bits per byte is over the text of the target tokens: all of a document, or the model's part of a fine-tuning record. Beside it is the
+    value of gzip -9 on the same documents, if the corpus stores it. All devices that the config's mesh names are used, or the largest
+    smaller mesh that the machine has.
     """
     wanted = dict(_parse(text) for text in sets)
     from ridgeline import api
@@ -37,6 +39,8 @@ def evaluate(model: Path, sets: tuple[str, ...], step: int | None, seq_len: int 
 
     with evaluation_progress() as progress:
         evaluation = api.evaluate(model, wanted, step=step, seq_len=seq_len, batch_size=batch_size, progress=progress)
+    for line in (made_with(evaluation.devices, evaluation.step, evaluation.config_sha256), *evaluation.notes):
+        click.echo(line, err=True)
     columns = [
         Column("set"),
         Column("loss", "loss (nats/token)", "{:.4f}".format),
@@ -56,6 +60,8 @@ def evaluate(model: Path, sets: tuple[str, ...], step: int | None, seq_len: int 
             "tokens": result.tokens,
             "text_bytes": result.text_bytes,
             "step": evaluation.step,
+            "config_sha256": evaluation.config_sha256,
+            "devices": evaluation.devices,
         }
         for name, result in evaluation.sets.items()
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ridgeline.cli.options import json_option
+from ridgeline.cli.options import json_option, made_with
 from ridgeline.configs.errors import UserError
 
 
@@ -44,6 +44,8 @@ def generate(
     rows = api.generate(
         model, prompts or ("",), max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, step=step
     )
+    if rows:
+        click.echo(made_with(rows[0].devices, rows[0].step, rows[0].config_sha256), err=True)
     if as_json:
         print_json([asdict(row) for row in rows])
         return

@@ -9,7 +9,7 @@ import click
 
 from ridgeline.cli.options import json_option
 from ridgeline.cli.tables import Column, print_json, print_table
-from ridgeline.configs.format import format_count, format_duration
+from ridgeline.configs.format import format_count, format_duration, plural
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.goodput import Ledger, queue_waits, run_ledger
 from ridgeline.rundir.startup import startup_parts
@@ -83,4 +83,4 @@ def _headline(name: str, ledger: Ledger, devices: int) -> str:
     starts = f", {ledger.starts} starts" if ledger.starts > 1 else ""
     tokens = "" if ledger.tokens is None else f", {format_count(ledger.tokens)} tokens"
     wall = format_duration(ledger.wall_s)
-    return f"{name}: goodput {ledger.goodput:.1%} of {wall} on {devices} device(s){starts}; {ledger.steps} steps{tokens}"
+    return f"{name}: goodput {ledger.goodput:.1%} of {wall} on {plural(devices, 'device')}{starts}; {plural(ledger.steps, 'step')}{tokens}"

@@ -1,4 +1,4 @@
-"""`ridge report RUN [RUN...]`: an HTML page about a run, or a comparison of several."""
+"""`ridge report RUN [RUN...]`: an HTML page about a run or a captured profile, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,28 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file [default: report.html in the first RUN].")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file [default: report.html in or beside the first RUN].")
 @click.option("--cluster", help="Cluster file or name, for the price per device-hour [default: the cluster each RUN was submitted to].")
 @click.option("--price", "price_usd", type=click.FloatRange(min=0), help="Price of one device per hour in USD; overrides --cluster.")
 def report(runs: tuple[Path, ...], output: Path | None, cluster: str | None, price_usd: float | None) -> None:
     """Write a self-contained HTML page about RUN: verdict, curves, time and cost, timeline, diagnosis, configuration.
 
+    RUN may also be a captured profile of any JAX program (an .xplane.pb file or its directory): the page shows its steps and bottlenecks.
+
     Several RUNs are compared with the first: time and cost, step times under a noise model, settings. Runs at several scales or batch sizes
     are shown as a study. The directory of `ridge scale` or `ridge bench sweep` stands for one run of each scale or value.
     """
-    from ridgeline.explain.report.page import render
+    from ridgeline.explain.diagnosis.captured import capture_facts, findings, is_capture
+    from ridgeline.explain.report.page import render, render_capture
     from ridgeline.explain.report.run import read_run
     from ridgeline.rundir.directory import RunDir
 
-    output = runs[0] / "report.html" if output is None else output
+    output = (runs[0].parent if runs[0].is_file() else runs[0]) / "report.html" if output is None else output
+    if len(runs) == 1 and is_capture(runs[0]):
+        facts = capture_facts(runs[0], cluster=cluster)
+        write_text(output, render_capture(facts, findings(facts)))
+        click.echo(f"wrote {output}")
+        return
     runs, study = _with_study(runs)
     labels = _labels(runs)
     prices = [RunDir(run).price_on(cluster) if price_usd is None else price_usd for run in runs]

@@ -74,7 +74,7 @@ def scale(
     from ridgeline.explain.report.study_charts import charts
     from ridgeline.explain.study.document import write_study
     from ridgeline.explain.study.scaling import scaling_study
-    from ridgeline.launch.trials.scales import Asked
+    from ridgeline.launch.trials.scales import ScalingRequest
     from ridgeline.launch.trials.scaling_study import StudyOptions, run_study, study_of_runs
 
     if from_runs:
@@ -87,8 +87,8 @@ def scale(
     if from_runs:
         study = study_of_runs([Path(argument) for argument in arguments], settings)
     else:
-        asked = Asked(arguments[0], tuple(arguments[1:]), _scales(devices, nodes, site), weak, axis)
-        study = run_study(asked, output, settings, print_progress)
+        request = ScalingRequest(arguments[0], tuple(arguments[1:]), _scales(devices, nodes, site), weak, axis)
+        study = run_study(request, output, settings, print_progress)
     question = study.question
     found = scaling_study(study.name, study.scales, question, **study.facts)
     found["findings"] = findings_of([r for one in study.scales for r in one.runs], price_usd=question.price_usd, tokens=question.tokens)

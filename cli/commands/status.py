@@ -1,4 +1,4 @@
-"""`ridge status RUN`: state of a run's Slurm jobs, and its progress."""
+"""`ridge status RUN`: state of a run's process or of its Slurm jobs, and its progress."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 @click.argument("run", type=click.Path(path_type=Path))
 @json_option
 def status(run: Path, as_json: bool) -> None:
-    """Show the Slurm jobs of RUN, a submitted run directory, and the training progress.
+    """Show the Slurm jobs of the run directory RUN, or its process on this machine, and the training progress.
 
     For the directory of a sweep, shows the table of its points.
     """
     from ridgeline.launch.trials import sweep
+    from ridgeline.rundir.liveness import RUNNING
     from ridgeline.rundir.progress import run_progress
 
     if sweep.is_sweep(run):
@@ -36,11 +37,32 @@ def status(run: Path, as_json: bool) -> None:
         return
     records = sweep.jobs_of(run)
     states = [(record, state) for record in records for state in _states(run, record)]
-    progress = None if records[-1].kind == "data" else run_progress(run)
+    progress = None if records and records[-1].kind == "data" else run_progress(run)
+    local = None if progress is None or any(not state.ended for _, state in states) else _process(run, progress)
     if as_json:
         jobs = [_row(record, state) for record, state in states]
-        print_json({"run": str(run), "jobs": jobs, "progress": progress and dataclasses.asdict(progress)})
+        print_json({"run": str(run), "jobs": jobs, "process": local, "progress": progress and dataclasses.asdict(progress)})
         return
+    if local is not None and (not states or local["state"] == RUNNING):
+        print_table(["state", "host", Column("pid", "process"), Column("time", "started")], [local])
+    if states:
+        _print_jobs([_row(record, state) for record, state in states])
+    if progress is not None:
+        click.echo(describe_progress(progress, time.time()))
+
+
+def _process(run: Path, progress: RunProgress) -> dict[str, Any] | None:
+    """Return the state and process 0 of the newest start; None before the first."""
+    from ridgeline.rundir.directory import RunDir
+    from ridgeline.rundir.liveness import run_state
+
+    start = RunDir(run).record.last_start if RunDir(run).exists else None
+    if start is None:
+        return None
+    return {"state": run_state(run, progress), "host": start.host, "pid": start.pid, "time": start.time}
+
+
+def _print_jobs(rows: list[dict[str, Any]]) -> None:
     columns = [
         Column("job"),
         Column("state"),
@@ -52,9 +74,7 @@ def status(run: Path, as_json: bool) -> None:
         Column("reason"),
         Column("submitted"),
     ]
-    print_table(columns, [_row(record, state) for record, state in states])
-    if progress is not None:
-        click.echo(describe_progress(progress, time.time()))
+    print_table(columns, rows)
 
 
 def _states(run: Path, record: JobRecord) -> list[JobState]:

@@ -9,6 +9,7 @@ import click
 
 from ridgeline.cli.tables import write_text
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.format import plural
 
 FORMATS = (".svg", ".html", ".json")
 
@@ -31,7 +32,7 @@ def timeline(run: Path, output: Path | None) -> None:
         raise UserError(f"--output '{output}' must end in {', '.join(FORMATS)}")
     directory = RunDir.open(run)
     events = directory.require_events()
-    title = f"{directory.name}: {len(directory.record.starts)} start(s)"
+    title = f"{directory.name}: {plural(len(directory.record.starts), 'start')}"
     if output.suffix == ".json":
         text = json.dumps(perfetto_trace(events))
     else:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from ridgeline.cli.options import complete_config, complete_key
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.launch import cluster, environment, exit_codes
+from ridgeline.launch.slurm.state import job_has_ended
 from ridgeline.trainer.stop import Stop, StopRequested
 
 if TYPE_CHECKING:
@@ -28,8 +30,8 @@ LINGER_S = 3.0
 
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("config", type=click.Path(path_type=Path), shell_complete=complete_config)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_key)
 @click.option("--coordinator", metavar="HOST:PORT", help="Address of process 0, if there is no launcher.")
 @click.option("--processes", type=int, help="Number of processes, if there is no launcher.")
 @click.option("--process", type=int, help="Index of this process, if there is no launcher.")
@@ -51,41 +53,43 @@ def train(
     settings = environment.prepare(resolved.config, here)
     if here.process == 0:
         click.echo("\n".join([*cluster.summary(here, resolved.config.runtime), *environment.lines(settings)]))
-    joined = _join(here, resolved.config, stop)
+    joined, link = _join(here, resolved.config, stop)
+    with link:
+        loading_s = time.monotonic()
+        from ridgeline.api import start_facts
+        from ridgeline.explain.trace.background import start as start_analysis
+        from ridgeline.trainer.failures import CheckpointError, NumericalFailure, lost_peer
+        from ridgeline.trainer.run import train as run_training
 
-    loading_s = time.monotonic()
-    from ridgeline.api import start_facts
-    from ridgeline.explain.trace.background import start as start_analysis
-    from ridgeline.trainer.failures import CheckpointError, NumericalFailure, lost_peer
-    from ridgeline.trainer.run import train as run_training
-
-    loaded_s = time.monotonic()
-    try:
-        outcome = run_training(
-            resolved.config,
-            command=sys.argv,
-            before=[*joined.stretches, ("import", loading_s, loaded_s)],
-            facts=start_facts(here, joined, settings),
-            stop=stop,
-            grace_s=_grace_s(),
-            analyze=start_analysis,
-            from_step=from_step,
-        )
-    except StopRequested as request:
-        _leave(_stopped(request.signal.name), here.process, here.processes)
-    except NumericalFailure as error:
-        click.echo(f"ridge: stopped: {error}; {_how_to_continue(config, error.steps)}", err=True)
-        sys.exit(exit_codes.NUMERICAL_FAILURE)
-    except CheckpointError as error:
-        if (why := lost_peer(error, here.processes)) is not None:  # a save can fail because a peer died, not because of the disk
-            _lost(why)
-        click.echo(f"ridge: stopped: {error}", err=True)
-        sys.exit(exit_codes.SAVE_FAILURE)
-    except Exception as error:
-        why = lost_peer(error, here.processes)
-        if why is None:
-            raise
-        _lost(why)
+        loaded_s = time.monotonic()
+        try:
+            outcome = run_training(
+                resolved.config,
+                command=sys.argv,
+                before=[*joined.stretches, ("import", loading_s, loaded_s)],
+                facts=start_facts(here, joined, settings),
+                stop=stop,
+                grace_s=_grace_s(),
+                analyze=start_analysis,
+                from_step=from_step,
+                link=link,
+                job_ended=job_has_ended,
+            )
+        except StopRequested as request:
+            _leave(_stopped(request.signal.name), here, link)
+        except NumericalFailure as error:
+            click.echo(f"ridge: stopped: {error}; {_how_to_continue(config, error.steps)}", err=True)
+            sys.exit(exit_codes.NUMERICAL_FAILURE)
+        except CheckpointError as error:
+            if (why := lost_peer(error, here.processes)) is not None:  # a save can fail because a peer died, not because of the disk
+                link.end_process(why)
+            click.echo(f"ridge: stopped: {error}", err=True)
+            sys.exit(exit_codes.SAVE_FAILURE)
+        except Exception as error:
+            why = lost_peer(error, here.processes) or link.loss
+            if why is None:
+                raise
+            link.end_process(why)
     if outcome is None:
         return
     if here.process == 0:
@@ -94,20 +98,21 @@ def train(
         sys.exit(_stopped(outcome.stopped_by.name))
 
 
-def _join(here: cluster.Cluster, config: Config, stop: Stop) -> cluster.Joined:
+def _join(here: cluster.Cluster, config: Config, stop: Stop) -> tuple[cluster.Joined, cluster.Link]:
     """Connect to the other processes of the run; exit when that fails or a stop is requested."""
+    link = cluster.Link()
     try:
-        joined = cluster.join(here, config, stop=stop)
+        joined, link = cluster.join(here, config, stop=stop)
         stop.check()
     except StopRequested as request:
-        _leave(_stopped(request.signal.name), here.process, here.processes)
+        _leave(_stopped(request.signal.name), here, link)
     except cluster.ClusterError as error:
         click.echo(f"ridge: stopped: {error}", err=True)
         sys.exit(error.exit_code)
     except cluster.Preempted as error:
         click.echo(f"ridge: stopped: {error}; nothing to save yet", err=True)
         sys.exit(exit_codes.PREEMPTED)
-    return joined
+    return joined, link
 
 
 def report_end(run_dir: Path, outcome: Outcome) -> None:
@@ -117,17 +122,15 @@ def report_end(run_dir: Path, outcome: Outcome) -> None:
     from ridgeline.rundir.events import event_file, read_events
     from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 
-    click.echo(format_summary(summarize(read_events(event_file(run_dir, 0)))))
-    click.echo(summary_line(run_dir))
+    try:
+        click.echo(format_summary(summarize(read_events(event_file(run_dir, 0)))))
+        click.echo(summary_line(run_dir))
+    except UserError as error:  # a damaged log ends no run
+        click.echo(f"no summary: {error}", err=True)
     if not outcome.finished:
         saved = checkpoint_dirs.complete_steps(run_dir / "checkpoints")
         source = f" from step {saved[-1]}" if saved else ""
         click.echo(f"stopped at step {outcome.steps}; run the same command again to resume{source}")
-
-
-def _lost(why: str) -> NoReturn:
-    click.echo(f"ridge: stopped: {why}; the last good checkpoint is intact", err=True)
-    _leave(exit_codes.LOST_PEER, 1, 1)
 
 
 def _how_to_continue(config: Path, steps: Sequence[int]) -> str:
@@ -153,9 +156,10 @@ def _grace_s() -> float | None:
         raise UserError(f"{GRACE}={text} must be a number of seconds") from None
 
 
-def _leave(code: int, process: int, processes: int) -> NoReturn:
+def _leave(code: int, here: cluster.Cluster, link: cluster.Link) -> NoReturn:
     """Exit immediately: threads may be compiling, and a clean shutdown of jax.distributed would wait for processes that are gone."""
-    if process == 0 and processes > 1:
+    link.leave(code)
+    if here.process == 0 and here.processes > 1:
         time.sleep(LINGER_S)
     sys.stdout.flush()
     sys.stderr.flush()

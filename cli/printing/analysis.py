@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ridgeline.cli.tables import Column, print_table
-from ridgeline.configs.format import format_count, format_seconds
-from ridgeline.rundir.recompilation import Change, Recompilation
+from ridgeline.configs.format import format_count, format_seconds, plural
+from ridgeline.rundir.analysis import Compilation
+from ridgeline.rundir.recompilation import Change
 
 _SECONDS = format_seconds
 _SHARE = "{:.1%}".format
+_UNKNOWN = "unknown"
 
 
 def _giga(value: float) -> str:
@@ -26,28 +29,48 @@ def print_analysis(report: dict[str, Any], top: int) -> None:
     _print_devices(report)
     _print_components(report)
     if top:
-        _print_operations(report["operations"][:top])
+        _print_operations(report["operations"][:top], _per(report))
+        _print_matmuls(report["matmuls"][:top], _per(report))
     _print_collectives(report)
+    _print_sizes(report["message_sizes"])
+    _print_memory(report["memory"][:top])
     _print_hosts(report)
     for note in report["notes"]:
         print(f"note: {note}")
 
 
 def _headline(report: dict[str, Any]) -> str:
-    steps, devices = len(report["steps"]), len(report["devices"])
-    mean_s = report["summary"]["total_s"]["mean"]
-    usual_s = report["unprofiled_step_time_s"]
-    methods = ", ".join(sorted({entry["method"] for entry in report["step_assignment"]}))
-    what = f"{steps} step(s)" if report["steps"][0]["step"] is not None else "whole profile (no step markers)"
+    """What was analyzed, and the median step; then the steps that are left out and the outliers."""
+    count, devices = len(report["steps"]), len(report["devices"])
+    usual_s, methods = report["unprofiled_step_time_s"], ", ".join(sorted({entry["method"] for entry in report["step_assignment"]}))
     usual = "" if usual_s is None else f"; without the profiler: {format_seconds(usual_s)}"
-    return (
-        f"{report['profile']}: {what} on {devices} {report['device_kind'] or 'unknown'} device(s), "
-        f"{format_seconds(mean_s)} per step{usual}; steps assigned by {methods}"
-    )
+    on = f"on {devices} {report['device_kind'] or 'unknown'} device{'' if devices == 1 else 's'}"
+    on += f", {format_seconds(report['summary']['total_s']['p50'])}"
+    if report["unit"] == "capture":
+        lines = [f"{report['profile']}: the whole capture {on} from first to last operation"]
+    elif report["unit"] == "execution":
+        lines = [f"{report['profile']}: {plural(count, 'execution')} of {report['marker']} {on} per execution (median){usual}"]
+    else:
+        what = f"{plural(count, 'step')} of annotation '{report['marker']}'"
+        lines = [f"{report['profile']}: {what} {on} per step (median){usual}; steps assigned by {methods}"]
+    for odd in report["left_out"][:_MOST_ODD]:
+        lines.append(f"left out: {odd['name']}, {format_seconds(odd['total_s'])}, which {odd['why']}")
+    for odd in report["outliers"][:_MOST_ODD]:
+        lines.append(f"outlier: {odd['name']}, {format_seconds(odd['total_s'])}, {odd['times_median']:.1f}x the median; {odd['why']}")
+    return "\n".join(lines)
+
+
+_MOST_ODD = 5
+"""Steps left out, and outliers, that are listed."""
+
+
+def _per(report: dict[str, Any]) -> str:
+    """What figures are per: step, execution of a program, or capture."""
+    return f"execution of {report['marker']}" if report["unit"] == "execution" else str(report["unit"])
 
 
 def _print_ledger(report: dict[str, Any]) -> None:
-    """Print the parts of the mean step, and the overlapped communication, which is not one of them."""
+    """Print the parts of a step, and the overlapped communication, which is not one of them."""
     summary, steps = report["summary"], report["steps"]
     total_s = summary["total_s"]["mean"]
     rows = [_part(name, summary[key], total_s) for name, key in _PARTS.items()]
@@ -56,21 +79,20 @@ def _print_ledger(report: dict[str, Any]) -> None:
         values = [step["idle_by_cause"][cause] for step in steps]
         mean_s = sum(values) / len(values)
         if mean_s > 0:
-            rows.append({"part": f"  host: {cause.replace('_', ' ')}", "mean": mean_s, "share": mean_s / total_s})
+            rows.append({"part": f"  host: {cause.replace('_', ' ')}", "p50": median(values), "mean": mean_s, "share": mean_s / total_s})
     rows.append({"part": "residual", "mean": sum(step["residual_s"] for step in steps) / len(steps), "share": 0.0})
-    rows.append(_part("step", summary["total_s"], total_s))
-    hidden_s = summary["communication_s"]["mean"] - summary["exposed_communication_s"]["mean"]
-    rows.append({"part": "(communication overlapped with compute)", "mean": hidden_s, "share": hidden_s / total_s})
-    print_table(
-        [
-            "part",
-            Column("mean", format=_SECONDS),
-            Column("share", format=_SHARE),
-            Column("p50", format=_SECONDS),
-            Column("p95", format=_SECONDS),
-        ],
-        rows,
-    )
+    rows.append(_part(report["unit"], summary["total_s"], total_s))
+    hidden = [step["communication_s"] - step["exposed_communication_s"] for step in steps]
+    mean_s = sum(hidden) / len(hidden)
+    rows.append({"part": "(communication overlapped with compute)", "p50": median(hidden), "mean": mean_s, "share": mean_s / total_s})
+    columns: list[Column | str] = [
+        "part",
+        Column("p50", "median", _SECONDS),
+        Column("p95", format=_SECONDS),
+        Column("mean", format=_SECONDS),
+        Column("share", "share of mean", _SHARE),
+    ]
+    print_table(columns, rows)
     print()
 
 
@@ -83,10 +105,11 @@ _PARTS = {
 
 
 def _part(name: str, values: dict[str, float], total_s: float) -> dict[str, Any]:
-    return {"part": name, "mean": values["mean"], "share": values["mean"] / total_s, "p50": values["p50"], "p95": values["p95"]}
+    return {"part": name, "share": values["mean"] / total_s} | values
 
 
 def _print_devices(report: dict[str, Any], most: int = 16) -> None:
+    """Print the parts of each device's steps, and its idle share of the capture: over its own span, and over that of its host."""
     if len(report["devices"]) < 2:
         return
     rows = sorted(report["devices"], key=lambda d: -d["idle_s"])[:most] if len(report["devices"]) > most else report["devices"]
@@ -95,9 +118,17 @@ def _print_devices(report: dict[str, Any], most: int = 16) -> None:
         {"device": d["device"]}
         | {name: d[key] / d["total_s"] if d["total_s"] else None for name, key in _PARTS.items()}
         | {"total": d["total_s"]}
+        | {span: d[f"{span}_idle_s"] / d[f"{span}_s"] if d[f"{span}_s"] else None for span in ("span", "capture")}
         for d in rows
     ]
-    print_table(["device", *(Column(name, format=_SHARE) for name in _PARTS), Column("total", format=_SECONDS)], shown, title=title)
+    columns: list[Column | str] = [
+        "device",
+        *(Column(name, format=_SHARE) for name in _PARTS),
+        Column("total", format=_SECONDS),
+        Column("span", "idle, own span", _SHARE),
+        Column("capture", "idle, host's span", _SHARE),
+    ]
+    print_table(columns, shown, title=title)
     print()
 
 
@@ -110,29 +141,47 @@ def _print_components(report: dict[str, Any]) -> None:
         Column("phase", "pass"),
         Column("time_s", "time", _SECONDS),
         Column("share", format=_SHARE),
-        Column("flops", "GFLOP", _giga),
-        Column("bytes", "GB", _giga),
-        Column("flops_per_s", "GFLOP/s", _giga),
-        Column("bytes_per_s", "GB/s", _giga),
-        Column("attained", "of ceiling", _SHARE),
-        Column("headroom_s", "headroom", _SECONDS),
+        Column("flops", "GFLOP", _giga, _UNKNOWN),
+        Column("bytes", "GB", _giga, _UNKNOWN),
+        Column("flops_per_s", "GFLOP/s", _giga, _UNKNOWN),
+        Column("bytes_per_s", "GB/s", _giga, _UNKNOWN),
+        Column("attained", "of ceiling", _SHARE, _UNKNOWN),
+        Column("headroom_s", "headroom", _SECONDS, _UNKNOWN),
     ]
-    print_table(columns, rows, title="compute by component, per step and device")
+    print_table(columns, rows, title=f"compute by component, per {_per(report)} and device")
     print()
 
 
-def _print_operations(operations: Sequence[dict[str, Any]]) -> None:
+def _print_matmuls(shapes: Sequence[dict[str, Any]], per: str) -> None:
+    if not shapes:
+        return
+    columns: list[Column | str] = [
+        "dtype",
+        *("batch", "m", "n", "k"),
+        Column("runs", format="{:g}".format),
+        Column("time_s", "time", _SECONDS),
+        Column("flops_per_s", "TFLOP/s", lambda value: f"{value / 1e12:.3g}"),
+        Column("of_peak", "of peak", _SHARE, _UNKNOWN),
+        Column("attained", "of ceiling", _SHARE, _UNKNOWN),
+        Column("bound", missing=_UNKNOWN),
+    ]
+    print_table(columns, shapes, title=f"matmuls by shape, per {per} and device")
+    print()
+
+
+def _print_operations(operations: Sequence[dict[str, Any]], per: str) -> None:
     if not operations:
         return
     columns: list[Column | str] = [
         Column("op", "operation"),
+        *([Column("module", "program")] if len({o["module"] for o in operations}) > 1 else []),
         "component",
         Column("phase", "pass"),
         Column("runs", format="{:g}".format),
         Column("time_s", "time", _SECONDS),
-        Column("attained", "of ceiling", _SHARE),
-        "bound",
-        "source",
+        Column("attained", "of ceiling", _SHARE, _UNKNOWN),
+        Column("bound", missing=_UNKNOWN),
+        Column("source", missing=_UNKNOWN),
     ]
     rows = [
         o
@@ -143,7 +192,7 @@ def _print_operations(operations: Sequence[dict[str, Any]]) -> None:
         }
         for o in operations
     ]
-    print_table(columns, rows, title="longest operations, per step and device")
+    print_table(columns, rows, title=f"longest operations, per {per} and device")
     print()
 
 
@@ -167,13 +216,57 @@ def _print_collectives(report: dict[str, Any]) -> None:
         Column("bus_bandwidth", "bus GB/s", _giga),
         *([Column("planned_bus_bandwidth", "planned GB/s", _giga)] if any(c["planned_bus_bandwidth"] for c in rows) else []),
     ]
-    print_table(columns, rows, title="communication, per step and device")
+    print_table(columns, rows, title=f"communication, per {_per(report)} and device")
     for s in report["stragglers"]:
         print(
             f"straggler: {s['device']} arrived last at {s['last_share']:.0%} of its collectives, which cost the others "
-            f"{format_seconds(s['cost_s'])} per step"
+            f"{format_seconds(s['cost_s'])} per {_per(report)}"
         )
     print()
+
+
+_MOST_PLACES = 5
+"""Places at which the host was while devices were idle, that are listed."""
+
+
+def _print_sizes(sizes: Sequence[dict[str, Any]]) -> None:
+    """Print the bandwidth by message size, where there is more than one size."""
+    if len(sizes) < 2:
+        return
+    columns: list[Column | str] = [
+        "kind",
+        "axes",
+        Column("group_size", "devices"),
+        Column("size_bytes", "MB", lambda value: f"{value / 1e6:.3g}"),
+        Column("count", format="{:g}".format),
+        Column("time_s", "time of one", _SECONDS),
+        Column("algorithm_bandwidth", "alg GB/s", _giga, _UNKNOWN),
+        Column("bus_bandwidth", "bus GB/s", _giga, _UNKNOWN),
+        *([Column("planned_bus_bandwidth", "planned GB/s", _giga)] if any(s["planned_bus_bandwidth"] for s in sizes) else []),
+    ]
+    rows = [s | {"axes": "?" if s["axes"] is None else "+".join(s["axes"])} for s in sizes]
+    print_table(columns, rows, title="collectives by message size")
+    print()
+
+
+def _print_memory(programs: Sequence[dict[str, Any]]) -> None:
+    """Print the memory of the programs, and what is live at the peak of the largest."""
+    if not programs:
+        return
+    columns: list[Column | str] = [Column("module", "program"), *(Column(f"{key}_bytes", f"{key} GB", _giga) for key in _MEMORY), "at"]
+    rows = [p | {"at": _place(p["peak_at"]) if p["timeline"] else None} for p in programs]
+    print_table(columns, rows, title="memory by program, per device")
+    if (first := next((p for p in programs if p["largest"]), None)) is not None:
+        live = ", ".join(f"{_place(buffer)} {_giga(buffer['bytes'])} GB" for buffer in first["largest"])
+        print(f"largest temporaries at the peak of {first['module']}: {live}")
+    print()
+
+
+def _place(live: dict[str, Any]) -> str:
+    return f"{live['instruction']} ({live['component']} {live['phase']})"
+
+
+_MEMORY = ("arguments", "outputs", "temporaries", "peak")
 
 
 def _print_hosts(report: dict[str, Any]) -> None:
@@ -191,20 +284,19 @@ def _print_hosts(report: dict[str, Any]) -> None:
     ]
     print_table(columns, rows, title="hosts")
     for host in report["hosts"]:
+        for place in host["idle_sources"][:_MOST_PLACES]:
+            print(
+                f"{host['host']}: the devices were idle for {format_seconds(place['idle_s'])} while the host was at {place['source']} "
+                f"({place['cause'].replace('_', ' ')})"
+            )
         for sync in host["syncs"]:
             print(
-                f"{host['host']}: {sync['what']} at {sync['source']} left the device idle {sync['count']} time(s), "
+                f"{host['host']}: {sync['what']} at {sync['source']} left the device idle {plural(sync['count'], 'time')}, "
                 f"{format_seconds(sync['idle_after_s'])} in all"
             )
         for compiled in host["compilations"]:
-            print(f"{host['host']}: {_compiled(compiled)}")
-
-
-def _compiled(found: dict[str, Any]) -> str:
-    if found["step"] is None:
-        return f"compiled while training: {found['program']} ({found['count']} time(s), {format_seconds(found['duration_s'])})"
-    changes = tuple(Change(**change) for change in found["arguments"])
-    return Recompilation(found["program"], found["step"], found["duration_s"], changes, found["source"]).describe()
+            changes = tuple(Change(**change) for change in compiled["arguments"])
+            print(f"{host['host']}: {Compilation(**(compiled | {'arguments': changes})).describe()}")
 
 
 def _short(source: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.cli.tables import Column, print_table
+from ridgeline.configs.format import plural
 from ridgeline.measure.ladder import ms
 from ridgeline.measure.regression import Judgement
 
@@ -19,7 +20,7 @@ def print_comparison(found: Judgement) -> None:
         }
         for v in found.layers
     ]
-    sides = " against ".join(f"{side[-1].code} ({len(side)} run(s))" for side in (found.new, found.old))
+    sides = " against ".join(f"{side[-1].code} ({plural(len(side), 'run')})" for side in (found.new, found.old))
     columns: list[Column | str] = [
         "layer",
         Column("old", "baseline", ms),

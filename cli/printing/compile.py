@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ridgeline.cli.tables import Column, print_table
+from ridgeline.configs.format import plural
 from ridgeline.rundir.records import MemoryRow, TrafficRow
 from ridgeline.trainer.aot.report import Report, buffer_json, roofline_json
 from ridgeline.trainer.plan_comparison import memory_rows, traffic_rows
@@ -17,7 +18,7 @@ def print_report(report: Report, change: list[str] | None, name: str, cluster: s
     """Print the tables of one compiled step."""
     c = report.compiled
     mesh = " x ".join(f"{axis}={size}" for axis, size in c.mesh.items() if size > 1) or "one device"
-    print(f"{name} on {nodes} node(s) of {cluster} ({math.prod(c.mesh.values())} x {report.device.name}, {mesh})")
+    print(f"{name} on {plural(nodes, 'node')} of {cluster} ({math.prod(c.mesh.values())} x {report.device.name}, {mesh})")
     took = f"compiled in {c.compile_s:.1f} s (traced in {c.trace_s:.1f} s, lowered in {c.lower_s:.1f} s)"
     print(f"{took} with jaxlib {c.versions['jaxlib']}; GB is 1e9 bytes\n")
     _print_memory(report)

@@ -70,7 +70,7 @@ def format_value(value: Any, unit: str) -> str:
     if unit == "share":
         return f"{value:.2%}"
     if unit == "bytes":
-        return f"{value / 2**30:,.3f} GiB ({value:,.0f} bytes)"
+        return f"{value / 1e9:,.3f} GB ({value:,.0f} bytes)"
     if unit == "bytes/s":
         return f"{value / 1e9:,.2f} GB/s"
     if unit == "FLOP/s":

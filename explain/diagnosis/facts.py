@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,24 @@ from ridgeline.rundir.device_state import DeviceState
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.events import JAX_CACHE, LOADED
 from ridgeline.rundir.goodput import Ledger, queue_waits, run_ledger
-from ridgeline.rundir.noise import percentile
+from ridgeline.rundir.loss_spikes import Spike, loss_spikes
+from ridgeline.rundir.noise import median
 from ridgeline.rundir.phases import Phase, phases
 from ridgeline.rundir.recompilation import Recompilation, recompilations
 from ridgeline.rundir.records import CompileRecord, Devices, PlanRecord, Start, TrafficRow
+from ridgeline.rundir.speed import Line, Speed, Window, log_lines, run_speed, windows
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One compilation by process 0."""
+
+    program: str
+    duration_s: float
+    in_loop: bool
+    """During the training loop."""
+    start: int = 0
+    """Number of the start: each start compiles its programs once."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +55,17 @@ class Facts:
     nodes: int = 1
     """Number of nodes of its newest submission."""
     config: Config | None = None
-    steps: Sequence[Mapping[str, Any]] = ()
-    """One record per log line: step, loss, tokens_per_s, step_time_p50_s, data_wait_s, ..."""
-    compiles: Sequence[tuple[str, float, bool]] = ()
-    """(program, seconds, during the loop) of every compilation."""
+    steps: Sequence[Line] = ()
+    """One record per log line: step, loss, tokens_per_s, step_time_p50_s, data_wait_s, ..., and restart, the number of its start."""
+    compiles: Sequence[Compilation] = ()
     cached_s: float = 0.0
     """Seconds of the compilations before the loop that a cache served: tracing, lowering and loading, which are long on a slow machine."""
     saves_s: Sequence[float] = ()
     """Time the loop waited for each save."""
     recompilations: Sequence[Recompilation] = ()
     """Programs compiled again during the loop: the step, the line that called them, what changed."""
+    spikes: Sequence[Spike] = ()
+    """Loss spikes of process 0."""
     bench: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Layer -> seconds per step, by round: the newest stored `ridge bench all` of the same work on the same devices."""
     analysis: Analysis | None = None
@@ -77,24 +93,34 @@ class Facts:
 
     @property
     def step_s(self) -> float | None:
-        """Median step time of the log windows after the first, which is warm-up."""
-        values = sorted(float(s["step_time_p50_s"]) for s in (self.steps[1:] or self.steps) if "step_time_p50_s" in s)
-        return percentile(values, 0.5) if values else None
+        """Median step time over the log windows that count (rundir.speed)."""
+        return median([window.median_s for window in self.windows]) if self.windows else None
+
+    @cached_property
+    def windows(self) -> Sequence[Window]:
+        """The log windows of the steps, without warm-up."""
+        return windows(self.steps)
+
+    @cached_property
+    def speed(self) -> Speed | None:
+        """The speed of the run."""
+        return run_speed(self.windows)
 
     @property
     def data_wait_share(self) -> float | None:
         """Share of the step time spent waiting for data, over all windows."""
-        waits = [(float(s["data_wait_s"]), float(s["step_time_mean_s"])) for s in self.steps if "data_wait_s" in s]
+        waits = [(s["data_wait_s"], s["step_time_mean_s"]) for s in self.steps if "data_wait_s" in s and "step_time_mean_s" in s]
         total_s = math.fsum(step_s for _, step_s in waits)
         return math.fsum(wait_s for wait_s, _ in waits) / total_s if total_s > 0 else None
 
     @property
     def padding_share(self) -> float | None:
-        """Share of the positions of a step that have no target."""
+        """Share of the positions of a step that have no target, in the newest start: earlier ones may have had another batch size."""
         if self.config is None:
             return None
         positions = self.config.data.batch_size * self.config.data.seq_len
-        targets = [float(s["target_tokens"]) for s in self.steps if "target_tokens" in s]
+        newest = max((s["restart"] for s in self.steps), default=0)
+        targets = [float(s["target_tokens"]) for s in self.steps if "target_tokens" in s and s["restart"] == newest]
         return max(0.0, 1 - math.fsum(targets) / len(targets) / positions) if targets else None
 
     @property
@@ -178,10 +204,11 @@ def read_facts(run: RunDir, *, cluster: str | None = None, calibration: Path | N
         submitted=None if run.cluster_file is None else str(run.cluster_file),
         nodes=_nodes(run, start),
         config=run.config,
-        steps=[event.fields for event in events if event.kind == "step" and event.process == 0],
-        compiles=[(str(p.fields.get("program", "?")), p.duration_s, _inside_loop(p)) for p in compiles],
+        steps=log_lines(events),
+        compiles=[Compilation(str(p.fields.get("program", "?")), p.duration_s, _inside_loop(p), p.restart) for p in compiles],
         cached_s=math.fsum(p.duration_s for p in compiles if p.fields.get("source") in (JAX_CACHE, LOADED) and not _inside_loop(p)),
         recompilations=recompilations(events, 0),
+        spikes=loss_spikes(events),
         bench={} if start is None else stored_ladder(Path(start.directory), run.config, start.devices),
         saves_s=[p.duration_s for p in found if p.name == "save" and p.process == 0],
         analysis=None if run.analysis is None else _with_planned(run.analysis, expected),

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.rundir.loss_spikes import SIGMAS
+
 Lens = Literal["amortization", "co-design", "balanced pipelines", "purpose"]
 Confidence = Literal["high", "medium", "low"]
 
@@ -27,11 +29,11 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "cold_start": (0.15, "share of the wall time in start-up, compilation and restore"),
     "cold_start_s": (60.0, "seconds of it that matter whatever they consist of"),
     "cold_compile_s": (4.0, "seconds of compilation per start without a cache that matter"),
-    "recompilations": (1, "compilations of one program during training"),
+    "recompilations": (1, "compilations of one program during training, in one start"),
     "recompilation_share": (0.01, "share of the wall time in repeated compilation"),
     "host_bound": (0.15, "share of the step in which devices are idle while the host launches or runs other code"),
     "host_syncs": (0.15, "share of the step in which devices are idle after the host waited for them"),
-    "straggler": (0.10, "own time of the slowest device beyond the median one that is not compute, over the step"),
+    "straggler": (0.10, "own time of the slowest device beyond the median one, over the step"),
     "exposed_communication": (0.15, "share of the step in exposed communication, waiting for other devices excluded"),
     "exposed_unsplit": (0.40, "the same where waiting for other devices cannot be separated"),
     "unplanned": (0.05, "bytes of collectives beyond the plan, over all planned bytes"),
@@ -55,6 +57,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "dear": (0.50, "cost of the fastest scale over that of the cheapest, less one"),
     "hang": (0.01, "share of the wall time in hangs"),
     "size_gap": (0.10, "parallel efficiency of the largest model less that of the smallest, at one scale"),
+    "loss_spike": (SIGMAS, "rise of the loss in standard deviations of the steps before, in three steps in a row"),
     "fragile_knobs": (2, "performance settings more than in the simpler run"),
     "fragile_gain": (0.10, "gain in speed over the simpler run that justifies the settings"),
 }
@@ -96,7 +99,8 @@ class Finding:
     evidence: tuple[str, ...]
     measure_next: str
     action: str
-    next_bottleneck: str
+    next_bottleneck: str = ""
+    """What remains; where a rule does not fill it, `diagnose` predicts it from the facts (explain.diagnosis.costs)."""
     overrides: tuple[str, ...] = ()
     """The action as `key=value` for the config."""
     command: str | None = None

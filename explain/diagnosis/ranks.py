@@ -1,12 +1,13 @@
 """The slowest device: which device the others wait for, and whether it computes longer or is late for another reason.
 
 In SPMD every device does the same work between collectives. The own time of a device is its step without exposed communication; the
-device with the longest own time determines the time of the step. Single steps scatter, so a difference counts from the value that at least
-three of four steps reach.
+device with the longest own time determines the time of the step. Single steps scatter, so a difference is its median over the steps, and
+counts only where it is beyond its noise (`lasting`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,16 @@ class Slowest:
     compute_s: float
     usual_compute_s: float
     late_s: float
-    """Own time beyond the usual that is not compute, in at least three of four steps."""
+    """Own time beyond the usual that is not compute."""
     slow_s: float
-    """Compute beyond the usual for equal work, in at least three of four steps."""
+    """Compute beyond the usual for equal work."""
+    shares_cores: bool = False
+    """A CPU device on a host with others: they share its cores, so longer compute is not its own."""
+
+    @property
+    def speed(self) -> float:
+        """Compute speed over that of the median other device; 1 where it is not slower."""
+        return self.usual_compute_s / (self.usual_compute_s + self.slow_s) if self.slow_s and self.step_s else 1.0
 
 
 def slowest(analysis: Analysis | None) -> Slowest | None:
@@ -48,8 +56,8 @@ def slowest(analysis: Analysis | None) -> Slowest | None:
     def usual(step: Mapping[str, DeviceStep], figure: Callable[[DeviceStep], float]) -> float:
         return _low_middle([figure(step[name]) for name in others])
 
-    slow = [max(0.0, step[device].compute_s - usual(step, _compute_s)) for step in steps]
-    late = [_own_s(step[device]) - usual(step, _own_s) - more for step, more in zip(steps, slow, strict=True)]
+    slow_s = lasting([step[device].compute_s - usual(step, _compute_s) for step in steps])
+    more_s = lasting([_own_s(step[device]) - usual(step, _own_s) for step in steps])
     return Slowest(
         device=device,
         step_s=_middle([step[device].total_s for step in steps]),
@@ -57,8 +65,9 @@ def slowest(analysis: Analysis | None) -> Slowest | None:
         usual_own_s=_middle([usual(step, _own_s) for step in steps]),
         compute_s=_middle([step[device].compute_s for step in steps]),
         usual_compute_s=_middle([usual(step, _compute_s) for step in steps]),
-        late_s=max(0.0, steady(late)),
-        slow_s=steady(slow),
+        late_s=max(0.0, more_s - slow_s),
+        slow_s=min(slow_s, more_s),
+        shares_cores="/cpu" in device and any(host_of(other) == host_of(device) for other in others),
     )
 
 
@@ -70,6 +79,19 @@ def host_of(device: str) -> str:
 def steady(values: Sequence[float]) -> float:
     """Return the value that three of four values reach."""
     return percentile(sorted(values), STEADY)
+
+
+def lasting(values: Sequence[float]) -> float:
+    """Return the median of a difference over the steps if it is beyond its noise, else 0.
+
+    It is when three of four values are positive, and when the median is twice its standard error: 1.2533 (of the median of normal values)
+    times 1.4826 MAD / sqrt(n).
+    """
+    if not values or steady(values) <= 0:
+        return 0.0
+    middle = _middle(values)
+    error = 1.2533 * 1.4826 * _middle([abs(value - middle) for value in values]) / math.sqrt(len(values))
+    return middle if middle > 2 * error else 0.0
 
 
 def _own_s(times: DeviceStep) -> float:

@@ -99,6 +99,14 @@ def less_memory(facts: Facts) -> str | None:
     return None if policy is None else f"compute.remat.policy={policy}"
 
 
+def calmer(facts: Facts) -> str | None:
+    """Return gradient clipping, or half of the learning rate where gradients are clipped."""
+    if facts.config is None:
+        return None
+    clipped, rate = facts.config.optimizer.clip_norm is not None, facts.config.optimizer.learning_rate
+    return f"optimizer.learning_rate={rate / 2:g}" if clipped else "optimizer.clip_norm=1.0"
+
+
 def shorter_rows(facts: Facts, padding: float) -> str | None:
     """Return the row length that fits the targets of a present row, a multiple of 8."""
     return None if facts.config is None else f"data.seq_len={max(8, 8 * math.ceil(facts.config.data.seq_len * (1 - padding) / 8))}"

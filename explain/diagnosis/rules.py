@@ -7,10 +7,11 @@ ranked together. The gain of a finding on several runs is in what is compared: t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ridgeline.explain.diagnosis import run_rules, step_rules, study_rules
+from ridgeline.explain.diagnosis.costs import next_bottleneck
 from ridgeline.explain.diagnosis.facts import Facts, read_facts
 from ridgeline.explain.diagnosis.finding import THRESHOLDS, Finding
 from ridgeline.rundir.directory import RunDir
@@ -102,6 +103,7 @@ CATALOGUE: tuple[Row, ...] = (
         "metrics, or compiled step and cluster",
         "gradient accumulation, or more rematerialization",
     ),
+    Row("loss spikes", run_rules.loss_spikes, ("loss_spike",), _RUN, "gradient clipping, or a lower learning rate"),
     Row(
         "clocks throttled",
         step_rules.throttled,
@@ -156,10 +158,15 @@ STUDY_RULES: tuple[Rule, ...] = tuple(row.check for row in CATALOGUE if row.read
 """Rules on several runs: findings of their comparison, not of a single run."""
 
 
+OF_TRAINING = frozenset({"loss spikes"})
+"""Rules on what goes wrong with the training itself: their findings come before those that only cost time."""
+
+
 def diagnose(facts: Facts, rules: Sequence[Rule] = RULES) -> list[Finding]:
-    """Apply rules; return the findings, the largest gain first. An empty list means that no rule applies."""
+    """Apply rules; return the findings: those of the training itself, then the largest gain first. Empty: no rule applies."""
     found = [finding for rule in rules if (finding := rule(facts)) is not None]
-    return sorted(found, key=lambda finding: -finding.gain)
+    found = [replace(f, next_bottleneck=f.next_bottleneck or next_bottleneck(facts, f.rule, f.gain)) for f in found]
+    return sorted(found, key=lambda finding: (finding.rule not in OF_TRAINING, -finding.gain))
 
 
 def summary_line(path: Path) -> str:
@@ -174,7 +181,8 @@ def summary_line(path: Path) -> str:
         unknown = "" if facts.analysis is not None else "; no step was profiled"
         return f"diagnosis: no findings (goodput {facts.ledger.goodput:.1%}{unknown}); {more}"
     first, others = findings[0], len(findings) - 1
-    return f"diagnosis: {first.title} ({first.gain_text}): {first.evidence[0]}{f'; {others} more finding(s)' if others else ''}; {more}"
+    rest = f"; {others} more finding{'' if others == 1 else 's'}" if others else ""
+    return f"diagnosis: {first.title} ({first.gain_text}): {first.evidence[0]}{rest}; {more}"
 
 
 def rules_table() -> str:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable
 
+from ridgeline.configs.format import plural
 from ridgeline.explain.diagnosis import remedies
 from ridgeline.explain.diagnosis.facts import Facts
 from ridgeline.explain.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
@@ -27,7 +28,6 @@ def input_pipeline(facts: Facts) -> Finding | None:
         evidence=(f"{share:.1%} of the step time was spent waiting for the data loader (data.workers={workers})", *_alone(facts)),
         measure_next="throughput of the loader alone (ridge data bench); CPU use of the job",
         action=f"set {more}, enough for one batch per step; or request more CPU cores per task, or tokenize and pack ahead of time",
-        next_bottleneck="the matmul rate or the memory bandwidth of the device",
         overrides=(more,),
     )
 
@@ -42,7 +42,7 @@ def _alone(facts: Facts) -> Iterable[str]:
 def cold_start(facts: Facts) -> Finding | None:
     """Start-up and compilation take a large share of the run."""
     share = facts.share("startup", "compile", "restore")
-    all_s = math.fsum(seconds for _, seconds, in_loop in facts.compiles if not in_loop)
+    all_s = math.fsum(each.duration_s for each in facts.compiles if not each.in_loop)
     compile_s = max(0.0, all_s - facts.cached_s) / max(1, facts.ledger.starts)
     long = over("cold_start_s", share * facts.ledger.wall_s) or over("cold_compile_s", compile_s)
     if not over("cold_start", share) or not long:
@@ -60,11 +60,10 @@ def cold_start(facts: Facts) -> Finding | None:
         pattern=PATTERNS["amortization"],
         evidence=(
             f"{share:.1%} of {facts.ledger.wall_s:.0f} s was start-up and compilation",
-            f"{compile_s:.1f} s of compilation per start; {startup_s:.1f} s of other start-up in {starts} start(s)",
+            f"{compile_s:.1f} s of compilation per start; {startup_s:.1f} s of other start-up in {plural(starts, 'start')}",
         ),
         measure_next="the second start of the same config with the compilation cache",
         action="; ".join(actions) or "run more steps: start-up is a fixed cost",
-        next_bottleneck="the training steps",
         overrides=overrides,
         command=None if overrides else remedies.train(facts),
     )
@@ -72,17 +71,17 @@ def cold_start(facts: Facts) -> Finding | None:
 
 def recompilation(facts: Facts) -> Finding | None:
     """Programs are compiled again during training: a shape or a setting changes."""
-    again: dict[str, list[float]] = {}
-    for program, duration_s, in_loop in facts.compiles:
-        if in_loop:
-            again.setdefault(program, []).append(duration_s)
-    worst = max(again.items(), key=lambda item: len(item[1]), default=None)
-    if worst is None or not over("recompilations", len(worst[1])):
-        return None
-    program, times = worst
+    times: dict[tuple[str, int], list[float]] = {}
+    for each in facts.compiles:
+        if each.in_loop:
+            times.setdefault((each.program, each.start), []).append(each.duration_s)
+    again = {key: found for key, found in times.items() if over("recompilations", len(found))}
     lost_s = math.fsum(seconds for found in again.values() for seconds in sorted(found)[:-1])
-    if not over("recompilation_share", lost_s / facts.ledger.wall_s):
+    if not again or not over("recompilation_share", lost_s / facts.ledger.wall_s if facts.ledger.wall_s > 0 else None):
         return None
+    (program, start), found = max(again.items(), key=lambda item: len(item[1]))
+    reasons = [each for each in facts.recompilations if each.program == program]
+    which = f" in start {start + 1} of {facts.ledger.starts}" if facts.ledger.starts > 1 else ""
     return Finding(
         rule="recompilation in steady state",
         confidence="high",
@@ -90,12 +89,11 @@ def recompilation(facts: Facts) -> Finding | None:
         lens="amortization",
         pattern=PATTERNS["amortization"],
         evidence=(
-            f"{program} was compiled {len(times)} times during training, {math.fsum(times):.1f} s in total",
-            *(again.describe() for again in facts.recompilations[-1:]),
+            f"{program} was compiled {len(found)} times during training{which}, {math.fsum(found):.1f} s in total",
+            *(each.describe() for each in reasons[-1:]),
         ),
         measure_next="the argument that changes its shape, and the source line that creates it",
         action="pad every batch of a dataset to one shape [B, T]; JAX logs the source line of each new shape",
-        next_bottleneck="the training steps",
         command=f"JAX_LOG_COMPILES=1 JAX_EXPLAIN_CACHE_MISSES=1 {remedies.train(facts)}",
     )
 
@@ -116,7 +114,6 @@ def padding(facts: Facts) -> Finding | None:
         measure_next="document lengths against data.seq_len (ridge data inspect)",
         action="pack several documents into a row (ridge data prepare --pack-length), or "
         + (f"set {shorter}" if shorter else "shorten the rows"),
-        next_bottleneck="compute on tokens with a target",
         overrides=(shorter,) if shorter else (),
     )
 
@@ -139,7 +136,6 @@ def checkpoint_stall(facts: Facts) -> Finding | None:
         evidence=(f"training waited for saves for {share:.1%} of the time: {len(facts.saves_s)} saves, the longest {longest_s:.1f} s",),
         measure_next="the interval that fits the failure rate (ridge estimate checkpoint); write speed of the file system (ridge doctor)",
         action=f"set {overrides[0]}, or use a faster file system",
-        next_bottleneck="steps lost to a failure, as saves become rarer",
         overrides=overrides,
     )
 
@@ -159,7 +155,6 @@ def lost_steps(facts: Facts) -> Finding | None:
         evidence=(f"{facts.ledger.lost_steps} steps were repeated over {facts.ledger.starts} starts: {share:.1%} of the time",),
         measure_next="the cause of the failures (ridge timeline, the job log)",
         action=f"set {more}: it minimizes the time of saves and repeated steps",
-        next_bottleneck="the time of the saves",
         overrides=(more,),
     )
 
@@ -181,7 +176,6 @@ def hang(facts: Facts) -> Finding | None:
         ),
         measure_next="the stack traces in the run directory: the rank that waited, and where",
         action=f"exclude the node in the stack traces; set {earlier} to end the next hang earlier",
-        next_bottleneck="the bottleneck of the other steps",
         overrides=(earlier,),
     )
 
@@ -201,7 +195,29 @@ def memory_near_limit(facts: Facts) -> Finding | None:
         evidence=(f"{used / 1e9:.3g} of {limit / 1e9:.3g} GB of device memory are in use ({share:.1%})",),
         measure_next="the largest buffers (ridge compile)",
         action=f"set {less} to reduce activation memory" if less else "use more devices: accumulation and rematerialization are exhausted",
-        next_bottleneck="compute, through rematerialization or smaller kernels",
         overrides=(less,) if less else (),
         command=None if less else remedies.of_run(facts, "plan"),
+    )
+
+
+def loss_spikes(facts: Facts) -> Finding | None:
+    """The training loss rises suddenly, far beyond the scatter of the steps before."""
+    spikes = [spike for spike in facts.spikes if over("loss_spike", spike.sigmas)]
+    if not spikes:
+        return None
+    worst = max(spikes, key=lambda spike: (spike.ended and not spike.recovered, spike.loss - spike.usual))
+    count = f"{len(spikes)} loss spikes; the largest: " if len(spikes) > 1 else ""
+    calmer = remedies.calmer(facts)
+    return Finding(
+        rule="loss spikes",
+        confidence="high",
+        gain=0.0,
+        lens="purpose",
+        pattern=PATTERNS["metrics differ"],
+        evidence=(f"{count}{worst.describe()}",),
+        measure_next=f"gradient norm and learning rate around step {worst.step} (metrics.jsonl); the documents of its batch",
+        action=(f"set {calmer}; " if calmer else "")
+        + f"restart from a checkpoint before step {worst.step} (--from-step) where the loss has not recovered",
+        overrides=(calmer,) if calmer else (),
+        command=None if calmer else remedies.of_run(facts, "report"),
     )

@@ -25,7 +25,16 @@ from ridgeline.planner.parameters import count_parameters
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.noise import compare, median, spread
 
-OWN = ("name", "run_dir", "logging.", "checkpoint.", "profiler.", "runtime.compilation_cache", "runtime.rendezvous_timeout_s")
+OWN = (
+    "name",
+    "run_dir",
+    "logging.",
+    "checkpoint.",
+    "profiler.",
+    "runtime.compilation_cache",
+    "runtime.rendezvous_timeout_s",
+    "runtime.lease_timeout_s",
+)
 """Keys that may differ between runs: they do not change the work."""
 SCALE = ("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor", "mesh.expert", "runtime.cpu_devices")
 """Keys that set the number of devices and their layout."""

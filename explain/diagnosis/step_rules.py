@@ -18,7 +18,7 @@ UNMEASURED = 0.1
 
 def host_bound(facts: Facts) -> Finding | None:
     """Devices are idle while the host launches work: the steps are too small for their overhead."""
-    idle = facts.every_device(lambda device: sum(device.idle_by_cause.get(cause, 0.0) for cause in ("launch", "other")))
+    idle = facts.every_device(lambda device: sum(device.idle_by_cause.get(cause, 0.0) for cause in ("launch", "blocked", "other")))
     share = None if idle is None else idle - _starved_share(facts)
     if share is None or not over("host_bound", share):
         return None
@@ -33,7 +33,6 @@ def host_bound(facts: Facts) -> Finding | None:
         evidence=(f"all devices were idle for {share:.1%} of the step while the host launched work or ran other code{step}",),
         measure_next="launch rate, queue depth and host synchronizations (ridge analyze)",
         action=f"{f'set {batch}' if batch else 'increase data.batch_size'}: more work per launch",
-        next_bottleneck="memory bandwidth, as kernels grow",
         overrides=(batch,) if batch else (),
     )
 
@@ -55,20 +54,25 @@ def host_syncs(facts: Facts) -> Finding | None:
         evidence=(f"{per_step:.1f} host synchronizations per step left the devices idle for {share:.1%} of the step ({where})",),
         measure_next="idle time around each synchronization in the trace viewer",
         action="at these source lines, read results one step later, or only when logging",
-        next_bottleneck="compute",
         command=remedies.of_run(facts, "analyze"),
     )
 
 
 def straggler(facts: Facts) -> Finding | None:
-    """One rank is late at every collective although its compute is not longer; all others wait for it."""
+    """One rank is late at every collective, and all others wait for it.
+
+    Its longer compute counts too, unless it is reported as throttled, or is a CPU device that shares its cores.
+    """
     found = slowest(facts.analysis)
-    if found is None or not found.step_s or not over("straggler", found.late_s / found.step_s):
+    if found is None or not found.step_s:
+        return None
+    late_s = found.late_s + (0.0 if _throttled(found) or found.shares_cores else found.slow_s)
+    if not over("straggler", late_s / found.step_s):
         return None
     return Finding(
         rule="straggler",
         confidence="high",
-        gain=ceiling(found.late_s / found.step_s * facts.share("productive")),
+        gain=ceiling(late_s / found.step_s * facts.share("productive")),
         lens="balanced pipelines",
         pattern=PATTERNS["bottlenecks move"],
         evidence=(
@@ -79,7 +83,6 @@ def straggler(facts: Facts) -> Finding | None:
         ),
         measure_next="other jobs and the file system on its node (ridge doctor); what its host does in the gaps (ridge analyze)",
         action=f"exclude the node of {found.device} and requeue",
-        next_bottleneck="communication between equally fast ranks",
         command=remedies.without_nodes(facts, [host_of(found.device)]),
     )
 
@@ -116,7 +119,6 @@ def exposed_communication(facts: Facts) -> Finding | None:
         measure_next="the collective, its mesh axes, and its bus bandwidth against the plan (ridge analyze)",
         action=f"{f'set {batch}' if batch else 'increase data.batch_size'}: more tokens per device for the same bytes; or choose a layout "
         "that keeps this communication inside the node (ridge plan)",
-        next_bottleneck="compute",
         overrides=(batch,) if batch else (),
     )
 
@@ -143,7 +145,6 @@ def resharding(facts: Facts) -> Finding | None:
         action="set mesh.rules={}: this run changes the default sharding rules"
         if changed
         else "constrain the activation at that source line to the sharding that its consumer uses",
-        next_bottleneck="the planned communication",
         overrides=("mesh.rules={}",) if changed else (),
         command=None if changed else remedies.of_run(facts, "shardings"),
     )
@@ -177,7 +178,6 @@ def over_remat(facts: Facts) -> Finding | None:
         evidence=(f"{again_s / total_s:.1%} of compute is rematerialization (policy {policy}); memory in use: {memory}",),
         measure_next="memory with compute.remat.policy=none (ridge compile)",
         action=f"set {weaker}: the memory in use leaves room for it",
-        next_bottleneck="memory capacity",
         overrides=(weaker,),
     )
 
@@ -191,12 +191,12 @@ def throttled(facts: Facts) -> Finding | None:
     """A device computes longer than the others for equal work, or reports that it is throttled."""
     reported, found = most_throttled(facts.devices), slowest(facts.analysis)
     evidence, shares, device = [], [], ""
-    if found is not None and (speed := _speed(found)) < THRESHOLDS["unequal_compute"][0]:
+    if found is not None and _throttled(found):
         shares.append(found.slow_s / found.step_s)
         device = found.device
         evidence.append(
             f"{found.device} computes {found.compute_s * 1e3:.1f} ms per step, the median other device "
-            f"{found.usual_compute_s * 1e3:.1f} ms for equal work: {speed:.0%} of the speed"
+            f"{found.usual_compute_s * 1e3:.1f} ms for equal work: {found.speed:.0%} of the speed"
         )
     if reported is not None:
         shares.append(reported.share * (1.0 if facts.compute_share is None else facts.compute_share))
@@ -217,14 +217,13 @@ def throttled(facts: Facts) -> Finding | None:
         evidence=tuple(evidence),
         measure_next="power, temperature and NVML's throttle reason (ridge doctor); other processes on its cores",
         action="exclude the node, or raise its power limit; on CPUs, give every rank its own cores",
-        next_bottleneck="memory bandwidth",
         command=remedies.without_nodes(facts, [host_of(device)]),
     )
 
 
-def _speed(found: Slowest) -> float:
-    """Return the compute speed of the slowest device over that of the median other one; 1 where it is not slower."""
-    return found.usual_compute_s / (found.usual_compute_s + found.slow_s) if found.slow_s and found.step_s else 1.0
+def _throttled(found: Slowest) -> bool:
+    """Whether the slowest device computes so much longer for equal work that its clock is the likely reason."""
+    return found.speed < THRESHOLDS["unequal_compute"][0]
 
 
 def slow_link(facts: Facts) -> Finding | None:
@@ -246,7 +245,6 @@ def slow_link(facts: Facts) -> Finding | None:
         ),
         measure_next="bandwidth by mesh axis on these nodes (ridge doctor)",
         action="check which adapters and protocol NCCL chose, then set NCCL_IB_HCA, NCCL_SOCKET_IFNAME or NCCL_NET; or exclude the node",
-        next_bottleneck="compute",
         command=remedies.with_variables(facts, NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET"),
     )
 

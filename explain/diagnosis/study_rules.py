@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ridgeline.configs.diff import MISSING
+from ridgeline.configs.format import plural
 from ridgeline.explain.diagnosis import remedies
 from ridgeline.explain.diagnosis.facts import Facts
 from ridgeline.explain.diagnosis.finding import PATTERNS, THRESHOLDS, Finding, ceiling, over
@@ -30,7 +31,6 @@ def flat_batch(facts: Facts) -> Finding | None:
         evidence=(f"batch {rows[-2].value} to {last.value}: {last.marginal_gain:+.1%} tokens/s",),
         measure_next="share of the memory roofline, and the longest kernels (ridge analyze)",
         action=f"keep data.batch_size={rows[-2].value}: the larger batch gains nothing; fuse kernels to go faster",
-        next_bottleneck="memory bandwidth",
         overrides=(f"data.batch_size={rows[-2].value}",),
     )
 
@@ -56,7 +56,7 @@ def small_batch(facts: Facts) -> Finding | None:
         evidence=(f"batch {mine.value}: {mine.rate:,.0f} tokens/s; batch {best.value}: {best.rate:,.0f}",),
         measure_next="the loss at equal tokens: whether the larger batch is below the critical batch size (ridge estimate batch)",
         action=f"set data.batch_size={best.value}",
-        next_bottleneck="memory capacity, then bandwidth",
+        next_bottleneck=f"batch {rows[-2].value} to {rows[-1].value} gains {rows[-1].marginal_gain or 0.0:+.0%}; memory is the limit",
         overrides=(f"data.batch_size={best.value}",),
     )
 
@@ -80,8 +80,8 @@ def time_barely_down(facts: Facts) -> Finding | None:
         pattern=PATTERNS["metrics differ"],
         evidence=(f"{last.value} devices: {rate:+.0%} throughput, but {change}{fixed}",),
         measure_next="start-up, compilation and evaluation of both runs (ridge goodput)",
-        action=f"use {stop} device(s): {why}",
-        next_bottleneck="the training steps, once the fixed part is amortized",
+        action=f"use {plural(stop, 'device')}: {why}",
+        next_bottleneck=_lost(chosen),
         **_at(facts, stop),
     )
 
@@ -100,7 +100,6 @@ def efficiency_falls(facts: Facts) -> Finding | None:
     bad = [row for row in rows[1:] if row.efficiency is not None and row.efficiency < THRESHOLDS["efficiency"][0]]
     if not bad or facts.study is None:
         return None
-    first = bad[0]
     stop, _ = stopping_point(facts.study, "efficiency", least_efficiency=THRESHOLDS["efficiency"][0])
     chosen = next(row for row in rows if row.value == stop)
     least = THRESHOLDS["efficiency"][0]
@@ -113,8 +112,8 @@ def efficiency_falls(facts: Facts) -> Finding | None:
         pattern=PATTERNS["amortization"],
         evidence=tuple(f"{row.value} devices: efficiency {row.efficiency:.0%}" for row in bad[:3]),
         measure_next="communication and stragglers at that scale (ridge analyze)",
-        action=f"use {stop} device(s), or increase the work per device, or change the layout (ridge plan --nodes)",
-        next_bottleneck=f"communication, from {first.value} devices on",
+        action=f"use {plural(stop, 'device')}, or increase the work per device, or change the layout (ridge plan --nodes)",
+        next_bottleneck=_lost(chosen),
         **_at(facts, stop),
     )
 
@@ -142,9 +141,9 @@ def large_scales_better(facts: Facts) -> Finding | None:
             for size, rows in sorted(studies.items())
         ),
         measure_next="compute and exposed communication of both sizes at that scale (ridge analyze)",
-        action=f"accept it if the goal needs the large model; run the small one on {stop} device(s), or give each more work: "
+        action=f"accept it if the goal needs the large model; run the small one on {plural(stop, 'device')}, or give each more work: "
         + (f"data.batch_size={2 * facts.config.data.batch_size}" if facts.config is not None else "a larger data.batch_size"),
-        next_bottleneck="cost: every token of the larger model costs more",
+        next_bottleneck=f"communication and overheads ({1 - low:.0%} of the time of the small model, {1 - high:.0%} of the large one)",
         **_at(facts, stop),
     )
 
@@ -184,7 +183,6 @@ def fragile(facts: Facts) -> Finding | None:
         ),
         measure_next="each setting alone against the simpler run, to find the one that gains; then another device or version",
         action=f"use the simpler run: {'; '.join(part for part in (' '.join(restored), without) if part)}",
-        next_bottleneck="the bottleneck of the simpler run (ridge diagnose)",
         overrides=tuple(restored),
         command=f"env {' '.join(f'-u {name}' for name in _variables(dropped))} {remedies.train(facts)}" if dropped else None,
     )
@@ -233,7 +231,7 @@ def dearest(facts: Facts) -> Finding | None:
         ),
         measure_next="cost per 1e9 tokens, and the time that the project allows",
         action=f"choose by objective: {cheapest.value} devices for cost, {fastest.value} for time",
-        next_bottleneck="the budget",
+        next_bottleneck=_lost(cheapest),
         **_at(facts, cheapest.value),
     )
 
@@ -257,9 +255,16 @@ def verdict_depends(facts: Facts) -> Finding | None:
         evidence=tuple(f"{name}: stop at {_scale(rows[devices])}" for name, devices in picks.items()),
         measure_next="throughput, efficiency and time to solution at each scale (ridge report)",
         action="choose the objective first: --objective time, cost or efficiency",
-        next_bottleneck="it depends on the objective",
+        next_bottleneck="; ".join(f"for {name}: {_lost(rows[devices])}" for name, devices in picks.items()),
         command=remedies.compared(facts, sorted(rows), "--objective", "cost"),
     )
+
+
+def _lost(row: Row) -> str:
+    """Describe the time at a scale that is not the work of the smallest scale, divided by the devices."""
+    if row.efficiency is None:
+        return f"unknown on {row.value} device(s): no efficiency was measured"
+    return f"communication and overheads ({max(0.0, 1 - row.efficiency):.0%} of the time on {row.value} device(s))"
 
 
 def _ratio(one: float | None, other: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -12,6 +13,8 @@ from ridgeline.rundir.events import Event
 from ridgeline.rundir.noise import percentile
 
 Samples = Sequence[DeviceState]
+ENOUGH = 4
+"""Samples of a device from which on `three of four` means something."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +29,35 @@ class Throttled:
 
 
 def device_samples(events: Iterable[Event]) -> dict[str, list[DeviceState]]:
-    """Return the samples of every device, in order of time. Labels are those of a step ledger: `host-p00001/gpu:0`."""
-    found: dict[str, list[DeviceState]] = {}
+    """Return the samples of every device of one start, in order of time. Labels are those of a step ledger: `host-p00001/gpu:0`.
+
+    The start is the newest one with ENOUGH samples: another start may have run on other devices, whose clocks do not compare.
+    """
+    starts: dict[int, dict[str, list[DeviceState]]] = {}
     hosts: dict[int, str] = {}
     for event in events:
         if event.kind == "device_states":
             hosts[event.process] = str(event.fields.get("host", "?"))
         elif event.kind == "device_state":
-            for row in event.fields.get("devices", ()):
-                label = f"{hosts.get(event.process, '?')}-p{event.process:05d}/{row['device']}"
-                found.setdefault(label, []).append(DeviceState(**{name: row[name] for name in _FIELDS if name in row}))
-    return found
+            found = starts.setdefault(event.restart, {})
+            rows = event.fields.get("devices")
+            for state in filter(None, map(_state, rows if isinstance(rows, list) else ())):
+                label = f"{hosts.get(event.process, '?')}-p{event.process:05d}/{state.device}"
+                found.setdefault(label, []).append(state)
+    longest = {start: max((len(rows) for rows in found.values()), default=0) for start, found in starts.items()}
+    return starts[max(starts, key=lambda start: (min(longest[start], ENOUGH), start))] if starts else {}
 
 
-_FIELDS = tuple(field.name for field in fields(DeviceState))
+_NUMBERS = tuple(field.name for field in fields(DeviceState) if field.name not in ("device", "reasons"))
+
+
+def _state(row: object) -> DeviceState | None:
+    """Return the state of a device of an event, without values that are damaged; None where the row is."""
+    if not isinstance(row, dict) or not isinstance(row.get("device"), str):
+        return None
+    numbers = {name: float(x) for name in _NUMBERS if isinstance(x := row.get(name), int | float) and math.isfinite(x)}
+    reasons = row.get("reasons", ())
+    return DeviceState(row["device"], reasons=tuple(map(str, reasons)) if isinstance(reasons, list) else (), **numbers)
 
 
 def most_throttled(devices: Mapping[str, Samples]) -> Throttled | None:

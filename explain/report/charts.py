@@ -105,7 +105,7 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str 
             if value <= 0 or total <= 0:
                 continue
             part = value / total * (width - label_px - RIGHT)
-            shown = f"{value:,.4g} s" if unit == "s" else f"{value / 2**20:,.1f} MiB"
+            shown = f"{value:,.4g} s" if unit == "s" else f"{value / 1e6:,.1f} MB"
             tip = html.escape(f"{name}: {shown}, {value / total:.1%}")
             box = f'<rect x="{x:.2f}" y="{y:.0f}" width="{part:.2f}" height="{bar_px}" fill="{colors[name]}"/>'
             label = (

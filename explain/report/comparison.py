@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.configs.diff import classify_changes
@@ -11,13 +12,65 @@ from ridgeline.explain.report.html import table, text
 from ridgeline.explain.report.run import RunReport
 from ridgeline.explain.report.step import NAMES, PARTS
 from ridgeline.rundir.analysis import Component
-from ridgeline.rundir.noise import compare, median, spread
+from ridgeline.rundir.noise import compare, compare_losses, curve_noise, median, spread
 
 
 def against(base: RunReport, run: RunReport) -> list[str]:
     """Return the HTML that compares a run with a base run."""
-    head = [f"<h2>{text(run.label)} against {text(base.label)}</h2>", f'<p class="lead">{text(speed_verdict(base, run))}</p>']
-    return [*head, *_settings(base, run), *_figures(base, run), *_ledgers(base, run), *_steps(base, run)]
+    lead = " ".join([*loss_verdicts(base, run), speed_verdict(base, run)])
+    head = [f"<h2>{text(run.label)} against {text(base.label)}</h2>", f'<p class="lead">{text(lead)}</p>']
+    return [*head, *_figures(base, run), *_settings(base, run), *_ledgers(base, run), *_steps(base, run)]
+
+
+def loss_verdicts(base: RunReport, run: RunReport) -> list[str]:
+    """Compare the losses of the evaluation sets of two runs, a sentence for each set."""
+    return [
+        f"Validation loss ({row.name}, step {row.step}): {row.figures[1]} against {row.figures[0]}, {row.verdict}."
+        for row in _validation(base, run)
+    ]
+
+
+@dataclass(frozen=True)
+class _Validation:
+    """The losses of one evaluation set at the last step at which both runs evaluated it."""
+
+    name: str
+    step: int
+    losses: tuple[float, float]
+    noise: tuple[float | None, float | None]
+    same_data: bool
+
+    @property
+    def figures(self) -> tuple[str, str]:
+        """Losses with their noise."""
+        one, other = (f"{x:.4f} \u00b1 {n:.4f}" if n is not None else f"{x:.4f}" for x, n in zip(self.losses, self.noise, strict=True))
+        return one, other
+
+    @property
+    def verdict(self) -> str:
+        """Lower, higher, or cannot tell, with the reason."""
+        if not self.same_data:
+            return "not comparable: other validation data or data.seq_len"
+        if None in self.noise:
+            return "cannot tell: the noise needs 5 evaluations of each run"
+        return compare_losses(*self.losses, self.noise)
+
+
+def _validation(base: RunReport, run: RunReport) -> list[_Validation]:
+    found = []
+    for name in [name for name in base.evaluations if name in run.evaluations]:
+        curves = base.evaluations[name], run.evaluations[name]
+        if common := curves[0].keys() & curves[1].keys():
+            step = max(common)
+            old, new = (list(curve.values()) for curve in curves)
+            losses, noise = (curves[0][step], curves[1][step]), (curve_noise(old), curve_noise(new))
+            found.append(_Validation(name, step, losses, noise, _validation_data(base, name) == _validation_data(run, name)))
+    return found
+
+
+def _validation_data(run: RunReport, name: str) -> object:
+    config = run.facts.config
+    return None if config is None else (str(config.evaluation.sets.get(name)), config.data.seq_len)
 
 
 def speed_verdict(base: RunReport, run: RunReport) -> str:
@@ -50,26 +103,46 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[list[str]
 
 
 def _figures(base: RunReport, run: RunReport) -> list[str]:
-    """Medians over log windows with their spread (half the range), the loss at the last step that both logged, and the goodput."""
-    rows = []
-    for name, key, better in (("step time", "step_time_p50_s", "low"), ("tokens/s", "tokens_per_s", "high"), ("MFU", "mfu", "high")):
-        old, new = ([float(s[key]) for s in r.facts.steps[1:] if isinstance(s.get(key), int | float)] for r in (base, run))
-        if min(len(old), len(new)) < 3:
-            continue
-        times = [values if better == "low" else [1 / v for v in values if v > 0] for values in (old, new)]
-        verdict = compare(*times).verdict if min(map(len, times)) >= 3 else "cannot tell"
-        middle = [median(values) for values in (old, new)]
-        rows.append([name, *(f"{_figure(key, m)} (\u00b1{spread(v):.1%})" for m, v in zip(middle, (old, new), strict=True))])
-        rows[-1] += [f"{middle[1] / middle[0] - 1:+.1%}" if middle[0] else "n/a", verdict]
-    losses = [{int(s["step"]): float(s["loss"]) for s in r.facts.steps if isinstance(s.get("loss"), int | float)} for r in (base, run)]
+    """Validation losses with their noise; speeds with their spread over the log windows (half the range); training loss; goodput."""
+    rows = [
+        [f"validation loss ({each.name}, step {each.step})", *each.figures, f"{each.losses[1] - each.losses[0]:+.4f}", each.verdict]
+        for each in _validation(base, run)
+    ]
+    rows += _speeds(base, run)
+    losses = [{int(s["step"]): s["loss"] for s in r.facts.steps if "loss" in s} for r in (base, run)]
     if common := sorted(losses[0].keys() & losses[1].keys()):
         a, b = (found[common[-1]] for found in losses)
-        rows.append([f"loss at step {common[-1]}", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", ""])
+        rows.append([f"training loss at step {common[-1]}", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", ""])
     ledgers = [r.facts.ledger for r in (base, run)]
     rows.append(
         ["goodput", *(f"{led.goodput:.1%}" for led in ledgers), f"{100 * (ledgers[1].goodput - ledgers[0].goodput):+.1f} points", ""]
     )
     return ["<h3>Changes</h3>", table(["figure", f"{base.label} (spread)", f"{run.label} (spread)", "change", "verdict"], rows)]
+
+
+def _speeds(base: RunReport, run: RunReport) -> list[list[str]]:
+    """Step time (median), tokens/s and MFU of both runs; the verdict compares the log windows."""
+    facts = base.facts, run.facts
+    if any(each.speed is None or len(each.windows) < 3 for each in facts):
+        return []
+    times = [[window.median_s for window in each.windows] for each in facts]
+    rates = [[window.tokens_per_s for window in each.windows] for each in facts]
+    mfus = [[window.mfu for window in each.windows if window.mfu is not None] for each in facts]
+    speeds = [each.speed for each in facts if each.speed is not None]
+    rows = [_speed("step time", [format_seconds(median(t)) for t in times], [median(t) for t in times], times, times)]
+    per_s = [speed.tokens_per_s for speed in speeds]
+    rows.append(_speed("tokens/s", [f"{rate:,.4g}" for rate in per_s], per_s, rates, [[1 / r for r in values] for values in rates]))
+    mfu = [speed.mfu for speed in speeds if speed.mfu]
+    if len(mfu) == 2 and all(m > 0 for values in mfus for m in values):
+        rows.append(_speed("MFU", [f"{value:.1%}" for value in mfu], mfu, mfus, [[1 / m for m in values] for values in mfus]))
+    return rows
+
+
+def _speed(
+    name: str, shown: Sequence[str], values: Sequence[float], scatter: Sequence[Sequence[float]], times: Sequence[Sequence[float]]
+) -> list[str]:
+    figures = [f"{shown_} (\u00b1{spread(of):.1%})" for shown_, of in zip(shown, scatter, strict=True)]
+    return [name, *figures, f"{values[1] / values[0] - 1:+.1%}", compare(*times).verdict]
 
 
 def _ledgers(base: RunReport, run: RunReport) -> list[str]:
@@ -110,7 +183,3 @@ def _component(each: Component) -> str:
 
 def _signed(seconds: float) -> str:
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
-
-
-def _figure(key: str, value: float) -> str:
-    return format_seconds(value) if key.endswith("_s") and not key.endswith("per_s") else f"{value:,.4g}"

@@ -5,9 +5,11 @@ The page is one HTML file with styles and charts inside; it has no script and lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from ridgeline.configs.format import format_count, format_duration, format_seconds
+from ridgeline.configs.format import format_count, format_duration, format_seconds, plural
+from ridgeline.explain.diagnosis.facts import Facts
 from ridgeline.explain.diagnosis.finding import Finding
 from ridgeline.explain.diagnosis.throttled import most_throttled
 from ridgeline.explain.gantt import gantt_svg
@@ -21,7 +23,6 @@ from ridgeline.explain.report.study import study_of, study_section
 from ridgeline.explain.study.document import Study
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.rundir.noise import median
-from ridgeline.rundir.phases import phases
 
 UNFOLDED = 3
 """With more runs than this, each is summarized in a sentence and its details are folded."""
@@ -57,14 +58,23 @@ def render(runs: Sequence[RunReport], study: Study | None = None) -> str:
     return document(title, body)
 
 
+def render_capture(facts: Facts, findings: Sequence[Finding]) -> str:
+    """Return the page about a captured profile: its steps and their bottlenecks."""
+    first = "No findings."
+    if findings:
+        first = f"Main finding: {findings[0].title} ({findings[0].gain_text}): {findings[0].evidence[0]}. Action: {findings[0].action}."
+    body = [f"<h1>{text(facts.name)}</h1>", f'<p class="lead">{text(first)}</p>', *step_section(facts.analysis), *_diagnosis(findings)]
+    return document(facts.name, body)
+
+
 def verdict(run: RunReport) -> str:
     """Summarize the run and its main finding in a few sentences."""
     ledger = run.facts.ledger
-    losses = [(e.fields["step"], e.fields["loss"]) for e in run.events if e.kind == "step" and e.process == 0]
-    went = f"{ledger.steps:,} steps in {format_duration(ledger.wall_s)} on {run.devices} device(s)"
+    losses = [line["loss"] for line in run.facts.steps if "loss" in line]
+    went = f"{ledger.steps:,} steps in {format_duration(ledger.wall_s)} on {plural(run.devices, 'device')}"
     if ledger.starts > 1:
         went += f", {ledger.starts} starts"
-    loss = f"; loss {float(losses[0][1]):.3f} to {float(losses[-1][1]):.3f}" if losses else ""
+    loss = f"; loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else ""
     if not run.findings:
         return f"{went}{loss}. Goodput {ledger.goodput:.0%}; no findings."
     first = run.findings[0]
@@ -85,19 +95,17 @@ def _one(run: RunReport, *, heading: bool) -> list[str]:
     parts += ["<h2>Where the time went</h2>", '<div class="wide">', stacked_bars("Run ledger", {"run": run.facts.ledger.seconds}), "</div>"]
     parts += [_ledger_table(run), "<h2>Timeline</h2>", '<div class="wide">', gantt_svg(run.events), "</div>"]
     parts += step_section(run.facts.analysis) + _devices(run.facts.devices) + plan_section(run.facts)
-    return parts + _diagnosis(run) + _configuration(run)
+    return parts + _diagnosis(run.findings) + _configuration(run)
 
 
 def _cards(run: RunReport) -> str:
-    facts, ledger = run.facts, run.facts.ledger
-    steps = facts.steps
-    last = steps[-1] if steps else {}
+    facts, ledger, speed = run.facts, run.facts.ledger, run.facts.speed
     hours = ledger.wall_s / 3600 * run.devices
     cards = [
         ("goodput", f"{ledger.goodput:.1%}"),
         ("step time", format_seconds(facts.step_s) if facts.step_s else "n/a"),
-        ("tokens/s", format_count(float(last["tokens_per_s"])) if "tokens_per_s" in last else "n/a"),
-        ("MFU", f"{float(last['mfu']):.1%}" if "mfu" in last else "n/a"),
+        ("tokens/s", format_count(speed.tokens_per_s) if speed is not None else "n/a"),
+        ("MFU", f"{speed.mfu:.1%}" if speed is not None and speed.mfu is not None else "n/a"),
         ("tokens", format_count(ledger.tokens) if ledger.tokens else "n/a"),
         ("device-hours", f"{hours:,.2f}"),
         ("money", f"{hours * facts.price_usd:,.2f} USD" if facts.price_usd is not None else "n/a"),
@@ -114,12 +122,13 @@ def _curves(runs: Sequence[RunReport]) -> str:
     """Loss, evaluation, speed and goodput over steps, of one run or of several in one chart."""
 
     def of(run: RunReport, key: str) -> list[tuple[float, float]]:
-        return [(float(s["step"]), float(s[key])) for s in run.facts.steps if isinstance(s.get(key), int | float)]
+        return [(s["step"], s[key]) for s in run.facts.steps if math.isfinite(s.get(key, math.nan))]
 
     many = len(runs) > 1
     loss = [Series(run.label if many else "training", of(run, "loss")) for run in runs]
     for run in runs:
-        for name, points in _evaluations(run).items():
+        for name, losses in run.evaluations.items():
+            points = [(float(step), value) for step, value in losses.items()]
             loss.append(Series(f"{run.label}: {name}" if many else name, points, dashed=True))
     speed = [Series(run.label if many else "tokens/s", of(run, "tokens_per_s")) for run in runs]
     waits = [Series(run.label if many else "waiting", of(run, "data_wait_fraction")) for run in runs]
@@ -131,16 +140,6 @@ def _curves(runs: Sequence[RunReport]) -> str:
         line_chart("Goodput so far", "seconds of wall time", "share", goodput, from_zero=True),
     ]
     return "\n".join(f"<div>{chart}</div>" for chart in charts if chart)
-
-
-def _evaluations(run: RunReport) -> dict[str, list[tuple[float, float]]]:
-    found: dict[str, list[tuple[float, float]]] = {}
-    for phase in phases(run.events):
-        if phase.name == "evaluation" and phase.process == 0:
-            for name, loss in phase.fields.get("results", {}).items():
-                if isinstance(loss, int | float):
-                    found.setdefault(name, []).append((float(phase.fields["step"]), float(loss)))
-    return found
 
 
 def _ledger_table(run: RunReport) -> str:
@@ -171,10 +170,10 @@ def _devices(devices: Mapping[str, Sequence[DeviceState]]) -> list[str]:
     return ["<h3>Devices</h3>", f'<p class="soft">{text(summary)} Medians over the log lines.</p>', table(head, rows)]
 
 
-def _diagnosis(run: RunReport) -> list[str]:
-    if not run.findings:
+def _diagnosis(findings: Sequence[Finding]) -> list[str]:
+    if not findings:
         return ["<h2>Diagnosis</h2>", '<p class="mark">No findings.</p>']
-    return ["<h2>Diagnosis</h2>", *(_finding(number, finding) for number, finding in enumerate(run.findings, 1))]
+    return ["<h2>Diagnosis</h2>", *(_finding(number, finding) for number, finding in enumerate(findings, 1))]
 
 
 def _finding(number: int, finding: Finding) -> str:

@@ -49,18 +49,18 @@ def _memory(facts: Facts, plan: PlanRecord) -> list[str]:
         bars["compiled"] = {name: compiled[name] for name in ("arguments", "temporaries") if name in compiled}
     if bars:
         parts += ["<h3>Memory of a device</h3>", f'<div class="wide">{stacked_bars("Memory by component", bars, unit="bytes")}</div>']
-        parts.append(table(["planned component", "MiB"], [[n.replace("_", " "), _mib(b)] for n, b in _largest(components)]))
+        parts.append(table(["planned component", "MB"], [[n.replace("_", " "), _mb(b)] for n, b in _largest(components)]))
     peak = next((float(s["peak_bytes"]) for s in reversed(facts.steps) if "peak_bytes" in s), None)
     rows = [
-        [r.what, _mib(r.planned_bytes), _mib(r.compiled_bytes), _change(r.planned_bytes, r.compiled_bytes), r.explanation]
+        [r.what, _mb(r.planned_bytes), _mb(r.compiled_bytes), _change(r.planned_bytes, r.compiled_bytes), r.explanation]
         for r in plan.memory
     ]
     if rows:
-        parts.append(table(["MiB", "planned", "compiled", "difference", "why"], rows))
+        parts.append(table(["MB", "planned", "compiled", "difference", "why"], rows))
     total = plan.memory_bytes or (None if facts.compiled is None else facts.compiled.peak_bytes)
     if total:
-        measured = "not reported by this device" if peak is None else f"{_mib(peak)} MiB ({_change(float(total), peak)})"
-        parts.append(f"<p>Whole device: {_mib(float(total))} MiB predicted; measured peak: {measured}.</p>")
+        measured = "not reported by this device" if peak is None else f"{_mb(peak)} MB ({_change(float(total), peak)})"
+        parts.append(f"<p>Whole device: {_mb(float(total))} MB predicted; measured peak: {measured}.</p>")
     return parts
 
 
@@ -85,8 +85,8 @@ def _communication(traffic: Sequence[TrafficRow]) -> list[str]:
     return ["<h3>Communication of a step</h3>", table(["collective", "where", "MB planned", "MB compiled", "why"], rows)]
 
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f}"
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f}"
 
 
 def _change(planned: float, measured: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ridgeline.explain.diagnosis.finding import Finding
 from ridgeline.explain.diagnosis.rules import diagnose
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.events import Event
+from ridgeline.rundir.phases import phases
 from ridgeline.rundir.records import Devices, Start
 
 
@@ -38,23 +40,36 @@ class RunReport:
     @property
     def settings(self) -> dict[str, str]:
         """XLA flags and environment variables of the newest start, by name, without those that were dropped."""
-        return {str(s["name"]): str(s["value"]) for s in self.environment or [] if s.get("chosen") != "dropped"}
+        return {str(s.get("name")): str(s.get("value")) for s in self.environment or [] if s.get("chosen") != "dropped"}
 
     @property
     def environment(self) -> list[dict[str, Any]] | None:
         """Settings of the newest start with who chose them and why; None where they were not recorded."""
         found = [event.fields for event in self.events if event.kind == "environment" and event.process == 0]
-        return list(found[-1].get("settings", [])) if found else None
+        settings = found[-1].get("settings") if found else None
+        return [row for row in settings if isinstance(row, dict)] if isinstance(settings, list) else None
 
     @property
     def devices(self) -> int:
         """Number of devices of the newest start."""
         return self.start.devices.count
 
+    @cached_property
+    def evaluations(self) -> dict[str, dict[int, float]]:
+        """Evaluation set -> step -> loss, the newest of each step, in the order of the steps."""
+        found: dict[str, dict[int, float]] = {}
+        for phase in phases(self.events):
+            step, results = phase.fields.get("step"), phase.fields.get("results")
+            if phase.name == "evaluation" and phase.process == 0 and isinstance(step, int) and isinstance(results, dict):
+                for name, loss in results.items():
+                    if isinstance(loss, int | float):
+                        found.setdefault(name, {})[step] = float(loss)
+        return {name: dict(sorted(losses.items())) for name, losses in found.items()}
+
     @property
     def window_times_s(self) -> list[float]:
-        """Median step time of each log window but the first, which is warm-up."""
-        return [float(s["step_time_p50_s"]) for s in self.facts.steps[1:] if "step_time_p50_s" in s]
+        """Median step time of each log window that counts (rundir.speed)."""
+        return [window.median_s for window in self.facts.windows]
 
 
 def read_run(path: Path, label: str | None = None, **more: Any) -> RunReport:

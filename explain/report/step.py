@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ridgeline.configs.format import format_count, format_seconds
+from ridgeline.configs.format import format_count, format_seconds, plural
 from ridgeline.explain.report.charts import stacked_bars
 from ridgeline.explain.report.html import table, text
 from ridgeline.explain.report.roofline import roofline_svg
 from ridgeline.rundir.analysis import Analysis, Statistics
 
-MOST_DEVICES, MOST_ROWS = 16, 15
+MOST_DEVICES, MOST_ROWS, MOST_PLACES = 16, 15, 5
 PARTS = {
     "compute": "compute_s",
     "communication": "exposed_communication_s",
@@ -38,7 +38,12 @@ def _headline(analysis: Analysis) -> str:
     usual = f"; without the profiler a step takes {format_seconds(usual_s)}" if usual_s else ""
     methods = ", ".join(sorted({each.method for each in analysis.step_assignment}))
     assigned = f"; operations assigned to steps by {methods}" if methods else ""
-    return f"{len(analysis.steps)} profiled step(s) on {len(analysis.devices)} device(s){usual}{assigned}."
+    what = {"step": "profiled step(s)", "execution": f"execution(s) of {analysis.marker}", "capture": "whole capture"}[analysis.unit]
+    median = f", {format_seconds(analysis.summary['total_s'].p50)} per {analysis.per} (median)" if analysis.unit != "capture" else ""
+    odd = [f"Left out: {each.name} ({format_seconds(each.total_s)}), which {each.why}" for each in analysis.left_out]
+    odd += [f"Outlier: {each.name} ({format_seconds(each.total_s)}); {each.why}" for each in analysis.outliers]
+    more = "".join(f" {each}." for each in odd[:MOST_ROWS])
+    return f"{len(analysis.steps)} {what} on {plural(len(analysis.devices), 'device')}{median}{usual}{assigned}.{more}"
 
 
 def _bars(analysis: Analysis) -> str:
@@ -61,7 +66,7 @@ def _ledger(analysis: Analysis) -> str:
         if mean_s > 0:
             rows.append(row(f"\u2003while the host: {cause.replace('_', ' ')}", mean_s))
     rows.append(row("residual", sum(step.residual_s for step in steps) / len(steps)))
-    rows.append(row("step", total_s, summary["total_s"]))
+    rows.append(row(analysis.unit, total_s, summary["total_s"]))
     rows.append(row("(communication overlapped by compute)", summary["communication_s"].mean - summary["exposed_communication_s"].mean))
     return table(["part", "mean", "share", "p50", "p95"], rows)
 
@@ -83,7 +88,7 @@ def _components(analysis: Analysis) -> list[str]:
         for c in analysis.components[:MOST_ROWS]
     ]
     heads = ["component", "pass", "time", "share", "GFLOP", "GB", "GFLOP/s", "of ceiling"]
-    return ["<h3>Compute by component, per step and device</h3>", table(heads, rows)]
+    return [f"<h3>Compute by component, per {text(analysis.per)} and device</h3>", table(heads, rows)]
 
 
 def _operations(analysis: Analysis) -> str:
@@ -113,10 +118,10 @@ def _collectives(analysis: Analysis) -> list[str]:
     heads = ["kind", "axes", "where", "runs", "MB", "time", "exposed", "waiting", "alg GB/s", "bus GB/s", "planned GB/s"]
     late = [
         f"<li>straggler: {text(s.device)} was the last at {s.last_share:.0%} of its collectives; the others waited "
-        f"{format_seconds(s.cost_s)} per step for it</li>"
+        f"{format_seconds(s.cost_s)} per {text(analysis.per)} for it</li>"
         for s in analysis.stragglers
     ]
-    return ["<h3>Communication, per step and device</h3>", table(heads, rows), *(["<ul>", *late, "</ul>"] if late else [])]
+    return [f"<h3>Communication, per {text(analysis.per)} and device</h3>", table(heads, rows), *(["<ul>", *late, "</ul>"] if late else [])]
 
 
 def _hosts(analysis: Analysis) -> list[str]:
@@ -136,7 +141,13 @@ def _hosts(analysis: Analysis) -> list[str]:
         return []
     heads = ["host", "launches/s", "queue depth", "gaps > 20 us", "longest gap", "its cause", "waits for device"]
     lines = [
-        f"{sync.what} at {_short(sync.source)} left the device idle {sync.count} time(s), {format_seconds(sync.idle_after_s)} in total"
+        f"{h.host}: idle for {format_seconds(place.idle_s)} while the host was at {_short(place.source)} ({place.cause.replace('_', ' ')})"
+        for h in analysis.hosts
+        for place in h.idle_sources[:MOST_PLACES]
+    ]
+    lines += [
+        f"{sync.what} at {_short(sync.source)} left the device idle {plural(sync.count, 'time')}, "
+        f"{format_seconds(sync.idle_after_s)} in total"
         for h in analysis.hosts
         for sync in h.syncs
     ]

@@ -15,12 +15,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
 from ridgeline.configs.format import format_count, format_seconds
-from ridgeline.rundir.files import first_problem, read_limited, write_atomically
+from ridgeline.rundir.files import first_problem, write_atomically
 
 FORMAT = 1
 FILE = "study.json"
-GIB = 2**30
 _CONFIG = ConfigDict(extra="allow", strict=True)
 
 
@@ -246,7 +246,7 @@ _SWEEP_COLUMNS: tuple[Column, ...] = (
     ("step_s", "step", format_seconds),
     ("gain", "gain", _change),
     ("gain_per_doubling", "per doubling", _change),
-    ("peak_bytes", "memory GiB", lambda value: f"{value / GIB:.3f}"),
+    ("peak_bytes", "memory GB", lambda value: f"{value / 1e9:.3f}"),
     ("memory_change", "memory", _change),
     ("compile_s", "compile s", lambda value: f"{value:.1f}"),
     ("failure", "failed because", str),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.events import Event
 from ridgeline.rundir.goodput import Ledger, queue_waits, run_ledger
+from ridgeline.rundir.speed import Line, Speed, log_lines, run_speed, windows
 
 LEAST_STEPS = 2
 """Fewest steps after the warm-up from which a speed is computed."""
@@ -28,12 +28,12 @@ class MeasuredRun:
     processes: int
     device_kind: str
     ledger: Ledger
-    step_s: float
-    """Mean time of a step after the warm-up, waits for data included."""
+    speed: Speed
+    """After the warm-up, waits for data included."""
     windows_s: tuple[float, ...]
     """Median step time of every log window after the warm-up."""
     warmup_steps: int
-    """Steps excluded from the speed."""
+    """Steps excluded from the speed of the first start."""
     steps: int
     """Last step."""
     peak_bytes: int | None
@@ -54,7 +54,12 @@ class MeasuredRun:
     @property
     def tokens_per_s(self) -> float:
         """Over all devices, after the warm-up."""
-        return self.tokens_per_step / self.step_s
+        return self.speed.tokens_per_s
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step after the warm-up."""
+        return self.speed.step_s
 
     @property
     def time_s(self) -> float:
@@ -73,18 +78,19 @@ def read_measured(path: Path, *, warmup_steps: int | None = None) -> MeasuredRun
 
     Args:
       path: the run directory.
-      warmup_steps: log windows that end at or before this step are excluded; None: the first window of the run.
+      warmup_steps: log windows that end at or before this step are excluded; None: the first window of each start.
 
     Raises:
       UserError: not a run, damaged, not finished, or too few steps after the warm-up.
     """
     run = RunDir.open(path)
     config, start, events = run.require_config(), run.require_start(), run.require_events()
-    lines = [event.fields for event in events if event.kind == "step" and event.process == 0]
+    lines = log_lines(events)
     made = int(lines[-1]["step"]) if lines else 0
     if made < config.trainer.steps:
         raise UserError(f"{path} is not finished: step {made} of {config.trainer.steps}")
-    step_s, windows_s, excluded = _steady(path, lines, warmup_steps)
+    excluded = (int(lines[0]["step"]) if lines else 0) if warmup_steps is None else warmup_steps
+    speed, windows_s = _steady(path, lines, warmup_steps, excluded)
     return MeasuredRun(
         path=path,
         name=run.name,
@@ -93,7 +99,7 @@ def read_measured(path: Path, *, warmup_steps: int | None = None) -> MeasuredRun
         processes=start.processes,
         device_kind=start.devices.kind or "?",
         ledger=run_ledger(events, queue_waits(run, events)),
-        step_s=step_s,
+        speed=speed,
         windows_s=windows_s,
         warmup_steps=excluded,
         steps=made,
@@ -102,26 +108,19 @@ def read_measured(path: Path, *, warmup_steps: int | None = None) -> MeasuredRun
     )
 
 
-def _steady(path: Path, lines: Sequence[Mapping[str, Any]], warmup_steps: int | None) -> tuple[float, tuple[float, ...], int]:
-    """Return the mean step time after the warm-up, the medians of its windows, and the number of excluded steps."""
-    excluded = int(lines[0]["step"]) if warmup_steps is None else warmup_steps
-    total_s, steps, windows_s, before = 0.0, 0, [], 0
-    for line in lines:
-        step = int(line["step"])
-        if before >= excluded and step > before and "step_time_mean_s" in line:
-            total_s += float(line["step_time_mean_s"]) * (step - before)
-            steps += step - before
-            windows_s.append(float(line["step_time_p50_s"]))
-        before = max(before, step)  # a later start repeats some steps
-    if steps < LEAST_STEPS or not total_s > 0:
+def _steady(path: Path, lines: Sequence[Line], warmup_steps: int | None, excluded: int) -> tuple[Speed, tuple[float, ...]]:
+    """Return the speed after the warm-up, and the median step times of its windows."""
+    counted = windows(lines, warmup_steps, only_warmup=False)
+    speed = run_speed(counted)
+    if speed is None or speed.steps < LEAST_STEPS:
         raise UserError(
-            f"{path}: {steps} steps were logged after the warm-up of {excluded}, {LEAST_STEPS} are needed: raise trainer.steps or lower "
-            "trainer.log_every"
+            f"{path}: {0 if speed is None else speed.steps} steps were logged after the warm-up of {excluded}, "
+            f"{LEAST_STEPS} are needed: raise trainer.steps or lower trainer.log_every"
         )
-    return total_s / steps, tuple(windows_s), excluded
+    return speed, tuple(window.median_s for window in counted)
 
 
-def _peak_bytes(run: RunDir, lines: Sequence[Mapping[str, Any]]) -> int | None:
+def _peak_bytes(run: RunDir, lines: Sequence[Line]) -> int | None:
     measured = [int(line["peak_bytes"]) for line in lines if "peak_bytes" in line]
     return max(measured) if measured else run.step_bytes
 
@@ -132,7 +131,7 @@ _NOT_PERFORMANCE = ("--xla_force_host_platform_device_count", "--xla_dump")
 def _own_flags(events: Sequence[Event]) -> dict[str, str]:
     """Return the performance settings that the user set in the environment of the newest start."""
     found = [event.fields for event in events if event.kind == "environment" and event.process == 0]
-    settings = found[-1].get("settings", []) if found else []
-    return {
-        str(s["name"]): str(s["value"]) for s in settings if s.get("chosen") == "user" and not str(s["name"]).startswith(_NOT_PERFORMANCE)
-    }
+    recorded = found[-1].get("settings") if found else None
+    settings = [row for row in recorded if isinstance(row, dict)] if isinstance(recorded, list) else []
+    names = {str(row.get("name")): str(row.get("value")) for row in settings if row.get("chosen") == "user"}
+    return {name: value for name, value in names.items() if not name.startswith(_NOT_PERFORMANCE)}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ridgeline.explain.trace.program import Programs, guessed_opcode, is_collective, is_container
-from ridgeline.explain.trace.read import Host, Kind, Ops
+from ridgeline.explain.trace.read import Host, Kind, Ops, ProgramKey
 from ridgeline.explain.trace.wire import MISSING
 
 COMPUTE, COMMUNICATION, COPY, NOTHING = 0, 1, 2, 3
@@ -26,10 +26,10 @@ def kinds(ops: Ops, host: Host, programs: Programs) -> np.ndarray:
     def text(index: int) -> str:
         return "" if index == MISSING else strings[index]
 
-    def one(name: int, op: int, module: int, details: int) -> int:
-        return kind_of(text(name), text(op), _opcode(programs, text(module), text(op)), text(details), host.kind)
+    def one(name: int, op: int, module: int, program: int, details: int) -> int:
+        return kind_of(text(name), text(op), _opcode(programs, host.program_key(module, program), text(op)), text(details), host.kind)
 
-    return by_distinct(one, ops.name, ops.op, ops.module, _kinds_of_details(ops, host)).astype(np.int8)
+    return by_distinct(one, ops.name, ops.op, ops.module, ops.program, _kinds_of_details(ops, host)).astype(np.int8)
 
 
 def kind_of(name: str, op: str, opcode: str, details: str, kind: Kind) -> int:
@@ -70,8 +70,8 @@ def by_distinct(function: Callable[..., int], *columns: np.ndarray) -> np.ndarra
     return values[inverse]
 
 
-def _opcode(programs: Programs, module: str, op: str) -> str:
-    program = programs.find(module)
+def _opcode(programs: Programs, key: ProgramKey, op: str) -> str:
+    program = programs.find(key)
     return (program.opcodes.get(op) if program is not None else None) or guessed_opcode(op)
 
 

@@ -18,13 +18,14 @@ import numpy as np
 
 from ridgeline.explain.trace import intervals
 from ridgeline.explain.trace.classify import COMMUNICATION
+from ridgeline.explain.trace.executions import executions
 from ridgeline.explain.trace.ledger import PS, Activity
 from ridgeline.explain.trace.program import Program, Programs, guessed_opcode
-from ridgeline.explain.trace.read import Host, Ops
-from ridgeline.explain.trace.wire import MISSING
-from ridgeline.hlo.module import part_of, scope
+from ridgeline.explain.trace.read import Host, Ops, ProgramKey
+from ridgeline.hlo.collectives import Collective as Planned
+from ridgeline.hlo.module import UNKNOWN, part_of, scope
 from ridgeline.planner.communication import bus_factor
-from ridgeline.rundir.analysis import Collective, Straggler
+from ridgeline.rundir.analysis import Collective, MessageSize, Straggler
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Communication:
     """The collectives of a profile."""
 
     traffic: list[Collective] = field(default_factory=list)
+    sizes: list[MessageSize] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
     clock_offsets_s: dict[str, float] = field(default_factory=dict)
     """Host -> how far its clock is ahead of that of the first host, where collectives show it."""
@@ -54,9 +56,9 @@ class Member:
 
 @dataclass
 class _Calls:
-    """All calls of one instruction: times [devices, calls], aligned by occurrence."""
+    """All executions of one instruction: times [devices, calls], aligned by occurrence."""
 
-    module: str
+    key: ProgramKey
     op: str
     start: np.ndarray
     end: np.ndarray
@@ -65,6 +67,8 @@ class _Calls:
     """Every device made the same calls."""
     members: list[int]
     """Devices, in the order of the rows."""
+    step: np.ndarray
+    """int64 [calls]: step of every call; meaningful where matched."""
     wait: np.ndarray | None = None
 
 
@@ -85,7 +89,7 @@ def communication(hosts: Sequence[Host], members: Sequence[Member], programs: Pr
       step_s: mean time of a step.
     """
     found = Communication()
-    calls = _calls(hosts, members)
+    calls = _calls(hosts, members, programs)
     if not calls:
         return found
     offsets = _clock_offsets(hosts, members, calls, programs)
@@ -95,17 +99,21 @@ def communication(hosts: Sequence[Host], members: Sequence[Member], programs: Pr
     }
     shift = np.array([offsets.get(m.host, 0) for m in members], np.int64)
     late: dict[int, float] = defaultdict(float)
-    cost: dict[int, float] = defaultdict(float)
+    cost: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     last: dict[int, int] = defaultdict(int)
     took: dict[int, int] = defaultdict(int)
     for call in calls:
         _wait(call, shift, _groups(call, programs, members), late, cost, last, took)
-    found.traffic = _traffic(calls, programs, per=1 / (len(members) * steps))
+    per = 1 / (len(members) * steps)
+    known = [(call, _planned(call, programs)) for call in calls]
+    found.traffic = _traffic(known, per)
+    found.sizes = _sizes(known, per)
     unmatched = sum(call.wait is None for call in calls)
     if unmatched and len(members) > 1:
         found.notes.append(f"{unmatched} of {len(calls)} collectives could not be matched between devices: their waiting time is unknown")
-    for d in sorted(cost, key=lambda d: -cost[d]):
-        each_s = cost[d] * PS / steps
+    every = sorted({step for member in members for step in np.unique(member.step).tolist()})
+    median_s = {d: float(np.median([by_step.get(step, 0.0) for step in every])) * PS for d, by_step in cost.items()}
+    for d, each_s in sorted(median_s.items(), key=lambda pair: -pair[1]):
         if each_s >= LATE_SHARE * step_s and last[d] / max(1, took[d]) > 0.5:
             found.stragglers.append(
                 Straggler(hosts[members[d].host].name, members[d].label, late[d] * PS / steps, last[d] / took[d], each_s)
@@ -113,25 +121,31 @@ def communication(hosts: Sequence[Host], members: Sequence[Member], programs: Pr
     return found
 
 
-def _calls(hosts: Sequence[Host], members: Sequence[Member]) -> list[_Calls]:
-    rows: dict[tuple[str, str], dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(dict)
+def _calls(hosts: Sequence[Host], members: Sequence[Member], programs: Programs) -> list[_Calls]:
+    rows: dict[tuple[ProgramKey, str], dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(dict)
     for index, member in enumerate(members):
-        strings = hosts[member.host].strings
         chosen = np.flatnonzero(member.kinds == COMMUNICATION)
         ops = member.ops.take(chosen)
-        hidden = intervals.covered(ops.start, ops.end, member.active.compute)
-        exposed = ops.end - ops.start - hidden
-        label = np.where(ops.op == MISSING, ops.name, ops.op)
-        pairs, inverse = np.unique(np.stack([ops.module, label], axis=1), axis=0, return_inverse=True)
-        order = np.argsort(inverse.ravel(), kind="stable")
-        cuts = np.cumsum(np.bincount(inverse.ravel(), minlength=len(pairs)))[:-1].tolist()
-        for (module, op), mine in zip(pairs.tolist(), np.split(order, cuts), strict=False):  # a split makes one part of nothing
-            key = ("" if module == MISSING else strings[module], strings[op])
-            rows[key][index] = (ops.start[mine], ops.end[mine], exposed[mine], member.step[chosen][mine])
+        exposed = ops.end - ops.start - intervals.covered(ops.start, ops.end, member.active.compute)
+        for each in executions(hosts[member.host], ops, programs):
+            mine, first = each.rows, each.first
+            end = np.maximum.reduceat(ops.end[mine], first)
+            alone = np.add.reduceat(exposed[mine], first)
+            key = each.key, each.op or each.name
+            before = rows[key].get(index)
+            found = (ops.start[mine][first], end, np.minimum(alone, end - ops.start[mine][first]), member.step[chosen][mine][first])
+            rows[key][index] = found if before is None else _appended(before, found)
     return [_one(key, by_device) for key, by_device in rows.items()]
 
 
-def _one(key: tuple[str, str], by_device: Mapping[int, tuple[np.ndarray, ...]]) -> _Calls:
+def _appended(first: tuple[np.ndarray, ...], second: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Join the calls of work without an instruction, in order of their start."""
+    start, end, exposed, step = (np.concatenate(pair) for pair in zip(first, second, strict=True))
+    order = np.argsort(start, kind="stable")
+    return start[order], end[order], exposed[order], step[order]
+
+
+def _one(key: tuple[ProgramKey, str], by_device: Mapping[int, tuple[np.ndarray, ...]]) -> _Calls:
     devices = sorted(by_device)
     steps = [by_device[d][3] for d in devices]
     matched = all(len(s) == len(steps[0]) and (s == steps[0]).all() for s in steps)
@@ -139,12 +153,12 @@ def _one(key: tuple[str, str], by_device: Mapping[int, tuple[np.ndarray, ...]]) 
         start, end, exposed = (np.stack([by_device[d][i] for d in devices]) for i in range(3))
     else:
         start, end, exposed = (np.concatenate([by_device[d][i] for d in devices])[None] for i in range(3))
-    return _Calls(key[0], key[1], start, end, exposed, matched, devices)
+    return _Calls(key[0], key[1], start, end, exposed, matched, devices, steps[0])
 
 
 def _groups(call: _Calls, programs: Programs, members: Sequence[Member]) -> list[list[int]] | None:
     """Return the groups of devices that communicate, as rows of a call; None when unknown."""
-    program = programs.find(call.module)
+    program = programs.find(call.key)
     if program is None:
         return [list(range(len(call.members)))]
     groups = program.groups.get(_instruction(program, call.op))
@@ -159,7 +173,7 @@ def _wait(
     shift: np.ndarray,
     groups: list[list[int]] | None,
     late: dict[int, float],
-    cost: dict[int, float],
+    cost: dict[int, dict[int, float]],
     last: dict[int, int],
     took: dict[int, int],
 ) -> None:
@@ -182,7 +196,8 @@ def _wait(
         lateness = np.clip(mine - np.median(mine, axis=0), 0, None).sum(axis=1)
         for row, device in enumerate(devices):
             late[device] += float(lateness[row])
-            cost[device] += float(blame[slowest == row].sum())
+            for step, lost in zip(call.step[slowest == row].tolist(), blame[slowest == row].tolist(), strict=True):
+                cost[device][step] += lost
             last[device] += int((slowest == row).sum())
             took[device] += mine.shape[1]
 
@@ -212,20 +227,49 @@ def _clock_offsets(hosts: Sequence[Host], members: Sequence[Member], calls: Sequ
     return offsets
 
 
-def _traffic(calls: Sequence[_Calls], programs: Programs, per: float) -> list[Collective]:
+def _planned(call: _Calls, programs: Programs) -> Planned | None:
+    """Return the collective in the HLO; None where it is unknown."""
+    program = programs.find(call.key)
+    return None if program is None else program.collectives.get(_instruction(program, call.op))
+
+
+def _traffic(calls: Sequence[tuple[_Calls, Planned | None]], per: float) -> list[Collective]:
     groups: dict[_Key, list[tuple[_Calls, float | None]]] = defaultdict(list)
     key: _Key
-    for call in calls:
-        program = programs.find(call.module)
-        known = None if program is None else program.collectives.get(_instruction(program, call.op))
+    for call, known in calls:
         if known is None:
-            key = (_kind(call.op), None, "other", "update", None)
+            key = (_kind(call.op), None, "other", UNKNOWN, None)
             groups[key].append((call, None))
         else:
             where = known.op_name
             key = (known.kind, known.axes, scope(where) or "other", part_of(where), known.group_size)
             groups[key].append((call, float(known.bytes)))
     return sorted((_summed(key, found, per) for key, found in groups.items()), key=lambda t: -t.time_s)
+
+
+def _sizes(calls: Sequence[tuple[_Calls, Planned | None]], per: float) -> list[MessageSize]:
+    """Sum up the collectives of known size by kind, group and size; by size within a kind."""
+    groups: dict[tuple[str, tuple[str, ...] | None, int, int], list[tuple[_Calls, float | None]]] = defaultdict(list)
+    for call, known in calls:
+        if known is not None:
+            groups[known.kind, known.axes, known.group_size, known.bytes].append((call, float(known.bytes)))
+    sizes = []
+    for (kind, axes, group_size, size), found in groups.items():
+        each = _summed((kind, axes, "", "", group_size), found, per)
+        time_s = each.wire_s if each.wire_s is not None else each.time_s
+        sizes.append(
+            MessageSize(
+                kind=kind,
+                axes=axes,
+                group_size=group_size,
+                size_bytes=float(size),
+                count=each.count,
+                time_s=time_s / each.count if each.count else 0.0,
+                algorithm_bandwidth=each.algorithm_bandwidth,
+                bus_bandwidth=each.bus_bandwidth,
+            )
+        )
+    return sorted(sizes, key=lambda s: (s.kind, s.axes or (), s.group_size or 0, s.size_bytes))
 
 
 def _summed(key: _Key, found: Sequence[tuple[_Calls, float | None]], per: float) -> Collective:

@@ -1,29 +1,31 @@
 """Inside compute: time, FLOPs, bytes and headroom by part of the model and by kernel.
 
-Times are per step and device (sums over devices and steps, divided by both). FLOPs and bytes are those of the HLO (hlo.roofline): FLOPs of
-matmuls and attention, and the bytes that must move to and from memory. The ceiling of a kernel is max(FLOPs / peak, bytes / bandwidth) with
-the datasheet figures of the device (planner.hardware). A device without a datasheet has no ceiling.
+Times are per step and device (sums over devices and steps, divided by both). FLOPs and bytes are those of the HLO (hlo.roofline), per
+execution of an instruction: FLOPs of matmuls, convolutions and attention, and the bytes that must move to and from memory. The ceiling is
+max(FLOPs / peak, bytes / bandwidth) with the datasheet figures of the device (planner.hardware). Without a datasheet, or with unknown
+FLOPs, there is none.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ridgeline.explain.trace.classify import COMPUTE
+from ridgeline.explain.trace.executions import executions
 from ridgeline.explain.trace.ledger import PS
 from ridgeline.explain.trace.program import Programs
-from ridgeline.explain.trace.read import Host, Ops
-from ridgeline.explain.trace.wire import MISSING
+from ridgeline.explain.trace.read import Host, Ops, ProgramKey
+from ridgeline.hlo.category import kernel_category
 from ridgeline.hlo.module import part_of, scope
 from ridgeline.hlo.roofline import Kernel
 from ridgeline.planner.hardware import Hardware
-from ridgeline.rundir.analysis import Component, Operation
+from ridgeline.rundir.analysis import Component, MatmulShape, Operation
 
-OTHER = "other"
-"""Component of work outside every named scope; work of other programs is named after the program."""
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32", "f64": "float64"}
 """HLO dtype of the inputs of a matmul -> name in the catalogue (XLA's default precision for float32; see planner.hardware)."""
 
@@ -41,19 +43,39 @@ def operations(
     Args:
       hosts: the traces.
       chosen: per host and device, the operations inside the analyzed steps and their kinds.
-      programs: the HLO saved beside.
+      programs: the HLO of the programs.
       steps: number of steps.
       hardware: datasheet of the devices.
     """
-    times: dict[tuple[str, str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sums: dict[tuple[ProgramKey, str, str, str], _Total] = defaultdict(_Total)
     devices = sum(len(found) for found in chosen)
     for host, found in zip(hosts, chosen, strict=True):
         for ops, kinds in found:
-            rows = kinds == COMPUTE
-            _add(times, host, ops.take(rows))
+            computing = ops.take(kinds == COMPUTE)
+            for each in executions(host, computing, programs):
+                program = programs.find(each.key)
+                known = program is not None and each.op in program.kernels
+                one = sums[each.key, each.op, "" if each.op else each.name, "" if known else each.path]
+                one.add(each.name, float((computing.end - computing.start)[each.rows].sum()) * PS, each.count, len(each.rows))
     per = 1 / (devices * steps)
-    merged = _merged(times, programs)
-    return sorted((_operation(key, t * per, n * per, programs, hardware) for key, (t, n) in merged.items()), key=lambda o: -o.time_s)
+    summed = [_operation(key, one, per, programs, hardware) for key, one in sums.items()]
+    return sorted(summed, key=lambda o: -o.time_s)
+
+
+@dataclass
+class _Total:
+    """An operation over devices and steps."""
+
+    time_s: float = 0.0
+    runs: int = 0
+    kernels: int = 0
+    name: str = ""
+    longest_s: float = 0.0
+
+    def add(self, name: str, time_s: float, runs: int, kernels: int) -> None:
+        self.time_s, self.runs, self.kernels = self.time_s + time_s, self.runs + runs, self.kernels + kernels
+        if time_s > self.longest_s:
+            self.longest_s, self.name = time_s, name
 
 
 def components(found: Iterable[Operation]) -> list[Component]:
@@ -65,68 +87,81 @@ def components(found: Iterable[Operation]) -> list[Component]:
     return sorted((_component(key, group, all_s) for key, group in groups.items()), key=lambda c: -c.time_s)
 
 
-def _add(times: dict[tuple[str, str, str, str], list[float]], host: Host, ops: Ops) -> None:
-    """Add durations and counts by (module, op, kernel name where there is no op, scope where there is no HLO)."""
-    name = np.where(ops.op == MISSING, ops.name, MISSING)
-    columns = np.stack([ops.module, ops.op, name, ops.scope], axis=1)
-    if not len(columns):
-        return
-    distinct, inverse = np.unique(columns, axis=0, return_inverse=True)
-    inverse = inverse.ravel()
-    spent = np.bincount(inverse, weights=(ops.end - ops.start) * PS)
-    count = np.bincount(inverse)
-    for (module, op, kernel, path), time_s, runs in zip(distinct.tolist(), spent.tolist(), count.tolist(), strict=True):
-        key = tuple("" if index == MISSING else host.strings[index] for index in (module, op, kernel, path))
-        entry = times[key[0], key[1], key[2], key[3]]
-        entry[0] += time_s
-        entry[1] += runs
+def matmuls(found: Iterable[Operation], hardware: Hardware | None) -> list[MatmulShape]:
+    """Sum up the operations with one matmul by its shape and dtype, longest first."""
+    groups: dict[tuple[str, tuple[int, ...]], list[Operation]] = defaultdict(list)
+    for operation in found:
+        if operation.matmul is not None and operation.flops:
+            groups[operation.dtype, operation.matmul].append(operation)
+    shapes = []
+    for (dtype, (batch, m, n, k)), group in groups.items():
+        time_s, flops = sum(o.time_s for o in group), sum(o.flops or 0.0 for o in group)
+        peak = None if hardware is None else peak_flops_of(hardware, dtype)
+        ceiling_s = _sum(o.ceiling_s for o in group)
+        rate = flops / time_s if time_s else None
+        shapes.append(
+            MatmulShape(
+                dtype=dtype,
+                batch=batch,
+                m=m,
+                n=n,
+                k=k,
+                runs=sum(o.runs for o in group),
+                time_s=time_s,
+                flops_per_s=rate,
+                of_peak=rate / peak if rate is not None and peak else None,
+                attained=ceiling_s / time_s if ceiling_s is not None and time_s else None,
+                bound=group[0].bound,
+                operations=tuple(sorted({o.op for o in group})),
+            )
+        )
+    return sorted(shapes, key=lambda shape: -shape.time_s)
 
 
-def _merged(
-    times: Mapping[tuple[str, str, str, str], Sequence[float]], programs: Programs
-) -> dict[tuple[str, str, str, str], tuple[float, float]]:
-    """Drop the scope of the trace where the HLO has its own."""
-    merged: dict[tuple[str, str, str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for (module, op, kernel, path), (time_s, runs) in times.items():
-        known = (program := programs.find(module)) is not None and op in program.kernels
-        key = (module, op, kernel, "" if known else path)
-        merged[key] = (merged[key][0] + time_s, merged[key][1] + runs)
-    return merged
-
-
-def _operation(key: tuple[str, str, str, str], time_s: float, runs: float, programs: Programs, hardware: Hardware | None) -> Operation:
-    module, op, kernel_name, path = key
-    program = programs.find(module)
+def _operation(
+    key: tuple[ProgramKey, str, str, str], found: _Total, per: float, programs: Programs, hardware: Hardware | None
+) -> Operation:
+    program_key, op, _, path = key
+    program = programs.find(program_key)
     kernel = program.kernels.get(op) if program is not None else None
+    runs = found.runs * per
+    common: dict[str, Any] = {
+        "op": op,
+        "module": programs.label(program_key),
+        "kernel_name": found.name,
+        "time_s": found.time_s * per,
+        "runs": runs,
+        "kernels": found.kernels * per,
+        "program_id": program_key.program_id,
+    }
     if kernel is None:
-        component, phase = _without_hlo(module, path, programs)
+        kind = kernel_category(f"{found.name} {op}")
         moves = 0.0 if program is not None and op in program.opcodes else None  # an iota and the like
-        least_s = moves if hardware is not None else None
-        return Operation(op, module, kernel_name or op, component, phase, time_s, runs, moves, moves, least_s, None, None)
+        return Operation(
+            **common,
+            component=scope(path) or kind,
+            phase=part_of(path),
+            flops=moves,
+            bytes=moves,
+            ceiling_s=moves if hardware is not None else None,
+            bound=None,
+            source=None,
+            category=kind,
+        )
     least = _least(kernel, hardware)
-    source = f"{kernel.source.file}:{kernel.source.line}" if kernel.source is not None else None
     return Operation(
-        op,
-        module,
-        kernel_name or op,
-        kernel.component,
-        kernel.part,
-        time_s,
-        runs,
-        kernel.flops * runs,
-        kernel.bytes * runs,
-        None if least is None else least[0] * runs,
-        None if least is None else least[1],
-        source,
-        kernel.dtype,
+        **common,
+        component=kernel.component,
+        phase=kernel.part,
+        flops=None if kernel.unknown_flops else kernel.flops * runs,
+        bytes=kernel.bytes * runs,
+        ceiling_s=None if least is None else least[0] * runs,
+        bound=None if least is None else least[1],
+        source=f"{kernel.source.file}:{kernel.source.line}" if kernel.source is not None else None,
+        dtype=kernel.dtype,
+        category=kernel.category,
+        matmul=None if kernel.matmul is None else (kernel.matmul.batch, kernel.matmul.m, kernel.matmul.n, kernel.matmul.k),
     )
-
-
-def _without_hlo(module: str, path: str, programs: Programs) -> tuple[str, str]:
-    """Return component and pass from the path in the trace; a program whose HLO was not saved is a component of its own."""
-    if programs.by_name and module and module not in programs.by_name:
-        return module, "update"
-    return scope(path) or OTHER, part_of(path)
 
 
 def peak_flops_of(hardware: Hardware, dtype: str) -> float | None:
@@ -136,8 +171,8 @@ def peak_flops_of(hardware: Hardware, dtype: str) -> float | None:
 
 
 def _least(kernel: Kernel, hardware: Hardware | None) -> tuple[float, str] | None:
-    """The least time of one run, and the bottleneck: `compute` or `memory`."""
-    if hardware is None:
+    """The least time of one run, and the bottleneck: `compute` or `memory`. None where the FLOPs or the peak are unknown."""
+    if hardware is None or kernel.unknown_flops:
         return None
     memory_s = kernel.bytes / hardware.memory_bandwidth_bytes_per_s
     if not kernel.flops:

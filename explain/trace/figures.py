@@ -24,7 +24,7 @@ PARTS = {
     "exposed copies": ("exposed_copy_s", "#17becf"),
     "idle": ("idle_s", "#c7c7c7"),
 }
-PHASES = {"forward": "#1f77b4", "backward": "#d62728", "recompute": "#9467bd", "update": "#2ca02c"}
+PHASES = {"forward": "#1f77b4", "backward": "#d62728", "recompute": "#9467bd", "update": "#2ca02c", "unknown": "#888888"}
 
 
 def breakdown(devices: Sequence[DeviceTotal], most: int = 32) -> bytes:
@@ -97,7 +97,7 @@ def roofline(analysis: Analysis, most: int = 200) -> bytes | None:
 def _dot(draw: ImageDraw.ImageDraw, x: float, y: float, operation: Operation, longest_s: float) -> None:
     """A dot whose area is the operation's time."""
     radius = 3 + 9 * math.sqrt(operation.time_s / longest_s)
-    draw.ellipse((x - radius, y - radius, x + radius, y + radius), outline=PHASES[operation.phase], width=3)
+    draw.ellipse((x - radius, y - radius, x + radius, y + radius), outline=PHASES.get(operation.phase, "#888888"), width=3)
 
 
 def _dtype(analysis: Analysis) -> str:

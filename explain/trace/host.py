@@ -10,26 +10,36 @@ import numpy as np
 from ridgeline.explain.trace import intervals
 from ridgeline.explain.trace.ledger import PS
 from ridgeline.explain.trace.load import Frames, HostProfile
+from ridgeline.explain.trace.python_frames import any_frame, idle_sources, own_frame
 from ridgeline.explain.trace.read import Events, Host
 from ridgeline.explain.trace.steps import Markers
 from ridgeline.explain.trace.wire import MISSING
 from ridgeline.rundir.analysis import Compilation, HostActivity, Sync
 from ridgeline.rundir.recompilation import Recompilation
 
-ACTIVITIES: dict[str, re.Pattern[str]] = {
-    "compile": re.compile(r".*([Cc]ompil(e|ation)|XlaLower|LowerTo|backend_compile)"),
-    "checkpoint": re.compile(r".*(checkpoint|orbax|serializ|ridge\.save)", re.I),
-    "data_wait": re.compile(r".*(DatasetIterator\.__next__|ridge\.data_wait|data_wait|DataLoader)"),
-    "launch": re.compile(
-        r"(PjitFunction|.*Execut|ParseArguments|shard_args|DevicePut|BufferFromHost|(cu|cuda|hip)(Graph)?(Mem|Launch)|.*LaunchKernel|cuLaunch)"
-    ),
-}
-"""Cause -> names of host events. Where several overlap, the earlier row counts."""
 SYNC = re.compile(
     r"(np\.asarray\(jax\.Array\)|.*block_until_ready|.*BlockHostUntil|.*Await|.*ToLiteral|(cu|cuda|hip)\w*Synchronize|ArrayImpl\._value)"
 )
-_PYTHON = re.compile(r"\$?(?P<file>[^\s:$]+\.py):(?P<line>\d+)[ :]")
-_LIBRARY = re.compile(r"(site-packages|/jax/|jax/_src|^(array|api|pjit|profiler|contextlib|threading)\.py)")
+_LOCKED = r"\$(time sleep|(threading|queue|subprocess|selectors|socket)\.py:\d+ \w+|\S+ (acquire|recv|recv_into|poll|select|epoll))$"
+ACTIVITIES: dict[str, re.Pattern[str]] = {
+    "compile": re.compile(r"(?!\$)(.*([Cc]ompil(e|ation)|XlaLower|LowerTo|backend_compile)|lower_sharding_computation|trace_to_jaxpr)"),
+    "checkpoint": re.compile(r".*(checkpoint|orbax|serializ|ridge\.save)", re.I),
+    "data_wait": re.compile(
+        r"(.*(DatasetIterator\.__next__|ridge\.data_wait|data_wait|[Dd]ata_?[Ll]oader|IteratorGetNext)"
+        r"|\$\S+ (__next__|(\w+_)?(next|get|load|fetch|read)_(next_)?batch)$)"
+    ),
+    "launch": re.compile(
+        r"(PjitFunction|.*Execut|ParseArguments|shard_args|DevicePut|BufferFromHost|(cu|cuda|hip)(Graph)?(Mem|Launch)|.*LaunchKernel|cuLaunch)"
+    ),
+    "blocked": re.compile(f"({SYNC.pattern}|{_LOCKED})"),
+}
+"""Cause -> names of host events. Where several overlap, the earlier row counts: a wait inside a data loader is a wait for data."""
+_NEXT, _CONTEXT = re.compile(r"\$builtins next$"), re.compile(r"\$contextlib\.py:\d+ ")
+"""`next` is a wait for data, but for its calls by contextlib."""
+_CALLED = re.compile(r"PjitFunction\((?P<function>.*)\)$")
+_LOWERED = re.compile(r"(.*(XlaLower|LowerTo)|lower_sharding_computation|trace_to_jaxpr)")
+"""Lowering without a compilation is not counted as one."""
+_MODULE = re.compile(r"\bjit_(?P<function>\w+)")
 WAIT_S = 20e-6
 """Shorter waits and gaps are ignored."""
 STARVED = 0.005
@@ -39,7 +49,7 @@ STARVED = 0.005
 def main_thread(host: Host, markers: Markers | None) -> list[Events]:
     """Return the thread of the training loop: that of the step markers; else the one that calls the most programs; else all threads."""
     if markers is not None:
-        return [t for t in host.threads if t.thread == markers.thread and (t.step != MISSING).any()]
+        return [host.threads[markers.thread]]
     calls = [(sum(host.strings[n].startswith("PjitFunction") for n in t.name), t) for t in host.threads]
     most = max(calls, key=lambda pair: pair[0], default=(0, None))
     return [most[1]] if most[0] and most[1] is not None else list(host.threads)
@@ -54,6 +64,8 @@ def causes(profile: HostProfile, markers: Markers | None) -> dict[str, np.ndarra
     taken = intervals.EMPTY
     for cause, pattern in ACTIVITIES.items():
         sets = [_matching(host, t, pattern) for t in threads + (launchers if cause == "launch" else [])]
+        if cause == "data_wait":
+            sets += [intervals.subtract(_matching(host, t, _NEXT), _matching(host, t, _CONTEXT)) for t in threads]
         sets += [_phase(host, start_s, end_s) for start_s, end_s in phases.get(cause, ())]
         mine = intervals.subtract(intervals.join(*sets), taken)
         found[cause] = mine
@@ -85,7 +97,10 @@ def host_activity(
     depth, delay_s = _queue(host, start, end)
     gaps, longest = _gaps(busy, start, end)
     least_s = max(WAIT_S, STARVED * span_s / steps)
-    syncs, waits_s = _syncs(host, main_thread(host, markers), intervals.join(*busy), (start, end), least_s, profile.frames)
+    threads, together = main_thread(host, markers), intervals.join(*busy)
+    syncs, waits_s = _syncs(host, threads, together, (start, end), least_s, profile.frames)
+    idle = intervals.subtract(np.array([[start, end]], np.int64), together)
+    idle = idle[(idle[:, 1] - idle[:, 0]) * PS > WAIT_S]
     return HostActivity(
         host=host.name,
         span_s=span_s,
@@ -97,8 +112,9 @@ def host_activity(
         longest_gap_s=0.0 if longest is None else (longest[1] - longest[0]) * PS,
         longest_gap_cause=_main_cause(found, longest),
         syncs=syncs,
-        compilations=_compilations(host, start, end, profile.recompilations),
+        compilations=_compilations(host, markers, (start, end), profile.recompilations, profile.frames),
         waits_s=waits_s,
+        idle_sources=idle_sources(host, threads, idle, found, profile.frames),
     )
 
 
@@ -205,33 +221,74 @@ def _syncs(
 def _source(host: Host, thread: Events, row: int, sampled: Frames | None) -> str:
     """Return the innermost Python frame around an event, preferably outside libraries; else the line sampled most often during it; else
     the enclosing annotation."""
-    around = np.flatnonzero((thread.start[:row] <= thread.start[row]) & (thread.end[:row] >= thread.end[row]))
-    names = [host.strings[int(thread.name[i])] for i in around[::-1]]
-    frames = [found for name in names if (found := _PYTHON.match(name))]
-    own = [f for f in frames if not _LIBRARY.search(f.group("file"))] or frames
-    if own:
-        return f"{own[0].group('file')}:{own[0].group('line')}"
-    if sampled is not None and host.has_wall_clock:
-        low_ns, high_ns = (host.zero_ns + int(t) // 1000 for t in (thread.start[row], thread.end[row]))
-        if (line := sampled.most_often(low_ns, high_ns)) is not None:
-            return line
-    return names[0] if names else "?"
+    line = _frame_around(host, thread, row)
+    if line is None and sampled is not None and host.has_wall_clock:
+        line = sampled.most_often(*(host.zero_ns + int(t) // 1000 for t in (thread.start[row], thread.end[row])))
+    return line or next(iter(_around(host, thread, row)), "?")
 
 
-def _compilations(host: Host, start: int, end: int, logged: Sequence[Recompilation]) -> list[Compilation]:
-    found: dict[str, tuple[int, float]] = {}
-    for thread in host.threads:
-        names = {n for n in np.unique(thread.name).tolist() if ACTIVITIES["compile"].match(host.strings[n])}
-        rows = np.flatnonzero(np.isin(thread.name, list(names)) & (thread.start >= start) & (thread.start < end))
-        reach = MISSING
-        for row in rows.tolist():
-            if thread.end[row] > reach:  # the outermost only
-                reach = int(thread.end[row])
-                name = host.strings[int(thread.name[row])]
-                count, duration_s = found.get(name, (0, 0.0))
-                found[name] = count + 1, duration_s + float(thread.end[row] - thread.start[row]) * PS
-    known = []
+def _around(host: Host, thread: Events, row: int) -> list[str]:
+    """Return the names of the events around an event, the innermost first."""
+    rows = np.flatnonzero((thread.start[:row] <= thread.start[row]) & (thread.end[:row] >= thread.end[row]))
+    return [host.strings[int(thread.name[i])] for i in rows[::-1]]
+
+
+def _frame_around(host: Host, thread: Events, row: int) -> str | None:
+    """Return the innermost Python frame around an event, preferably the user's own."""
+    names = _around(host, thread, row)
+    return next((line for line in map(own_frame, names) if line), None) or next((line for line in map(any_frame, names) if line), None)
+
+
+def _compilations(
+    host: Host, markers: Markers | None, span: tuple[int, int], logged: Sequence[Recompilation], sampled: Frames | None
+) -> list[Compilation]:
+    """Return the compilations within the analyzed time, by function and place, and all of the event log.
+
+    A compilation shows as several events, on several threads: it is one where they are in one call of a function, or overlap.
+    """
+    (start, end), zero_s = span, host.zero_ns / 1e9
+    known, seen = [], [intervals.EMPTY]
     for r in logged:
-        moment = (r.time_s - host.zero_ns / 1e9) / PS if host.has_wall_clock else -1.0
+        moment = (r.time_s - zero_s) / PS if host.has_wall_clock else -1.0
         known.append(Compilation(r.program, 1, r.duration_s, r.step, r.arguments, r.source, start <= moment < end))
-    return [*(Compilation(name, *figures) for name, figures in found.items()), *known]
+        seen.append(_phase(host, r.time_s - r.duration_s, r.time_s))
+    in_log, taken = intervals.join(*seen), intervals.join(*seen)
+    found: dict[tuple[str, str | None], list[tuple[int, int]]] = {}
+    for begin, stop, function, source, in_call in _compiled(host, start, end, sampled):
+        one = np.array([[begin, stop]], np.int64)
+        if not len(intervals.intersect(one, in_log if in_call else taken)):
+            taken = intervals.join(taken, one)
+            found.setdefault((function, source), []).append((begin, stop))
+    traced = []
+    for (function, source), times in found.items():
+        first = -1 if markers is None else int(np.searchsorted(markers.start, times[0][0], side="right")) - 1
+        step = None if markers is None or first < 0 or not markers.chosen[first] else int(markers.step[first])
+        duration_s = sum(stop - begin for begin, stop in times) * PS
+        traced.append(Compilation(function, len(times), duration_s, step, (), source, traced=True))
+    return [*traced, *known]
+
+
+def _compiled(host: Host, start: int, end: int, sampled: Frames | None) -> list[tuple[int, int, str, str | None, bool]]:
+    """Return (start, end, function, source, whether in a call of the function) of what may be compilations: those in calls first, then the
+    longest first."""
+    in_calls: list[tuple[int, int, str, str | None, bool]] = []
+    others: list[tuple[int, int, str, str | None, bool]] = []
+    for thread in host.threads:
+        text = {n: host.strings[n] for n in np.unique(thread.name).tolist()}
+        here = np.isin(thread.name, [n for n, name in text.items() if ACTIVITIES["compile"].match(name)])
+        calls = np.isin(thread.name, [n for n, name in text.items() if _CALLED.match(name)])
+        of_call: dict[int, list[int]] = {}
+        for row in np.flatnonzero(here & (thread.start >= start) & (thread.start < end)).tolist():
+            around = np.flatnonzero(calls[:row] & (thread.end[:row] >= thread.end[row]))
+            of_call.setdefault(int(around[-1]) if len(around) else ~row, []).append(row)
+        for call, rows in of_call.items():
+            if all(_LOWERED.match(text[int(thread.name[row])]) for row in rows):
+                continue
+            begin, stop = int(thread.start[rows].min()), int(thread.end[rows].max())
+            name = text[int(thread.name[call if call >= 0 else rows[0]])]
+            function = (_CALLED if call >= 0 else _MODULE).search(name)
+            line = _frame_around(host, thread, rows[0])
+            if line is None and sampled is not None and host.has_wall_clock:
+                line = sampled.most_often(host.zero_ns + begin // 1000, host.zero_ns + stop // 1000)
+            (in_calls if call >= 0 else others).append((begin, stop, name if function is None else function["function"], line, call >= 0))
+    return in_calls + sorted(others, key=lambda each: each[0] - each[1])

@@ -17,7 +17,7 @@ from ridgeline.explain.trace.read import Ops
 from ridgeline.explain.trace.steps import Windows
 from ridgeline.rundir.analysis import DeviceStep
 
-CAUSES = ("data_wait", "compile", "checkpoint", "launch", "other")
+CAUSES = ("data_wait", "compile", "checkpoint", "launch", "blocked", "other")
 """What the host was doing while a device was idle."""
 PS = 1e-12
 """Seconds per picosecond."""
@@ -47,8 +47,8 @@ def activity(ops: Ops, kinds: np.ndarray) -> Activity:
     return Activity(of(COMPUTE), of(COMMUNICATION), of(COPY))
 
 
-def step_ledgers(device: str, windows: Windows, active: Activity, causes: Mapping[str, np.ndarray]) -> list[tuple[int | None, DeviceStep]]:
-    """Account for the time of every step of a device; return (step number, times), None for the span of a trace without steps.
+def step_ledgers(device: str, windows: Windows, active: Activity, causes: Mapping[str, np.ndarray]) -> list[DeviceStep]:
+    """Account for the time of every step of a device, in the order of its windows.
 
     Args:
       device: its label.
@@ -71,23 +71,19 @@ def step_ledgers(device: str, windows: Windows, active: Activity, causes: Mappin
     residual = total - compute - exposed_n - copies_n - idle_n
     assert (residual == 0).all() and (cause_n["other"] >= 0).all(), "the parts of a step do not sum to it"
     operations = np.bincount(windows.of_op[windows.of_op >= 0], minlength=len(total))
-    numbers = [None if windows.method == "whole span" else int(step) for step in windows.step]
     return [
-        (
-            number,
-            DeviceStep(
-                device=device,
-                total_s=int(total[i]) * PS,
-                compute_s=int(compute[i]) * PS,
-                communication_s=int(communication[i]) * PS,
-                exposed_communication_s=int(exposed_n[i]) * PS,
-                overlapped_communication_s=int(communication[i] - exposed_n[i]) * PS,
-                exposed_copy_s=int(copies_n[i]) * PS,
-                idle_s=int(idle_n[i]) * PS,
-                idle_by_cause={cause: int(cause_n[cause][i]) * PS if cause in cause_n else 0.0 for cause in CAUSES},
-                residual_s=int(residual[i]) * PS,
-                operations=int(operations[i]),
-            ),
+        DeviceStep(
+            device=device,
+            total_s=int(total[i]) * PS,
+            compute_s=int(compute[i]) * PS,
+            communication_s=int(communication[i]) * PS,
+            exposed_communication_s=int(exposed_n[i]) * PS,
+            overlapped_communication_s=int(communication[i] - exposed_n[i]) * PS,
+            exposed_copy_s=int(copies_n[i]) * PS,
+            idle_s=int(idle_n[i]) * PS,
+            idle_by_cause={cause: int(cause_n[cause][i]) * PS if cause in cause_n else 0.0 for cause in CAUSES},
+            residual_s=int(residual[i]) * PS,
+            operations=int(operations[i]),
         )
-        for i, number in enumerate(numbers)
+        for i in range(len(total))
     ]

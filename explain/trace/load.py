@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
 from ridgeline.explain.trace.capture import Capture, mesh_sizes
 from ridgeline.explain.trace.program import Programs, read_programs
 from ridgeline.explain.trace.read import Host, read_hosts
 from ridgeline.planner.calibration import load_calibration
-from ridgeline.planner.hardware import Hardware, find_hardware
+from ridgeline.planner.hardware import Hardware, find_by_size, find_hardware, unlisted
 from ridgeline.planner.links import Fabric
+from ridgeline.rundir.analysis import DeviceFacts
 from ridgeline.rundir.captures import FRAMES_SUFFIX, TRACE_SUFFIX
 from ridgeline.rundir.directory import known_cluster
 from ridgeline.rundir.events import Event
@@ -69,8 +71,10 @@ class Profile:
     """One per process."""
     programs: Programs
     device_kind: str | None
+    facts: DeviceFacts | None
+    """What the traces contain of the devices."""
     hardware: Hardware | None
-    """Datasheet of the devices; None: not in the catalogue."""
+    """Datasheet of the devices; of devices that are not in the catalogue, what the trace contains; None: nothing is known."""
     mesh: Mapping[str, int] | None
     """Axis -> devices; None where it is unknown."""
     fabric: Fabric | None
@@ -98,13 +102,15 @@ def load_profile(
     active = sum(1 for host in hosts for device in host.devices if len(device.ops))
     devices = capture.record.num_devices or active
     mesh = mesh_sizes(capture, devices)
-    device_kind = _device_kind(capture, hosts)
+    facts = _facts(hosts)
+    device_kind = _device_kind(capture, hosts, facts)
     return Profile(
         capture=capture,
         hosts=[_host_profile(capture, host) for host in hosts],
-        programs=read_programs(capture.directory, devices, mesh),
+        programs=read_programs(hosts, capture.directory, devices, mesh),
         device_kind=device_kind,
-        hardware=hardware or (find_hardware(device_kind) if device_kind else None),
+        facts=facts,
+        hardware=hardware or _hardware(device_kind, facts),
         mesh=mesh,
         fabric=None if links is None else Fabric.from_cluster(links, rates, num_devices=devices),
     )
@@ -116,8 +122,10 @@ def read_frames(trace: Path) -> Frames | None:
     if not file.is_file():
         return None
     try:
-        return Frames([(int(begin), int(end), str(line)) for begin, end, line in json.loads(file.read_bytes())])
-    except (ValueError, TypeError) as error:
+        return Frames([(int(begin), int(end), str(line)) for begin, end, line in json.loads(read_limited(file))])
+    except UserError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
 
 
@@ -135,6 +143,31 @@ def _phases(events: Sequence[Event]) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def _device_kind(capture: Capture, hosts: Sequence[Host]) -> str | None:
-    named = next((device.model for host in hosts for device in host.devices if device.model), None)
+def _facts(hosts: Sequence[Host]) -> DeviceFacts | None:
+    """What the traces contain of their devices; of the first device with facts."""
+    return next((device.facts for host in hosts for device in host.devices if device.facts is not None), None)
+
+
+def _device_kind(capture: Capture, hosts: Sequence[Host], facts: DeviceFacts | None) -> str | None:
+    named = None if facts is None else facts.model
+    if named is not None and facts is not None and facts.vendor and not named.startswith(facts.vendor):
+        named = f"{facts.vendor} {named}"
     return capture.record.device_kind or named or ("cpu" if hosts[0].kind == "cpu" else None)
+
+
+def _hardware(kind: str | None, facts: DeviceFacts | None) -> Hardware | None:
+    """Return the datasheet of the devices; else what the trace contains of them: enough for the ceilings of what memory limits."""
+    found = None if kind is None else find_hardware(kind)
+    if found is not None or facts is None:
+        return found
+    if facts.vendor == "AMD" and (facts.model is None or facts.model.startswith("gfx")):  # ROCm records no product name
+        found = find_by_size("AMD", facts.cores, facts.memory_bytes)
+    if found is not None or facts.memory_bandwidth_bytes_per_s is None:
+        return found
+    return unlisted(
+        kind or "unnamed device",
+        memory_bytes=facts.memory_bytes or 0,
+        memory_bandwidth_bytes_per_s=facts.memory_bandwidth_bytes_per_s,
+        cores=facts.cores or 0,
+        clock_hz=facts.clock_hz or 0.0,
+    )

@@ -1,20 +1,28 @@
-"""The compiled programs of a profile: opcodes, kernels with FLOPs and bytes, collectives with their groups, by instruction."""
+"""The compiled programs of a profile: opcodes, kernels with FLOPs and bytes, collectives with their groups, by instruction.
+
+Their HLO is in the trace itself (plane `/host:metadata`, one HloProto per `program_id`) and, for the step of a run, as text beside it.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from ridgeline.configs.errors import UserError
+from ridgeline.explain.trace.read import Host, ProgramKey
 from ridgeline.hlo.collectives import Collective, collectives, replica_groups
+from ridgeline.hlo.memory import ProgramMemory, read_memory
 from ridgeline.hlo.module import Instruction, Module
 from ridgeline.hlo.parse import parse
+from ridgeline.hlo.proto import instruction_names, read_module
 from ridgeline.hlo.roofline import Kernel, kernels
 
 HLO_SUFFIX = ".hlo.txt"
@@ -28,6 +36,8 @@ class Program:
     num_devices: int
     mesh: Mapping[str, int] | None
     """Axis -> size in mesh order; None when unknown."""
+    memory: ProgramMemory | None = None
+    """None where the profile has no buffer assignment."""
 
     @cached_property
     def opcodes(self) -> dict[str, str]:
@@ -64,33 +74,119 @@ class Program:
                     found[instruction.name] = groups
         return found
 
+    @cached_property
+    def runs(self) -> dict[str, float]:
+        """Instruction -> executions per run of the program, where they are certain: not in branches and loops of unknown length."""
+        certain = self.module.certain
+        return {i.name: self.module.runs[c.name] for c, i in self.module.instructions() if c.name in certain}
+
+    @cached_property
+    def live_bytes(self) -> dict[str, int]:
+        """Instruction -> memory of the program while it runs, where its allocation is in the schedule; see ProgramMemory."""
+        if self.memory is None:
+            return {}
+        found: dict[str, int] = {}
+        for name, live in self.memory.timeline:
+            found[name] = max(found.get(name, 0), self.memory.fixed + live)
+        return found
+
+    def read_all(self) -> None:
+        """Compute everything. Raises what a damaged module raises."""
+        for _ in (self.opcodes, self.kernels, self.collectives, self.groups, self.runs):
+            pass
+
 
 @dataclass
 class Programs:
-    """The modules saved beside a profile, by name."""
+    """The modules of a profile."""
 
-    by_name: dict[str, Program] = field(default_factory=dict)
+    by_key: dict[ProgramKey, Program] = field(default_factory=dict)
+    several: frozenset[str] = frozenset()
+    """Names that several programs of the profile have."""
+    notes: list[str] = field(default_factory=list)
 
-    def find(self, module: str) -> Program | None:
-        """Return a module by its name in the trace; None when its HLO was not saved."""
-        return self.by_name.get(module)
+    def find(self, key: ProgramKey) -> Program | None:
+        """Return a program; None when its HLO was not saved."""
+        return self.by_key.get(key)
+
+    def label(self, key: ProgramKey) -> str:
+        """Return its name, with its id where several programs have the name: `jit_dot(16)`."""
+        return f"{key.module}({key.program_id})" if key.module in self.several and key.program_id is not None else key.module
 
 
-def read_programs(directory: Path, num_devices: int, mesh: Mapping[str, int] | None) -> Programs:
-    """Read every `<module>.hlo.txt` beside a profile.
+def read_programs(hosts: Sequence[Host], directory: Path, num_devices: int, mesh: Mapping[str, int] | None) -> Programs:
+    """Read the programs that ran: from the traces, by their id, else from `<module>.hlo.txt` beside them.
+
+    A module in a trace that cannot be read is left out with a note.
 
     Raises:
-      UserError: a file is damaged.
+      UserError: an `<module>.hlo.txt` is damaged.
     """
-    found = Programs()
     assert mesh is None or math.prod(mesh.values()) == num_devices, (mesh, num_devices)
+    ran = {key for host in hosts for key in host.programs_run()}
+    found = Programs(several=frozenset(name for name, count in Counter(key.module for key in ran).items() if name and count > 1))
+    by_id = _in_traces(hosts, ran, num_devices, mesh, found.notes)
+    found.by_key = {key: by_id[key.program_id] for key in ran if key.program_id in by_id}
+    complete = {key.module for key in ran} - {key.module for key in ran - found.by_key.keys()}
     for path in sorted(directory.glob("*" + HLO_SUFFIX)):
-        try:
-            module = parse(path.read_text())
-        except (ValueError, OSError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
-        found.by_name[path.name.removesuffix(HLO_SUFFIX)] = Program(module, num_devices, mesh)
+        if (name := path.name.removesuffix(HLO_SUFFIX)) not in complete:
+            program = _text(path, num_devices, mesh)
+            found.by_key |= {key: program for key in ran if key.module == name and key not in found.by_key}
     return found
+
+
+def _in_traces(
+    hosts: Sequence[Host], ran: Iterable[ProgramKey], num_devices: int, mesh: Mapping[str, int] | None, notes: list[str]
+) -> dict[int | None, Program]:
+    """Return the modules in the traces by program id. Hosts of one run have the same programs: the first that has one is read.
+
+    Some versions of XLA number the programs that ran and the saved modules apart (CPU, jax 0.12). A module of another name than the
+    program's is not taken; then the only module with the program's name is.
+    """
+    wanted = {key.program_id: key for key in ran}
+    found: dict[int | None, Program] = {}
+    for host in hosts:
+        named: dict[str, list[Program]] = {}
+        with host.path.open("rb") as file:
+
+            def read(span: tuple[int, int], what: object, file: BinaryIO = file) -> Program | None:
+                file.seek(span[0])
+                try:
+                    data = file.read(span[1] - span[0])
+                    program = Program(read_module(data), num_devices, mesh, read_memory(data, instruction_names(data)))
+                    program.read_all()
+                except (ValueError, LookupError, RecursionError, StopIteration) as error:
+                    notes.append(f"the HLO of {what} in the trace cannot be read ({error})")
+                    return None
+                return program
+
+            unread = dict(host.modules)
+            for own, span in host.modules.items():
+                number = host.program_ids.get(own, own)
+                if number in found or number not in wanted:
+                    continue
+                del unread[own]
+                if (program := read(span, wanted[number].module or number)) is None:
+                    continue
+                if wanted[number].module in ("", program.module.name):
+                    found[number] = program
+                else:
+                    named.setdefault(program.module.name, []).append(program)
+            if named:
+                for own, span in unread.items():
+                    if (program := read(span, own)) is not None:
+                        named.setdefault(program.module.name, []).append(program)
+                for wanted_id, key in wanted.items():
+                    if wanted_id not in found and len(same := named.get(key.module, [])) == 1:
+                        found[wanted_id] = same[0]
+    return found
+
+
+def _text(path: Path, num_devices: int, mesh: Mapping[str, int] | None) -> Program:
+    try:
+        return Program(parse(path.read_text()), num_devices, mesh)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 _COLLECTIVE = re.compile(

@@ -1,79 +1,14 @@
-"""The protobuf wire format: numbers, texts, the fields of a message, and the small messages of an XSpace that are read one by one."""
+"""The small messages of an XSpace that are read one by one: metadata entries and statistics."""
 
 from __future__ import annotations
 
-import mmap
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Mapping
 
-import numpy as np
+from ridgeline.hlo.protobuf import Buffer, decode_text, fields, signed, varint
 
-Buffer = bytes | mmap.mmap
 Value = int | float | str
-
-
-class Damaged(ValueError):
-    """Not a complete XSpace message."""
-
-
-def varints(data: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Read a varint at each position: values int64 [n] and the positions after them."""
-    byte = data[np.minimum(position, len(data) - 1)]
-    value = (byte & 127).astype(np.uint64)
-    after = position + 1
-    rows = np.flatnonzero(byte > 127)
-    shift = 7
-    while len(rows):
-        if shift > 63:
-            break  # ten bytes have at most 64 bits; a longer one ends beyond its message, which is detected there
-        byte = data[np.minimum(after[rows], len(data) - 1)]
-        value[rows] |= (byte & 127).astype(np.uint64) << np.uint64(shift)
-        after[rows] += 1
-        rows = rows[byte > 127]
-        shift += 7
-    return value.view(np.int64), after
-
-
-def fields(data: Buffer, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (field number, start of the tag, start of the value, end of the value) of the fields of a message."""
-    position = start
-    while position < end:
-        tag, begin = varint(data, position)
-        wire = tag & 7
-        if wire == 2:
-            length, begin = varint(data, begin)
-            stop = begin + length
-        elif wire == 0:
-            _, stop = varint(data, begin)
-        elif wire in (1, 5):
-            stop = begin + (8 if wire == 1 else 4)
-        else:
-            raise Damaged(f"unknown wire type {wire}")
-        if stop > end or not tag >> 3:
-            raise Damaged("the file is truncated")
-        yield tag >> 3, position, begin, stop
-        position = stop
-
-
-def varint(data: Buffer, position: int) -> tuple[int, int]:
-    """Return a varint and the position after it."""
-    value = shift = 0
-    try:
-        while True:
-            byte = data[position]
-            position += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value, position
-            shift += 7
-            if shift > 63:
-                raise Damaged("a number is too long")
-    except IndexError:
-        raise Damaged("the file is truncated") from None
-
-
-def decode_text(data: Buffer, start: int, end: int) -> str:
-    return bytes(data[start:end]).decode(errors="replace")
 
 
 def map_entry(data: Buffer, start: int, end: int) -> tuple[int, str]:
@@ -101,10 +36,33 @@ def decode_stat(stat: bytes, names: dict[int, str]) -> tuple[int, Value]:
             value = float(struct.unpack("<d", stat[begin:stop])[0])
         elif number in (3, 4):
             value, _ = varint(stat, begin)
-            if number == 4 and value >= 2**63:
-                value -= 2**64
+            value = signed(value) if number == 4 else value
         elif number in (5, 6):
             value = decode_text(stat, begin, stop)
         elif number == 7:
             value = names.get(varint(stat, begin)[0], "")
     return key, value
+
+
+def module_entry(data: Buffer, start: int, end: int, names: Mapping[int, str]) -> tuple[int, tuple[int, int]] | None:
+    """Read an entry of the event metadata of the plane `/host:metadata`: a program's id (signed 64-bit), and start and end of its HloProto
+    in the file. None for an entry without one."""
+    number, name, module = 0, "", None  # type: int, str, tuple[int, int] | None
+    stated: int | None = None
+    for which, _, begin, stop in fields(data, start, end):
+        if which == 1:
+            number = signed(varint(data, begin)[0])
+        for inner, _, first, last in fields(data, begin, stop) if which == 2 else ():
+            if inner == 2:
+                name = decode_text(data, first, last)
+            elif inner == 5:
+                found = {field: (a, b) for field, _, a, b in fields(data, first, last)}
+                what = names.get(varint(data, found[1][0])[0], "") if 1 in found else ""
+                if what in ("Hlo Proto", "hlo_proto") and 6 in found:
+                    module = found[6]
+                elif what == "program_id" and (3 in found or 4 in found):
+                    stated = signed(varint(data, found[3 if 3 in found else 4][0])[0])
+    if module is None:
+        return None
+    written = re.search(r"\((\d+)\)$", name)  # `jit_f(16)`
+    return stated if stated is not None else signed(int(written.group(1))) if written else number, module

@@ -59,7 +59,7 @@ def _tensorboard(directory: Path, analysis: Analysis, figures: Mapping[str, byte
         for key in _SCALARS:
             metric(f"train_step_ledger/{key}")
             values.append(Summary.Value(tag=f"train_step_ledger/{key}", simple_value=getattr(step, key)))
-        writer.write_event(Event(wall_time=clock(), step=step.step or 0, summary=Summary(value=values)))
+        writer.write_event(Event(wall_time=clock(), step=step.window if step.step is None else step.step, summary=Summary(value=values)))
     images = [Summary.Value(tag=f"train_step_ledger/{name}", image=_image(png)) for name, png in figures.items()]
     writer.write_event(Event(wall_time=clock(), step=last, summary=Summary(value=images)))
     writer.close()

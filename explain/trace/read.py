@@ -7,15 +7,17 @@ events of host threads with the statistics `hlo_op` and `device_ordinal` (thread
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ridgeline.configs.errors import UserError
+from ridgeline.explain.trace.protobuf import Value
 from ridgeline.explain.trace.wire import MISSING, Line, Plane, Space, read_space
+from ridgeline.rundir.analysis import DeviceFacts
 
 WANTED = frozenset(
     {"hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal", "correlation_id", "step_num", "name", "tf_op"}
@@ -23,11 +25,21 @@ WANTED = frozenset(
 )
 _DROPPED = re.compile(r"end: |ThreadpoolListener|Wait for |InvokeRendezvous|Rendezvous$|PythonRefManager")
 _DEVICE_PLANE = re.compile(r"/device:GPU:(\d+)")
+_OTHER_DEVICE = re.compile(r"/device:(?!GPU|CPU|CUSTOM)(\w+)")
 _SUFFIX = re.compile(r"-p(\d{5})$")
 
 EPOCH_NS = 10**17
 """Times above this (year 1973) are wall-clock times."""
 Kind = Literal["gpu", "cpu"]
+
+
+class ProgramKey(NamedTuple):
+    """What identifies a compiled program in a capture: several programs may have the same name (`jit_dot` of other shapes)."""
+
+    module: str
+    """Name of its HLO module; '' where the trace has none."""
+    program_id: int | None
+    """Statistic `program_id`, signed 64-bit, as the first host has it (see Host.program_ids); None where the trace has none."""
 
 
 @dataclass
@@ -71,8 +83,8 @@ class Device:
     """Number on its host, from 0."""
     ops: Ops
     """In order of their start."""
-    model: str | None = None
-    """Model name in the trace, such as `NVIDIA H100 80GB HBM3`."""
+    facts: DeviceFacts | None = None
+    """What the trace contains of the device itself."""
 
 
 @dataclass
@@ -107,6 +119,22 @@ class Host:
     devices: list[Device]
     threads: list[Events]
     notes: list[str] = field(default_factory=list)
+    other_devices: list[str] = field(default_factory=list)
+    """Kinds of devices in the file that are not analyzed, such as `TPU`."""
+    program_ids: dict[int, int] = field(default_factory=dict)
+    """Program id in its file -> id in `ops.program`, where they differ. Processes number their programs by themselves."""
+
+    modules: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Program id in its file -> start and end of the HloProto there."""
+
+    def programs_run(self) -> set[ProgramKey]:
+        """Return the programs that its devices ran."""
+        columns = [np.stack([d.ops.module, d.ops.program]) for d in self.devices if len(d.ops)]
+        return {self.program_key(*pair) for each in columns for pair in np.unique(each, axis=1).T.tolist()}
+
+    def program_key(self, module: int, program: int) -> ProgramKey:
+        """Return the program of a row of operations, from its columns `module` and `program`."""
+        return ProgramKey("" if module == MISSING else self.strings[module], None if program == MISSING else program)
 
     @property
     def has_wall_clock(self) -> bool:
@@ -122,12 +150,43 @@ def read_hosts(paths: Sequence[Path]) -> list[Host]:
     """Read the profiles of one capture, one file per process.
 
     Raises:
-      UserError: a file is missing, empty, truncated or not a profile; or no file contains device work.
+      UserError: a file is missing, empty, truncated or not a profile; or no file contains device work, or only that of TPUs.
     """
     hosts = [read_host(path, number) for number, path in enumerate(sorted(paths))]
+    gpus = any(len(device.ops) for host in hosts for device in host.devices if host.kind == "gpu")
+    if not gpus and (other := sorted({name for host in hosts for name in host.other_devices})):
+        advice = "use xprof for it (pip install xprof)" if "TPU" in other else "their planes have another layout"
+        raise UserError(f"{paths[0]} is a capture of {', '.join(other)} devices; ridge analyzes GPUs and XLA's CPU backend only: {advice}")
     if not any(len(device.ops) for host in hosts for device in host.devices):
         raise UserError(f"{paths[0]} contains no device work: the profile was taken while no step ran")
+    _match_programs(hosts)
     return hosts
+
+
+def _match_programs(hosts: Sequence[Host]) -> None:
+    """Give a program the id that it has on the first host. Programs of one name are numbered in the order of their compilation; where a
+    host has as many of a name as the first one, they are matched in that order."""
+    first = _programs_by_name(hosts[0])
+    for host in hosts[1:]:
+        for name, mine in _programs_by_name(host).items():
+            theirs = first.get(name, [])
+            if len(mine) == len(theirs):
+                host.program_ids |= {own: other for own, other in zip(mine, theirs, strict=True) if own != other}
+        if host.program_ids:
+            for device in host.devices:
+                ids, which = np.unique(device.ops.program, return_inverse=True)
+                device.ops.program = np.array([host.program_ids.get(own, own) for own in ids.tolist()], np.int64)[which]
+
+
+def _programs_by_name(host: Host) -> dict[str, list[int]]:
+    """Return the ids of the programs of a host by name, ascending."""
+    found: dict[str, set[int]] = {}
+    for device in host.devices:
+        known = device.ops.program != MISSING
+        pairs = np.unique(np.stack([device.ops.module[known], device.ops.program[known]], axis=1), axis=0)
+        for module, program in pairs.tolist():
+            found.setdefault(host.program_key(module, program).module, set()).add(program)
+    return {name: sorted(ids) for name, ids in found.items()}
 
 
 def read_host(path: Path, number: int = 0) -> Host:
@@ -150,6 +209,9 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
         strings=space.strings,
         devices=[],
         threads=[],
+        modules={number: span for plane in space.planes for number, span in plane.modules.items()},
+        notes=[f"{name}: the profiler reports: {text.strip()[:300]}" for text in dict.fromkeys(space.problems) if text.strip()],
+        other_devices=sorted({found[1] for plane in space.planes if (found := _OTHER_DEVICE.match(plane.name))}),
     )
     for plane in hosts:
         for line in plane.lines:
@@ -178,9 +240,32 @@ def _gpu(ordinal: int, plane: Plane) -> Device:
     """Return the kernels and copies of a GPU. Lines other than streams repeat them in another form, or belong to the profiler."""
     streams = [line for line in plane.lines if line.name.startswith("Stream")]
     lines = streams or [line for line in plane.lines if line.name == "XLA Ops"]
-    model = plane.stats.get("gpu_device_name")
     plane.lines = []
-    return Device(ordinal, _ops(lines, [np.ones(len(line.names), bool) for line in lines]), None if model is None else str(model))
+    return Device(ordinal, _ops(lines, [np.ones(len(line.names), bool) for line in lines]), _facts(plane.stats))
+
+
+def _facts(stats: Mapping[str, Value]) -> DeviceFacts | None:
+    """Return the device facts in the statistics of a plane (xplane_schema.cc: clock in kHz, sizes in bytes); None without any."""
+
+    def number(key: str) -> float | None:
+        value = stats.get(key)
+        return float(value) if isinstance(value, int | float) and value > 0 else None
+
+    def text(key: str) -> str | None:
+        return str(stats[key]) if stats.get(key) else None
+
+    cores, memory, clock_khz = number("core_count"), number("memory_size"), number("clock_rate")
+    minor = stats.get("compute_cap_minor", 0)
+    found = DeviceFacts(
+        vendor=text("device_vendor"),
+        model=text("gpu_device_name"),
+        cores=None if cores is None else int(cores),
+        clock_hz=None if clock_khz is None else clock_khz * 1e3,
+        memory_bytes=None if memory is None else int(memory),
+        memory_bandwidth_bytes_per_s=number("memory_bandwidth"),
+        compute_capability=None if "compute_cap_major" not in stats else f"{stats['compute_cap_major']}.{minor}",
+    )
+    return None if found == DeviceFacts() else found
 
 
 def _cpus(planes: list[Plane]) -> list[Device]:

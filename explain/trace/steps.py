@@ -1,4 +1,13 @@
-"""Steps: the assignment of operations to steps, and the start and end of a step on a device.
+"""Steps: what marks them, the assignment of operations to them, and the start and end of a step on a device.
+
+What marks the steps:
+
+* annotations with a step number (`jax.profiler.StepTraceAnnotation`). Of several names, the one that launches the main program: the program
+  with the most device time. Work of the other annotations on that thread belongs to no step;
+* without annotations, the executions of the main program, where it has most of the device time;
+* else nothing: the whole time of a device is one stretch, and not a step.
+
+A step is one window: numbers may repeat (every epoch may count from 0), so windows are identified by Windows.key.
 
 The host runs ahead of the device, so the start time of an operation does not determine its step. Methods, the most reliable first:
 
@@ -7,37 +16,47 @@ The host runs ahead of the device, so the start time of an operation does not de
   id);
 * program id: the n-th execution of the main program is the n-th step;
 * time: the last annotation that began before the operation.
-
-Without annotations the whole span of the devices is one step.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from typing import Literal
 
 import numpy as np
 
-from ridgeline.explain.trace.read import Device, Events, Host, Ops
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.explain.trace.classify import NOTHING
+from ridgeline.explain.trace.read import Device, Events, Host, Ops, ProgramKey
 from ridgeline.explain.trace.wire import MISSING
 
-Method = Literal["launch correlation", "run id", "program id", "time", "whole span"]
+Method = Literal["launch correlation", "run id", "program id", "time", "executions", "whole span"]
 _EXECUTOR = re.compile(r"ThunkExecutor::")
 ENOUGH = 0.9
 """A method must cover this share of the operations of a device to be used."""
+MAIN = 0.5
+"""Executions of a program stand for steps when it has this share of the device time."""
+SIGNIFICANT, SIGNIFICANT_TIME = 0.1, 0.02
+"""Operations that run equally often, are this share of a program's and take this share of its time, show the number of its executions;
+fewer may be a branch that is rarely taken. With three times the share their time does not matter."""
 
 
 @dataclass(frozen=True)
 class Markers:
-    """The annotations of steps on a host, in order of time."""
+    """The step annotations of a thread of a host, in order of time."""
 
     step: np.ndarray
     """int64 [S]: step numbers."""
     start: np.ndarray
     end: np.ndarray
-    thread: str
+    chosen: np.ndarray
+    """bool [S]: annotations of steps; the others take place between steps."""
+    thread: int
+    """Index into Host.threads."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,7 @@ class Windows:
     """The steps of one device: step[i] is the time from start[i] to end[i]; they do not overlap."""
 
     step: np.ndarray
-    """int64 [S]; MISSING for the whole span."""
+    """int64 [S]: their numbers; MISSING where they have none."""
     start: np.ndarray
     end: np.ndarray
     of_op: np.ndarray
@@ -53,42 +72,234 @@ class Windows:
     method: Method
     covered: float
     """Share of the operations that the method assigned directly."""
+    key: np.ndarray
+    """int64 [S]: identifies a step on all devices, ascending in time."""
 
 
-def find_markers(host: Host) -> Markers | None:
-    """Return the step annotations (events with `step_num`) of the thread with the most of them; None without any."""
-    found = [(thread, np.flatnonzero(thread.step != MISSING)) for thread in host.threads]
-    found = [(thread, rows) for thread, rows in found if len(rows)]
-    if not found:
+Classified = Sequence[tuple[Host, Device, np.ndarray]]
+"""The devices that have work: their host, and the kinds of their operations."""
+
+
+def main_program(devices: Classified) -> tuple[ProgramKey, float] | None:
+    """Return the program with the most device time, and its share of the time of all operations; None when the trace names no program."""
+    time: dict[ProgramKey, int] = defaultdict(int)
+    all_ps = 0
+    for host, device, kinds in devices:
+        ops = device.ops.take(kinds != NOTHING)
+        spent = (ops.end - ops.start).astype(float)
+        all_ps += int(spent.sum())
+        pairs, which = np.unique(np.stack([ops.module, ops.program]), axis=1, return_inverse=True)
+        for (module, program), ps in zip(pairs.T.tolist(), np.bincount(which.ravel(), spent).tolist(), strict=True):
+            if module != MISSING or program != MISSING:
+                time[host.program_key(module, program)] += int(ps)
+    if not time or not all_ps:
         return None
-    thread, rows = max(found, key=lambda pair: len(pair[1]))
-    name = Counter(thread.name[rows].tolist()).most_common(1)[0][0]
-    rows = rows[thread.name[rows] == name]
-    return Markers(thread.step[rows], thread.start[rows], thread.end[rows], thread.thread)
+    main = max(time, key=lambda key: time[key])
+    return main, time[main] / all_ps
 
 
-def assign(host: Host, device: Device, markers: Markers | None) -> Windows:
-    """Place the operations of a device in steps and cut its time into them."""
+def step_annotations(devices: Classified, main: ProgramKey | None) -> dict[str, float]:
+    """Return the names of the step annotations, the best first: name -> share of the main program's device time that it launches.
+
+    A launch belongs to the innermost annotation around it, or to the last that began before. Where the trace does not contain launches, the
+    calls of the function from Python count; without those the start of the operation, unless exactly one name has as many annotations as
+    the program has executions.
+    """
+    launched: dict[str, float] = defaultdict(float)
+    found: dict[str, int] = defaultdict(int)
+    for host, device, _ in devices:
+        marks = _marks(host)
+        if not marks:
+            continue
+        names = sorted({name for _, name in marks})
+        for _, name in marks:
+            found[name] += 1
+            launched[name] += 0.0
+        ops = device.ops.take(_of_program(host, device.ops, main)) if main is not None else device.ops
+        spent = (ops.end - ops.start).astype(float)
+        times, _, _ = _launches(host, ops)
+        calls = np.zeros(0, np.int64) if main is None or times is not None else _calls(host, main)
+        if len(calls):
+            times, spent = calls, np.full(len(calls), spent.sum() / len(calls))
+        if times is None:
+            runs = len(_execution_starts(ops))
+            fitting = [name for name in names if sum(len(rows) for (_, other), rows in marks.items() if other == name) == runs]
+            if len(fitting) == 1:
+                launched[fitting[0]] += float(spent.sum())
+                continue
+        owner = _innermost(host, marks, names, ops.start if times is None else times)
+        for index, name in enumerate(names):
+            launched[name] += float(spent[owner == index].sum())
+    whole = sum(launched.values()) or 1.0
+    return {name: launched[name] / whole for name in sorted(found, key=lambda name: (-launched[name], -found[name], name))}
+
+
+def find_markers(host: Host, name: str) -> Markers | None:
+    """Return the step annotations of a host: those called `name`, on the thread with the most of them, and those of other names on that
+    thread that overlap none of them. None without any of the name."""
+    marks = _marks(host)
+    mine = {thread: rows for (thread, other), rows in marks.items() if other == name}
+    if not mine:
+        return None
+    thread = max(mine, key=lambda index: len(mine[index]))
+    events, rows = host.threads[thread], _outermost(host.threads[thread], mine[thread])
+    others = np.concatenate([found for (where, other), found in marks.items() if where == thread and other != name] or [rows[:0]])
+    before = np.searchsorted(events.start[rows], events.end[others], side="left") - 1  # the last that begins before the end of the other
+    others = others[(before < 0) | (events.end[rows][np.maximum(before, 0)] <= events.start[others])]
+    every = np.sort(np.concatenate([rows, _outermost(events, np.sort(others))]))
+    return Markers(events.step[every].astype(np.int64), events.start[every], events.end[every], np.isin(every, rows), thread)
+
+
+def choose(found: Mapping[str, float], name: str | None) -> str | None:
+    """Return the annotation to use: the given name, else the best; None where there is none. Raises UserError for an unknown name."""
+    if name is not None and not found:
+        raise UserError(f"the trace has no step annotations, so none '{name}'; jax.profiler.StepTraceAnnotation makes them")
+    if name is not None and name not in found:
+        raise unknown_name("step annotation", name, list(found))
+    return name or next(iter(found), None)
+
+
+def assign(host: Host, device: Device, markers: Markers, main: ProgramKey | None) -> Windows:
+    """Place the operations of a device in steps and cut its time into them. `main`: from main_program."""
     ops = device.ops
-    if markers is None:
-        every = [d.ops for d in host.devices if len(d.ops)]
-        span = min(int(o.start.min()) for o in every), max(int(o.end.max()) for o in every)
-        return Windows(np.array([MISSING]), np.array([span[0]]), np.array([span[1]]), np.zeros(len(ops), np.int64), "whole span", 1.0)
-    of_op, method, covered = _steps_of_ops(host, ops, markers)
+    of_op, method, covered = _steps_of_ops(host, ops, markers, main)
     start, end = _bounds(ops, of_op, markers)
-    return Windows(markers.step, start, end, of_op, method, covered)
+    index = np.where(markers.chosen, np.cumsum(markers.chosen) - 1, MISSING)
+    of_op = np.where(of_op >= 0, index[np.maximum(of_op, 0)], MISSING)
+    mine = markers.chosen
+    return Windows(markers.step[mine], start[mine], end[mine], of_op, method, covered, np.arange(int(mine.sum())))
 
 
-def _steps_of_ops(host: Host, ops: Ops, markers: Markers) -> tuple[np.ndarray, Method, float]:
-    by_launch = _step_at(markers, _looked_up(ops.correlation, [(t.correlation, t) for t in host.threads]))
-    share = _share(by_launch)
-    if share >= ENOUGH:
-        return _filled(by_launch), "launch correlation", share
-    by_run = _step_at(markers, _looked_up(ops.run, [(_launched_runs(host, t), t) for t in host.threads]))
-    share = _share(by_run)
-    if share >= ENOUGH:
-        return _filled(by_run), "run id", share
-    by_program = _by_program(ops, markers)
+def assign_executions(host: Host, device: Device, main: ProgramKey) -> Windows | None:
+    """Make every execution of the main program a step, until the next begins; None where the device does not run it.
+
+    Work before the first execution and after the last belongs to none.
+    """
+    ops = device.ops
+    rows = _of_program(host, ops, main)
+    start = _execution_starts(ops.take(rows))
+    if not len(start):
+        return None
+    last = int(ops.end[rows].max())
+    of_op = np.searchsorted(start, ops.start, side="right") - 1
+    of_op = np.where((of_op < 0) | (ops.start >= last), MISSING, of_op)
+    end = np.append(start[1:], last)
+    return Windows(np.full(len(start), MISSING), start, end, of_op, "executions", float(rows.mean()), np.arange(len(start)))
+
+
+def whole_span(ops: Ops) -> Windows:
+    """Return one window from the first to the last operation of a device."""
+    start, end = np.array([ops.start.min()], np.int64), np.array([ops.end.max()], np.int64)
+    return Windows(np.array([MISSING]), start, end, np.zeros(len(ops), np.int64), "whole span", 1.0, np.zeros(1, np.int64))
+
+
+def match(windows: Sequence[Windows]) -> list[Windows]:
+    """Give equal keys to the same steps on all devices, which are found by their numbers and order; executions by their order."""
+    reference = windows[0].step.tolist()
+    matched = []
+    for mine in windows:
+        steps = mine.step.tolist()
+        key = np.arange(len(steps))
+        if steps != reference and not (mine.step == MISSING).all():
+            key += len(reference)  # on this device only
+            for block in SequenceMatcher(None, reference, steps, autojunk=False).get_matching_blocks():
+                key[block.b : block.b + block.size] = np.arange(block.a, block.a + block.size)
+        matched.append(replace(mine, key=key))
+    return matched
+
+
+def _marks(host: Host) -> dict[tuple[int, str], np.ndarray]:
+    """Return (index of the thread, name) -> rows of the events with a step number."""
+    found: dict[tuple[int, str], np.ndarray] = {}
+    for index, thread in enumerate(host.threads):
+        rows = np.flatnonzero(thread.step != MISSING)
+        for name in np.unique(thread.name[rows]).tolist():
+            found[index, host.strings[name]] = rows[thread.name[rows] == name]
+    return found
+
+
+def _outermost(events: Events, rows: np.ndarray) -> np.ndarray:
+    """Return the rows, in order of their start, that are inside no earlier one."""
+    reach = np.maximum.accumulate(events.end[rows])
+    return rows[np.append(True, events.start[rows][1:] >= reach[:-1])] if len(rows) else rows
+
+
+def _innermost(host: Host, marks: Mapping[tuple[int, str], np.ndarray], names: Sequence[str], times: np.ndarray) -> np.ndarray:
+    """Return the index of the name of the innermost annotation around each time; of the last one before where none is around it; else
+    MISSING."""
+    owner, begun, inside = np.full(len(times), MISSING), np.full(len(times), MISSING, np.int64), np.zeros(len(times), bool)
+    for (thread, name), rows in marks.items():
+        events = host.threads[thread]
+        index = np.searchsorted(events.start[rows], times, side="right") - 1
+        start = np.where(index >= 0, events.start[rows][np.maximum(index, 0)], MISSING)
+        around = (index >= 0) & (events.end[rows][np.maximum(index, 0)] > times)
+        better = (index >= 0) & ((around & ~inside) | ((around == inside) & (start > begun)))
+        owner = np.where(better, names.index(name), owner)
+        begun, inside = np.where(better, start, begun), inside | around
+    return owner
+
+
+def _calls(host: Host, program: ProgramKey) -> np.ndarray:
+    """Return when Python called the function of a program."""
+    name = f"PjitFunction({program.module.removeprefix('jit_')})"
+    index = host.strings.index(name) if name in host.strings else MISSING
+    return np.concatenate([thread.start[thread.name == index] for thread in host.threads])
+
+
+def _of_program(host: Host, ops: Ops, program: ProgramKey) -> np.ndarray:
+    """Return the mask of the operations of a program."""
+    pairs, which = np.unique(np.stack([ops.module, ops.program]), axis=1, return_inverse=True)
+    return np.array([host.program_key(*pair) == program for pair in pairs.T.tolist()], bool)[which.ravel()]
+
+
+def _execution_starts(ops: Ops, expected: int | None = None) -> np.ndarray:
+    """Return when each execution of a program begins.
+
+    Executions are told apart by their run ids; else by the first of the operations that run once per execution. An operation is an
+    instruction and a kernel, as an instruction may launch several kernels. Those in loops run more often, those in branches less often.
+
+    Args:
+      ops: the operations of the program on one device.
+      expected: the number of executions, where it is known.
+    """
+    if not len(ops):
+        return np.zeros(0, np.int64)
+    if (ops.run != MISSING).all():
+        return np.sort(ops.start[np.unique(ops.run, return_index=True)[1]])
+    _, first, which, count = np.unique(np.stack([ops.op, ops.name]), axis=1, return_index=True, return_inverse=True, return_counts=True)
+    often, group = np.unique(count, return_inverse=True)
+    share = np.bincount(group.ravel()) / len(count)
+    spent = np.bincount(group.ravel()[which.ravel()], weights=(ops.end - ops.start).astype(float))
+    usual = often[((share >= SIGNIFICANT) & (spent >= SIGNIFICANT_TIME * spent.sum())) | (share >= 3 * SIGNIFICANT)]
+    least = int((usual if len(usual) else often).min())
+    once = (count == least) | ((count == least + 1) & (least > 1))  # a trace that is cut within an execution has one more of some
+    if (count == expected).any():
+        once = count == expected
+    anchor = np.flatnonzero(once)[np.argmin(ops.start[first[once]])]
+    return np.sort(ops.start[which.ravel() == anchor])
+
+
+def _launches(host: Host, ops: Ops) -> tuple[np.ndarray | None, Method, float]:
+    """Return the time of the host at which each operation was launched (MISSING where unknown), how it was found, and the share of the
+    operations for which it was; None where it is known for too few."""
+    evidence: tuple[tuple[Method, np.ndarray], ...] = (
+        ("launch correlation", _looked_up(ops.correlation, [(t.correlation, t) for t in host.threads])),
+        ("run id", _looked_up(ops.run, [(_launched_runs(host, t), t) for t in host.threads])),
+    )
+    for method, times in evidence:
+        share = float((times != MISSING).mean()) if len(times) else 0.0
+        if share >= ENOUGH:
+            return times, method, share
+    return None, "time", 1.0
+
+
+def _steps_of_ops(host: Host, ops: Ops, markers: Markers, main: ProgramKey | None) -> tuple[np.ndarray, Method, float]:
+    times, method, _ = _launches(host, ops)
+    if times is not None:
+        of_op = _step_at(markers, times)
+        if (share := float((of_op != MISSING).mean())) >= ENOUGH:
+            return _filled(of_op), method, share
+    by_program = _by_program(host, ops, markers, main)
     if by_program is not None:
         return by_program, "program id", 1.0
     return _step_at(markers, ops.start), "time", 1.0
@@ -119,35 +330,27 @@ def _step_at(markers: Markers, times: np.ndarray) -> np.ndarray:
     return np.where(times == MISSING, MISSING, index)
 
 
-def _share(of_op: np.ndarray) -> float:
-    return float((of_op != MISSING).mean()) if len(of_op) else 0.0
-
-
 def _filled(of_op: np.ndarray) -> np.ndarray:
     """Assign operations without a step to the step of the operation before."""
     rows = np.where(of_op != MISSING, np.arange(len(of_op)), 0)
     return of_op[np.maximum.accumulate(rows)]
 
 
-def _by_program(ops: Ops, markers: Markers) -> np.ndarray | None:
-    """Split at the first operation of the main program that occurs once per step; None when there is none."""
-    known = (ops.op != MISSING) & ((ops.program != MISSING) | (ops.module != MISSING))
-    if not known.any():
+def _by_program(host: Host, ops: Ops, markers: Markers, main: ProgramKey | None) -> np.ndarray | None:
+    """Assign the n-th execution of the main program to the n-th step, if there are as many, and what follows it to the same step, or to the
+    annotation between it and the next step. None otherwise."""
+    if main is None:
         return None
-    program = np.where(ops.program != MISSING, ops.program, ops.module)
-    time = Counter[int]()
-    values, index = np.unique(program[known], return_inverse=True)
-    for value, spent in zip(values, np.bincount(index, weights=(ops.end - ops.start)[known]), strict=True):
-        time[int(value)] = int(spent)
-    main = known & (program == time.most_common(1)[0][0])
-    names, first, count = np.unique(ops.op[main], return_index=True, return_counts=True)
-    once = count == len(markers.step)
-    if not once.any():
+    rows, steps = _of_program(host, ops, main), np.flatnonzero(markers.chosen)
+    starts = _execution_starts(ops.take(rows), len(steps))
+    if len(starts) != len(steps):
         return None
-    starts = ops.start[main]
-    anchor = names[once][np.argmin(starts[first[once]])]
-    cuts = np.sort(ops.start[main & (ops.op == anchor)])
-    return np.maximum(np.searchsorted(cuts, ops.start, side="right") - 1, 0)
+    run = np.searchsorted(starts, ops.start, side="right") - 1
+    done = np.full(len(steps), MISSING, np.int64)
+    np.maximum.at(done, np.maximum(run[rows], 0), ops.end[rows])
+    foreign = np.append(~markers.chosen, False)
+    after = foreign[steps + 1][run] & (ops.start >= done[run]) & (run >= 0)
+    return np.where(run < 0, max(int(steps[0]) - 1, 0), steps[run] + after)
 
 
 def _bounds(ops: Ops, of_op: np.ndarray, markers: Markers) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from ridgeline.configs.errors import UserError
-from ridgeline.explain.trace.protobuf import Buffer, Damaged, Value, decode_stat, decode_text, fields, map_entry, varint, varints
+from ridgeline.explain.trace.protobuf import Value, decode_stat, map_entry, module_entry
+from ridgeline.hlo.protobuf import Buffer, Damaged, decode_text, fields, varint, varints
 
 BATCH_BYTES = 8 << 20
 MISSING = -1
@@ -49,6 +50,8 @@ class Plane:
     name: str
     lines: list[Line] = field(default_factory=list)
     stats: dict[str, Value] = field(default_factory=dict)
+    modules: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Program id -> start and end of its HloProto in the file."""
 
 
 @dataclass
@@ -61,6 +64,8 @@ class Space:
     strings: list[str]
     """Every text that events refer to, once."""
     hostnames: list[str]
+    problems: list[str] = field(default_factory=list)
+    """Errors and warnings of the profiler, such as dropped events."""
 
 
 def read_space(path: Path, wanted: frozenset[str], drop: Callable[[str], bool]) -> Space:
@@ -96,7 +101,9 @@ def parse_space(data: Buffer, wanted: frozenset[str], drop: Callable[[str], bool
             space.planes.append(_plane(data, start, end, wanted, drop, strings, pending))
         elif number == 4:
             space.hostnames.append(decode_text(data, start, end))
-        elif number not in (2, 3):
+        elif number in (2, 3):
+            space.problems.append(decode_text(data, start, end))
+        else:
             raise Damaged(f"unknown field {number}")
     if not space.planes:
         raise Damaged("it contains no planes")
@@ -144,6 +151,7 @@ def _plane(
     events: dict[int, str] = {}
     stats: dict[int, str] = {}
     own: list[bytes] = []
+    entries: list[tuple[int, int]] = []
     for number, _, begin, stop in fields(data, start, end):
         if number == 2:
             plane.name = decode_text(data, begin, stop)
@@ -152,6 +160,7 @@ def _plane(
         elif number == 4:
             key, name = map_entry(data, begin, stop)
             events[key] = name
+            entries.append((begin, stop))
         elif number == 5:
             key, name = map_entry(data, begin, stop)
             stats[key] = name
@@ -160,6 +169,8 @@ def _plane(
     for raw in own:
         key, value = decode_stat(raw, stats)
         plane.stats[stats.get(key, str(key))] = value
+    if plane.name == "/host:metadata":
+        plane.modules = dict(found for span in entries if (found := module_entry(data, *span, stats)) is not None)
     reader = _Events(events, stats, wanted, drop, strings)
     for begin, stop in lines:
         line, base_ns = _line(data, begin, stop, reader)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ridgeline.configs.format import plural
 from ridgeline.configs.schema import RuntimeConfig
 from ridgeline.launch import exit_codes
 
@@ -84,7 +85,7 @@ def choose(
         if on_node is not None and used < on_node:
             return _trouble(
                 exit_codes.USAGE,
-                f"the {tasks} task(s) on this node would use {used} of its {on_node} allocated GPUs: "
+                f"the {plural(tasks, 'task')} on this node would use {used} of its {on_node} allocated GPUs: "
                 f"unset {VISIBLE}, or start one task per GPU (srun --ntasks-per-node={on_node})",
             )
         return LocalDevices(tuple(range(visible)), how)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import sys
@@ -16,12 +15,14 @@ from ridgeline.configs.schema import Config, RuntimeConfig
 from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster import network, rendezvous_client, rendezvous_server
 from ridgeline.launch.cluster.detect import LAST_PORT, PORT_TRIES, Cluster
+from ridgeline.launch.cluster.link import Link
 from ridgeline.launch.cluster.process_info import ProcessInfo, describe_process
-from ridgeline.launch.cluster.rendezvous import Stopped, Verdict
+from ridgeline.launch.cluster.rendezvous import SECRET, BackgroundLoop, Doorkeeper, Stopped, Verdict, allow_connections
 
 DOCUMENTATION_ADDRESS = "198.51.100.1"
 """Reserved for documentation, used by no host (RFC 5737): the route to it is the default route."""
 HEARTBEAT_S = 100
+"""JAX's own detection of a lost process, which ends this one in C++. The link (launch/cluster/link.py) is faster."""
 CONNECT_JAX_S = 120
 """Timeout of jax.distributed. Every process has just tested this port, so two minutes cover a slow machine."""
 
@@ -59,8 +60,10 @@ def join(
     stop: Callable[[], bool] = lambda: False,
     log: Callable[[str], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Joined:
+) -> tuple[Joined, Link]:
     """Connect the processes of a run and load JAX with the settings of `config.runtime`. A single process only loads JAX.
+
+    The link watches the other processes from then on; the caller announces its end on it.
 
     Args:
       stop: whether this process received SIGTERM; checked ten times a second.
@@ -75,12 +78,13 @@ def join(
     if cluster.processes == 1:
         if cluster.devices.trouble is not None:
             raise ClusterError(cluster.devices.trouble[1], cluster.devices.trouble[0])
-        return Joined((configure_runtime(config.runtime, clock),))
+        return Joined((configure_runtime(config.runtime, clock),)), Link()
     begin = clock()
     info = describe_process(cluster, config, os.environ)
     held: list[socket.socket] = []
+    link = Link()
     try:
-        verdict = _rendezvous(cluster, config, info, stop, log or _log, held)
+        verdict, link = _rendezvous(cluster, config, info, stop, log or _log, held)
         _raise_refusal(verdict)
         agreed = clock()
         if stop():
@@ -88,7 +92,11 @@ def join(
         loading = configure_runtime(config.runtime, clock)
         _connect(cluster, verdict)
     except Stopped:
+        link.leave(exit_codes.PREEMPTED)
         raise Preempted("received SIGTERM") from None
+    except BaseException as error:
+        link.leave(exit_codes.of(error))
+        raise
     finally:
         # Closed only after JAX has its port: until then no other run on this host can take the pair of ports.
         for listener in held:
@@ -96,7 +104,7 @@ def join(
     _check_found_devices(info, verdict)
     end = clock()
     stretches = (("rendezvous", begin, loading[1]), loading, ("rendezvous", loading[2], end))
-    return Joined(stretches, agreed - begin, end - agreed, network.with_port(verdict.address, verdict.port))
+    return Joined(stretches, agreed - begin, end - agreed, network.with_port(verdict.address, verdict.port)), link
 
 
 def configure_runtime(runtime: RuntimeConfig, clock: Callable[[], float] = time.monotonic) -> tuple[str, float, float]:
@@ -133,31 +141,37 @@ def _raise_refusal(verdict: Verdict) -> None:
 
 def _rendezvous(
     cluster: Cluster, config: Config, info: ProcessInfo, stop: Callable[[], bool], log: Callable[[str], None], held: list[socket.socket]
-) -> Verdict:
+) -> tuple[Verdict, Link]:
+    """Return the verdict and, if it is good, the connections that stay open."""
     timeout_s = config.runtime.rendezvous_timeout_s
+    loop, secret = BackgroundLoop(), os.environ.get(SECRET, "")
     if cluster.process != 0:
         assert cluster.coordinator is not None
-        return asyncio.run(
-            rendezvous_client.register(
-                info,
-                cluster.identity,
-                coordinator=cluster.coordinator,
-                addresses=cluster.addresses,
-                ports=cluster.ports,
-                timeout_s=timeout_s,
-                stop=stop,
-                log=log,
-            )
+        client = rendezvous_client.register(
+            info,
+            cluster.identity,
+            secret,
+            coordinator=cluster.coordinator,
+            addresses=cluster.addresses,
+            ports=cluster.ports,
+            timeout_s=timeout_s,
+            stop=stop,
+            log=log,
         )
+        verdict, connection = loop.run(client)
+        return verdict, Link() if connection is None else Link(loop, {0: connection}, {0: f"process 0 on {cluster.coordinator}"})
     own = own_addresses(cluster)
     port, listeners = _listen(own, cluster)
     held.extend(listener.dup() for listener in listeners)
     public = [address for address in own if not network.is_private(address)]
     if public:
         log(f"process 0 listens on the public address {public[0]}; to use a private one, pass --coordinator PRIVATE_ADDRESS:PORT")
+    if not secret and not all(network.is_loopback(address) for address in own):
+        log(f"{SECRET} is not set: any program that reaches process 0 can register; set it to the same random text in all processes")
+    allow_connections(cluster.processes)
     server = rendezvous_server.Server(
         own=info,
-        identity=cluster.identity,
+        doorkeeper=Doorkeeper(cluster.identity, secret, cluster.processes, log),
         name_of=cluster.name_of,
         check_all=lambda infos: _check_devices(config, infos),
         jax_ports=_ports_after(port),
@@ -165,7 +179,10 @@ def _rendezvous(
         log=log,
         timeout_s=timeout_s,
     )
-    return asyncio.run(server.run(listeners))
+    verdict = loop.run(server.run(listeners))
+    if not verdict.ok:
+        return verdict, Link()
+    return verdict, Link(loop, server.connections, {process: each.name for process, each in server.infos.items()}, relay=True)
 
 
 def own_addresses(cluster: Cluster) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster.detect import Cluster
@@ -62,12 +65,12 @@ class ProcessInfo:
         return asdict(self)
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> ProcessInfo:
-        """Read JSON values. Raises TypeError or KeyError for anything else."""
-        info = ProcessInfo(**{name: value[name] for name in ProcessInfo.__dataclass_fields__})
-        if not (isinstance(info.process, int) and isinstance(info.processes, int) and isinstance(info.config, dict)):
-            raise TypeError("not a process description")
-        return info
+    def from_json(value: object) -> ProcessInfo:
+        """Read JSON values. Raises ValueError for other types or fields."""
+        return _INFO.validate_json(json.dumps(value), strict=True)
+
+
+_INFO: TypeAdapter[ProcessInfo] = TypeAdapter(ProcessInfo)
 
 
 def describe_process(cluster: Cluster, config: Config, env: Mapping[str, str]) -> ProcessInfo:

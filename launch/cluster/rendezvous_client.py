@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster import network
 from ridgeline.launch.cluster.process_info import ProcessInfo
-from ridgeline.launch.cluster.rendezvous import SILENCE_S, Connection, Stopped, Verdict, connect, failure_reason, unless_stopped
+from ridgeline.launch.cluster.rendezvous import (
+    SILENCE_S,
+    Connection,
+    Stopped,
+    Verdict,
+    connect,
+    failure_reason,
+    offer,
+    read_verdict,
+    unless_stopped,
+)
 
 CONNECT_S = 3.0
 """Timeout of one attempt; a connection inside a cluster takes milliseconds."""
@@ -35,6 +45,7 @@ class Attempts:
 async def register(
     info: ProcessInfo,
     identity: str,
+    secret: str,
     *,
     coordinator: str,
     addresses: Sequence[str],
@@ -42,32 +53,34 @@ async def register(
     timeout_s: float,
     stop: Callable[[], bool],
     log: Callable[[str], None],
-) -> Verdict:
-    """Register with process 0 and return its verdict. Raises Stopped."""
+) -> tuple[Verdict, Connection | None]:
+    """Register with process 0; return its verdict and, of a successful rendezvous, the open connection. Raises Stopped."""
     attempts = Attempts(coordinator, addresses, ports)
-    connection = await _find(identity, info, attempts, timeout_s, stop, log)
+    connection = await _find((identity, secret), info, attempts, timeout_s, stop, log)
     if connection is None:
-        return Verdict(
-            False,
+        message = (
             f"{info.name} could not reach {attempts}; gave up after {timeout_s:.0f} s "
-            "(check that process 0 runs and that no firewall blocks these ports)",
-            exit_codes.LOST_PEER,
+            "(check that process 0 runs and that no firewall blocks these ports)"
         )
+        return Verdict(False, message, exit_codes.LOST_PEER), None
+    verdict: Verdict | None = None
     try:
-        return await _wait(connection, coordinator, stop)
+        verdict = await _wait(connection, coordinator, stop)
+        return verdict, connection if verdict.ok else None
     finally:
-        connection.close()
+        if verdict is None or not verdict.ok:
+            connection.close()
 
 
 async def _find(
-    identity: str, info: ProcessInfo, attempts: Attempts, timeout_s: float, stop: Callable[[], bool], log: Callable[[str], None]
+    start: tuple[str, str], info: ProcessInfo, attempts: Attempts, timeout_s: float, stop: Callable[[], bool], log: Callable[[str], None]
 ) -> Connection | None:
     """Retry all addresses and ports until process 0 of this start accepts; None after timeout_s."""
     loop = asyncio.get_running_loop()
     begin = loop.time()
     message_s, pause_s = FIRST_MESSAGE_S, 0.05
     while True:
-        connection = await unless_stopped(_try_all(identity, info, attempts), stop)
+        connection = await unless_stopped(_try_all(start, info, attempts), stop)
         if connection is not None:
             return connection
         waited_s = loop.time() - begin
@@ -80,11 +93,11 @@ async def _find(
         pause_s = min(1.0, 1.5 * pause_s)
 
 
-async def _try_all(identity: str, info: ProcessInfo, attempts: Attempts) -> Connection | None:
+async def _try_all(start: tuple[str, str], info: ProcessInfo, attempts: Attempts) -> Connection | None:
     """Try every port of every address once, the ports of one address at the same time; None if process 0 is at none of them."""
     for address in attempts.addresses:
         attempts.count += 1
-        tasks = [asyncio.ensure_future(_connect(address, port, identity, info)) for port in attempts.ports]
+        tasks = [asyncio.ensure_future(_connect(address, port, start, info)) for port in attempts.ports]
         try:
             for attempt in asyncio.as_completed(tasks):
                 result = await attempt
@@ -99,19 +112,16 @@ async def _try_all(identity: str, info: ProcessInfo, attempts: Attempts) -> Conn
     return None
 
 
-async def _connect(address: str, port: int, identity: str, info: ProcessInfo) -> Connection | str:
+async def _connect(address: str, port: int, start: tuple[str, str], info: ProcessInfo) -> Connection | str:
     """Return the connection to process 0 of this start, or the reason of the failure."""
     where = network.with_port(address, port)
     connection: Connection | None = None
     accepted = False
     try:
         connection = await connect(address, port, CONNECT_S)
-        await connection.send({"ridge": 1, "identity": identity, "card": info.to_json()})
-        reply = await asyncio.wait_for(connection.receive(), 2 * CONNECT_S)
-        if reply is None or reply.get("ridge") != 1:
-            return f"{where}: another program listens on this port"
-        if reply.get("identity") != identity:
-            return f"{where}: process 0 of another run ({reply.get('other')})"
+        if (why := await offer(connection, *start)) is not None:
+            return f"{where}: {why}"
+        await connection.send({"card": info.to_json()})
         accepted = True
         return connection
     except OSError as error:
@@ -134,7 +144,7 @@ async def _wait(connection: Connection, coordinator: str, stop: Callable[[], boo
         if message is None:
             return lost
         if "verdict" in message:
-            return Verdict(**message["verdict"])
+            return read_verdict(message["verdict"]) or lost
         if "probe" in message:
             address, port = message["probe"]
             await connection.send({"probed": await _probe(address, port)})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster import network
 from ridgeline.launch.cluster.process_info import ProcessInfo, differences
-from ridgeline.launch.cluster.rendezvous import BEAT_S, LINE_LIMIT_BYTES, TICK_S, Connection, Stopped, Verdict
+from ridgeline.launch.cluster.rendezvous import BEAT_S, BUFFER_BYTES, SECRET, TICK_S, Connection, Doorkeeper, Stopped, Verdict
 
 BACKLOG = 4096
 SETTLE_S = 3.0
@@ -52,7 +52,7 @@ class Server:
     """
 
     own: ProcessInfo
-    identity: str
+    doorkeeper: Doorkeeper
     name_of: Callable[[int], str]
     check_all: Callable[[Sequence[ProcessInfo]], tuple[int, str] | None]
     jax_ports: Sequence[int]
@@ -68,10 +68,13 @@ class Server:
     _handlers: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self, listeners: Sequence[socket.socket]) -> Verdict:
-        """Run the rendezvous; return the verdict after sending it to all processes. Raises Stopped on a request to stop."""
+        """Run the rendezvous; return the verdict after sending it to all processes. Raises Stopped on a request to stop.
+
+        The connections of a successful rendezvous stay open, with no reader.
+        """
         self.infos[self.own.process] = self.own
         self._check(self.own)
-        servers = [await asyncio.start_server(self._accept, sock=item, limit=LINE_LIMIT_BYTES) for item in listeners]
+        servers = [await asyncio.start_server(self._accept, sock=item, limit=BUFFER_BYTES) for item in listeners]
         try:
             verdict = await self._decide()
             await self._send_verdict(verdict)
@@ -83,8 +86,9 @@ class Server:
                 server.close()
             for task in self._handlers:
                 task.cancel()
-            for connection in self.connections.values():
-                connection.close()
+            if self.verdict is None or not self.verdict.ok:
+                for connection in self.connections.values():
+                    connection.close()
 
     async def _decide(self) -> Verdict:
         missing = await self._gather()
@@ -97,7 +101,8 @@ class Server:
             verb = "has" if len(missing) == 1 else "have"
             return Verdict(
                 False,
-                f"{named} {verb} not started within {self.timeout_s:.0f} s; {len(self.infos)} of {self.own.processes} processes are here",
+                f"{named} {verb} not started within {self.timeout_s:.0f} s; {len(self.infos)} of {self.own.processes} processes are here"
+                + self._strangers(),
                 exit_codes.LOST_PEER,
             )
         error = self.check_all([self.infos[process] for process in sorted(self.infos)])
@@ -200,25 +205,21 @@ class Server:
 
     async def _serve(self, connection: Connection) -> None:
         """Serve one connection."""
-        hello = await connection.receive()
-        if hello is None or hello.get("ridge") != 1 or hello.get("identity") != self.identity:
-            if hello is not None:
-                await connection.send({"ridge": 1, "other": self.identity})
-            connection.close()
+        if not await self.doorkeeper.admit(connection):
             return
         try:
-            info = ProcessInfo.from_json(hello["card"])
-        except (KeyError, TypeError):
+            info = ProcessInfo.from_json((await connection.receive() or {}).get("card"))
+        except ValueError:
+            self.log(f"WARNING: ignored a process at {connection.peer} that does not describe itself as this version does")
             connection.close()
             return
-        await connection.send({"ridge": 1, "identity": self.identity})
         self._admit(info, connection)
         if self.verdict is not None:
             await connection.send({"verdict": self.verdict.to_json()})
         while (message := await connection.receive()) is not None:
             if "probed" in message:
-                self.probed[info.process] = message["probed"]
-            if "stopping" in message:
+                self.probed[info.process] = None if message["probed"] is None else str(message["probed"])[:200]
+            if message.get("stopping") is True:
                 self.stopping = f"{info.name} received SIGTERM"
         if self.verdict is None and self.stopping is None:
             self.errors.append((exit_codes.LOST_PEER, f"{info.name} ended during the rendezvous"))
@@ -255,6 +256,10 @@ class Server:
         code = max(code for code, _ in self.errors)
         messages = list(dict.fromkeys(message for each, message in self.errors if each == code))
         return Verdict(False, _some(messages, "; "), code)
+
+    def _strangers(self) -> str:
+        count = self.doorkeeper.strangers
+        return f"; {count} connections were ignored, because they did not prove {SECRET}" if count else ""
 
     def _registered(self) -> int:
         """Count the registered processes, those with errors included."""

@@ -9,6 +9,7 @@ if all nodes passed the previous one, because it would otherwise wait for a brok
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster import Cluster, ClusterError, network, rendezvous_server
 from ridgeline.launch.cluster.join import own_addresses
+from ridgeline.launch.cluster.rendezvous import SECRET
 from ridgeline.launch.exit_codes import BAD_NODE, DONE
 from ridgeline.launch.preflight import host, judge_devices, judge_gpu, judge_host, judge_processes, nvml
 from ridgeline.launch.preflight.checks import Check, Verdict
@@ -79,7 +83,7 @@ def examine(exam: Examination, listeners: Sequence[Any] = ()) -> Report | int:
 def _follow(exam: Examination) -> int:
     """Run as a process other than 0; return the exit code from process 0."""
     here = exam.here
-    client = ExchangeClient(here.addresses, here.ports, here.identity, here.process, exam.node, timeout_s=exam.join_s)
+    client = ExchangeClient(here.addresses, here.ports, here.identity, here.process, exam.node, timeout_s=exam.join_s, secret=_secret())
     try:
         offset_s, error_s = client.clock_offset()
         begin = client.receive("begin", exam.join_s + SLACK_S)
@@ -100,17 +104,17 @@ def _lead(exam: Examination, listeners: Sequence[Any]) -> Report:
     """Run as process 0: gather the facts of all processes and judge them."""
     begun = time.monotonic()
     here = exam.here
-    server = ExchangeServer(listeners, here.identity, here.processes, exam.node)
+    server = ExchangeServer(listeners, here.identity, here.processes, exam.node, secret=_secret(), log=_log)
     node_of = dict(sorted(server.wait_for_all(exam.join_s).items()))
     missing = {process: _name(here, process) for process in range(here.processes) if process not in node_of}
     leaders = [min(process for process in node_of if node_of[process] == node) for node in dict.fromkeys(node_of.values())]
     server.broadcast("begin", {"leaders": leaders})
     server.put("host", _host_message(exam, _host_facts(exam, leaders)))
-    hosts = server.gather("host", exam.join_s)
+    hosts = _valid(server.gather("host", exam.join_s), _check_host)
     checks = judge_processes.judge_missing(missing, exam.join_s) + _silent(server, node_of, set(hosts), "the host checks")
     server.broadcast("own", None)
     server.put("own", _own_devices(exam, _reporter(server)))
-    own = server.gather("own", exam.timeout_s + SLACK_S, list(hosts))
+    own = _valid(server.gather("own", exam.timeout_s + SLACK_S, list(hosts)), _check_own)
     checks += _silent(server, {process: node_of[process] for process in hosts}, set(own), "the measurements of its own devices")
     checks += _judge_hosts(exam, hosts, node_of) + _judge_own(exam, hosts, own, node_of)
     plan = _plan_together(exam, node_of, hosts, own, checks)
@@ -120,7 +124,7 @@ def _lead(exam: Examination, listeners: Sequence[Any]) -> Report:
     else:
         server.broadcast("together", plan)
         server.put("together", asdict(_together(exam, plan, _reporter(server))))
-        joint = server.gather("together", exam.timeout_s + SLACK_S)
+        joint = _valid(server.gather("together", exam.timeout_s + SLACK_S), _OUTCOME.validate_python)
         checks += _silent(server, node_of, set(joint), "the collectives")
         checks += _judge_together(exam, joint, own, node_of)
     nodes = list(dict.fromkeys([*node_of.values(), *missing.values()]))
@@ -131,6 +135,50 @@ def _finish(report: Report, server: ExchangeServer) -> Report:
     server.broadcast("verdict", DONE if report.fit else BAD_NODE)
     server.close()
     return report
+
+
+def _secret() -> str:
+    return os.environ.get(SECRET, "")
+
+
+def _log(message: str) -> None:
+    print(f"ridge: {message}", file=sys.stderr, flush=True)
+
+
+def _valid(values: Mapping[int, Any], check: Callable[[Any], object]) -> dict[int, Any]:
+    """Return the values of the expected types; a process that sent anything else counts as one that did not respond."""
+    valid: dict[int, Any] = {}
+    for process, value in values.items():
+        try:
+            check(value)
+        except (ValueError, TypeError, KeyError):
+            _log(f"WARNING: ignored a message of process {process} with unexpected types")
+        else:
+            valid[process] = value
+    return valid
+
+
+_FACTS: TypeAdapter[host.HostFacts] = TypeAdapter(host.HostFacts)
+_GPU: TypeAdapter[nvml.GpuFacts] = TypeAdapter(nvml.GpuFacts)
+_OUTCOME: TypeAdapter[ProbeOutcome] = TypeAdapter(ProbeOutcome)
+_HOST: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+
+
+def _check_host(value: Any) -> None:
+    message = _HOST.validate_python(value)
+    _FACTS.validate_python(message["facts"])
+    _HOST.validate_python(message["gpus"])["missing"]
+    if not isinstance(message["trouble"], str | None) or not isinstance(message["gpus_on_node"], int | None):
+        raise TypeError("not a host message")
+
+
+def _check_own(value: Any) -> None:
+    message = _HOST.validate_python(value)
+    _OUTCOME.validate_python(message["outcome"])
+    if not isinstance(message["gpus"], list):
+        raise TypeError("not a list of GPUs")
+    for gpu in message["gpus"]:
+        _GPU.validate_python(gpu)
 
 
 def _name(here: Cluster, process: int) -> str:

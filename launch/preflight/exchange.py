@@ -1,14 +1,17 @@
-"""Messages between the processes of a preflight: JSON lines over TCP, with process 0 as the server.
+"""Messages between the processes of a preflight, over the connections of launch/cluster/rendezvous.py, with process 0 as the server.
 
 jax.distributed is not used: a node with a broken JAX, driver or device must be able to report it, and a process that ends or stops
 responding must be named without ending the others. Process 0 listens on the ports of the run's rendezvous.
+
+    process -> 0    {"process": ..., "node": ...}    after the handshake; process 0 responds {"registered": process}
+    both ways       {"tag": ..., "value": ...}
+    process -> 0    {"ping": n}                      process 0 responds {"pong": n, "time": ...}
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import resource
+import contextlib
 import socket
 import threading
 import time
@@ -16,18 +19,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ridgeline.launch.cluster import network
+from ridgeline.launch.cluster.rendezvous import (
+    BUFFER_BYTES,
+    BackgroundLoop,
+    Connection,
+    Doorkeeper,
+    allow_connections,
+    connect,
+    failure_reason,
+    offer,
+)
+
 _RETRY_S = 0.2
 _CONNECT_S = 5.0
-_LINE_BYTES = 1 << 26
 _CLOCK_ROUNDS = 12
 
 
 class ExchangeLost(RuntimeError):
     """Process 0 cannot be reached: it did not start, stopped responding or ended."""
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 @dataclass
@@ -48,8 +58,9 @@ class ExchangeServer:
 
     Args:
       listeners: listening sockets; none for a single process.
-      identity: identity of this start of the run; processes with another one are rejected.
+      identity, secret: of this start of the run; processes with others are ignored.
       clock: wall clock in seconds, with which the others compare theirs.
+      log: receives a warning about strangers.
     """
 
     def __init__(
@@ -59,58 +70,54 @@ class ExchangeServer:
         processes: int,
         node: str,
         *,
+        secret: str = "",
         clock: Callable[[], float] = time.time,
+        log: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.processes, self.identity = processes, identity
+        self.processes = processes
         self._clock = clock
         self._board = _Board(nodes={0: node})
-        self._writers: list[asyncio.StreamWriter] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._doorkeeper = Doorkeeper(identity, secret, processes, log)
+        self._connections: list[Connection] = []
+        self._servers: list[asyncio.Server] = []
+        self._loop: BackgroundLoop | None = None
         if processes > 1:
-            _allow_connections(processes)
-            self._loop = asyncio.new_event_loop()
-            self._servers = [
-                self._loop.run_until_complete(asyncio.start_server(self._serve, sock=listener, limit=_LINE_BYTES, backlog=4096))
-                for listener in listeners
-            ]
-            self._thread = threading.Thread(target=self._loop.run_forever, name="doctor-exchange", daemon=True)
-            self._thread.start()
+            allow_connections(processes)
+            self._loop = BackgroundLoop()
+            self._loop.run(self._listen(listeners))
+
+    async def _listen(self, listeners: Sequence[socket.socket]) -> None:
+        for listener in listeners:
+            self._servers.append(await asyncio.start_server(self._serve, sock=listener, limit=BUFFER_BYTES, backlog=4096))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        process: int | None = None
-        board = self._board
-        try:
-            while data := await reader.readline():
-                message = json.loads(data)
-                if process is None:
-                    process = self._register(message)
-                    if process is None:
-                        break
-                    writer.write(_line({"tag": "welcome", "value": self.identity}))
-                    self._writers.append(writer)
-                elif "ping" in message:
-                    writer.write(_line({"pong": message["ping"], "time": self._clock()}))
-                else:
+        connection, board = Connection(reader, writer), self._board
+        if not await self._doorkeeper.admit(connection):
+            return
+        process = self._register(await connection.receive() or {})
+        if process is None:
+            connection.close()
+            return
+        self._connections.append(connection)
+        with contextlib.suppress(OSError):
+            await connection.send({"registered": process})
+            while (message := await connection.receive()) is not None:
+                if "ping" in message:
+                    await connection.send({"pong": message["ping"], "time": self._clock()})
+                elif isinstance(message.get("tag"), str):
                     with board.changed:
-                        board.values.setdefault(message["tag"], {})[process] = message["value"]
+                        board.values.setdefault(message["tag"], {})[process] = message.get("value")
                         board.changed.notify_all()
-        except (ValueError, KeyError, TypeError, ConnectionError, asyncio.LimitOverrunError):
-            pass  # another program connected, or a peer ended in the middle of a line: close this connection
-        finally:
-            if writer in self._writers:
-                self._writers.remove(writer)
-            writer.close()
-            if process is not None:
-                with board.changed:
-                    board.lost.add(process)
-                    board.changed.notify_all()
+        self._connections.remove(connection)
+        connection.close()
+        with board.changed:
+            board.lost.add(process)
+            board.changed.notify_all()
 
     def _register(self, message: dict[str, Any]) -> int | None:
-        """Register the process of a first message; return None for one of another job."""
+        """Register the process of a first message; return None for a malformed one or an index that is taken."""
         process, node = message.get("process"), message.get("node")
-        if not isinstance(process, int) or not isinstance(node, str) or message.get("identity") != self.identity:
-            return None
-        if not 0 < process < self.processes:
+        if type(process) is not int or not isinstance(node, str) or not 0 < process < self.processes:
             return None
         with self._board.changed:
             if process in self._board.nodes:
@@ -158,15 +165,13 @@ class ExchangeServer:
 
     def broadcast(self, tag: str, value: Any) -> None:
         """Send a value to every other process."""
-        if self._loop is None:
-            return
-        data = _line({"tag": tag, "value": value})
+        if self._loop is not None:
+            self._loop.run(self._send_all({"tag": tag, "value": value}))
 
-        async def send() -> None:
-            for writer in list(self._writers):
-                writer.write(data)
-
-        asyncio.run_coroutine_threadsafe(send(), self._loop).result()
+    async def _send_all(self, message: dict[str, Any]) -> None:
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                await connection.send(message)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Wait for the others to disconnect, then stop listening."""
@@ -174,19 +179,13 @@ class ExchangeServer:
             return
         with self._board.changed:
             self._board.changed.wait_for(lambda: self._board.lost >= set(self._board.nodes) - {0}, timeout_s)
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.run(self._shut())
 
     async def _shut(self) -> None:
-        """End all connections."""
         for server in self._servers:
             server.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        for connection in self._connections:
+            connection.close()
 
 
 class ExchangeClient:
@@ -194,33 +193,34 @@ class ExchangeClient:
 
     Args:
       addresses, ports: possible addresses of process 0; every pair is retried until the timeout.
-      identity: identity of this start of the run; servers with another one are skipped.
+      identity, secret: of this start of the run; servers with others are skipped.
 
     Raises:
       ExchangeLost: process 0 cannot be reached within `timeout_s`.
     """
 
-    def __init__(self, addresses: Sequence[str], ports: Sequence[int], identity: str, process: int, node: str, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        ports: Sequence[int],
+        identity: str,
+        process: int,
+        node: str,
+        *,
+        timeout_s: float,
+        secret: str = "",
+    ) -> None:
+        self._loop = BackgroundLoop()
+        self._changed = threading.Condition()
+        self._received: dict[str, Any] = {}
+        self._ended = False
+        self._pong: asyncio.Future[dict[str, Any]] | None = None
         deadline = time.monotonic() + timeout_s
-        self._send_lock = threading.Lock()
-        why = "no server found"
         while True:
             for address, port in ((address, port) for port in ports for address in addresses):
-                self.address = f"{address}:{port}"
-                self._buffer, self._received = b"", dict[str, Any]()
-                try:
-                    self._socket = socket.create_connection((address, port), timeout=_CONNECT_S)
-                except OSError as error:
-                    why = error.strerror or str(error)
-                    continue
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                try:
-                    self._send({"process": process, "identity": identity, "node": node})
-                    if self.receive("welcome", _CONNECT_S) == identity:
-                        return
-                except (ExchangeLost, ValueError, KeyError, TypeError) as error:
-                    why = str(error)
-                self._socket.close()
+                why = self._loop.run(self._enter(address, port, (identity, secret), {"process": process, "node": node}))
+                if why is None:
+                    return
             if time.monotonic() + _RETRY_S > deadline:
                 raise ExchangeLost(
                     f"process {process} on {node} did not reach process 0 at {', '.join(addresses)}, ports {ports[0]}... "
@@ -228,41 +228,54 @@ class ExchangeClient:
                 )
             time.sleep(_RETRY_S)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        with self._send_lock:
-            try:
-                self._socket.settimeout(None)
-                self._socket.sendall(_line(message))
-            except OSError as error:
-                raise ExchangeLost(f"lost connection to process 0 at {self.address}: {error.strerror or error}") from error
+    async def _enter(self, address: str, port: int, start: tuple[str, str], hello: dict[str, Any]) -> str | None:
+        """Connect to one address; return why process 0 is not there, None if it is."""
+        connection: Connection | None = None
+        try:
+            connection = await connect(address, port, _CONNECT_S)
+            why = await offer(connection, *start)
+            if why is None:
+                await connection.send(hello)
+                if await asyncio.wait_for(connection.receive(), _CONNECT_S) != {"registered": hello["process"]}:
+                    connection.close()
+                    return "process 0 did not register this process"
+                self.address, self._connection = network.with_port(address, port), connection
+                self._task = asyncio.ensure_future(self._read(connection))
+                return None
+        except OSError as error:
+            why = failure_reason(error)
+        if connection is not None:
+            connection.close()
+        return why
+
+    async def _read(self, connection: Connection) -> None:
+        while (message := await connection.receive()) is not None:
+            if "pong" in message and self._pong is not None and not self._pong.done():
+                self._pong.set_result(message)
+            elif isinstance(message.get("tag"), str):
+                with self._changed:
+                    self._received[message["tag"]] = message.get("value")
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def put(self, tag: str, value: Any) -> None:
         """Send a value to process 0. Thread-safe."""
-        self._send({"tag": tag, "value": value})
+        try:
+            self._loop.run(self._connection.send({"tag": tag, "value": value}))
+        except OSError as error:
+            raise ExchangeLost(f"lost connection to process 0 at {self.address}: {failure_reason(error)}") from error
 
     def receive(self, tag: str, timeout_s: float) -> Any:
         """Wait for process 0's value with `tag`. Raises ExchangeLost if it stops responding or ends."""
-        deadline = time.monotonic() + timeout_s
-        while tag not in self._received:
-            message = self._receive(deadline)
-            self._received[message["tag"]] = message["value"]
-        return self._received[tag]
-
-    def _receive(self, deadline: float) -> dict[str, Any]:
-        while b"\n" not in self._buffer:
-            try:
-                self._socket.settimeout(max(0.01, deadline - time.monotonic()))
-                data = self._socket.recv(1 << 16)
-            except TimeoutError:
-                raise ExchangeLost(f"process 0 at {self.address} sent no message in time") from None
-            except OSError as error:
-                raise ExchangeLost(f"lost connection to process 0 at {self.address}: {error.strerror or error}") from error
-            if not data:
-                raise ExchangeLost(f"lost connection to process 0 at {self.address}: it ended, or another job uses this port")
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        with self._changed:
+            self._changed.wait_for(lambda: tag in self._received or self._ended, timeout_s)
+            if tag in self._received:
+                return self._received[tag]
+        if self._ended:
+            raise ExchangeLost(f"lost connection to process 0 at {self.address}: it ended, or did not accept this process")
+        raise ExchangeLost(f"process 0 at {self.address} sent no message in time")
 
     def clock_offset(self, *, clock: Callable[[], float] = time.time, rounds: int = _CLOCK_ROUNDS) -> tuple[float, float]:
         """Compare this wall clock with process 0's; return (this minus process 0's, uncertainty), in seconds.
@@ -270,22 +283,30 @@ class ExchangeClient:
         The fastest of several round trips counts: process 0 read its clock between sending and receiving, so half of that round trip bounds
         the error (Cristian 1989, Probabilistic clock synchronization).
         """
+        return self._loop.run(self._compare_clocks(clock, rounds))
+
+    async def _compare_clocks(self, clock: Callable[[], float], rounds: int) -> tuple[float, float]:
         best: tuple[float, float] | None = None
         for number in range(rounds):
+            self._pong = asyncio.get_running_loop().create_future()
             sent_s, begun_s = clock(), time.monotonic()
-            self._send({"ping": number})
-            while "pong" not in (reply := self._receive(time.monotonic() + _CONNECT_S)):
-                self._received[reply["tag"]] = reply["value"]
+            try:
+                await self._connection.send({"ping": number})
+                reply = await asyncio.wait_for(self._pong, _CONNECT_S)
+            except OSError as error:
+                raise ExchangeLost(f"lost connection to process 0 at {self.address}: {failure_reason(error)}") from error
             trip_s = time.monotonic() - begun_s
-            assert reply["pong"] == number
             if best is None or trip_s / 2 < best[1]:
-                best = (sent_s + trip_s / 2 - reply["time"], trip_s / 2)
+                best = (sent_s + trip_s / 2 - float(reply["time"]), trip_s / 2)
         assert best is not None
         return best
 
     def close(self) -> None:
         """Disconnect."""
-        self._socket.close()
+        self._loop.run(self._disconnect())
+
+    async def _disconnect(self) -> None:
+        self._connection.close()
 
 
 def free_port(address: str) -> int:
@@ -294,11 +315,3 @@ def free_port(address: str) -> int:
     with socket.create_server((address, 0), family=family) as probe:
         port: int = probe.getsockname()[1]
         return port
-
-
-def _allow_connections(processes: int) -> None:
-    """Raise the limit of open files to one connection per process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < processes + 256:
-        wanted = processes + 256 if hard == resource.RLIM_INFINITY else min(processes + 256, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

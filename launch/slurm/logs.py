@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import open_regular
 from ridgeline.rundir import jobs as places
 from ridgeline.rundir.jobs import JobRecord
 
 POLL_S = 0.5
+READ_BYTES = 16 << 20
+"""Most bytes read at once."""
 QUERY_EVERY_S = 10.0
 _LABEL = re.compile(r" *(\d+): ?(.*\n?)", re.DOTALL)
 
@@ -38,9 +41,13 @@ def of_rank(lines: Iterator[str], rank: int | None) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a log."""
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        yield from stream
+    """Yield the lines of a log; a longer one than READ_BYTES in parts. Raises UserError when it cannot be read."""
+    with open_regular(path) as stream:
+        try:
+            while line := stream.readline(READ_BYTES):
+                yield line.decode("utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def follow(
@@ -55,9 +62,9 @@ def follow(
     while True:
         text = ""
         if path.exists():
-            with path.open("rb") as stream:
+            with open_regular(path) as stream:
                 stream.seek(position)
-                data = stream.read()
+                data = stream.read(READ_BYTES)
             position += len(data)
             text = data.decode("utf-8", errors="replace")
         rest += text

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import re
 import shlex
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from ridgeline.configs.cluster import ClusterConfig, SlurmConfig
+from ridgeline.configs.errors import UserError
 from ridgeline.launch import exit_codes
 from ridgeline.launch.slurm import container
 from ridgeline.launch.slurm.shape import CPU, JobShape, describe
 from ridgeline.launch.slurm.units import format_time
 from ridgeline.rundir import jobs as places
+from ridgeline.rundir.provenance import NEVER_RECORDED, RECORDED_NAMES, RECORDED_PREFIXES
 
 KEPT_PREFIXES = ("JAX_", "XLA_", "NCCL_")
 """Prefixes of the submitting shell's variables that are copied into the script, so that the script alone determines the run."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NOT_IN_A_LINE = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode categories of control characters, undecodable bytes, and separators of lines."""
+_ELSEWHERE = ("setup", "environment", "container")
+"""Fields of the software section that are no plain texts; `setup` is shell code."""
+_PLAIN = re.compile(r"[\w%@+=:,./-]+", re.ASCII)
 COMMENT_COLUMN = 46
 WAIT_S = 120
 """Seconds that the other tasks have to exit and report their error after one has ended, before Slurm kills them."""
@@ -70,7 +79,8 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def job_script(job: Job) -> str:
-    """Return the script of a job: `job.sh` with its blanks filled."""
+    """Return the script of a job: `job.sh` with its blanks filled. Raises UserError for control characters in what it contains."""
+    _refuse_control_characters(job)
     software = job.cluster.software
     return fill(
         "job.sh",
@@ -85,8 +95,35 @@ def job_script(job: Job) -> str:
             "software": "\n".join(_software(job)),
             "python_version": '  "$PYTHON" --version' if software.container is None else "",
             "stages": _stages(job),
+            "prefixes": "|".join(RECORDED_PREFIXES),
+            "names": "|".join(RECORDED_NAMES),
+            "never": "|".join(NEVER_RECORDED),
         },
     )
+
+
+def _refuse_control_characters(job: Job) -> None:
+    """Raise UserError for a text that would become more than one line of the script, and for names that no shell variable can have."""
+    software, slurm = job.cluster.software, job.cluster.slurm
+    box = software.container
+    for name in (*job.environment, *software.environment):
+        if not _VARIABLE.fullmatch(name):
+            raise UserError(f"the environment variable {name!r} cannot be set in a job script (letters, digits and _): unset it")
+    texts: dict[str, Sequence[object]] = {
+        "name": [job.name, job.title, job.written],
+        "working directory": [job.workdir],
+        "directory of the job": [job.root, job.directory, job.log, *job.variables, *job.directories],
+        "argument": job.arguments,
+        "Python interpreter": [job.python],
+        **{f"slurm.{key}": value if isinstance(value, list) else [value] for key, value in slurm},
+        **{f"software.{key}": value if isinstance(value, list) else [value] for key, value in software if key not in _ELSEWHERE},
+        "software.container": [] if box is None else [box.image, *box.mounts, *box.arguments],
+        **{f"environment variable {name}": [value] for name, value in (*software.environment.items(), *job.environment.items())},
+    }
+    for what, values in texts.items():
+        for value in values:
+            if any(unicodedata.category(character) in _NOT_IN_A_LINE for character in str(value)):
+                raise UserError(f"{what} {str(value)!r}: control characters are not allowed in a job script")
 
 
 def fill(template: str, blanks: Mapping[str, str]) -> str:
@@ -101,9 +138,9 @@ def header(job: Job) -> list[str]:
     slurm, shape = job.cluster.slurm, job.shape
     per_task = "one process per device" if shape.tasks_per_node == shape.devices_per_node else "processes per node"
     options: list[tuple[str | None, str]] = [
-        (f"--job-name={job.name}", ""),
-        (f"--chdir={shlex.quote(str(job.workdir))}", "relative paths of the config start here"),
-        (f"--output={job.log}", "output of this script and all ranks"),
+        (_option("job-name", job.name), ""),
+        (_option("chdir", str(job.workdir)), "relative paths of the config start here"),
+        (_option("output", job.log), "output of this script and all ranks"),
         ("--open-mode=append", "a requeued job appends to its log"),
         (_option("partition", slurm.partition), ""),
         (_option("account", slurm.account), ""),
@@ -134,7 +171,15 @@ def _array_comment(job: Job) -> str:
 
 
 def _option(name: str, value: str | None) -> str | None:
-    return None if value is None else f"--{name}={value}"
+    return None if value is None else f"--{name}={_quoted(value)}"
+
+
+def _quoted(value: str) -> str:
+    """Quote a value for sbatch, whose quotes are its own: a backslash escapes in double quotes, # begins a comment outside of them."""
+    if _PLAIN.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _device_request(job: Job) -> str | None:
@@ -143,7 +188,7 @@ def _device_request(job: Job) -> str | None:
         return None
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
     prefix = "--gres=gpu:" if slurm.gpu_request == "gres" else "--gpus-per-node="
-    return f"{prefix}{kind}{job.shape.devices_per_node}"
+    return prefix + _quoted(f"{kind}{job.shape.devices_per_node}")
 
 
 def commented(line: str, comment: str) -> str:
@@ -196,7 +241,7 @@ def _function(name: str, comment: str, body: str) -> str:
 
 def _supervise(stages: Sequence[str], slurm: SlurmConfig) -> str:
     """Return the end of a script: run the stages, then exit or requeue by their exit code and the job's state in Slurm."""
-    final = (exit_codes.USAGE, exit_codes.NUMERICAL_FAILURE, exit_codes.SAVE_FAILURE, exit_codes.INTERRUPTED)
+    final = (exit_codes.USAGE, exit_codes.NUMERICAL_FAILURE, exit_codes.SAVE_FAILURE, exit_codes.TAKEN_OVER, exit_codes.INTERRUPTED)
     lost = (exit_codes.HANG, exit_codes.LOST_PEER, exit_codes.BAD_NODE)
     blanks = {
         "exit_codes": "\n".join(f"#   {line}" for line in exit_codes.table()),

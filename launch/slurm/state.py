@@ -77,6 +77,15 @@ def job_states(job: str, slurm_cluster: str | None = None, run: Run = run_comman
     return _from_accounting(job, clusters, run) or [JobState(job, FORGOTTEN)]
 
 
+def job_has_ended(job: str) -> bool:
+    """Return whether Slurm reports that a job of this cluster has ended; False when it does not respond or has no record of the job."""
+    try:
+        states = job_states(job)
+    except UserError:
+        return False
+    return bool(states) and all(state.ended and state.state != FORGOTTEN for state in states)
+
+
 def parse_scontrol(line: str) -> list[JobState]:
     """Parse a line of `scontrol show job --oneliner`; a line of pending array tasks returns several states."""
     fields = dict(re.findall(r"(?:^| )([A-Za-z/:]+)=(\S*)", line))

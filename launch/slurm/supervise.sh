@@ -1,10 +1,18 @@
 # Run the stages, then exit or requeue. Exit codes of ridge:
 @{exit_codes}
 export RIDGE_GRACE_S=@{grace_s}
-trap : TERM                                     # the ranks get the signal and save; this shell waits for them
+RIDGE_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
+export RIDGE_SECRET                             # by which the processes of this start know each other
+# SIGTERM to this shell, also to it alone (scancel --batch): the ranks get it too and save; this shell waits for them
+SIGNALED=""
+trap 'SIGNALED=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 BEGIN=$(date +%s)
-@{stages}
+( trap : TERM; @{stages} ) &
+STAGES=$!
+wait "$STAGES"
 CODE=$?
+while [ -n "$SIGNALED" ]; do SIGNALED=""; wait "$STAGES"; CODE=$?; done  # a signal ends a wait
+trap : TERM
 END=$(date +%s)
 CHECKPOINT=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1)
 printf '{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\n' \

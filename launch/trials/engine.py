@@ -17,13 +17,13 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import from_resolved
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm.state import FORGOTTEN, JobState, job_states
-from ridgeline.rundir import jobs as places
+from ridgeline.rundir import jobs as job_files
 from ridgeline.rundir.directory import METRICS_FILE
 from ridgeline.rundir.jobs import JobRecord
 from ridgeline.rundir.jsonl import read_last_jsonl
+from ridgeline.rundir.liveness import FINISHED, NOT_STARTED, RUNNING, run_state
 from ridgeline.rundir.progress import run_progress
 
-FINISHED = "finished"
 MISSING = "not submitted"
 
 Query = Callable[[str, str | None], Sequence[JobState]]
@@ -40,14 +40,14 @@ class Layout:
     """Config it was trained with."""
     array: bool
     """True: Slurm job arrays over many trials, recorded in the root. False: one job per trial, recorded in its run directory."""
-    log: str | None = None
-    """Output of a trial on this machine; None: trials run only through Slurm."""
-    failure: str | None = None
-    """Why a trial failed; None: not stored, a failed trial runs again."""
+    log: str
+    """Output of a trial on this machine."""
+    failure: str
+    """Why a trial failed on this machine, or as a job of its own."""
 
 
 STUDY = Layout("runs/{name}", "configs/{name}.yaml", array=False, log="logs/{name}.log", failure="failures/{name}.json")
-SWEEP = Layout("{name}", "{name}/config.yaml", array=True)
+SWEEP = Layout("{name}", "{name}/config.yaml", array=True, log="logs/{name}.log", failure="failures/{name}.json")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Status:
     """State and results of a trial so far."""
 
     state: str
-    """finished, not submitted, a state of Slurm in lower case, or what is wrong with its files."""
+    """finished, not submitted, a state of Slurm in lower case or of a process of this machine, or what is wrong with its files."""
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
@@ -67,6 +67,8 @@ class Status:
     exit_code: int | None = None
     busy: bool = False
     """Pending or running."""
+    problem: str | None = None
+    """Why it failed on this machine."""
 
     @property
     def finished(self) -> bool:
@@ -90,7 +92,6 @@ class TrialFiles:
 
     def log_file(self, name: str) -> Path:
         """Return the file for a trial's output, its directory created."""
-        assert self.layout.log is not None
         return _in_new_directory(self.root / self.layout.log.format(name=name))
 
     def names(self, pattern: str = "*") -> list[str]:
@@ -114,8 +115,6 @@ class TrialFiles:
 
     def failure(self, name: str) -> str | None:
         """Return why a trial failed; None without a stored failure. Raises UserError for an unreadable file."""
-        if self.layout.failure is None:
-            return None
         path = self._failure_file(name)
         try:
             return str(json.loads(path.read_bytes())["reason"])
@@ -129,7 +128,6 @@ class TrialFiles:
         self._failure_file(name).unlink(missing_ok=True)
 
     def _failure_file(self, name: str) -> Path:
-        assert self.layout.failure is not None
         return self.root / self.layout.failure.format(name=name)
 
     def jobs(self, name: str) -> list[JobRecord]:
@@ -161,6 +159,8 @@ class TrialFiles:
         run_dir = self.run_dir(name)
         try:
             progress = run_progress(run_dir)
+            local = run_state(run_dir, progress)
+            problem = None if job is not None or local in (FINISHED, RUNNING) else self.failure(name)
             metrics = read_last_jsonl(run_dir / METRICS_FILE)
         except UserError as error:
             return Status(f"unreadable: {error}")
@@ -168,7 +168,7 @@ class TrialFiles:
         for record in metrics:
             evaluations |= {key.split("/")[1]: value for key, value in record.items() if key.startswith("eval/") and key.endswith("/loss")}
         return Status(
-            state=FINISHED if progress.finished else _state_name(job),
+            state=FINISHED if progress.finished else _state_name(job, local, problem),
             step=progress.step,
             steps=progress.steps,
             loss=progress.loss,
@@ -176,18 +176,22 @@ class TrialFiles:
             tokens_per_s=progress.tokens_per_s,
             restarts=max(0, progress.starts - 1) if progress.starts else None,
             exit_code=job.exit_code if job is not None else None,
-            busy=job is not None and not job.ended,
+            busy=local == RUNNING or (job is not None and not job.ended),
+            problem=problem,
         )
 
 
-def _state_name(job: JobState | None) -> str:
+def _state_name(job: JobState | None, local: str, problem: str | None) -> str:
+    """Return the state of an unfinished trial. `local`: that of its process, which counts where no job is pending or running."""
+    if local == RUNNING and (job is None or job.ended):
+        return RUNNING
     if job is None:
-        return MISSING
+        return "failed" if problem is not None else MISSING if local == NOT_STARTED else local
     return "not finished" if job.state == FORGOTTEN else job.state.lower()
 
 
 def _recorded_jobs(directory: Path) -> list[JobRecord]:
-    return places.read_jobs(directory) if (places.slurm_directory(directory) / places.JOBS_FILE).exists() else []
+    return job_files.read_jobs(directory) if (job_files.slurm_directory(directory) / job_files.JOBS_FILE).exists() else []
 
 
 def _in_new_directory(path: Path) -> Path:

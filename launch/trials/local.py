@@ -1,4 +1,4 @@
-"""Run the trials of a study on this machine, one after another, on virtual CPU devices or the first GPUs.
+"""Run the trials of a study or the points of a sweep on this machine, one after another, on virtual CPU devices or the first GPUs.
 
 A trial is one process, or several through `ridge launch`. Ctrl-C and SIGTERM end the running trial; finished trials are kept.
 """
@@ -12,10 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.format import plural
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster.devices import VISIBLE, gpus_present
 from ridgeline.launch.trials.failure import failure_reason
@@ -25,7 +28,7 @@ from ridgeline.rundir.progress import run_progress
 POLL_S = 0.2
 REPORT_EVERY_S = 5.0
 GRACE_S = 20.0
-"""Between SIGTERM and SIGKILL for an interrupted trial."""
+"""Between SIGTERM and SIGKILL for an interrupted trial of a study: it starts from the beginning, so it need not save."""
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
 
 
@@ -40,7 +43,7 @@ def check_devices_here(devices: int) -> None:
     """Raise UserError if this machine has fewer GPUs."""
     present = gpus_present() or 0
     if devices > present:
-        raise UserError(f"{devices} devices: this machine has {present} GPU(s)")
+        raise UserError(f"{devices} devices: this machine has {plural(present, 'GPU')}")
 
 
 def environment(env: Mapping[str, str], devices: int, cpu: bool) -> dict[str, str]:
@@ -60,24 +63,62 @@ def command(config_file: Path, processes: int) -> list[str]:
     return [sys.executable, "-m", "ridgeline", "launch", "--processes", str(processes), str(config_file)]
 
 
+@dataclass(frozen=True)
+class LocalTrial:
+    """One trial to run."""
+
+    name: str
+    config: Config
+    """With its run directory."""
+    devices: int
+    processes: int
+    cpu: bool
+    output: Path
+    """File for what it prints."""
+    prepare: Callable[[], Path]
+    """Prepares its files and returns its config file."""
+    finish: Callable[[int], str | None]
+    """Records its end, given the exit code; returns why it failed, or None."""
+
+
 def run_all(trials: Trials, *, processes: Callable[[Trial], int], cpu: bool, log: Callable[[str], None]) -> None:
-    """Run every missing trial. On Ctrl-C or SIGTERM: end the running trial and raise KeyboardInterrupt."""
+    """Run every missing trial of a study. On Ctrl-C or SIGTERM: end the running trial and raise KeyboardInterrupt."""
     todo = trials.to_do()
     if len(todo) < len(trials.trials):
         log(f"{len(trials.trials) - len(todo)} of {len(trials.trials)} runs are finished")
+    run_each([_of_study(trials, trial, processes(trial), cpu) for trial in todo], log)
+
+
+def _of_study(trials: Trials, trial: Trial, processes: int, cpu: bool) -> LocalTrial:
+    output = trials.files.log_file(trial.name)
+
+    def finish(code: int) -> str | None:
+        if code == 0 and trials.measured(trial) is not None:
+            return None
+        return trials.record_failure(trial, failure_reason(output, code) if code else None, exit_code=code, log=str(output))
+
+    return LocalTrial(trial.name, trial.config, trial.setting.devices, processes, cpu, output, partial(trials.prepare, trial), finish)
+
+
+def run_each(trials: Sequence[LocalTrial], log: Callable[[str], None], *, grace_s: float = GRACE_S) -> list[str]:
+    """Run trials; return the names of those that failed. On Ctrl-C or SIGTERM: end the running one and raise KeyboardInterrupt.
+
+    grace_s: between SIGTERM and SIGKILL for the running trial.
+    """
     with _sigterm_as_interrupt():
-        for number, trial in enumerate(todo, 1):
-            _run(trials, trial, processes(trial), cpu, log, f"[{number}/{len(todo)}] {trial.name}")
+        return [
+            trial.name for number, trial in enumerate(trials, 1) if not _run(trial, log, f"[{number}/{len(trials)}] {trial.name}", grace_s)
+        ]
 
 
-def _run(trials: Trials, trial: Trial, processes: int, cpu: bool, log: Callable[[str], None], label: str) -> None:
-    file, output = trials.prepare(trial), trials.files.log_file(trial.name)
+def _run(trial: LocalTrial, log: Callable[[str], None], label: str, grace_s: float) -> bool:
+    file = trial.prepare()
     log(f"{label}: starting")
     begin_s = time.monotonic()
-    with output.open("wb") as stream:
+    with trial.output.open("wb") as stream:
         process = subprocess.Popen(
-            command(file, processes),
-            env=environment(os.environ, trial.setting.devices, cpu),
+            command(file, trial.processes),
+            env=environment(os.environ, trial.devices, trial.cpu),
             stdout=stream,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -86,14 +127,12 @@ def _run(trials: Trials, trial: Trial, processes: int, cpu: bool, log: Callable[
         try:
             code = _wait(process, lambda: _progress(trial), lambda text: log(f"{label}: {text}"))
         except BaseException:
-            _end(process)
+            _end(process, grace_s)
             raise
     took_s = time.monotonic() - begin_s
-    if code == 0 and trials.measured(trial) is not None:
-        log(f"{label}: finished in {took_s:.1f} s")
-        return
-    reason = trials.record_failure(trial, failure_reason(output, code) if code else None, exit_code=code, log=str(output))
-    log(f"{label}: failed after {took_s:.1f} s: {reason}")
+    reason = trial.finish(code)
+    log(f"{label}: finished in {took_s:.1f} s" if reason is None else f"{label}: failed after {took_s:.1f} s: {reason}")
+    return reason is None
 
 
 def _wait(process: subprocess.Popen[bytes], progress: Callable[[], str | None], report: Callable[[str], None]) -> int:
@@ -110,18 +149,18 @@ def _wait(process: subprocess.Popen[bytes], progress: Callable[[], str | None], 
     return code
 
 
-def _progress(trial: Trial) -> str | None:
+def _progress(trial: LocalTrial) -> str | None:
     now = run_progress(trial.config.directory)
     return None if now.step is None else f"step {now.step} of {trial.config.trainer.steps}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a trial and its child processes. The next call starts it from the beginning, so it need not save."""
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a trial and its child processes: SIGTERM, and SIGKILL after `grace_s` or at another Ctrl-C."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(grace_s)
             return
 
 

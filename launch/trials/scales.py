@@ -25,7 +25,7 @@ VARIED_WEAK = (*VARIED, "data.batch_size")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScalingRequest:
     """Request for a scaling study."""
 
     config: str
@@ -41,19 +41,19 @@ class Asked:
         return load(self.config, self.overrides).config
 
 
-def growing_axis(config: Config, asked: str | None) -> str:
+def growing_axis(config: Config, wanted: str | None) -> str:
     """Return the mesh axis that grows. Raises UserError if another axis is -1."""
     sizes = config.mesh.sizes
     wild = next((axis for axis, size in sizes.items() if size == -1), None)
-    if asked is None:
+    if wanted is None:
         return wild if wild in WORKING_AXES and wild is not None else "data" if sizes["data"] > 1 else "fsdp"
-    if wild is not None and wild != asked:
-        raise UserError(f"--axis {asked}: mesh.{wild}=-1 already takes all remaining devices; add mesh.{wild}=1")
-    return asked
+    if wild is not None and wild != wanted:
+        raise UserError(f"--axis {wanted}: mesh.{wild}=-1 already takes all remaining devices; add mesh.{wild}=1")
+    return wanted
 
 
 def settings_of(
-    asked: Asked,
+    request: ScalingRequest,
     *,
     check: Callable[[int], None] = lambda devices: None,
     per_process: Callable[[int], int] | None = None,
@@ -62,7 +62,7 @@ def settings_of(
     """Return a setting per scale; a scale that cannot run has its reason in `refusal`.
 
     Args:
-      asked: the request.
+      request: the config and its scales.
       check: raises UserError for a scale that exceeds the machine.
       per_process: devices -> devices per process, for virtual devices (runtime.cpu_devices); raises UserError like `check`.
       nodes: scale -> nodes, for Slurm.
@@ -70,9 +70,9 @@ def settings_of(
     Raises:
       UserError: the config is invalid at every scale.
     """
-    base = asked.base
-    axis = growing_axis(base, asked.axis)
-    smallest = min(asked.devices)
+    base = request.base
+    axis = growing_axis(base, request.axis)
+    smallest = min(request.devices)
 
     def config_at(devices: int) -> Config:
         check(devices)
@@ -82,18 +82,18 @@ def settings_of(
         changes = [f"mesh.{axis}={devices // others}"]
         if per_process is not None:
             changes.append(f"runtime.cpu_devices={per_process(devices)}")
-        if asked.weak:
+        if request.weak:
             batch, rest = divmod(base.data.batch_size * devices, smallest)
             if rest:
                 raise UserError(f"data.batch_size={base.data.batch_size} at {smallest} devices cannot be scaled to {devices}")
             changes.append(f"data.batch_size={batch}")
-        config = load(asked.config, [*asked.overrides, *changes]).config
+        config = load(request.config, [*request.overrides, *changes]).config
         check_devices(config, devices)
         return with_enough_lines(config)
 
     return [
         setting_of(f"devices-{devices}", devices, partial(config_at, devices), None if nodes is None else nodes[devices])
-        for devices in asked.devices
+        for devices in request.devices
     ]
 
 

@@ -14,7 +14,7 @@ from ridgeline.explain.diagnosis.several import differing_keys, is_weak
 from ridgeline.explain.study.measured import MeasuredRun, read_measured
 from ridgeline.explain.study.scaling import Question, Scale, mesh_text, scales_of
 from ridgeline.launch.trials import local, slurm
-from ridgeline.launch.trials.scales import VARIED, VARIED_WEAK, Asked, growing_axis, output_of, prediction, settings_of
+from ridgeline.launch.trials.scales import VARIED, VARIED_WEAK, ScalingRequest, growing_axis, output_of, prediction, settings_of
 from ridgeline.launch.trials.study import Setting, Trials, known_numbers
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.search import Objective
@@ -82,22 +82,22 @@ def study_of_runs(paths: Sequence[Path], options: StudyOptions) -> Study:
     return Study(runs[0].name, scales, question, {"where": "finished runs"})
 
 
-def run_study(asked: Asked, output: Path | None, options: StudyOptions, report: Report) -> Study:
+def run_study(request: ScalingRequest, output: Path | None, options: StudyOptions, report: Report) -> Study:
     """Run the missing trials of a study, and return all of its scales. A scale that the study already has is kept.
 
     Args:
-      asked: the config and the scales, in devices.
+      request: the config and the scales, in devices.
       output: directory of the study; None: runs/NAME-strong or runs/NAME-weak.
       report: called with one line per event.
 
     Raises UserError for a config or scale that cannot run, and KeyboardInterrupt; finished trials are kept.
     """
     site = options.cluster
-    output = output_of(asked.base, output, "weak" if asked.weak else "strong")
-    asked = replace(asked, devices=sorted({*asked.devices, *known_numbers(output, "devices")}))
-    nodes = None if site is None else {devices: devices // site.devices_per_node for devices in asked.devices}
-    settings, cpu = _settings(asked, nodes, options.per_process)
-    trials = Trials(output, settings, options.repeats, VARIED_WEAK if asked.weak else VARIED)
+    output = output_of(request.base, output, "weak" if request.weak else "strong")
+    request = replace(request, devices=sorted({*request.devices, *known_numbers(output, "devices")}))
+    nodes = None if site is None else {devices: devices // site.devices_per_node for devices in request.devices}
+    settings, cpu = _settings(request, nodes, options.per_process)
+    trials = Trials(output, settings, options.repeats, VARIED_WEAK if request.weak else VARIED)
     if options.retry:
         trials.forget_failures()
     try:
@@ -112,19 +112,19 @@ def run_study(asked: Asked, output: Path | None, options: StudyOptions, report: 
         outcome = trials.outcome(setting, options.warmup_steps)
         scales.append(_scale(setting.devices, outcome.runs, outcome.failures, setting.nodes, known, options))
     where = f"Slurm, {site.name}" if site is not None else "this machine, virtual CPU devices" if cpu else "this machine"
-    facts = {"where": where, "axis": growing_axis(asked.base, asked.axis), "cores": os.cpu_count() if cpu and site is None else None}
-    return Study(asked.base.name, scales, _question(options, asked.weak), facts, output)
+    facts = {"where": where, "axis": growing_axis(request.base, request.axis), "cores": os.cpu_count() if cpu and site is None else None}
+    return Study(request.base.name, scales, _question(options, request.weak), facts, output)
 
 
-def _settings(asked: Asked, nodes: dict[int, int] | None, per_process: int | None) -> tuple[list[Setting], bool]:
+def _settings(request: ScalingRequest, nodes: dict[int, int] | None, per_process: int | None) -> tuple[list[Setting], bool]:
     """Return the settings, and whether they run on virtual CPU devices of this machine."""
-    if per_process is not None and (nodes is not None or not local.on_cpu(asked.base, os.environ)):
+    if per_process is not None and (nodes is not None or not local.on_cpu(request.base, os.environ)):
         raise UserError("--per-process is for virtual CPU devices of this machine; the GPUs of one machine are used by one process")
     if nodes is not None:
-        return settings_of(asked, nodes=nodes), False
-    if not local.on_cpu(asked.base, os.environ):
-        return settings_of(asked, check=local.check_devices_here), False
-    return settings_of(asked, per_process=lambda devices: devices // local.processes_of(devices, per_process)), True
+        return settings_of(request, nodes=nodes), False
+    if not local.on_cpu(request.base, os.environ):
+        return settings_of(request, check=local.check_devices_here), False
+    return settings_of(request, per_process=lambda devices: devices // local.processes_of(devices, per_process)), True
 
 
 def _run(trials: Trials, cpu: bool, options: StudyOptions, report: Report) -> None:

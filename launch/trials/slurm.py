@@ -19,7 +19,7 @@ from ridgeline.launch.slurm.state import FORGOTTEN, JobState, job_states
 from ridgeline.launch.trials.engine import Query
 from ridgeline.launch.trials.failure import failure_reason
 from ridgeline.launch.trials.study import Trial, Trials
-from ridgeline.rundir import jobs as places
+from ridgeline.rundir import jobs as job_files
 from ridgeline.rundir.progress import run_progress
 
 POLL_S = 3.0
@@ -103,7 +103,7 @@ def _record_end(trials: Trials, trial: Trial, state: JobState, log: Callable[[st
     if trials.measured(trial) is not None or state.state == "CANCELLED":
         return
     record = trials.files.jobs(trial.name)[-1]
-    log_file = places.slurm_directory(trial.config.directory) / places.log_name(record)
+    log_file = job_files.slurm_directory(trial.config.directory) / job_files.log_name(record)
     ends = {"TIMEOUT": "time limit reached", "OUT_OF_MEMORY": "out of host memory", "NODE_FAIL": "node failure"}
     ended_well = state.state in ("COMPLETED", FORGOTTEN) and not state.exit_code
     reason = ends.get(state.state) or (None if ended_well else failure_reason(log_file, state.exit_code or 0))

@@ -3,6 +3,9 @@
 SWEEP/sweep.json          the points, in the order of their numbers
 SWEEP/000, SWEEP/001      run directories
 SWEEP/slurm/<n>/points/   configs of the n-th submission's points
+SWEEP/configs/000.yaml    config of a point that ran on this machine; its output is in SWEEP/logs/000.log
+SWEEP/failures/000.json   why a point failed on this machine
+SWEEP/lease/              held by the process that runs the points on this machine
 
 A point that was interrupted or failed continues its run; a finished one continues if the file asks for more steps.
 """
@@ -16,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm.state import job_states
 from ridgeline.launch.trials.engine import SWEEP, Query, Status, TrialFiles
 from ridgeline.launch.trials.sweep_file import Point, Sweep
-from ridgeline.rundir import jobs as places
+from ridgeline.rundir import jobs as job_files
+from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.jobs import JobRecord
 
 FILE = "sweep.json"
@@ -34,6 +39,10 @@ class NumberedPoint:
     index: int
     overrides: Mapping[str, Any]
     directory: Path
+
+
+Chosen = Sequence[tuple[NumberedPoint, Point]]
+"""Points of a sweep file that are to run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,12 @@ def write_points(sweep: Sweep) -> None:
     partial.replace(sweep.directory / FILE)
 
 
+def point_config(sweep: Sweep, number: NumberedPoint, point: Point) -> Config:
+    """Return the config of a point with its name and run directory."""
+    name = f"{sweep.config.name}-{point_name(number.index)}"
+    return point.config.model_copy(update={"name": name, "run_dir": number.directory})
+
+
 def results(directory: Path, query: Query = job_states) -> list[Result]:
     """Return the state of every point. Damaged files of one point do not affect the others."""
     files, points = TrialFiles(directory, SWEEP), read_points(directory)
@@ -123,9 +138,14 @@ def _asks_for_more(sweep: Sweep, number: NumberedPoint, point: Point) -> bool:
 
 
 def jobs_of(run_dir: Path) -> list[JobRecord]:
-    """Return the jobs of a run directory; those of a sweep's point are recorded in the sweep directory. Raises UserError without any."""
+    """Return the jobs of a run directory; those of a sweep's point are recorded in the sweep directory. Empty for a run without Slurm.
+
+    Raises UserError for a directory that is neither a run nor was submitted.
+    """
     parent = run_dir.absolute().parent
-    if (places.slurm_directory(run_dir) / places.JOBS_FILE).exists() or not is_sweep(parent) or not run_dir.is_dir():
-        return places.read_jobs(run_dir)
-    name = run_dir.absolute().name
-    return [replace(record, job=f"{record.job}_{int(name)}") for record in TrialFiles(parent, SWEEP).jobs(name)]
+    if (job_files.slurm_directory(run_dir) / job_files.JOBS_FILE).exists() or not run_dir.is_dir():
+        return job_files.read_jobs(run_dir)
+    if is_sweep(parent):
+        name = run_dir.absolute().name
+        return [replace(record, job=f"{record.job}_{int(name)}") for record in TrialFiles(parent, SWEEP).jobs(name)]
+    return [] if is_sweep(run_dir) or RunDir(run_dir).exists else job_files.read_jobs(run_dir)

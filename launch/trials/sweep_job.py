@@ -9,30 +9,21 @@ from dataclasses import replace
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import container, lint
 from ridgeline.launch.slurm.filesystems import Mount
 from ridgeline.launch.slurm.lint import Finding
 from ridgeline.launch.slurm.script import Job, commented, kept_environment
 from ridgeline.launch.slurm.shape import JobShape, with_mesh
 from ridgeline.launch.slurm.submit import SUBMISSION_COMMENT, Submitter, hand_over, interpreter, write
-from ridgeline.launch.trials.sweep import FILL, NumberedPoint, point_name, write_points
-from ridgeline.launch.trials.sweep_file import Point, Sweep
-from ridgeline.rundir import jobs as places
-
-Chosen = Sequence[tuple[NumberedPoint, Point]]
-
-
-def point_config(sweep: Sweep, number: NumberedPoint, point: Point) -> Config:
-    """Return the config of a point with its name and run directory."""
-    name = f"{sweep.config.name}-{point_name(number.index)}"
-    return point.config.model_copy(update={"name": name, "run_dir": number.directory})
+from ridgeline.launch.trials.sweep import FILL, Chosen, point_config, point_name, write_points
+from ridgeline.launch.trials.sweep_file import Sweep
+from ridgeline.rundir import jobs as job_files
 
 
 def sweep_job(sweep: Sweep, chosen: Chosen, cluster: ClusterConfig, shape: JobShape, by: Submitter, *, preflight: bool = True) -> Job:
     """Describe the array that trains the chosen points."""
     root = sweep.directory
-    number = places.next_submission(root)
+    number = job_files.next_submission(root)
     configs = [point_config(sweep, *one) for one in chosen]
     indices = sorted(one.index for one, _ in chosen)
     limit = "" if sweep.config.max_running is None else f"%{sweep.config.max_running}"
@@ -41,10 +32,10 @@ def sweep_job(sweep: Sweep, chosen: Chosen, cluster: ClusterConfig, shape: JobSh
         title=f"Trains {len(chosen)} points of the sweep '{sweep.config.name}', one per array task.",
         written=f"{by.code}, {by.now.isoformat(sep=' ', timespec='seconds')}",
         root=root,
-        directory=places.slurm_directory(root) / str(number),
+        directory=job_files.slurm_directory(root) / str(number),
         variables=[
             f"SWEEP={shlex.quote(str(root))}",
-            commented(f'JOB="$SWEEP/{places.DIRECTORY}/{number}"', SUBMISSION_COMMENT),
+            commented(f'JOB="$SWEEP/{job_files.DIRECTORY}/{number}"', SUBMISSION_COMMENT),
             commented(f'POINT=$(printf %0{FILL}d "$SLURM_ARRAY_TASK_ID")', "point of this array task"),
             'RUN="$SWEEP/$POINT"',
         ],
@@ -55,7 +46,7 @@ def sweep_job(sweep: Sweep, chosen: Chosen, cluster: ClusterConfig, shape: JobSh
         python=interpreter(cluster, by.python),
         directories=sorted({path for config in configs for path in container.needed_directories(config, root, by.workdir)}),
         environment=kept_environment(by.environment),
-        log=str(root / f"%{FILL}a" / places.DIRECTORY / "job-%A_%a.log"),
+        log=str(root / f"%{FILL}a" / job_files.DIRECTORY / "job-%A_%a.log"),
         preflight=preflight,
         array=ranges(indices) + limit,
     )
@@ -93,7 +84,7 @@ def submit_sweep(job: Job, sweep: Sweep, chosen: Chosen, by: Submitter) -> str:
         write_points(sweep)
         (job.directory / "points").mkdir()
         for number, point in chosen:
-            (number.directory / places.DIRECTORY).mkdir(parents=True, exist_ok=True)  # Slurm does not create the directory of a log
+            (number.directory / job_files.DIRECTORY).mkdir(parents=True, exist_ok=True)  # Slurm does not create the directory of a log
             config = with_mesh(point_config(sweep, number, point), job.shape)
             (job.directory / "points" / f"{point_name(number.index)}.yaml").write_text(to_yaml(config), encoding="utf-8")
     except OSError as error:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.foreign import shortened
 from ridgeline.configs.schema import ModelConfig, RopeScaling
 
 ACTIVATIONS_FROM_HF = {
@@ -22,6 +23,9 @@ ACTIVATIONS_FROM_HF = {
 """Hugging Face activation -> model.activation."""
 ACTIVATIONS_TO_HF = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 
+LARGEST = 2**31 - 1
+"""Largest number of a config.json."""
+
 YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None, "mscale_all_dim": None, "attention_factor": None}
 """The yarn settings that models/rope.py implements."""
 
@@ -33,10 +37,13 @@ def field(config: Mapping[str, Any], key: str, kind: type, default: Any = ...) -
         if default is ...:
             raise UserError(f"config.json lacks '{key}'")
         return default
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and not abs(value) <= LARGEST:  # of another size, infinite or not a number
+        raise UserError(f"config.json: '{key}' is {shortened(value)}, out of range")
+    if kind is float and number:
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UserError(f"config.json: '{key}' is {value!r}, expected {kind.__name__}")
+        raise UserError(f"config.json: '{key}' is {shortened(repr(value))}, expected {kind.__name__}")
     return value
 
 
@@ -44,14 +51,14 @@ def refuse_unless(config: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
     """Raise UserError when a key has another value than the only supported one (null counts as absent)."""
     for key, value in expected.items():
         if config.get(key) is not None and config[key] != value:
-            raise UserError(f"config.json: {key} = {config[key]!r} is not supported (only {value!r})")
+            raise UserError(f"config.json: {key} = {shortened(repr(config[key]))} is not supported (only {value!r})")
 
 
 def activation_from_hf(config: Mapping[str, Any], key: str, default: str) -> str:
     """Return model.activation. Raises UserError for an unsupported one."""
     name = field(config, key, str, default)
     if name not in ACTIVATIONS_FROM_HF:
-        raise unknown_name(f"activation in config.json ({key})", name, ACTIVATIONS_FROM_HF)
+        raise unknown_name(f"activation in config.json ({key})", shortened(name), ACTIVATIONS_FROM_HF)
     return ACTIVATIONS_FROM_HF[name]
 
 
@@ -62,7 +69,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises UserError for an unsupported scaling.
     """
     refuse_unless(config, {"partial_rotary_factor": 1.0})
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = {**field(config, "rope_scaling", dict, {}), **field(config, "rope_parameters", dict, {})}
     refuse_unless(rope, {"partial_rotary_factor": 1.0})
     theta = field(rope, "rope_theta", float, field(config, "rope_theta", float, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -70,7 +77,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_theta": theta, "rope_scaling": None}
     kinds = ("default", "linear", "llama3", "yarn")
     if kind not in kinds:
-        raise unknown_name("rope type in config.json", str(kind), kinds)
+        raise unknown_name("rope type in config.json", shortened(kind), kinds)
     scaling: dict[str, Any] = {"kind": kind, "factor": field(rope, "factor", float)}
     if kind != "linear":
         original = field(rope, "original_max_position_embeddings", int, field(config, "max_position_embeddings", int))
@@ -100,7 +107,7 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
 
 def window_from_hf(config: Mapping[str, Any], num_layers: int) -> int | None:
     """Return model.sliding_window of a Qwen config. Raises UserError where only some layers have the window."""
-    kinds = set(config.get("layer_types") or [])
+    kinds = {shortened(kind) for kind in field(config, "layer_types", list, [])}
     if kinds:
         if not kinds <= {"full_attention", "sliding_attention"} or len(kinds) > 1:
             raise UserError(f"config.json: layer_types has {', '.join(sorted(map(str, kinds)))}; all layers must have the same type")

@@ -7,7 +7,6 @@ Legend: L layers (the leading dim of every parameter below `blocks`).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,15 +21,26 @@ from flax import nnx
 from pydantic import ValidationError
 
 from ridgeline.configs import plugins
-from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.errors import UserError, nearest
+from ridgeline.configs.foreign import read_object, shortened
+from ridgeline.configs.rules import model_problems
 from ridgeline.configs.schema import ComputeConfig, DType, ModelConfig, PrecisionConfig
 from ridgeline.models import build
-from ridgeline.models.family import families, find_family
-from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES, PlannedTensor, SafetensorsWriter, StoredTensor, read_directory
+from ridgeline.models.family import Family, families, find_family
+from ridgeline.models.huggingface.config import field
+from ridgeline.models.huggingface.safetensors_stream import (
+    FLOAT_DTYPES,
+    PlannedTensor,
+    SafetensorsWriter,
+    StoredTensor,
+    all_finite,
+    read_directory,
+)
 from ridgeline.models.huggingface.tensor_map import Index, Shape, TensorRule
 from ridgeline.sharding.partition import Partitioner
 
 CONFIG_NAME = "config.json"
+MAX_CONFIG_BYTES = 16 << 20
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _MAX_LISTED = 5
 """Number of tensors in an error message."""
@@ -64,49 +74,69 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_NAME
     if not directory.is_dir():
         raise UserError(f"no such Hugging Face directory: {directory}")
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{directory} is not a Hugging Face directory: it has no {CONFIG_NAME}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return content
+    if not path.exists():
+        raise UserError(f"{directory} is not a Hugging Face directory: it has no {CONFIG_NAME}")
+    return read_object(path, MAX_CONFIG_BYTES)
 
 
 def model_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Return the model section of a config.json. Raises UserError for an architecture or feature that is not supported."""
+    kind = _family_of(config)
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise UserError(f"config.json: quantized weights (quantization_config, {method}) are not supported; use the unquantized checkpoint")
-    known = {kind.hf_architecture: kind for kind in families().values() if kind.config_from_hf}
-    architectures = config.get("architectures") or []
-    by_type = {kind.name: kind for kind in known.values()}
-    kind = known.get(architectures[0]) if architectures else by_type.get(str(config.get("model_type")))
-    if kind is None and (others := plugins.names("families")):
-        added = {one.hf_architecture: one for one in map(find_family, others) if one.config_from_hf}
-        kind = added.get(str(architectures[0]) if architectures else "")
-        known |= added
-    if kind is None:
-        raise unknown_name("Hugging Face architecture", str(architectures[0] if architectures else config.get("model_type")), known)
+        quantization = config["quantization_config"]
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise UserError(
+            f"config.json: quantized weights (quantization_config, {shortened(method)}) are not supported; use the unquantized checkpoint"
+        )
     assert kind.config_from_hf is not None
     try:
-        return ModelConfig.model_validate({"family": kind.name, **kind.config_from_hf(dict(config))})
+        model = ModelConfig.model_validate({"family": kind.name, **kind.config_from_hf(dict(config))})
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"config.json gives model.{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from error
+        value = shortened(repr(first["input"]))
+        raise UserError(f"config.json gives model.{'.'.join(map(str, first['loc']))} = {value}: {first['msg']}") from error
+    for problem in model_problems(model):
+        raise UserError(f"config.json gives {problem.keys[0]}: {problem.message}")
+    return model
 
 
-def hf_config(model: ModelConfig, dtype: DType, special_ids: Mapping[str, int | None]) -> dict[str, Any]:
+def _family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json by its architecture and its model_type, which must agree.
+
+    Raises UserError for any other; another architecture is proposed only where model_type belongs to it.
+    """
+    known = [kind for kind in families().values() if kind.config_from_hf]
+    listed = field(config, "architectures", list, [])
+    architecture, model_type = shortened(listed[0]) if listed else None, field(config, "model_type", str, None)
+    model_type = None if model_type is None else shortened(model_type)
+    if not any(kind.hf_architecture == architecture or kind.name == model_type for kind in known):
+        known += [kind for kind in map(find_family, plugins.names("families")) if kind.config_from_hf]
+    by_type = next((kind for kind in known if kind.name == model_type), None)
+    by_architecture = next((kind for kind in known if kind.hf_architecture == architecture), None)
+    kind = by_type if architecture is None else by_architecture
+    if kind is not None and (model_type is None or kind.name == model_type):
+        return kind
+    described = " with ".join(
+        f"{key} '{value}'" for key, value in (("architecture", architecture), ("model_type", model_type)) if value is not None
+    )
+    if not described:
+        raise UserError("config.json has neither architectures nor model_type")
+    hint = ""
+    if by_type is not None and architecture is not None and nearest(architecture, [by_type.hf_architecture]):
+        hint = f"; did you mean '{by_type.hf_architecture}'?"
+    names = ", ".join(sorted(f"{kind.hf_architecture} ({kind.name})" for kind in known))
+    raise UserError(f"config.json: {described} is not supported{hint} (allowed: {names})")
+
+
+def hf_config(model: ModelConfig, dtype: DType, special_ids: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of config.json. Raises UserError naming a key that the architecture cannot represent.
 
-    special_ids: bos_token_id and eos_token_id; written as null when unknown, because transformers would otherwise use Llama's.
+    special_ids: bos_token_id and eos_token_id, written as null when unknown, because transformers would otherwise use Llama's; further ids.
     """
     kind = find_family(model.family)
     if kind.config_to_hf is None:
         raise UserError(f"model family {kind.name} has no Hugging Face format")
-    ids = {"bos_token_id": special_ids.get("bos_token_id"), "eos_token_id": special_ids.get("eos_token_id")}
+    ids = {"bos_token_id": None, "eos_token_id": None, **special_ids}
     return {"architectures": [kind.hf_architecture], "model_type": kind.name, "torch_dtype": dtype, **kind.config_to_hf(model), **ids}
 
 
@@ -181,7 +211,10 @@ class HfCheckpoint:
         shapes = {p: self.shapes[p][1:] if rule.per_layer else self.shapes[p] for p in rule.params}
         place = rule.block(path, shapes, index, self.model.vocab_size)
         name = rule.name(layer)
-        return cast_weights(place.arrange(self.tensors[name].read(place.region)), dtype, name)
+        stored = self.tensors[name].read(place.region)
+        if not all_finite(stored):
+            raise UserError(f"{self.tensors[name].file}: tensor '{name}' has weights that are NaN or infinite")
+        return cast_weights(place.arrange(stored), dtype, name)
 
 
 def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
@@ -197,6 +230,7 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
         check_same_model(directory, described, model)
     model = model or described
     tensors = read_directory(directory)
+    _check_layers(directory, described, tensors)
     rules, shapes = _with_stored_prefix(tensor_rules(model), tensors), parameter_shapes(model)
     expected = {
         name: rule.hf_shape({p: shapes[p][1:] if rule.per_layer else shapes[p] for p in rule.params}, model.vocab_size)
@@ -264,6 +298,14 @@ def check_same_model(directory: Path, described: ModelConfig, wanted: ModelConfi
     if differ:
         listed = ", ".join(f"model.{key} = {ours[key]} (checkpoint: {theirs[key]})" for key in differ[:_MAX_LISTED])
         raise UserError(f"the config differs from the model in {directory}: {listed}")
+
+
+def _check_layers(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise UserError when config.json describes more layers than there are tensors, before names are made for each of them."""
+    if model.num_layers > len(tensors):
+        raise UserError(
+            f"{directory} lacks weights: its config.json describes {model.num_layers:,} layers, and it has {len(tensors):,} tensors"
+        )
 
 
 def _check_tensors(directory: Path, tensors: Mapping[str, StoredTensor], expected: Mapping[str, Shape]) -> None:

@@ -58,7 +58,7 @@ def analyzed(capsys, *arguments):
 
 
 def test_a_real_capture_is_accounted_for_step_by_step(logdir, capsys):
-    report = analyzed(capsys, logdir)
+    report = analyzed(capsys, logdir, "--warm-up", "0")
     assert set(report) >= {"devices", "steps", "components", "collectives", "hosts"}
     assert len(report["devices"]) == 8
     for device in report["devices"]:

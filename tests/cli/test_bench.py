@@ -30,9 +30,9 @@ from ridgeline.measure.collectives import collective
 from ridgeline.measure.pieces import matmuls, time_round
 from ridgeline.measure.step_work import Matmul
 from ridgeline.measure.timer import calls_for, rounds_s
+from ridgeline.planner.collectives import compiled_collectives
 from ridgeline.rundir.bench_results import read
 from ridgeline.sharding.mesh import build_mesh
-from ridgeline.trainer.plan_comparison import expected
 
 pytestmark = pytest.mark.xdist_group("bench")  # layers are measured once
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_the_pieces_are_those_of_the_config(measured: dict[str, Any], place: Pat
     config = load("tiny.yaml", ()).config
     mesh = {"pipeline": 1, "data": 2, "fsdp": 2, "context": 1, "tensor": 2, "expert": 1}
     timed = {layer: [p for p in measured["pieces"] if p["layer"] == layer] for layer in ("matmul", "memory", "collectives")}
-    planned = expected(config, mesh, gpu=False)
+    planned = compiled_collectives(config, mesh, gpu=False)
     assert sorted((p["what"], p["kind"], tuple(p["axes"]), p["bytes"]) for p in timed["collectives"]) == sorted(
         (p.what, p.kind, p.axes, p.bytes) for p in planned
     )

@@ -218,3 +218,48 @@ def test_every_command_in_the_table_exists() -> None:
 def test_python_m_launch_is_ridge() -> None:
     done = subprocess.run([sys.executable, "-m", "ridgeline", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("ridgeline ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (("config", "show", "models/gpt2", "trainer.st"), {"trainer.steps=", "trainer.stop_after_s="}),
+        (("train", "models/gpt2", "seed=1", "optimizer.cl"), {"optimizer.clip_norm="}),
+        (("config", "show", "models/qwen2-72"), {"models/qwen2-72b", "models/qwen2-72"}),  # the last one: files, by the shell
+    ],
+)
+def test_the_shell_completes_configs_and_keys(typed: tuple[str, ...], offered: set[str]) -> None:
+    from click.shell_completion import ShellComplete
+
+    from ridgeline.cli.main import ridge
+
+    found = ShellComplete(ridge, {}, "ridge", "_RIDGE_COMPLETE").get_completions(list(typed[:-1]), typed[-1])
+    assert {item.value for item in found} == offered
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("config", "show", "models/gpt2", "lr=1"), "did you mean 'optimizer.learning_rate'?"),
+        (("config", "show", "models/gpt2", "optimizer.lr=1"), "did you mean 'learning_rate'?"),
+        (("config", "show", "models/gpt2", "trainer.global_batch_size=8"), "did you mean 'data.batch_size'?"),
+        (("config", "show", "models/gpt2", "model.n_embd=8"), "did you mean 'embed_dim'?"),
+        (("train", "models/gpt2", "--trainer.steps=5"), "trainer.steps=VALUE"),
+        (("train", "models/gpt2", "--max-steps", "5"), "trainer.steps=VALUE"),
+        (("train", "models/gpt2", "--grad_clip=1"), "optimizer.clip_norm=VALUE"),
+        (("plan", "models/gpt2", "--jsn"), "'--json'"),
+    ],
+)
+def test_names_of_other_trainers_are_understood(arguments: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from ridgeline.cli.main import run
+
+    assert run(list(arguments)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert hint in line
+
+
+def test_every_foreign_name_stands_for_a_key() -> None:
+    from ridgeline.configs.fields import schema_keys
+    from ridgeline.configs.foreign_names import FOREIGN_NAMES
+
+    assert set(FOREIGN_NAMES.values()) <= {key for key, _ in schema_keys()}

@@ -127,7 +127,9 @@ def test_generate_samples_the_same_text_from_the_run_and_from_the_directory(hf, 
     rows = json.loads(run(generate, imported, *arguments))
     assert [row["prompt"] for row in rows] == ["def f", "x"]
     assert rows[0]["tokens"] == 12 or rows[0]["stopped_by"] == "eos"
-    assert json.loads(run(generate, hf, *arguments)) == rows
+    same = json.loads(run(generate, hf, *arguments))
+    assert [row["text"] for row in same] == [row["text"] for row in rows]
+    assert [(row["step"], bool(row["config_sha256"])) for row in (rows[0], same[0])] == [(0, True), (None, False)]
     assert run(generate, imported, "--prompt", "def f", "--max-tokens", "5").startswith("def f")
 
 
@@ -177,3 +179,32 @@ def test_bad_arguments_are_one_clear_error(hf, imported, tmp_path, command, argu
     with pytest.raises(UserError, match=said):
         run(command, *filled)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(hf):
+    directory = hf.parent / "bare"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).write_bytes((hf / name).read_bytes())
+    (directory / "generation_config.json").write_text('{"eos_token_id": 7}')
+    return directory
+
+
+def test_a_model_without_a_tokenizer_is_converted_and_loaded_and_refused_only_for_text(without_tokenizer, tmp_path):
+    run(from_hf, without_tokenizer, "--output", tmp_path / "run")
+    run(to_hf, tmp_path / "run", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (without_tokenizer / "model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 7
+    for place in (without_tokenizer, tmp_path / "run", tmp_path / "back"):
+        assert load_model(place).source.tokenizer is None
+        with pytest.raises(UserError, match="has no tokenizer"):
+            run(generate, place)
+
+
+def test_an_export_names_its_step_and_config(imported, tmp_path):
+    answer = json.loads(run(to_hf, imported, tmp_path / "out", "--json"))
+    recorded = json.loads((tmp_path / "out" / "config.json").read_text())["ridgeline"]
+    assert recorded == {"run": "imported", "step": 0, "config_sha256": answer["config_sha256"]}
+    assert answer["step"] == 0
+    assert len(answer["config_sha256"]) == 64

@@ -61,6 +61,11 @@ def test_a_run_and_its_export_give_the_figures_of_training(trained: Path, capsys
     assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
     assert 0 < row["gzip9_bits_per_byte"] < 8
     assert row["step"] == 2
+    assert len(row["config_sha256"]) == 64
+    assert row["devices"] == "8 CPU devices (mesh fsdp=8)"
+    one = answer(capsys, str(trained / "run"), "--batch-size", "1")
+    assert one["devices"] == "1 CPU device"
+    assert one["loss"] == pytest.approx(row["loss"], rel=1e-5)
 
     assert run(["convert", "to-hf", str(trained / "run"), str(trained / "exported")]) == DONE
     held = f"held={trained / 'sets' / 'held'}"

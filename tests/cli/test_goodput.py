@@ -46,7 +46,7 @@ def test_the_ledger_as_json_has_time_money_and_parts_that_sum(run_dir, capsys):
 def test_the_table_names_goodput_and_every_category_that_took_time(run_dir, capsys):
     assert ridge(["goodput", str(run_dir), "--cluster", "dgx-h100"]) == 0
     shown = capsys.readouterr().out
-    assert "goodput 80.0% of 1m40s on 8 device(s)" in shown
+    assert "goodput 80.0% of 1m40s on 8 devices" in shown
     assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["compile", "productive"]
 
 

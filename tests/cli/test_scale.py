@@ -21,7 +21,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.launch.slurm.state import JobState
 from ridgeline.launch.trials.failure import failure_reason
 from ridgeline.launch.trials.local import check_devices_here, environment, processes_of
-from ridgeline.launch.trials.scales import Asked, growing_axis, settings_of
+from ridgeline.launch.trials.scales import ScalingRequest, growing_axis, settings_of
 from ridgeline.launch.trials.slurm import Site
 from ridgeline.launch.trials.slurm import run_all as run_through_slurm
 from ridgeline.launch.trials.study import Trials
@@ -198,23 +198,23 @@ def test_what_cannot_be_a_study_is_refused(
 
 
 def test_one_axis_grows_and_in_weak_scaling_the_batch_with_it() -> None:
-    strong = settings_of(Asked("quickstart", ("mesh.tensor=1",), [1, 2, 4]), per_process=lambda devices: devices)
+    strong = settings_of(ScalingRequest("quickstart", ("mesh.tensor=1",), [1, 2, 4]), per_process=lambda devices: devices)
     assert [(s.config.mesh.fsdp, s.config.runtime.cpu_devices, s.config.data.batch_size) for s in strong if s.config] == [
         (1, 1, 8),
         (2, 2, 8),
         (4, 4, 8),
     ]
-    weak = settings_of(Asked("quickstart", ("mesh.fsdp=1", "mesh.data=2"), [2, 4], weak=True))
+    weak = settings_of(ScalingRequest("quickstart", ("mesh.fsdp=1", "mesh.data=2"), [2, 4], weak=True))
     assert [(s.config.mesh.data, s.config.data.batch_size) for s in weak if s.config] == [(2, 8), (4, 16)]
-    shared = settings_of(Asked("quickstart", ("mesh.data=2",), [2, 4, 3]))
+    shared = settings_of(ScalingRequest("quickstart", ("mesh.data=2",), [2, 4, 3]))
     assert [s.config.mesh.fsdp for s in shared[:2] if s.config] == [1, 2]
     assert "3 devices" in (shared[2].refusal or "") and "(2 devices)" in (shared[2].refusal or "")
-    assert growing_axis(Asked("quickstart", (), [1]).base, None) == "fsdp"
+    assert growing_axis(ScalingRequest("quickstart", (), [1]).base, None) == "fsdp"
     assert parse_counts("--nodes", "4, 1,2", distinct=True) == [1, 2, 4]
 
 
 def test_settings_that_differ_in_more_than_what_is_varied_are_refused(tmp_path: Path) -> None:
-    settings = settings_of(Asked("quickstart", (), [1, 2], weak=True))
+    settings = settings_of(ScalingRequest("quickstart", (), [1, 2], weak=True))
     with pytest.raises(UserError, match=r"differ in data\.batch_size.*vary only mesh\."):
         Trials(tmp_path, settings, 1, ("mesh.",))
 
@@ -260,7 +260,7 @@ def test_the_reason_of_a_failure_is_found_in_its_last_words(tmp_path: Path, log:
     ],
 )
 def test_jobs_are_waited_for_and_what_ended_them_is_the_reason(tmp_path: Path, ends: str, log: str, reason: str | None) -> None:
-    trials = Trials(tmp_path, settings_of(Asked("quickstart", (), [1]), nodes={1: 1}), 1, ("mesh.",))
+    trials = Trials(tmp_path, settings_of(ScalingRequest("quickstart", (), [1]), nodes={1: 1}), 1, ("mesh.",))
     (trial,) = trials.trials
     record = JobRecord("17", "2026-11-21", "train", "local", None, 1)
     record_job(trial.config.directory, record)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ridgeline.cli import main as cli
 from ridgeline.configs.cluster import load_cluster
@@ -19,7 +25,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.launch.slurm import container, snapshot
 from ridgeline.launch.slurm import submit as slurm
-from ridgeline.launch.slurm.script import job_script
+from ridgeline.launch.slurm.script import Job, job_script
 from ridgeline.launch.slurm.shape import job_shape, placed
 from ridgeline.launch.slurm.state import JobState
 from ridgeline.launch.slurm.submit import Submitter, sbatch, training_job, with_environment, write
@@ -307,7 +313,7 @@ def test_a_working_directory_with_a_space_is_one_argument(tmp_path: Path) -> Non
     directory.mkdir()
     site, config = load_cluster("local").config, load("tiny.yaml", ["run_dir=/data/runs/x"]).config
     text = job_script(training_job(placed(config, site), site, job_shape(site, 1, "60"), by(directory)))
-    assert f"#SBATCH --chdir='{directory}' " in text
+    assert f'#SBATCH --chdir="{directory}" ' in text
 
 
 def job(tmp_path: Path, *cluster_set: str) -> slurm.Job:
@@ -387,23 +393,116 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         write(training_job(config, site, job_shape(site, 1, None), by(tmp_path)), config)
 
 
-def test_the_recorded_environment_masks_secrets(tmp_path: Path) -> None:
+def test_the_recorded_environment_is_what_a_run_depends_on(tmp_path: Path) -> None:
     text = job_script(job(tmp_path))
     block = text[text.index("{\n  echo") : text.index('} > "$JOB/environment')]
     script = "set -u\n" + block + "}\n"
-    environment = {
-        "PATH": os.environ["PATH"],
-        "PYTHON": sys.executable,
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NODELIST": "n1",
-        "WANDB_API_KEY": "abc123",
-        "HF_TOKEN": "two\nlines456",
-        "PLAIN": "visible",
-    }
+    recorded = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "XLA_FLAGS": "--a --b", "NCCL_DEBUG": "INFO"}
+    secrets = ["WANDB_API_KEY", "HF_TOKEN", "DATABASE_URL", "GITHUB_PAT", "REGISTRY_AUTH", "COOKIES", "PLAIN", "JAXOTHER", "MY_JAX_A"]
+    secrets += ["SLURM_JWT", "RIDGE_SECRET", "TF_TOKEN_app", "NVIDIA_API_KEY"]
+    environment = {**recorded, "JAX_TWO": "one\nDATABASE=x", "PYTHON": sys.executable, **dict.fromkeys(secrets, "hidden\nhidden")}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "PLAIN=visible\n" in done.stdout
-    assert "WANDB_API_KEY=***\n" in done.stdout
-    assert "HF_TOKEN=***\n" in done.stdout
-    assert "abc123" not in done.stdout
-    assert "lines456" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert {f"{name}={value}" for name, value in recorded.items()} <= set(lines)
+    assert "JAX_TWO=one DATABASE=x" in lines
+    assert not [line for line in lines if "hidden" in line]
+
+
+HOSTILE = "\n#SBATCH --wrap=x\ntouch owned\n"
+CONTROL = st.sampled_from(["\n", "\r", "\x00", "\x1b", "\x7f", "\x85", "\u2028", "\udc80", "\t"])
+PRINTED = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]), max_size=12)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Job:
+    return job(tmp_path)
+
+
+def with_text(place: str, text: str, plain: Job) -> Job:
+    """Return a job with a text in one place."""
+    options, software = plain.cluster.slurm, plain.cluster.software
+    if place == "workdir":
+        return replace(plain, workdir=Path("/w") / text)
+    if place == "name":
+        return replace(plain, name=text)
+    if place == "log":
+        return replace(plain, log=f"/runs/{text}/job-%j.log")
+    if place == "python":
+        return replace(plain, python=text)
+    if place == "title":
+        return replace(plain, title=text)
+    if place == "value":
+        return replace(plain, environment={"JAX_A": text})
+    if place == "variable":
+        return replace(plain, environment={f"JAX_{text}": "1"})
+    part: dict[str, object] = {"slurm": options.model_copy(update={place: text})}
+    if place == "modules":
+        part = {"software": software.model_copy(update={"modules": [text]})}
+    return replace(plain, cluster=plain.cluster.model_copy(update=part))
+
+
+PLACES = ["workdir", "name", "log", "python", "title", "value", "variable", "account", "partition", "qos", "constraint", "modules"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=PRINTED, control=CONTROL, after=PRINTED)
+def test_control_characters_are_refused_in_one_line_wherever_they_are(
+    place: str, before: str, control: str, after: str, plain: Job
+) -> None:
+    for text in (f"{before}{control}{after}", HOSTILE):
+        if place == "workdir" and "\x00" in text:
+            continue
+        with pytest.raises(UserError, match="job script") as refused:
+            job_script(with_text(place, text, plain))
+        assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "variable"])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=PRINTED)
+def test_printable_text_adds_no_line_and_arrives_unchanged(place: str, text: str, plain: Job) -> None:
+    """Quotes, $(), # and spaces: `shlex` reads double quotes and comments as sbatch does."""
+    text = text.replace("/", "")
+    script = job_script(with_text(place, text, plain))
+    assert len(script.split("\n")) == len(job_script(with_text(place, "x", plain)).split("\n"))
+    option = {"workdir": "chdir", "name": "job-name", "log": "output"}.get(place, place)
+    value = {"workdir": str(Path("/w") / text), "log": f"/runs/{text}/job-%j.log"}.get(place, text)
+    found = [shlex.split(line[8:], comments=True) for line in script.splitlines() if line.startswith("#SBATCH ")]
+    if place in ("python", "title", "value", "modules"):
+        quoted = {"python": f"PYTHON={shlex.quote(text)}", "title": f"# {text}", "value": f"export JAX_A={shlex.quote(text)}"}
+        assert quoted.get(place, f"module load {shlex.quote(text)}") in script
+    else:
+        assert [f"--{option}={value}"] in found
+
+
+@pytest.mark.parametrize("whom", ["batch shell", "whole job"])
+def test_sigterm_to_the_batch_shell_is_a_preemption(whom: str, tmp_path: Path) -> None:
+    """The supervision of a job with stages and commands of Slurm of our own: the ranks save, and the job is requeued."""
+    tools = {
+        "scancel": 'echo "scancel $*"; kill -USR1 "$(cat ranks)"',
+        "scontrol": '[ "$1" = show ] && echo "JobState=RUNNING Reason=None Requeue=1 " || echo "scontrol $*"',
+        "ranks": """echo $$ > ranks; trap 'sleep 0.3; exit 75' USR1; trap : TERM; touch ready; while :; do sleep 0.05; done""",
+    }
+    for name, body in tools.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    text = job_script(job(tmp_path))
+    end = text[text.index("# Run the stages, then") :]
+    end = end.replace("preflight && train;", "true && bin/ranks;").replace("preflight && train )", "true && bin/ranks )")
+    assert "bin/ranks" in end
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "RUN": str(tmp_path)}
+    shell = subprocess.Popen(["bash", "-uc", end], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    until = time.monotonic() + 20
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    (os.kill if whom == "batch shell" else os.killpg)(shell.pid, signal.SIGTERM)
+    output = shell.communicate(timeout=30)[0]
+    assert shell.returncode == 75, output
+    assert output.splitlines()[0] == "scancel --signal=TERM 7"
+    assert "saved and stopped after SIGTERM" in output
+    assert "scontrol requeue 7" in output
+    assert json.loads((tmp_path / "attempts.jsonl").read_text())["exit_code"] == 75

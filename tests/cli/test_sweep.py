@@ -13,8 +13,11 @@ import pytest
 from ridgeline.cli import main as cli
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
+from ridgeline.launch import exit_codes
 from ridgeline.launch.slurm.state import JobState
 from ridgeline.launch.trials import sweep as on_disk
+from ridgeline.launch.trials import sweep_local
+from ridgeline.launch.trials.engine import SWEEP, TrialFiles
 from ridgeline.launch.trials.sweep import Result, numbered, read_points, results, to_do, write_points
 from ridgeline.launch.trials.sweep_file import Sweep, load_sweep
 from ridgeline.launch.trials.sweep_job import point_config, ranges
@@ -249,3 +252,16 @@ def test_a_sweep_needs_a_cluster_to_be_submitted(capsys: pytest.CaptureFixture[s
     assert error.startswith("ridge: error: --cluster is missing") and "--table" in error and error.count("\n") == 1
     assert cli.run(["sweep", "sweep.yaml", "--table"]) == 2
     assert "sweep.json" in capsys.readouterr().err
+
+
+def test_a_point_that_was_stopped_did_not_fail(tmp_path: Path) -> None:
+    sweep = swept()
+    number, point = numbered(sweep)[0]
+    trial = sweep_local._trial(sweep, "000", point_config(sweep, number, point))
+    files = TrialFiles(sweep.directory, SWEEP)
+    assert trial.finish(0) is None
+    assert (trial.finish(exit_codes.PREEMPTED) or "").startswith("stopped")
+    assert files.failure("000") is None
+    assert trial.finish(exit_codes.NUMERICAL_FAILURE) == files.failure("000") == "too many non-finite steps"
+    assert "name: lr-000" in trial.prepare().read_text()
+    assert files.failure("000") is None, "it runs again"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
-from ridgeline.configs.rules import SHARDED_OVER, check_config, check_devices, divisors
+from ridgeline.configs.rules import SHARDED_OVER, check_config, check_devices, divisors, fit_devices
 from ridgeline.configs.schema import Config
 from ridgeline.sharding.rules import Rules
 
@@ -261,3 +262,24 @@ def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]
     assert divisors(49) == [1, 7, 49]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "batch_size", "devices", "fitted"),
+    [
+        ({}, {}, 8, 8, {"fsdp": 8}),
+        ({}, {}, 8, 6, {"fsdp": 4}),
+        ({"fsdp": 4, "tensor": 2}, {}, 8, 8, {"fsdp": 4, "tensor": 2}),
+        ({"fsdp": 4, "tensor": 2}, {}, 8, 4, {"fsdp": 2, "tensor": 2}),
+        ({"data": 8, "fsdp": 8, "tensor": 8}, {}, 64, 8, {"tensor": 8}),
+        ({"fsdp": 2}, {}, 8, 8, {"fsdp": 2}),
+        ({}, {}, 3, 8, {}),
+        ({}, {"embed_dim": 31, "num_heads": 1, "head_dim": 8}, 8, 8, {}),
+    ],
+)
+def test_the_largest_mesh_that_fits_is_a_part_of_the_configured_one(mesh, model, batch_size, devices, fitted) -> None:
+    shapes = {"embed_dim": 256, "num_heads": 8, "mlp_dim": 256, "vocab_size": 512, **model}
+    config = Config.model_validate({"mesh": mesh, "model": shapes, "data": {"batch_size": batch_size}})
+    found = fit_devices(config, devices)
+    assert {axis: size for axis, size in found.mesh.sizes.items() if size > 1} == fitted
+    check_devices(found, int(np.prod(list(found.mesh.sizes.values()))))

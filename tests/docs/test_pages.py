@@ -77,15 +77,29 @@ def test_the_offline_commands_install_from_a_directory_alone(tmp_path: Path) -> 
     assert (target / "ridgeline/configs/models/gpt2.yaml").is_file()
 
 
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All code cells, in order, in one namespace."""
-    monkeypatch.chdir(tmp_path)
-    cells = json.loads((ROOT / "docs/notebooks/python_api.ipynb").read_text())["cells"]
+def run_notebook(name: str) -> None:
+    """Run all code cells, in order, in one namespace."""
+    cells = json.loads((ROOT / "docs/notebooks" / name).read_text())["cells"]
     namespace: dict[str, object] = {}
     for number, cell in enumerate(cells):
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [], "outputs are not stored"
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
+
+
+def test_the_notebook_of_profiles_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_notebook("profiles.ipynb")
+    printed = capsys.readouterr().out
+    assert " steps, median " in printed  # five or six: a slow first one is left out as warm-up
+    assert "f32 [128, 64] x [64, 128]" in printed
+    assert "jit_train_step: peak" in printed
+    assert "tables/operations.parquet" in printed
+
+
+def test_the_notebook_of_the_api_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_notebook("python_api.ipynb")
     printed = capsys.readouterr().out
     assert "did you mean 'steps'" in printed
     assert "step 40: training loss" in printed

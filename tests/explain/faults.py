@@ -119,6 +119,31 @@ def reading_host(share: float) -> Any:
     return patch.object(Loop, "run", run)
 
 
+def spiking(step: int, factor: float) -> Any:
+    """The parameters are multiplied before a step, as by a flipped bit of an exponent."""
+    import dataclasses
+
+    import jax
+
+    from ridgeline.trainer.loop import Loop
+
+    original = Loop.run
+
+    def run(self: Any, state: Any, start_step: int) -> Any:
+        train_step, multiply = self.train_step, jax.jit(lambda params: jax.tree.map(lambda p: p * factor, params))
+
+        def spike(state: Any, batch: Any) -> Any:
+            if self._pending is not None and self._pending.step == step:
+                with jax.transfer_guard("allow"):
+                    state = dataclasses.replace(state, params=multiply(state.params))
+            return train_step(state, batch)
+
+        self.train_step = spike
+        return original(self, state, start_step)
+
+    return patch.object(Loop, "run", run)
+
+
 def late(seconds: float, start: int) -> Any:
     """The host comes this much later to each step from one on: it has other things to do."""
     from ridgeline.trainer.loop import Loop
@@ -172,7 +197,8 @@ def killed(step: int, pace_s: float) -> Any:
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (slow_rows, stuck_read, slow_disk, slow_compiler, drifting_shape, reading_host, late, slow_link, paced, killed)
+    f.__name__: f
+    for f in (slow_rows, stuck_read, slow_disk, slow_compiler, drifting_shape, reading_host, spiking, late, slow_link, paced, killed)
 }
 
 

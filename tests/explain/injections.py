@@ -80,6 +80,8 @@ ranked by their largest possible gain: T / (T - R) - 1 for a removable share R o
 Causes with similar symptoms are separated. The idle time after host synchronizations does not count as host-bound steps, waiting for a late
 device does not count as communication, and the time that a slow link adds to the plan does not count as communication either. A share of a
 step is the value that every device reaches in at least three of four steps: a larger value on one device is a straggler, in one step noise.
+A straggler's delay is its median over the steps, and counts where it is twice its standard error. The next bottleneck is what is left of
+the run's time without the named cost.
 
 ## Rules
 
@@ -154,6 +156,7 @@ COMPUTING = (
     Run("small-batch", f"{TINY} data.batch_size=1 trainer.steps=1200 trainer.log_every=100 profiler.start_step=1100 profiler.num_steps=20"),
     Run("larger-batch", f"{TINY} data.batch_size=16 trainer.steps=1200 trainer.log_every=100"),
     Run("reading", "profiler.start_step=12", "reading_host", {"share": 0.9}),
+    Run("spiking", f"{TINY} trainer.steps=80 trainer.log_every=4", "spiking", {"step": 60, "factor": 20.0}),
     Run("remat", "trainer.steps=24 compute.remat.policy=full profiler.start_step=12"),
     Run("plain", "trainer.steps=24"),
     Run("tuned", "trainer.steps=24 compute.remat.policy=full compute.scan_unroll=2 compute.loss_chunk=8"),
@@ -232,6 +235,7 @@ CASES = (
     Case("mesh.rules that replicate the hidden layer", "accidental resharding", ("resharded",)),
     Case("documents of half a row, one per row", "padding waste", ("padded",)),
     Case("remat=full with memory to spare", "needless rematerialisation", ("remat",)),
+    Case("parameters multiplied by 20 within the run", "loss spikes", ("spiking",)),
     Case("saves every other step to a slow disk", "checkpoint stalls", ("slow-disk",)),
     Case("SIGKILL long after the last save", "steps lost to failures", ("killed",)),
     Case("a read that never comes back", "hang", ("stuck",)),

@@ -1,7 +1,10 @@
 """Every rule on planted facts, and a healthy run without findings. Planted real runs are in tests/explain/test_diagnosis_runs.py."""
 
+import functools
 import json
+import random
 import shlex
+import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,21 +15,30 @@ from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
+from ridgeline.explain.diagnosis.costs import costs
 from ridgeline.explain.diagnosis.expected import Expected, expect
-from ridgeline.explain.diagnosis.facts import Facts, stored_ladder
+from ridgeline.explain.diagnosis.facts import Compilation, Facts, stored_ladder
 from ridgeline.explain.diagnosis.finding import THRESHOLDS, ceiling, gain_text
 from ridgeline.explain.diagnosis.ranks import host_of, slowest
 from ridgeline.explain.diagnosis.remedies import rescaled, without_nodes
 from ridgeline.explain.diagnosis.rules import CATALOGUE, RULES, diagnose, summary_line
 from ridgeline.explain.diagnosis.settings import Setting, SimplerRun
 from ridgeline.explain.diagnosis.terms import largest, terms
+from ridgeline.explain.diagnosis.throttled import device_samples, most_throttled
+from ridgeline.explain.report.page import render
+from ridgeline.explain.report.run import read_run
 from ridgeline.explain.study.analysis import BATCH_SIZE, Point, analyze
+from ridgeline.explain.summary import format_summary, summarize
 from ridgeline.rundir.analysis import Analysis, Collective, Component, DeviceStep, DeviceTotal, HostActivity, Step, Sync
 from ridgeline.rundir.bench_results import RESULTS, write
 from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.events import Event, EventLog
 from ridgeline.rundir.goodput import CATEGORIES, Ledger
+from ridgeline.rundir.loss_spikes import Spike
 from ridgeline.rundir.noise import compare
+from ridgeline.rundir.progress import run_progress
 from ridgeline.rundir.records import Devices, PlanRecord
+from tests.explain.made_runs import made_run
 from tests.explain.remedies import check_remedies
 
 CONFIG = load("quickstart").config
@@ -47,6 +59,9 @@ def ledger(**seconds):
 
 def step_record(**values):
     healthy = {
+        "restart": 0.0,
+        "step": 10.0,
+        "tokens_per_s": POSITIONS / 0.9,
         "step_time_p50_s": 0.9,
         "step_time_mean_s": 0.9,
         "data_wait_s": 0.001,
@@ -55,6 +70,11 @@ def step_record(**values):
         "limit_bytes": 75e9,
     }
     return healthy | values
+
+
+def step_records(**values):
+    """Five log lines of one start."""
+    return [step_record(step=10.0 * line, **values) for line in range(1, 6)]
 
 
 def times(**values):
@@ -136,8 +156,8 @@ HEALTHY = Facts(
     name="healthy",
     ledger=ledger(),
     config=CONFIG,
-    steps=[step_record()] * 5,
-    compiles=[("train_step", 15.0, False), ("evaluation_step", 5.0, True)],
+    steps=step_records(),
+    compiles=[Compilation("train_step", 15.0, False), Compilation("evaluation_step", 5.0, True)],
     saves_s=[1.0] * 10,
     analysis=analysis(
         components=[component(0.6, "forward"), component(0.02, "recompute")],
@@ -166,9 +186,9 @@ def simpler_run(own_s, settings=SETTINGS):
 
 
 PLANTED = {
-    "input pipeline": {"steps": [step_record(data_wait_s=0.3)] * 5},
+    "input pipeline": {"steps": step_records(data_wait_s=0.3)},
     "start-up and compilation not amortised": {"ledger": ledger(compile=300.0)},
-    "recompilation in steady state": {"compiles": [("train_step", 30.0, True)] * 4},
+    "recompilation in steady state": {"compiles": [Compilation("train_step", 30.0, True)] * 4},
     "host-bound steps": {"analysis": analysis(idle_by_cause={"launch": 0.3, "other": 0.1})},
     "host synchronisation in the step": {"analysis": analysis(idle_by_cause={"launch": 0.01, "other": 0.3}, hosts=syncs(1.2))},
     "straggler": {
@@ -176,16 +196,17 @@ PLANTED = {
     },
     "exposed communication": {"analysis": analysis(exposed_communication_s=0.4)},
     "accidental resharding": {"plan": traffic(9e8), "analysis": analysis(exposed_communication_s=0.14)},
-    "padding waste": {"steps": [step_record(target_tokens=POSITIONS * 0.5)] * 5},
+    "padding waste": {"steps": step_records(target_tokens=POSITIONS * 0.5)},
     "needless rematerialisation": {
         "config": load("quickstart", ["compute.remat.policy=full"]).config,
-        "steps": [step_record(peak_bytes=30e9)] * 5,
+        "steps": step_records(peak_bytes=30e9),
         "analysis": analysis(components=[component(0.6, "forward"), component(0.3, "recompute")]),
     },
     "checkpoint stalls": {"ledger": ledger(checkpoint=200.0), "saves_s": [20.0] * 10},
     "steps lost to failures": {"ledger": ledger(lost=200.0)},
     "hang": {"ledger": ledger(hang=600.0)},
-    "memory near the limit": {"steps": [step_record(peak_bytes=74e9)] * 5},
+    "memory near the limit": {"steps": step_records(peak_bytes=74e9)},
+    "loss spikes": {"spikes": [Spike(120, 11.1, 0.02, 0.003, steps=9, ended=True), Spike(300, 2.0, 0.02, 0.003)]},
     "clocks throttled": {
         "analysis": analysis(devices=(device("0"), device("1", compute_s=0.2, exposed_communication_s=0.7), device("2", compute_s=0.2)))
     },
@@ -244,9 +265,43 @@ def test_a_run_without_a_profile_is_diagnosed_by_its_ledger():
 
 
 def test_loading_programs_that_a_cache_had_is_no_compilation_to_amortise():
-    drawn_out = replace(HEALTHY, ledger=ledger(productive=60.0, compile=12.0), compiles=[("train_step", 12.0, False)])
+    drawn_out = replace(HEALTHY, ledger=ledger(productive=60.0, compile=12.0), compiles=[Compilation("train_step", 12.0, False)])
     assert [finding.rule for finding in diagnose(drawn_out)][:1] == ["start-up and compilation not amortised"]
     assert "start-up and compilation not amortised" not in {finding.rule for finding in diagnose(replace(drawn_out, cached_s=12.0))}
+
+
+def test_every_start_may_compile_each_program_once():
+    """Three starts with an evaluation compile its step three times; so does a step that each start loads."""
+    once = [Compilation(name, 20.0, in_loop=True, start=start) for start in range(3) for name in ("evaluation_step", "all_finite")]
+    starts = replace(HEALTHY, compiles=once, ledger=replace(HEALTHY.ledger, starts=3))
+    assert diagnose(starts) == []
+    again = replace(starts, compiles=[*once, Compilation("evaluation_step", 30.0, in_loop=True, start=1)])
+    (finding,) = diagnose(again)
+    assert finding.rule == "recompilation in steady state"
+    assert finding.gain == pytest.approx(ceiling(20.0 / again.ledger.wall_s))  # the longest is the one that was needed
+    assert "evaluation_step was compiled 2 times during training in start 2 of 3, 50.0 s" in finding.evidence[0]
+
+
+def test_the_padding_is_that_of_the_newest_start():
+    """An earlier start with half the batch size has half the targets and no padding."""
+    half = step_records(target_tokens=POSITIONS / 2)
+    assert diagnose(replace(HEALTHY, steps=[*half, *step_records(restart=1.0)])) == []
+
+
+def test_clocks_are_compared_within_one_start():
+    """A restart on devices with another clock throttles nobody; a start of few log lines does not hide the one before it."""
+
+    def lines(start, mhz, count):
+        for _ in range(count):
+            rows = [{"device": f"gpu:{i}", "clock_mhz": clock} for i, clock in enumerate(mhz)]
+            yield Event("device_state", 0.0, 0.0, "r", 0, start, {"devices": rows})
+
+    host = [Event("device_states", 0.0, 0.0, "r", 0, start, {"host": f"node{start}"}) for start in range(2)]
+    moved = device_samples([host[0], *lines(0, (1980.0,) * 4, 9), host[1], *lines(1, (1410.0,) * 4, 5)])
+    assert set(moved) == {f"node1-p00000/gpu:{i}" for i in range(4)}
+    assert most_throttled(moved) is None
+    slow = most_throttled(device_samples([host[0], *lines(0, (1980.0, 1980.0, 990.0), 9), host[1], *lines(1, (1980.0,) * 3, 1)]))
+    assert slow is not None and slow.device == "node0-p00000/gpu:2"
 
 
 @pytest.mark.parametrize(
@@ -283,11 +338,46 @@ def test_a_large_gain_is_formatted_as_a_factor():
     ]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_next_bottleneck_is_the_largest_cost_without_the_one_that_is_named(seed):
+    """Brute force: the ledger with the seconds of the finding set to 0."""
+    draw = random.Random(seed)
+    removed = {"checkpoint stalls": ["checkpoint"], "steps lost to failures": ["lost"], "hang": ["hang"]}
+    removed |= {"start-up and compilation not amortised": ["startup", "compile", "restore"]}
+    seconds = dict.fromkeys(CATEGORIES, 0.0) | {name: draw.uniform(0, 400.0) for name in CATEGORIES}
+    facts = Facts(name="drawn", ledger=ledger(**seconds), saves_s=[1.0])
+    names = {"productive": "training steps", "startup": "start-up and compilation", "compile": "start-up and compilation"}
+    names |= {"restore": "start-up and compilation", "checkpoint": "saves", "lost": "repeated steps", "hang": "hangs"}
+    findings = [finding for finding in diagnose(facts) if finding.rule in removed]
+    assert findings
+    for finding in findings:
+        left = dict.fromkeys(costs(facts), 0.0)
+        for name, value_s in seconds.items():
+            if name not in removed[finding.rule]:
+                cost = names.get(name) or next(
+                    cost for cost, share in costs(facts).items() if share * sum(seconds.values()) == pytest.approx(value_s)
+                )
+                left[cost] += value_s
+        largest_left = max(left, key=lambda name: left[name])
+        share = left[largest_left] / sum(left.values())
+        assert finding.next_bottleneck.startswith(f"{largest_left} ({share:.0%} of the remaining time), then ")
+
+
+def test_the_next_bottleneck_of_a_profiled_run_is_a_part_of_its_step():
+    facts = replace(HEALTHY, analysis=analysis(exposed_communication_s=0.3, compute_s=0.5, idle_s=0.2, idle_by_cause={"launch": 0.2}))
+    found = {finding.rule: finding.next_bottleneck for finding in diagnose(facts)}
+    # 900 of 1,000 s are steps: 450 s of compute, 270 s of exposed communication, 180 s idle
+    assert found["exposed communication"] == "compute (62% of the remaining time), then idle devices (25%)"
+    assert found["host-bound steps"] == "compute (55% of the remaining time), then exposed communication (33%)"
+    memory = replace(facts, steps=step_records(peak_bytes=74e9))
+    assert {f.rule: f for f in diagnose(memory)}["memory near the limit"].next_bottleneck.startswith("compute (45% of the time), then")
+
+
 def test_overrides_follow_from_the_figures():
     def overrides(**planted):
         return diagnose(replace(HEALTHY, **planted))[0].overrides
 
-    assert overrides(steps=[step_record(data_wait_s=0.63)] * 5) == ("data.workers=4",)  # 0.7 of a step of 0.9 s
+    assert overrides(steps=step_records(data_wait_s=0.63)) == ("data.workers=4",)  # 0.7 of a step of 0.9 s
     batch = CONFIG.data.batch_size
     assert overrides(analysis=analysis(idle_by_cause={"launch": 0.5})) == (f"data.batch_size={8 * batch}",)  # 0.5 to 0.15 of the step
     assert overrides(ledger=ledger(checkpoint=200.0)) == (f"checkpoint.every={4 * CONFIG.checkpoint.every}",)  # 17 to 5 % of the time
@@ -324,7 +414,7 @@ def test_a_stored_benchmark_of_the_same_work_is_found_and_shown(tmp_path):
     found = stored_ladder(tmp_path, CONFIG, devices)
     assert found["step"] == [0.4] * 3  # the newest of the same work
     assert stored_ladder(tmp_path, CONFIG, devices.model_copy(update={"count": 2})) == {}
-    (finding,) = diagnose(replace(HEALTHY, bench=found, steps=[step_record(data_wait_s=0.3)] * 5))
+    (finding,) = diagnose(replace(HEALTHY, bench=found, steps=step_records(data_wait_s=0.3)))
     (alone,) = (line for line in finding.evidence if "ridge bench" in line)
     assert "900 ms" in alone
     assert "400 ms" in alone
@@ -343,7 +433,7 @@ def _rule_modules():
 
 
 def test_the_facts_are_figures_of_the_steps_after_warm_up():
-    slow_first = [step_record(step_time_p50_s=9.0), *[step_record()] * 3]
+    slow_first = [step_record(step=1.0, step_time_p50_s=9.0), *step_records()]
     assert replace(HEALTHY, steps=slow_first).step_s == pytest.approx(0.9)
     assert replace(HEALTHY, steps=[]).data_wait_share is None
 
@@ -354,6 +444,66 @@ def test_the_catalogue_names_each_rule_as_its_findings_do():
         finding = row.check(replace(HEALTHY, **case))
         assert finding is not None
         assert finding.rule == rule
+
+
+def synchronous(own, compute, shared_s=0.01):
+    """Steps of devices that wait for the slowest at their collectives: `own` and `compute` hold seconds by step and device."""
+    steps = []
+    for mine, work in zip(own, compute, strict=True):
+        total_s = max(mine) + shared_s
+        parts = [
+            {"total_s": total_s, "compute_s": c, "exposed_communication_s": total_s - o, "idle_s": o - c}
+            for o, c in zip(mine, work, strict=True)
+        ]
+        steps.append(step_of(*(device(str(i), **each) for i, each in enumerate(parts))))
+    return analysis(steps=steps)
+
+
+def gain_without(own, slowest, shared_s=0.01):
+    """The median share of the step times that is saved if one device needs what the median other one does."""
+    shares = []
+    for mine in own:
+        others = [seconds for i, seconds in enumerate(mine) if i != slowest]
+        shares.append((max(mine) - max(statistics.median_low(others), 0.0)) / (max(mine) + shared_s))
+    return statistics.median(shares)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_straggler_is_named_from_its_threshold_on_whatever_makes_it_late(seed):
+    """Drawn delays of 0 to 30 % of the step, in compute or outside of it, against the time that the step would take without the device."""
+    draw = random.Random(seed)
+    devices, steps, delay = draw.randint(2, 8), draw.randint(4, 24), draw.uniform(0.0, 0.45)
+    late, in_compute, noise = draw.randrange(devices), draw.random(), draw.choice((0.0, 0.002, 0.005))
+    compute = [[draw.gauss(0.85, noise) + in_compute * delay * (i == late) for i in range(devices)] for _ in range(steps)]
+    own = [[c + 0.1 + (1 - in_compute) * delay * (i == late) for i, c in enumerate(work)] for work in compute]
+    share = gain_without(own, late)
+    found = {finding.rule: finding for finding in diagnose(replace(HEALTHY, analysis=synchronous(own, compute)))}
+    threshold = THRESHOLDS["straggler"][0]
+    if abs(share - threshold) > 0.015:
+        assert ("straggler" in found or "clocks throttled" in found) == (share > threshold), (share, delay, in_compute)
+    if "straggler" in found and "clocks throttled" not in found:
+        assert found["straggler"].gain == pytest.approx(ceiling(share * HEALTHY.share("productive")), rel=0.15)
+        assert found["straggler"].evidence[0].startswith(f"{late} needs")
+
+
+@pytest.mark.parametrize(
+    ("names", "named"), [(("a-p00000/gpu:0", "a-p00000/gpu:1"), True), (("a/cpu:0", "a/cpu:1"), False), (("a/cpu", "b/cpu"), True)]
+)
+def test_longer_compute_of_cpu_devices_that_share_cores_makes_no_straggler(names, named):
+    longer = {"compute_s": 0.97, "exposed_communication_s": 0.01}
+    usual = {"compute_s": 0.82, "exposed_communication_s": 0.16}
+    found = diagnose(replace(HEALTHY, analysis=analysis(devices=(device(names[0], **usual), device(names[1], **longer)))))
+    assert ("straggler" in {finding.rule for finding in found}) == named
+
+
+def test_scatter_alone_is_rarely_a_straggler():
+    """Two devices whose steps scatter by 7 %: no one is late, and at most one profile in twenty names one."""
+    draw = random.Random(5)
+    named = 0
+    for _ in range(200):
+        own = [[draw.gauss(0.95, 0.07) for _ in range(2)] for _ in range(8)]
+        named += slowest(synchronous(own, [[0.8, 0.8]] * 8)).late_s > 0.1
+    assert named <= 10
 
 
 def test_noise_of_single_steps_makes_nobody_slow():
@@ -436,3 +586,49 @@ def test_the_summary_line_of_a_run_never_fails(tmp_path):
 def test_a_cluster_is_refused_for_several_runs(tmp_path):
     with pytest.raises(UserError, match="--cluster and --calibration"):
         _facts((tmp_path / "a", tmp_path / "b"), "local")
+
+
+DAMAGE = (None, "x", -1, 0, 1e308, "NaN", [], {}, [1], {"a": 1}, True, 2**70, [[]], [None])
+
+
+def fields_of(value, path=()):
+    """Return the paths of all fields in an event."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, each in inner for found in ((*path, key), *fields_of(each, (*path, key)))]
+
+
+def test_damaged_events_are_left_out_or_refused_in_one_line(tmp_path):
+    """A field of another type, or without it: no rule, ledger, page or summary raises anything but a line of text."""
+    path = made_run(tmp_path / "run", steps=24, flags=(("--xla_x", "1"),))
+    log = EventLog(path / "events.jsonl", run="r")
+    log.emit("device_states", host="a")
+    log.emit("device_state", devices=[{"device": "gpu:0", "clock_mhz": 900.0, "rated_mhz": 1980.0, "reasons": ["power cap"]}])
+    log.emit("recompilation", program="f", step=3, duration_s=1.0, arguments=[{"argument": "x", "before": "a", "after": "b"}], source=None)
+    log.emit("loss_spike", step=4, loss=9.0, usual=2.0, sigma=0.1, steps=3, recovered=False)
+    log.emit("hang", silent_s=0.5)
+    with log.phase("train", start_step=0), log.phase("evaluation", step=4) as record:
+        log.total("compile", 1.0, program="f", trace_s=0.1)
+        record["results"] = {"held": 2.0}
+    with log.phase("save", step=4):
+        pass
+    log.close()
+    whole = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    draw, refused = random.Random(0), list[str]()
+    for _ in range(60):
+        damaged = json.loads(json.dumps(whole))
+        event = draw.choice(damaged)
+        *outer, last = draw.choice(fields_of(event))
+        place = functools.reduce(lambda value, key: value[key], outer, event)
+        if draw.random() < 0.25 and isinstance(place, dict):
+            del place[last]
+        else:
+            place[last] = draw.choice(DAMAGE)
+        (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in damaged))
+        try:
+            run = read_run(path)
+            assert render([run]) and terms(run.facts) is not None
+            assert format_summary(summarize(run.events)) and run_progress(path)
+        except UserError as error:
+            refused.append(str(error))
+    assert refused
+    assert all(("events.jsonl" in line or "never started" in line) and "\n" not in line for line in refused)

@@ -75,7 +75,7 @@ def test_device_states_are_shown(healthy_run):
 
 def test_the_verdict_says_how_it_went_and_what_to_do_first(healthy_run, killed_run):
     killed = read_run(killed_run)
-    for fact in ("30 steps", "52s", "8 device(s)", "2 starts", "1.000 to 1.000", "58%", "gain at most 49%", "checkpoint.every_minutes=10"):
+    for fact in ("30 steps", "52s", "8 devices", "2 starts", "1.000 to 1.000", "58%", "gain at most 49%", "checkpoint.every_minutes=10"):
         assert fact in verdict(killed)
     assert killed.findings[0].rule == "steps lost to failures"
     assert killed.findings[0].title in verdict(killed)
@@ -110,11 +110,18 @@ def test_step_times_are_compared_under_the_noise_model(tmp_path):
         start.begin_training(0)
         for step in range(1, 9):
             start.wait(step_s)
-            start.log.emit("step", step=step, loss=1.0, tokens=step * 10.0, step_time_p50_s=step_s)
+            start.log.emit("step", step=step, loss=1.0, tokens=step * 10.0, tokens_per_s=10.0 / step_s, step_time_p50_s=step_s)
+            with start.log.phase("evaluation", step=step) as record:
+                record["results"] = {"held": 2.0 + 0.001 * (step % 2) - 0.1 * (name == "new"), name: 1.0}
         start.end_training()
         run_json(tmp_path / name, name)
     page = render([read_run(tmp_path / "old"), read_run(tmp_path / "new")])
     assert "Steps: faster by 50.0% (99 % interval" in page
+    lead = re.search(r'against old</h2><p class="lead">(.*?)</p>', page.replace("\n", "")).group(1)
+    assert lead.startswith("Validation loss (held, step 8): 1.9000 \u00b1 0.0012 against 2.0000 \u00b1 0.0012, lower. Steps: faster")
+    first, second, *_ = re.findall("<tr>(.*?)</tr>", page[page.index("<h3>Changes</h3>") :], re.DOTALL)[1:]
+    assert "validation loss (held, step 8)" in first and "-0.1000" in first
+    assert "step time" in second
 
 
 def test_what_is_no_run_is_refused(tmp_path):
@@ -231,7 +238,7 @@ def test_the_plan_is_compared_term_by_term_with_the_largest_difference(profiled_
     assert terms["exposed communication"][:3] == ["10 us", "30 us", "+200%"]
     assert terms["step"][:2] == ["80 us", "100 us"]
     assert "Largest difference: exposed communication: " in page
-    assert rows_of(page, "<h3>Memory of a device</h3>")[1] == ["runtime reserve", "2,048.0"]
+    assert rows_of(page, "<h3>Memory of a device</h3>")[1] == ["runtime reserve", "2,147.5"]
     assert rows_of(page, "<h3>Communication of a step</h3>")[1] == ["all-reduce over fsdp", "mlp", "2", "4", "more"]
 
 

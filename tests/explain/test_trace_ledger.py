@@ -59,7 +59,7 @@ CASES = {
         (10, 5, 0, 0, 0, 5),
     ),
     "a collective that only the HLO names": (
-        {COMPUTE: [kernel("gemm", 0, 4), kernel("fusion_kernel", 4, 9, "all-reduce-start.3")]},
+        {COMPUTE: [kernel("gemm", 0, 4, "dot.1"), kernel("fusion_kernel", 4, 9, "all-reduce-start.3")]},
         (9, 4, 5, 5, 0, 0),
     ),
     "a whole CUDA graph is compute": (
@@ -105,11 +105,12 @@ def test_derived_lines_and_the_profilers_own_do_not_count(tmp_path):
     assert micro(report_of(tmp_path, [gpu(0, streams)])["devices"][0]) == (10, 5, 0, 0, 0, 5)
 
 
-def test_the_span_is_that_of_all_devices_of_a_host(tmp_path):
-    planes = [gpu(0, {COMPUTE: [kernel("gemm", 0, 10)]}), gpu(1, {COMPUTE: [kernel("gemm", 4, 8)]})]
-    first, second = report_of(tmp_path, planes)["devices"]
-    assert micro(first) == (10, 10, 0, 0, 0, 0)
-    assert micro(second) == (10, 4, 0, 0, 0, 6)
+def test_idle_time_is_given_over_the_devices_own_span_and_that_of_its_host(tmp_path):
+    planes = [gpu(0, {COMPUTE: [kernel("gemm", 0, 10)]}), gpu(1, {COMPUTE: [kernel("gemm", 4, 6), kernel("gemm", 7, 8)]})]
+    devices = report_of(tmp_path, planes)["devices"]
+    assert [micro(device) for device in devices] == [(10, 10, 0, 0, 0, 0), (4, 3, 0, 0, 0, 1)]
+    spans = [tuple(round(d[key] * 1e6) for key in ("span_s", "span_idle_s", "capture_s", "capture_idle_s")) for d in devices]
+    assert spans == [(10, 0, 10, 0), (4, 1, 10, 7)]
 
 
 def test_nested_thunks_of_the_cpu_backend_count_by_their_parts(tmp_path):
@@ -121,9 +122,9 @@ def test_nested_thunks_of_the_cpu_backend_count_by_their_parts(tmp_path):
         "tf_XLAEigen/2": [op("dot.4", 14, 18), op("copy.5", 18, 19), event("Rendezvous", 6, 12, id=3), op("dot.2", 2, 20, ordinal=1)],
         "python": [event("PjitFunction(f)", 0, 1)],
     }
-    first, second = report_of(tmp_path, [host(threads)])["devices"]
+    first, second = report_of(tmp_path, [host(threads)])["devices"]  # over their own spans, as nothing marks steps
     assert micro(first) == (20, 10, 6, 6, 1, 3)  # the while itself is nothing: from 12 to 14 and from 19 on the device idles
-    assert micro(second) == (20, 18, 0, 0, 0, 2)
+    assert micro(second) == (18, 18, 0, 0, 0, 0)
 
 
 def test_the_idle_time_is_split_by_what_the_host_did(tmp_path):
@@ -142,7 +143,7 @@ def test_the_idle_time_is_split_by_what_the_host_did(tmp_path):
     (device,) = report["devices"]
     assert micro(device) == (60, 19, 0, 0, 0, 41)
     causes = {cause: round(s * 1e6, 6) for cause, s in device["idle_by_cause"].items()}
-    assert causes == {"data_wait": 18, "compile": 4, "checkpoint": 6, "launch": 4 + 5, "other": 1 + 2 + 1}
+    assert causes == {"data_wait": 18, "compile": 4, "checkpoint": 6, "launch": 4 + 5, "blocked": 0, "other": 1 + 2 + 1}
     assert [s["step"] for s in report["steps"]] == [1, 2]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax.profiler import ProfileData
+from jaxlib._hlo import hlo_module_from_text
 
 Event = tuple[str, float, float, dict[str, object]]
 
@@ -26,6 +27,7 @@ def step(number: int, start_us: float, end_us: float) -> Event:
 class Plane:
     def __init__(self, name: str, lines: dict[str, Sequence[Event]], stats: dict[str, object] | None = None, start_ns: int = 0) -> None:
         self.name, self.lines, self.stats, self.start_ns = name, lines, stats or {}, start_ns
+        self.modules: dict[int, tuple[str, bytes]] = {}
 
 
 def gpu(ordinal: int, streams: dict[str, Sequence[Event]], start_ns: int = 0, **stats: object) -> Plane:
@@ -34,6 +36,27 @@ def gpu(ordinal: int, streams: dict[str, Sequence[Event]], start_ns: int = 0, **
 
 def host(lines: dict[str, Sequence[Event]], start_ns: int = 0) -> Plane:
     return Plane("/host:CPU", lines, start_ns=start_ns)
+
+
+def metadata(programs: dict[int, str]) -> Plane:
+    """The plane with the programs' HLO by their id, as XLA writes it."""
+    plane = Plane("/host:metadata", {})
+    plane.modules = {number: (hlo.split()[1].rstrip(","), serialized_hlo(hlo)) for number, hlo in programs.items()}
+    return plane
+
+
+def serialized_hlo(hlo: str) -> bytes:
+    """The text of a module as a serialized HloProto."""
+    return hlo_proto(hlo_module_from_text(hlo))
+
+
+def hlo_proto(module: object) -> bytes:
+    """A module of jaxlib as a serialized HloProto, whose first field is the module."""
+    content: bytes = module.as_serialized_hlo_module_proto()  # type: ignore[attr-defined]
+    length, prefix = len(content), b"\n"
+    while length > 127:
+        prefix, length = prefix + bytes([length & 127 | 128]), length >> 7
+    return prefix + bytes([length]) + content
 
 
 def text(planes: Sequence[Plane]) -> str:
@@ -70,6 +93,10 @@ def _plane(number: int, plane: Plane) -> str:
             parts.append(f"events {{ metadata_id: {index} {times} {' '.join(stat(k, v) for k, v in stats.items())} }}")
         parts.append("}")
     parts += [stat(key, value) for key, value in plane.stats.items()]
+    for program, (module, hlo) in plane.modules.items():
+        escaped = "".join(f"\\{byte:03o}" for byte in hlo)
+        own = f'stats {{ metadata_id: {keys.setdefault("Hlo Proto", len(keys) + 1)} bytes_value: "{escaped}" }}'
+        parts.append(f'event_metadata {{ key: {program} value {{ id: {program} name: "{module}({program})" {own} }} }}')
     parts += [f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}' for name, i in names.items()]
     parts += [f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}' for name, i in keys.items()]
     return " ".join([*parts, "}"])

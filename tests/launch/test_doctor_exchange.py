@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import socket
 import threading
 import time
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.launch.cluster.rendezvous import BackgroundLoop, connect, offer
+from ridgeline.launch.preflight import doctor
 from ridgeline.launch.preflight.exchange import ExchangeClient, ExchangeLost, ExchangeServer, free_port
 from ridgeline.launch.preflight.host import control_group, measure_disk
 
@@ -23,11 +27,11 @@ class Star:
         listener = socket.create_server((HERE, 0))
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
-        self.server = ExchangeServer([listener], "this run", processes, "n0", clock=clock)
+        self.server = ExchangeServer([listener], "this run", processes, "n0", secret="a secret", clock=clock)
         self.clients: list[ExchangeClient] = []
 
-    def join(self, process: int, identity: str = "this run", timeout_s: float = 30) -> ExchangeClient:
-        client = ExchangeClient([HERE], [self.port], identity, process, f"n{process}", timeout_s=timeout_s)
+    def join(self, process: int, identity: str = "this run", timeout_s: float = 30, secret: str = "a secret") -> ExchangeClient:
+        client = ExchangeClient([HERE], [self.port], identity, process, f"n{process}", timeout_s=timeout_s, secret=secret)
         self.clients.append(client)
         return client
 
@@ -85,8 +89,46 @@ def test_other_programs_and_other_runs_are_rejected(star: Callable[..., Star]) -
         assert stranger.recv(100) == b""
     with pytest.raises(ExchangeLost, match="did not reach process 0"):
         two.join(1, identity="another run", timeout_s=0.5)
+    with pytest.raises(ExchangeLost, match="another RIDGE_SECRET"):
+        two.join(1, secret="a guess", timeout_s=0.5)
     two.join(1)
+    with pytest.raises(ExchangeLost, match="did not register"):
+        two.join(1, timeout_s=0.5)
     assert two.server.wait_for_all(30) == {0: "n0", 1: "n1"}
+
+
+JUNK = [None, True, -1, 2.5, "x", [], [1], {}, {"a": 1}, 10**30]
+
+
+def test_malformed_messages_crash_nothing(star: Callable[..., Star]) -> None:
+    """Of a process with the secret: first messages, values, pings and lines of any kind."""
+    three = star(3)
+    rng = random.Random(32)
+    loop = BackgroundLoop()
+
+    async def speak(lines: list[bytes]) -> None:
+        connection = await connect(HERE, three.port, 5)
+        assert await offer(connection, "this run", "a secret") is None
+        connection.writer.write(b"".join(lines))
+        await connection.writer.drain()
+        connection.close()
+
+    for _ in range(60):
+        hello = {"process": rng.choice([*JUNK, 0, 3]), "node": rng.choice(JUNK)}
+        bad = [b"\xff\n", b"[" * 3000 + b"\n", b"{}\n", json.dumps({"tag": rng.choice(JUNK), "ping": rng.choice(JUNK)}).encode() + b"\n"]
+        loop.run(speak([json.dumps(hello).encode() + b"\n", *rng.sample(bad, 2)]))
+    client = three.join(1)
+    client.put("host", {"facts": 1})
+    three.server.put("host", None)
+    assert three.server.gather("host", 30, [0, 1]) == {0: None, 1: {"facts": 1}}
+
+
+@pytest.mark.parametrize("check", [doctor._check_host, doctor._check_own])
+def test_values_of_other_types_count_as_no_answer(check: Callable[[object], None], capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"facts": {"node": 1}, "trouble": None, "gpus": {"missing": None, "gpus": []}, "gpus_on_node": None, "outcome": {"results": 3}}
+    values = dict(enumerate([*JUNK, facts, *({**facts, key: junk} for key in facts for junk in JUNK)]))
+    assert doctor._valid(values, check) == {}
+    assert capsys.readouterr().err.count("ignored a message of process") == len(values)
 
 
 def test_a_process_that_leaves_ends_the_wait_for_it(star: Callable[..., Star]) -> None:

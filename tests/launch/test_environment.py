@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster import Cluster
 from ridgeline.launch.cluster.devices import LocalDevices
+from ridgeline.launch.cuda_plugin import has_nvidia_hardware
 from ridgeline.launch.environment import (
     Host,
     Setting,
@@ -291,3 +293,48 @@ def test_a_wide_tensor_axis_leaves_room_for_fewer_collectives_at_once(mesh: tupl
 
 def test_data_parallelism_alone_changes_nothing() -> None:
     assert flags("mesh.data=8") == {}
+
+
+# The CUDA plugin on machines without a GPU.
+
+PROBE = """
+import os, sys
+from ridgeline.launch.cuda_plugin import hide_unusable_cuda_plugin
+hide_unusable_cuda_plugin()
+print("hidden" if "jax_plugins.xla_cuda12" in sys.modules else "as it is")
+"""
+
+
+def probe(more: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")} | variables
+    return subprocess.run([sys.executable, "-c", PROBE + more], env=env, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.skipif(has_nvidia_hardware(), reason="this machine has a GPU")
+@pytest.mark.skipif(PathFinder.find_spec("jax_cuda12_plugin") is None, reason="the extra `aot` is not installed")
+def test_jax_starts_without_a_word_about_cuda_where_the_plugin_cannot_work() -> None:
+    done = probe("import jax\nprint(jax.devices())\nfrom ridgeline.trainer.aot.compile import check_packages\ncheck_packages()")
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["hidden", "[CpuDevice(id=0)]"], "and compiling ahead of time still finds the plugin"
+    assert probe(JAX_PLATFORMS="cuda,cpu").stdout == "as it is\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("sys/bus/pci/devices/0000:17:00.0/vendor", "0x10de\n"),  # a GPU without a driver: its error must be seen
+        ("proc/driver/nvidia/version", ""),
+        ("dev/nvidia0", ""),
+        ("dev/nvidiactl", ""),
+        ("dev/nvhost-gpu", ""),
+        ("dev/dxg", ""),
+    ],
+)
+def test_nvidia_hardware_is_found_with_and_without_a_driver(tmp_path: Path, file: str, content: str) -> None:
+    for other in ("sys/bus/pci/devices/0000:00:01.0/vendor", "dev/nvme0"):
+        (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / other).write_text("0x8086\n")
+    assert not has_nvidia_hardware(tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(content)
+    assert has_nvidia_hardware(tmp_path)

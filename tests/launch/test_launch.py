@@ -232,6 +232,17 @@ def test_a_sigterm_while_waiting_ends_at_once_as_preempted(config: Path) -> None
     assert process.wait(300) == exit_codes.PREEMPTED, "".join(lines) + process.stdout.read()
 
 
+def test_a_sigterm_before_the_command_is_loaded_is_a_preemption() -> None:
+    code = """
+import os, signal, types
+from ridgeline.cli import main
+main.importlib = types.SimpleNamespace(import_module=lambda name: os.kill(os.getpid(), signal.SIGTERM))
+main.main(["train", "quickstart"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (exit_codes.PREEMPTED, "ridge: stopped: received SIGTERM; nothing to save yet\n")
+
+
 def group(*codes: str, out: io.StringIO | None = None) -> local.Group:
     return local.Group([[sys.executable, "-c", code] for code in codes], [os.environ] * len(codes), out or io.StringIO())
 

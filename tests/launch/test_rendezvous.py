@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from ridgeline.launch.cluster import network, rendezvous_client
 from ridgeline.launch.cluster.detect import Cluster, derive_ports
 from ridgeline.launch.cluster.join import ClusterError, own_addresses
 from ridgeline.launch.cluster.process_info import ProcessInfo
-from ridgeline.launch.cluster.rendezvous import Stopped, Verdict
+from ridgeline.launch.cluster.rendezvous import HELLO_BYTES, Connection, Doorkeeper, Stopped, Verdict, connect, offer
 from ridgeline.launch.cluster.rendezvous_server import Server, listen
 
 LOOPBACK = "127.0.0.1"
@@ -36,6 +37,7 @@ INFO = ProcessInfo(
     source="/project",
     devices=2,
 )
+KEY = "the secret of the job"
 RUNS = (f"test run {os.getpid()} {number}" for number in itertools.count())  # each xdist worker has ports of its own
 
 
@@ -46,7 +48,7 @@ def info(process: int, **changes: Any) -> ProcessInfo:
 def server(listeners: Sequence[socket.socket], identity: str, timeout_s: float, stop: Callable[[], bool], **options: Any) -> Any:
     rendezvous = Server(
         own=options.get("own", INFO),
-        identity=identity,
+        doorkeeper=Doorkeeper(identity, KEY, 3, options.get("log", lambda message: None)),
         name_of=lambda process: f"process {process} on node{process}",
         check_all=options.get("check_all", lambda infos: None),
         jax_ports=[listeners[0].getsockname()[1] + 1 + step for step in range(8)],
@@ -57,10 +59,16 @@ def server(listeners: Sequence[socket.socket], identity: str, timeout_s: float, 
     return rendezvous.run(listeners)
 
 
-def client(each: ProcessInfo, ports: Sequence[int], identity: str, timeout_s: float, stop: Callable[[], bool], said: list[str]) -> Any:
-    return rendezvous_client.register(
-        each, identity, coordinator="node0", addresses=[LOOPBACK], ports=ports, timeout_s=timeout_s, stop=stop, log=said.append
+async def client(
+    each: ProcessInfo, ports: Sequence[int], identity: str, timeout_s: float, stop: Callable[[], bool], said: list[str], key: str = KEY
+) -> Verdict:
+    verdict, connection = await rendezvous_client.register(
+        each, identity, key, coordinator="node0", addresses=[LOOPBACK], ports=ports, timeout_s=timeout_s, stop=stop, log=said.append
     )
+    assert (connection is not None) == verdict.ok
+    if connection is not None:
+        connection.close()
+    return verdict
 
 
 def hold(
@@ -85,6 +93,14 @@ def hold(
         )
 
     return asyncio.run(all_of_them())
+
+
+async def introduced(port: int, identity: str, message: Any, key: str = KEY) -> Connection:
+    """Return a connection that has passed the handshake and sent one message."""
+    connection = await connect(LOOPBACK, port, 5)
+    assert await offer(connection, identity, key) is None
+    await connection.send(message)
+    return connection
 
 
 def refusal(results: Sequence[Verdict | BaseException]) -> Verdict:
@@ -158,10 +174,9 @@ def test_an_error_of_the_joint_check_is_sent_to_all() -> None:
 
 def test_a_process_that_dies_is_named() -> None:
     async def dies(port: int, identity: str) -> None:
-        reader, writer = await asyncio.open_connection(LOOPBACK, port)
-        writer.write(json.dumps({"ridge": 1, "identity": identity, "card": info(2).to_json()}).encode() + b"\n")
-        await reader.readline()
-        writer.close()
+        connection = await introduced(port, identity, {"card": info(2).to_json()})
+        await asyncio.sleep(0.2)
+        connection.close()
 
     results = hold([info(1)], beside=dies)[:2]
     verdict = refusal(results)
@@ -198,13 +213,12 @@ def test_an_unreachable_process_0_is_reported_with_the_attempts() -> None:
 
 def test_a_port_of_jax_that_cannot_be_reached_is_refused() -> None:
     async def walled_off(port: int, identity: str) -> Verdict:
-        reader, writer = await asyncio.open_connection(LOOPBACK, port)
-        writer.write(json.dumps({"ridge": 1, "identity": identity, "card": info(2).to_json()}).encode() + b"\n")
-        while (message := json.loads(await reader.readline())) is not None:
+        connection = await introduced(port, identity, {"card": info(2).to_json()})
+        while (message := await connection.receive()) is not None:
             if "probe" in message:
-                writer.write(b'{"probed": "no route to host"}\n')
+                await connection.send({"probed": "no route to host"})
             if "verdict" in message:
-                writer.close()
+                connection.close()
                 return Verdict(**message["verdict"])
         raise AssertionError
 
@@ -315,3 +329,71 @@ def test_process_0_listens_on_its_own_addresses_of_the_coordinator_only() -> Non
 )
 def test_private_addresses_are_known(address: str, private: bool) -> None:
     assert network.is_private(address) is private
+
+
+CARD = info(1).to_json()
+RNG = random.Random(32)
+JUNK: list[Any] = [None, True, 7, -1.5, "x" * 300, [], [[1]], {}, {"a": {"b": None}}, 10**30]
+
+
+def damaged(rng: random.Random) -> Any:
+    """Return a process description with one or more values of another type, or without a field, or something else altogether."""
+    card: dict[str, Any] = json.loads(json.dumps(CARD))
+    for key in rng.sample(sorted(card), rng.randrange(1, 4)):
+        if rng.random() < 0.2:
+            del card[key]
+        else:
+            card[key] = rng.choice([junk for junk in JUNK if type(junk) is not type(card[key]) and (key, junk) != ("devices", None)])
+    return rng.choice([card, card, card, rng.choice(JUNK)])
+
+
+def test_strangers_claim_no_index_stop_nothing_and_crash_nothing() -> None:
+    """Before, between and after the processes of the run come others without its secret, of every kind."""
+    said: list[str] = []
+    raw = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[" * 5000 + b"\n", b"{" * 100, b"1" * 5000 + b"\n", b"x" * (4 * HELLO_BYTES)]
+
+    async def visits(port: int, identity: str) -> list[str | None]:
+        hello = {"ridge": 2, "identity": identity, "nonce": "a"}
+        for text in raw + [json.dumps({**hello, key: junk}).encode() + b"\n" for key in hello for junk in JUNK]:
+            _, writer = await asyncio.open_connection(LOOPBACK, port)
+            writer.write(text + (json.dumps({"card": CARD}).encode() + b'\n{"stopping": true}\n' if RNG.random() < 0.5 else b""))
+            if RNG.random() < 0.5:
+                writer.write_eof()
+            writer.close()
+        refused = []
+        for key in ("", "another secret", KEY + " "):
+            connection = await connect(LOOPBACK, port, 5)
+            refused.append(await offer(connection, identity, key))
+            await connection.send({"card": CARD})
+            await connection.send({"stopping": True})
+            connection.close()
+        for _ in range(40):  # with the secret, and other types than this version sends
+            (await introduced(port, identity, {"card": damaged(RNG)})).close()
+        return refused
+
+    async def meet(port: int, identity: str) -> list[Any]:
+        refused = await visits(port, identity)
+        ports = derive_ports(identity)
+        return [refused, await asyncio.gather(*(client(info(each), ports, identity, 20, lambda: False, []) for each in (1, 2)))]
+
+    results: list[Any] = hold([], beside=meet, log=said.append)
+    verdict, (refused, others) = results
+    assert verdict.ok, verdict
+    assert list(others) == [verdict, verdict]
+    assert refused == ["process 0 there has another RIDGE_SECRET, or one of the two has none"] * 3
+    assert any("ignored a connection from 127.0.0.1" in line for line in said)
+    assert not any(KEY in line for line in said)
+
+
+def test_a_process_without_the_secret_is_named_with_the_cause() -> None:
+    said: list[str] = []
+
+    async def other(port: int, identity: str) -> Verdict:
+        return await client(info(1), derive_ports(identity), identity, 1.0, lambda: False, said, "another secret")
+
+    results: list[Any] = hold([info(2)], timeout_s=1.5, beside=other)
+    first, second, verdict = results
+    assert first == second
+    assert "process 1 on node1 has not started" in first.message
+    assert "did not prove RIDGE_SECRET" in first.message
+    assert "another RIDGE_SECRET" in verdict.message

@@ -160,7 +160,9 @@ def test_damage_found_in_training_names_file_and_record(data: DataConfig, worker
     loader.close()
     for place in offsets[len(offsets) // 3 : len(offsets) // 3 + 400]:
         content[place] ^= 0xFF
+    before = shard.stat()
     shard.write_bytes(content)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a failing disk: size, time and inode did not change
     loader = build_loader(with_settings(data, workers=workers), seed=0, vocab_size=50, rows=ALL)
     with pytest.raises(CorpusError, match=rf"damaged (record \d+ of|shard:) {shard}"):
         list(itertools.islice(loader, 40))

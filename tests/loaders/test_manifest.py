@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from ridgeline.loaders.manifest import CorpusError, Manifest, check_tokenizer
+from ridgeline.configs.errors import UserError
+from ridgeline.loaders.manifest import CorpusError, Manifest, check_tokenizer, corpus_identity
+from ridgeline.loaders.rows import Rows, RowSource
 from tests.loaders.token_corpora import random_docs, tokenizer_info, write_corpus
 
 
@@ -101,3 +108,73 @@ def test_different_tokenizers_are_refused_naming_both_corpora(corpus: Path) -> N
 def test_a_vocabulary_that_does_not_fit_the_model_is_refused(corpus: Path) -> None:
     with pytest.raises(CorpusError, match=r"vocabulary of 50 .*model\.vocab_size=49; set model\.vocab_size=50"):
         check_tokenizer([(corpus, Manifest.read(corpus))], 49)
+
+
+HOSTILE = (-1, 0, 1, 3, True, 1.5, "1", None, [], {}, [[]], 2**31, 2**62, 2**64, 10**30, 1e308, "", "..", "a/b", "\0", "x" * 5000)
+
+
+def keys_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of every value below a JSON value."""
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from keys_of(below, (*path, key))
+
+
+def forge(directory: Path, path: tuple[Any, ...], value: Any) -> None:
+    """Write a manifest with one other value and the digest that belongs to it."""
+    content = json.loads((directory / "manifest.json").read_text())
+    del content["sha256"]
+    place = content
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (directory / "manifest.json").write_text(json.dumps({**content, "sha256": digest}))
+
+
+def read_or_message(directory: Path) -> tuple[Rows | None, str | None]:
+    """The first rows of a corpus, or the message of its error."""
+    try:
+        return RowSource(directory, 64).read(np.arange(2)), None
+    except UserError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("pack_length", [None, 64])
+def test_a_forged_manifest_is_refused_or_reads_the_stored_tokens(tmp_path: Path, pack_length: int | None) -> None:
+    """Also with a digest that fits: no traceback, no endless loop, no allocation that the files do not justify."""
+    original = write_corpus(tmp_path, [random_docs(0, 5), random_docs(1, 7)], pack_length=pack_length)
+    right = RowSource(tmp_path, 64, manifest=original).read(np.arange(2))
+    text = (tmp_path / "manifest.json").read_text()
+    paths = [path for path in keys_of(json.loads(text)) if path[0] != "sha256"]
+    refused = 0
+    for path, value in random.Random(pack_length or 0).sample([(path, value) for path in paths for value in HOSTILE], 350):
+        (tmp_path / "manifest.json").write_text(text)
+        forge(tmp_path, path, value)
+        read, message = read_or_message(tmp_path)
+        assert message is None or (str(tmp_path) in message and "\n" not in message and len(message) < 500 + len(str(tmp_path)))
+        assert read is None or all((read[name] == right[name]).all() for name in right), (path, value)
+        refused += message is not None
+    assert refused > 200
+
+
+def test_numbers_that_contradict_the_files_are_refused_by_key(corpus: Path) -> None:
+    for path, value, named in (
+        (("record_tokens",), -1, "record_tokens"),
+        (("record_tokens",), 32, "shards.0"),
+        (("pack_length",), 32, "pack_length"),
+        (("shards", 1, "name"), "../other", "shards.1.name"),
+        (("shards", 0, "tokens"), 2**70, "shards.0.tokens"),
+        (("tokenizer", "eos_id"), 50, "eos_id"),
+    ):
+        text = (corpus / "manifest.json").read_text()
+        forge(corpus, path, value)
+        with pytest.raises(CorpusError, match=rf"manifest\.json is damaged: .*{named}"):
+            Manifest.read(corpus)
+        (corpus / "manifest.json").write_text(text)
+
+
+def test_the_identity_of_a_corpus_is_its_content(corpus: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "copy", [random_docs(0, 5), random_docs(1, 7)])
+    write_corpus(tmp_path / "other", [random_docs(0, 5), random_docs(2, 7)])
+    assert corpus_identity(corpus) == corpus_identity(tmp_path / "copy") != corpus_identity(tmp_path / "other")

@@ -17,12 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.loaders import inputs
 from ridgeline.loaders import prepare as module
 from ridgeline.loaders.inputs import InputOptions, Unit
+from ridgeline.loaders.loader import open_evaluation_set
 from ridgeline.loaders.manifest import Manifest
 from ridgeline.loaders.prepare import PrepareSettings, Slice, Summary, divide, prepare
 from ridgeline.loaders.records import RecordFields, parse_holdouts
@@ -428,3 +430,28 @@ def test_the_number_of_shards_follows_the_size() -> None:
     assert shards(1000, 4 << 20) == 16
     assert shards(3, 1 << 30) == 3, "a compressed file cannot be split"
     assert shards(4000, 4 << 20) == 63
+
+
+def test_counted_bytes_are_those_of_the_text_with_loss(tmp_path: Path) -> None:
+    rows = [{"prompt": "a long prompt ", "completion": "ä!"}, {"prompt": "", "completion": "xyz"}]
+    rows += [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}]}
+    ]
+    text = tmp_path / "sft.jsonl"
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft = RecordFields(sft=True)
+    for add_bos, counted in ((True, 3 + 3 + 5), (False, 3 + 2 + 5)):  # without BOS nothing predicts the x
+        output = tmp_path / str(add_bos)
+        prepare(PrepareSettings((text,), output, "bytes", fields=sft, add_bos=add_bos), workers=1)
+        manifest = Manifest.read(output)
+        assert manifest.counted_bytes == counted < manifest.text_bytes
+        held_out = open_evaluation_set(output, seq_len=16, batch_size=2, rows=np.arange(2))
+        assert held_out.text_bytes == counted
+        targets = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in held_out])
+        assert (targets < 256).sum() == counted  # the tokens are bytes
+    text.write_text("".join(json.dumps({"text": f"plain {i}"}) + "\n" for i in range(3)))
+    prepare(PrepareSettings((text,), tmp_path / "plain", "bytes"), workers=1)
+    plain = Manifest.read(tmp_path / "plain")
+    assert plain.counted_bytes == plain.text_bytes
+    assert all("counted_bytes" not in shard for shard in plain.to_json()["shards"])  # the digests of earlier corpora stay
+    assert "add_bos" not in plain.to_json()["tokenizer"]

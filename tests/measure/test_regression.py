@@ -105,9 +105,9 @@ def test_a_stored_result_is_never_overwritten(store: Store) -> None:
         ("[1, 2]", "not a result of ridge bench"),
         ('{"rows": []}', "not a result of ridge bench"),
         ({"format": 99}, "has format 99; this version of ridge reads format 1"),
-        ({"series": {"step": [1.0, "x"]}}, "damaged: a series is not a list of seconds"),
-        ({"series": {"step": [1.0, float("nan")]}}, "damaged: a series is not a list of seconds"),
-        ({"provenance": {"time": "now"}}, "damaged: its provenance is incomplete"),
+        ({"series": {"step": [1.0, "x"]}}, r"damaged: series\.step\.1"),
+        ({"series": {"step": [1.0, float("nan")]}}, r"damaged: .*(series\.step\.1|NaN)"),
+        ({"provenance": {"time": "now"}}, r"damaged: provenance\.code is missing"),
     ],
 )
 def test_what_is_no_result_is_one_clear_line(store: Store, content: str | dict[str, Any], words: str) -> None:
@@ -207,7 +207,7 @@ def test_the_newest_other_code_is_the_baseline(store: Store, tmp_path: Path) -> 
     found = judge(read_all(tmp_path / "results"), read_all(new[-1]))
     assert [s.path for s in found.old] == old
     assert found.slower == ["step", "loop"]
-    assert any("3 other result(s) of the baseline were left out" in note for note in found.notes)
+    assert any("left out of the baseline: 3 other results" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_two_results_fill_in_the_change_and_the_effect(store: Store) -> None:
     text = experiment("Half", date(2026, 1, 2), judgement=found, hypothesis="It is large.", predicted="Half the time.", decision="Kept.")
     assert not any(blank in text for blank in BLANK.values())
     assert "* **Change.** code aaaaaaaaaaaa -> bbbbbbbbbbbb; `data.batch_size` 8 -> 4\n" in text
-    assert "* **Measured effect.** faster: step, loop (`ridge bench loop`, 8 x NVIDIA H100, 1 and 1 run(s))." in text
+    assert "* **Measured effect.** faster: step, loop (`ridge bench loop`, 8 x NVIDIA H100, 1 and 1 run)." in text
     rows = [line for line in text.splitlines() if line.startswith("  | step |")]
     assert len(rows) == 1
     assert "| faster by " in rows[0]

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -144,3 +146,20 @@ def test_the_module_name_is_read_from_the_hlo(toy_step):
     assert hlo_module_name(toy_step[0].as_text()) == "jit_toy_step"
     with pytest.raises(AssertionError, match="not an HLO text"):
         hlo_module_name("module @jit_f {")
+
+
+def test_the_process_that_analyzes_a_capture_is_reaped_while_the_run_goes_on(tmp_path):
+    profiler = Profiler(ProfilerConfig(), tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    profiler._analyses.append(ended)
+    profiler.before_step(1, drain=lambda: None)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(ended.pid, os.WNOHANG)
+    profiler.close()
+
+
+def test_what_a_killed_start_left_of_a_capture_is_removed(tmp_path):
+    (tmp_path / ".profile.0" / "plugins").mkdir(parents=True)
+    Profiler(ProfilerConfig(), tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,15 +1,16 @@
-"""What the terminal shows: a bar on a real (pseudo) terminal, plain lines elsewhere."""
+"""What training shows: a live line on a real (pseudo) terminal, plain lines elsewhere, and the same lines in train.log."""
 
-import contextlib
 import io
-import os
-import pty
-import threading
+import re
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ridgeline.configs.format import format_count, format_duration, format_seconds
-from ridgeline.observe.progress import PlainProgress, RichProgress, SilentProgress, build_progress
+from ridgeline.observe.progress import FIGURES, PlainProgress, build_progress, fitted
+from tests.terminal import on_terminal
 
 METRICS = {
     "train/loss": 3.25,
@@ -19,11 +20,12 @@ METRICS = {
     "train/skipped_steps": 0.0,
     "train_memory/peak_bytes": 1e9,
 }
+USUAL = {"train/grad_norm": 1.234, "train/learning_rate": 2e-3}
 
 
 def plain(total_steps, times):
     stream = io.StringIO()
-    return PlainProgress(total_steps, stream, clock=iter(times).__next__), stream
+    return PlainProgress(total_steps, lambda line: print(line, file=stream), clock=iter(times).__next__), stream
 
 
 def test_each_log_step_is_one_line_with_loss_speed_and_time_left():
@@ -55,45 +57,95 @@ def test_skipped_steps_show_when_there_are_any():
 
 
 def test_a_file_gets_plain_lines_and_other_processes_nothing(capsys):
-    assert isinstance(build_progress(10, stream=io.StringIO()), PlainProgress)
-    silent = build_progress(10, process=1)
-    assert isinstance(silent, SilentProgress)
-    silent.start(0)
-    silent.update(1, METRICS)
-    silent.note("x")
-    silent.close()
+    stream = io.StringIO()
+    for process in (0, 1):
+        progress = build_progress(10, process=process, stream=stream)
+        progress.start(0)
+        progress.update(1, METRICS)
+        progress.note("x")
+        with progress.phase("compiling"):
+            pass
+        progress.close()
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()][:3] == ["step 1/10", "x", "compiling ..."]
+    assert len(stream.getvalue().splitlines()) == 4
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_gets_a_live_bar_with_the_figures(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    master, slave = pty.openpty()
-    chunks = []
+TRAINING = """
+import sys, time
+from ridgeline.observe.progress import build_progress
+from tests.observe.test_progress import METRICS, USUAL
+progress = build_progress(100_000)
+with progress.phase("compiling the train step"):
+    time.sleep(0.3)
+progress.start(40)
+progress.update(50, METRICS)
+progress.note("step 50: saved [not markup]")
+progress.update(60, METRICS | USUAL)
+progress.note("word " * 20 + "/path" * 30)
+progress.advance(61)
+progress.close()
+progress.close()
+"""
 
-    def read():  # at its own pace: a terminal's buffer is small
-        with contextlib.suppress(OSError):  # the other end is closed
-            while chunk := os.read(master, 4096):
-                chunks.append(chunk)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    with os.fdopen(slave, "w") as stream:
-        progress = build_progress(100, stream=stream)
-        assert isinstance(progress, RichProgress)
-        progress.start(40)
-        progress.update(50, METRICS)
-        progress.note("step 50: saved [not markup]")
-        progress.update(60, METRICS)
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_a_terminal_shows_what_is_compiled_then_a_bar_with_the_step_and_every_log_step_in_its_scrollback(columns):
+    shown = on_terminal(["-c", TRAINING], columns)
+    assert shown.code == 0, shown.lines
+    assert any(re.fullmatch(r". +compiling the train step +0s", frame) for frame in shown.frames)
+    compiled, first, note, second, *words, bar = [line for line in shown.lines if line]
+    assert set("".join(words).replace("word", "").split()) == {"/path" * 30}
+    assert re.fullmatch(r"compiling the train step: done in 3\d\d ms", compiled)
+    assert note == "step 50: saved [not markup]"
+    assert first.startswith("step 50/100000  loss 3.2500")
+    assert second.startswith("step 60/100000  loss 3.2500")
+    assert all(len(line) <= columns for line in (first, second, bar))
+    assert re.match(r"\S{8,} +61/100000  loss 3.2500", bar)
+    assert "eta " in bar
+    assert ("grad 1.23  lr 2.00e-03" in bar) == (columns == 200)
+
+
+@given(st.sets(st.sampled_from(sorted({metric for _, metric, _ in FIGURES.values()}))), st.integers(0, 200))
+@settings(max_examples=30)
+def test_a_line_has_the_most_important_figures_that_fit(metrics, width):
+    values = dict.fromkeys(metrics, 1.0)
+    every, line = fitted(values, None), fitted(values, width)
+    parts = line.split("  ")
+    assert len(line) <= width
+    assert line == "  ".join(part for part in every.split("  ") if part in parts)
+    assert fitted(values, len(every)) == every
+    if "train/loss" in metrics and "train/skipped_steps" not in metrics and width >= 11:
+        assert "loss 1.0000" in line
+
+
+def test_the_log_file_has_all_lines_of_all_starts(tmp_path):
+    for start in (1, 2):
+        progress = build_progress(10, stream=io.StringIO())
+        progress.note("2 processes")  # before the run directory is open
+        progress.keep(tmp_path / "train.log")
+        progress.record(f"start {start}")
+        with progress.phase("compiling"), progress.phase("waiting", live_only=True):
+            pass
+        progress.update(1, {"train/loss": 3.25})
         progress.close()
-        progress.close()
-    reader.join()
-    os.close(master)
-    shown = b"".join(chunks).decode()
-    for text in ("60/100", "loss 3.2500", "12.3k tokens/s", "eta ", "step 50: saved [not markup]"):
-        assert text in shown
-    assert "\x1b[" in shown
+    lines = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", line) for line in (tmp_path / "train.log").read_text().splitlines()]
+    assert [line for line in lines if line.startswith("start")] == ["start 1", "start 2"]
+    assert lines[:3] == ["2 processes", "start 1", "compiling ..."]
+    assert lines[4:7] == ["step 1/10  loss 3.2500", "2 processes", "start 2"]
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/proc/train.log"])
+def test_a_log_file_that_cannot_be_written_ends_nothing(path, caplog):
+    shown = io.StringIO()
+    progress = build_progress(10, stream=shown)
+    progress.note("before")
+    progress.keep(Path(path))
+    progress.note("after")
+    progress.record("also after")
+    progress.close()
+    assert [line for line in shown.getvalue().splitlines() if "train.log" not in line] == ["before", "after"]
+    assert len(caplog.records) + shown.getvalue().count("no train.log") == 1
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from ridgeline.planner.hardware import catalogue, check_block_scaled, find_hardw
         ("NVIDIA GB200", "bfloat16", 2.5e15),
         ("NVIDIA B300 SXM6 AC", "float8", 4.5e15),
         ("NVIDIA GB300", "float4", 15e15),
+        ("AMD Instinct MI300X", "bfloat16", 1307.4e12),
+        ("AMD Instinct MI355X", "float8", 5033.2e12),
     ],
 )
 def test_datasheet_peaks_are_dense(device_kind, dtype, peak):
@@ -38,6 +40,12 @@ def test_an_unlisted_device_is_unknown_and_not_its_nearest_relative(device_kind)
     assert peak_flops(device_kind, "bfloat16") is None
 
 
+@pytest.mark.parametrize(("name", "flops_per_clock"), [("mi300x", 4096), ("mi355x", 8192)])
+def test_peaks_of_amd_are_units_times_clock(name, flops_per_clock):
+    h = hardware(name)
+    assert h.peak_flops["float8"] == pytest.approx(flops_per_clock * h.cores * h.clock_hz, rel=1e-3)
+
+
 def test_a_dtype_the_hardware_lacks_has_no_peak():
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None
 
@@ -47,17 +55,19 @@ GPUS = [h for h in catalogue() if h.tensor_cores]
 
 def test_every_entry_has_sources_and_kinds_no_other_has():
     names = [h.name for h in catalogue()]
-    assert len(names) == len(set(names)) == 15
+    assert len(names) == len(set(names)) == 17
     plain = [re.sub(r"e\?$", "", kind) for h in catalogue() for kind in h.kinds]
     assert len(plain) == len(set(plain))
     for h in GPUS:
-        assert h.source.startswith(("NVIDIA", "As h100-sxm"))
-        assert h.peak_flops["float32"] < h.peak_flops["tfloat32"] < h.peak_flops["bfloat16"] == h.peak_flops["float16"]
-        assert h.peak_flops["bfloat16"] == pytest.approx(2 * h.peak_flops["tfloat32"], rel=2e-3)
+        assert h.source.startswith(("NVIDIA", "As h100-sxm", "AMD"))
+        assert h.peak_flops["float32"] < h.peak_flops["bfloat16"] == h.peak_flops["float16"]
+        if h.name != "mi355x":  # it has no TF32
+            assert h.peak_flops["float32"] < h.peak_flops["tfloat32"]
+            assert h.peak_flops["bfloat16"] == pytest.approx(2 * h.peak_flops["tfloat32"], rel=2e-3)
         if "float8" in h.peak_flops:
             assert h.peak_flops["float8"] == pytest.approx(2 * h.peak_flops["bfloat16"], rel=2e-3)
         assert {"memory", "links", "power", "price"} <= h.sources.keys()
-        assert h.price_per_hour_usd is not None
+        assert h.price_per_hour_usd is not None or h.sources["price"] == "No list found"
     for kind in plain:  # each matches exactly its own entry
         assert find_hardware(kind) is not None
 
@@ -81,6 +91,8 @@ def test_an_unknown_name_is_refused_with_the_nearest():
         ("h200-sxm", 141, 4.8),
         ("b200", 180, 7.7),
         ("gb200", 186, 8),
+        ("mi300x", 192, 5.3),
+        ("mi355x", 288, 8),
     ],
 )
 def test_memory_is_what_the_driver_reports(name, label_gb, memory_tb_per_s):
@@ -91,7 +103,7 @@ def test_memory_is_what_the_driver_reports(name, label_gb, memory_tb_per_s):
 
 @pytest.mark.parametrize(
     ("name", "printed_both_directions"),
-    [("a100-80gb", 600e9), ("h100-sxm", 900e9), ("h200-sxm", 900e9), ("b200", 1800e9)],
+    [("a100-80gb", 600e9), ("h100-sxm", 900e9), ("h200-sxm", 900e9), ("b200", 1800e9), ("mi300x", 896e9), ("mi355x", 1075.2e9)],
 )
 def test_nvlink_is_of_one_direction(name, printed_both_directions):
     # "900 GB/s" of an H100 adds both directions: the mistake doubles every communication estimate

@@ -9,7 +9,8 @@ import pytest
 
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.errors import UserError
-from ridgeline.rundir import files, jsonl
+from ridgeline.configs.files import read_limited
+from ridgeline.rundir import jsonl
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.files import write_atomically
 from ridgeline.rundir.records import RunRecord
@@ -120,7 +121,7 @@ def test_a_file_beyond_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest
     run = run_with(tmp_path, **{"events.jsonl": "x" * 11})
     assert "at most 10 are read" in refusal(lambda: run.events)
     with pytest.raises(UserError, match="at most 5 are read"):
-        files.read_limited(run.record_file, 5)
+        read_limited(run.record_file, 5)
 
 
 def test_a_record_that_is_not_utf8_is_damaged(tmp_path: Path) -> None:

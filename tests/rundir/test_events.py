@@ -120,7 +120,7 @@ def test_an_unwritable_or_missing_log_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         EventLog(tmp_path / "file" / "events.jsonl")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match=r"none\.jsonl cannot be read"):
         read_events(tmp_path / "none.jsonl")
 
 
@@ -181,6 +181,31 @@ def test_threads_write_whole_lines_and_nest_apart(tmp_path):
     assert len(starts) == 801
     assert len({s["id"] for s in starts}) == 801
     assert {s["parent"] for s in starts} == {None}
+
+
+def test_a_signal_handler_may_log_while_its_thread_writes_a_line(tmp_path):
+    """Handlers run in the main thread between two of its operations, so also within `append`; Ctrl-C once hung a run there."""
+    program = f"""
+import signal, sys
+from pathlib import Path
+from ridgeline.rundir.jsonl import LineFile
+file, handled = LineFile(Path({str(tmp_path / "log")!r})), 0
+def handle(number, frame):
+    global handled
+    handled += 1
+    file.append(b"handler\\n")
+    if handled < 300:
+        signal.setitimer(signal.ITIMER_REAL, 0.0002)
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.0002)
+written = 0
+while handled < 300:
+    written += file.append(b"main\\n")
+print(written, handled)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [lines.count("main"), lines.count("handler")] == [int(count) for count in done.stdout.split()]
 
 
 def test_a_full_disk_drops_whole_lines_warns_once_and_recovers(tmp_path, caplog):

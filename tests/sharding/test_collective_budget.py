@@ -19,7 +19,7 @@ from ridgeline.configs.schema import (
 from ridgeline.hlo.collectives import Collective, collectives
 from ridgeline.hlo.module import is_backward
 from ridgeline.hlo.parse import parse
-from ridgeline.planner.collectives import as_compiled_for_cpu, planned_collectives
+from ridgeline.planner.collectives import as_compiled_for_cpu, compiled_collectives, planned_collectives
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, param_shardings
 from ridgeline.trainer.optimizers import build_optimizer
@@ -108,7 +108,7 @@ def test_gradient_contains_exactly_the_planned_collectives(data, fsdp, tensor):
 
 
 def test_half_precision_compute_gathers_in_half_precision():
-    """A gather before the cast would move twice the bytes. float16, because the CPU backend widens every bfloat16 collective."""
+    """A gather before the cast would move twice the bytes. float16, because the CPU backend moves bfloat16 as float32."""
     config = make_config(2, 2, 2, compute="float16")
     text, mesh_shape = compile_gradient(config)
     found = [c for c in collectives(text, mesh_shape) if c.kind == "all-gather"]
@@ -117,13 +117,21 @@ def test_half_precision_compute_gathers_in_half_precision():
     assert budget((c.axes, c.total_bytes) for c in found) == budget((item.axes, item.bytes * item.count) for item in planned)
 
 
-@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(1, 8, 1), (2, 2, 2)])
-def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_gradients(data, fsdp, tensor):
-    """Clipping, AdamW, the skip of bad steps and the split into microbatches add single numbers only."""
-    config = make_config(data, fsdp, tensor, accumulation=2)
+@pytest.mark.parametrize(
+    ("mesh", "precision"),
+    [
+        ((1, 8, 1), {"compute": "bfloat16", "gradients": "bfloat16"}),
+        ((2, 2, 2), {"compute": "bfloat16", "matmul": "fp8"}),
+    ],
+)
+def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_gradients(mesh, precision):
+    """Clipping, AdamW, the skip of bad steps and the split into microbatches add single numbers only, and fp8 its few scales.
+
+    In every dtype the plan has the bytes that the CPU backend moves, which has no bfloat16 or float8 collectives.
+    """
+    config = make_config(*mesh, accumulation=2).model_copy(update={"precision": PrecisionConfig(**precision)})
     text, mesh_shape = compile_step(config)
-    found = [c for c in collectives(text, mesh_shape) if array_bytes(c)]
-    planned = [as_compiled_for_cpu(item) for item in planned_collectives(config, mesh_shape)]
-    assert budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in found) == budget(
-        ((item.kind, item.axes), item.bytes * item.count) for item in planned
-    )
+    moved = budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in collectives(text, mesh_shape) if array_bytes(c))
+    planned = budget(((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, mesh_shape, gpu=False))
+    scales = 512 if config.precision.matmul == "fp8" else 0
+    assert moved == pytest.approx(planned, rel=0, abs=scales)

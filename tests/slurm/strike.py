@@ -92,7 +92,8 @@ def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
 
     Stop.install = found  # type: ignore[method-assign]
 
-    wrap(importlib.import_module("ridgeline.launch.cluster.join"), "_rendezvous", lambda: strike.at("rendezvous"))
+    # in process 0, once all processes have registered: each has installed its handler by then
+    wrap(importlib.import_module("ridgeline.launch.cluster.rendezvous_server").Server, "_probe", lambda: strike.at("rendezvous"))
     phase = EventLog.phase
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ from ridgeline.trainer.aot.target import compute_capability, target_config
 from tests.trainer.gpu_models import QUICK, cluster, small
 
 pytestmark = pytest.mark.xdist_group("aot")  # the steps are compiled once
-GPUS = [device.name for device in catalogue() if device.name != "cpu"]
+GPUS = [device.name for device in catalogue() if device.target is not None]
 STEPS = ("a100-80gb", "h200-sxm", "b200", "b300")
 """One GPU of each generation: the whole step is compiled for these."""
 FSDP8 = ("mesh.fsdp=8", "compute.attention.backend=auto")
@@ -195,7 +195,7 @@ def test_block_scaled_products_are_refused_where_there_are_none():
 
 def test_targets_carry_the_figures_of_their_gpu():
     for device in catalogue():
-        if device.name == "cpu":
+        if device.target is None:
             continue
         text = target_config(device)
         told = int(re.search(r"device_memory_size: (\d+)", text)[1])  # type: ignore[index]
@@ -266,3 +266,33 @@ def test_the_childs_flags_are_the_requests_and_not_those_of_the_user(tmp_path):
 def test_the_parent_never_loads_jax():
     code = "import sys, trainer.aot.compile, trainer.aot.report; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+OWNER = """
+import os, subprocess, sys, time
+from ridgeline.trainer.aot.compile import _directory
+code = "import sys, time; from ridgeline.trainer.aot.worker import end_with_parent; end_with_parent(int(sys.argv[1])); time.sleep(600)"
+with _directory() as path:
+    child = subprocess.Popen([sys.executable, "-c", code, str(os.getpid())])
+    print(path, child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_compile_leaves_no_process_and_no_directory(tmp_path, monkeypatch):
+    """Its worker exits with it; the next compile removes its directory, and none of a living owner."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(aot.tempfile, "tempdir", None)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    directory, child = owner.stdout.readline().split()
+    os.utime(Path(directory) / aot.LOCK, (0, 0))
+    with aot._directory() as other:
+        assert Path(directory).exists()
+        assert other.exists()
+    owner.kill()
+    owner.communicate(timeout=60)  # the worker holds the pipe too: it ends when the last of them has
+    assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+    with aot._directory():
+        assert not Path(directory).exists()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(aot.tempfile, "tempdir", None)

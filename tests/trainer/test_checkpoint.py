@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,44 @@ def test_saving_after_restoring_an_earlier_step_sets_the_later_ones_aside(checkp
     assert checkpoint_dirs.complete_steps(saver.directory) == [10, 20]
     assert {"step_00000020.bad-superseded", "step_00000030.bad-superseded"} <= set(os.listdir(saver.directory))
     assert len(said) == 2
+
+
+def test_steps_set_aside_expire_with_the_saves_that_follow(checkpointer: Make, make_state: Make, abstract: Make) -> None:
+    saver = checkpointer(keep_last=9)
+    for step in range(1, 8):
+        saver.save(step, make_state(step), {}, block=True)
+    branch = checkpointer(keep_last=9, keep_set_aside=2)
+    branch.restore(abstract(make_state()), step=1)
+    for step in (7, 4, 2, 3, 6, 5):  # in this order: the newest are 6 and 5
+        checkpoint_dirs.set_aside(saver.directory, step, "sha256")
+        time.sleep(0.02)  # the clock of a file system has steps of some milliseconds
+    branch.save(2, make_state(99), {}, block=True)
+    names = sorted(os.listdir(saver.directory))
+    assert names == [checkpoint_dirs.MARKER, "step_00000001", "step_00000002", "step_00000005.bad-sha256", "step_00000006.bad-sha256"]
+
+
+def test_everything_is_on_disk_before_a_step_counts(checkpointer: Make, make_state: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and directories of a step, and the directories above it that the save created, are synced before the manifest."""
+    fsync, synced = os.fsync, set[str]()
+
+    def recording(number: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    write_manifest, missing = integrity.write_manifest, list[str]()
+
+    def check(root: Path, files: Any) -> None:
+        wanted = [root, *root.rglob("*"), root.parent, root.parent.parent]
+        missing.extend(str(path) for path in wanted if str(path) not in synced and f"{path}.tmp" not in synced)
+        write_manifest(root, files)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    monkeypatch.setattr(integrity, "write_manifest", check)
+    saver = checkpointer()
+    saver.save(1, make_state(), {}, block=True)
+    assert missing == []
+    step = checkpoint_dirs.step_dir(saver.directory, 1)
+    assert {f"{step}/{integrity.MANIFEST}.tmp", str(step)} <= synced
 
 
 def test_metadata_can_be_read_without_the_state(checkpointer: Make, make_state: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from orbax.checkpoint import v1 as ocp
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import CheckpointConfig
+from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.records import RunRecord
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import integrity, payload
+from ridgeline.trainer.checkpoint.param_slices import ParamReader
 from ridgeline.trainer.checkpoint.reader import CheckpointReader
 from ridgeline.trainer.failures import CheckpointError
 
@@ -126,6 +130,116 @@ def test_orbax_also_does_so_with_its_own_settings(tmp_path: Path, make_state: Ma
         flip(data, bit)
     print(f"plain Orbax loaded {silently_wrong} of 20 flipped bits as other numbers")
     assert silently_wrong >= 10
+
+
+def replace_by(make: Callable[[Path], Any], name: str = "metadata.json") -> Callable[[Path], None]:
+    def damage(step: Path) -> None:
+        (step / name).unlink()
+        make(step / name)
+
+    return damage
+
+
+def replace_step(make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def damage(step: Path) -> None:
+        shutil.rmtree(step)
+        make(step)
+
+    return damage
+
+
+def extra(name: bytes) -> Callable[[Path], None]:
+    return lambda step: Path(os.fsdecode(os.fsencode(step) + b"/" + name)).write_text("?")
+
+
+UNREADABLE: dict[str, Callable[[Path], Any]] = {
+    "no permission for the step": lambda step: step.chmod(0),
+    "no permission for the manifest": lambda step: (step / integrity.MANIFEST).chmod(0),
+    "no permission for the metadata": lambda step: (step / "metadata.json").chmod(0),
+    "no permission for the payload": lambda step: (step / "state").chmod(0),
+    "a FIFO for the metadata": replace_by(os.mkfifo),
+    "a FIFO for the manifest": replace_by(os.mkfifo, integrity.MANIFEST),
+    "a FIFO for a payload file": replace_by(os.mkfifo, "state/manifest.ocdbt"),
+    "one more FIFO": lambda step: os.mkfifo(step / "state" / "fifo"),
+    "a directory for the metadata": replace_by(Path.mkdir),
+    "a directory for the manifest": replace_by(Path.mkdir, integrity.MANIFEST),
+    "a link to itself for the manifest": replace_by(lambda path: path.symlink_to(path), integrity.MANIFEST),
+    "a link to nothing for the metadata": replace_by(lambda path: path.symlink_to("nothing")),
+    "an endless file for the manifest": replace_by(lambda path: path.symlink_to("/dev/zero"), integrity.MANIFEST),
+    "a nested manifest": lambda step: (step / integrity.MANIFEST).write_text("[" * 200_000),
+    "a manifest in a subdirectory": lambda step: shutil.copy(step / integrity.MANIFEST, step / "state"),
+    "a name that is no text": extra(b"\xff\n\x1b[31m"),
+    "a link to itself for the step": replace_step(lambda path: path.symlink_to(path)),
+    "a file for the step": replace_step(lambda path: path.write_text("?")),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_step_that_cannot_be_read_is_damage_like_any_other(
+    what: str, saved: tuple[Path, Any], checkpointer: Make, abstract: Make, as_nobody: Make
+) -> None:
+    directory, state = saved
+    with tempfile.TemporaryDirectory() as place:  # another user cannot read pytest's directories
+        os.chmod(place, 0o755)
+        where = Path(place) / "checkpoints"
+        shutil.copytree(directory, where)
+        where.chmod(0o777)
+        UNREADABLE[what](checkpoint_dirs.step_dir(where, 2))
+        with as_nobody():
+            seen: list[str] = []
+            reader = CheckpointReader(where, CheckpointConfig(), log=seen.append)
+            assert reader.latest_step() in (1, 2), "it does not read the payload"
+            assert reader.restore(abstract(state))[1]["step"] == 1
+            said: list[str] = []
+            saver = checkpointer(where, said=said)
+            assert saver.restore(abstract(state))[1]["step"] == 1
+        assert len(said) == 1 and all(char.isprintable() for line in said + seen for char in line), said
+        assert checkpoint_dirs.steps(where) == [1]
+        for entry in where.iterdir():
+            if not entry.is_symlink():
+                entry.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "name", ["step_99999999999999999999", "step_\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663", "step_000000002", "step_2\n"]
+)
+def test_what_only_looks_like_a_step_is_left_alone(name: str, saved: tuple[Path, Any], checkpointer: Make, abstract: Make) -> None:
+    directory, state = saved
+    shutil.copytree(checkpoint_dirs.step_dir(directory, 2), directory / name)
+    assert checkpointer().restore(abstract(state))[1]["step"] == 2
+    assert name in os.listdir(directory)
+
+
+def test_a_step_of_another_number_or_run_is_not_loaded_as_what_its_name_says(
+    checkpointer: Make, make_state: Make, abstract: Make, tmp_path: Path
+) -> None:
+    for run in ("one", "two"):
+        (tmp_path / run).mkdir()
+        RunDir(tmp_path / run).write_record(RunRecord(name=run, id=run))
+        saver = checkpointer(tmp_path / run / "checkpoints")
+        for step in (1, 2):
+            saver.save(step, make_state(step), {"run": run}, block=True)
+    one, two = tmp_path / "one" / "checkpoints", tmp_path / "two" / "checkpoints"
+    wanted = abstract(make_state(2))
+    shutil.copytree(checkpoint_dirs.step_dir(one, 1), checkpoint_dirs.step_dir(one, 90))
+    shutil.copytree(checkpoint_dirs.step_dir(two, 2), checkpoint_dirs.step_dir(one, 80))
+    os.rename(checkpoint_dirs.step_dir(one, 2), checkpoint_dirs.step_dir(one, 70))
+    shutil.copytree(checkpoint_dirs.step_dir(two, 2), checkpoint_dirs.step_dir(one, 2))
+    assert CheckpointReader(one, CheckpointConfig()).restore(wanted)[1]["step"] == 1
+    with pytest.raises(UserError, match=r"step 2: metadata\.json belongs elsewhere"):
+        ParamReader(one, 2)
+    assert ParamReader(one).step == 1
+    said: list[str] = []
+    saver = checkpointer(one, said=said)
+    assert saver.latest_step() == 1, "the run is not complete at step 90"
+    assert saver.restore(wanted)[1]["step"] == 1
+    assert [line.split("metadata.json belongs elsewhere (")[1].split(";")[0].split(")")[0] for line in said] == [
+        "it is the checkpoint of step 1",
+        "it is the checkpoint of step 2",
+        "it is the checkpoint of step 2",
+        "it is of the run two, not one",
+    ]
+    assert checkpoint_dirs.steps(one) == [1]
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "delete"])

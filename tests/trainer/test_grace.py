@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from ridgeline.rundir.events import EventLog
 from ridgeline.trainer.stop import GracePeriod, last_write_s
 
@@ -42,6 +44,29 @@ def test_a_later_start_warns_by_the_last_save_of_an_earlier_one(tmp_path: Path):
     assert write_s == 50.0
     GracePeriod(30.0, said.append).saved(write_s)
     assert "50 s" in said[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"kind":"checkpoint_saved","step":3',
+        b'{"kind":"checkpoint_saved","step":3}',
+        b'{"kind":"checkpoint_saved","total_s":"NaN"}',
+        b'{"kind":"checkpoint_saved","total_s":null}',
+        b'["kind":"checkpoint_saved"]',
+        b'"kind":"checkpoint_saved"' + b"[" * 100_000,
+        b'\xff\x00{"kind":"checkpoint_saved","total_s":1e999}',
+        b'{"kind":"checkpoint_saved","total_s":-1}',
+    ],
+)
+def test_a_damaged_line_ends_nothing(tmp_path: Path, line: bytes):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"kind":"checkpoint_saved","total_s":7.5}\n' + line + b"\n")
+    assert last_write_s(path) == 7.5
+    path.write_bytes(line)
+    assert last_write_s(path) is None
+    path.unlink()
+    assert last_write_s(path) is None
 
 
 def test_the_end_of_a_long_log_is_enough(tmp_path: Path):

@@ -101,3 +101,30 @@ def test_another_model_another_tokenizer_and_no_model_are_refused(run, tmp_path)
     shutil.copyfile(path / "config.yaml", tmp_path / "config.yaml")
     with pytest.raises(UserError, match="no checkpoint"):
         start_from(tmp_path, MODEL, ByteTokenizer().sha256, spec, state)
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [(None, 264), (264, None), (264, 272), (272, 264)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_vocabulary_padding_grows_and_shrinks(tmp_path, stored, wanted, tied):
+    model = MODEL.model_copy(update={"pad_vocab_to": stored, "tie_embeddings": tied})
+    mesh = {"tensor": 2, "fsdp": 4}
+    spec, state = new_run(model=model, mesh=mesh)
+    params = jax.tree.map(lambda leaf: np.random.default_rng(7).standard_normal(leaf.shape, dtype=np.float32), spec.abstract_params)
+    (tmp_path / "config.yaml").write_text(to_yaml(Config.model_validate({"model": model, "mesh": mesh})))
+    checkpointer = Checkpointer(tmp_path / "checkpoints", CheckpointConfig())
+    checkpointer.save(5, replace(state, params=jax.device_put(params, spec.param_shardings)), {"kind": "train"}, block=True)
+    checkpointer.close()
+
+    other = model.model_copy(update={"pad_vocab_to": wanted})
+    spec, state = new_run(model=other, mesh=mesh, precision={"params": "bfloat16"})
+    started = start_from(tmp_path, other, ByteTokenizer().sha256, spec, state).params
+    assert jax.tree.map(lambda leaf: leaf.sharding, started) == spec.param_shardings
+    rows = MODEL.vocab_size
+    for name, dim in [("embedding", 0)] + ([] if tied else [("output", 1)]):
+        table, before = np.asarray(started.pop(name)).swapaxes(0, dim), params.pop(name).swapaxes(0, dim)
+        assert len(table) == other.padded_vocab_size
+        np.testing.assert_array_equal(table[:rows], before[:rows].astype("bfloat16"))
+        assert not table[rows:].astype(np.float32).any()
+    assert equal(started, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params))
+    with pytest.raises(UserError, match="vocab_size"):
+        start_from(tmp_path, other.model_copy(update={"vocab_size": 257}), ByteTokenizer().sha256, spec, state)

@@ -61,6 +61,20 @@ def test_the_rest_is_allowed_and_told_with_both_values(new: dict[str, Any]) -> N
     assert line.startswith(f"resuming with {section}.{field}: {before!r} -> {value!r}")
 
 
+@pytest.mark.parametrize(
+    ("runtime", "changes_numbers"),
+    [
+        ({"compilation_cache": "cache"}, False),
+        ({"rendezvous_timeout_s": 5.0}, False),
+        ({"platform": "cpu"}, True),
+        ({"cpu_devices": 4}, True),
+    ],
+)
+def test_other_rounding_is_reported_only_of_settings_that_change_numbers(runtime: dict[str, Any], changes_numbers: bool) -> None:
+    (line,) = check_resume(dump(), dump(runtime=runtime))
+    assert ("not bitwise equal" in line) == changes_numbers
+
+
 def test_another_tokenizer_is_refused() -> None:
     check_same_tokenizer("a" * 64, "a" * 64, "the checkpoint")
     check_same_tokenizer(None, "a" * 64, "the checkpoint")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from ridgeline.cli.commands.convert import to_hf
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
-from ridgeline.launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE, USAGE
+from ridgeline.launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE, TAKEN_OVER, USAGE
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.directory import read_metrics
 from ridgeline.rundir.events import COMPILED, LOADED, event_file, read_events
@@ -30,6 +34,7 @@ from ridgeline.rundir.recompilation import recompilations
 from ridgeline.rundir.startup import startup_parts
 from ridgeline.trainer.failures import NumericalFailure
 from ridgeline.trainer.loop import Loop
+from ridgeline.trainer.pretrained import load_model
 from ridgeline.trainer.run import train
 
 ROOT = Path(__file__).parents[2]
@@ -115,12 +120,49 @@ def test_a_run_goes_on_bitwise_in_data_and_closely_in_loss_on_another_mesh(
         assert again[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_complete_run_answers_at_once_and_changes_nothing(whole: tuple[Config, dict[int, float]], capsys: pytest.CaptureFixture) -> None:
+def contents(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Time of change and bytes of every file, and the time of every directory."""
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in (directory, *directory.rglob("*"))}
+
+
+def test_a_command_that_trains_nothing_writes_nothing(
+    corpus: Path, whole: tuple[Config, dict[int, float]], capsys: pytest.CaptureFixture
+) -> None:
+    """A complete run, with its own or an older config, and every refusal: no counted start, config, event or metric."""
+    own = whole[0]
+    before = contents(own.directory)
+    older: list[dict[str, Any]] = [
+        {},
+        {"trainer": {"steps": STEPS - 1}},
+        {"optimizer": {"learning_rate": 1e-5}, "evaluation": {"every": 0}, "trainer": {"steps": 2}},
+        {"data": {"batch_size": 2 * ROWS}, "mesh": {"data": 4, "fsdp": 2}},
+        {"checkpoint": {"keep_last": 1, "every": 1}, "logging": {"tensorboard": True}, "profiler": {"start_step": 1, "num_steps": 1}},
+    ]
+    for sections in older:
+        assert train(make_config(corpus, own.directory, **sections), command=["test"]) is None, sections
+        assert f"complete at step {STEPS}" in capsys.readouterr().out
+        assert contents(own.directory) == before, sections
+    assert train(own, command=["test"], from_step=STEPS) is None
+    for changed, from_step in (({"model": {"embed_dim": 32}}, None), ({"name": "another"}, None), ({}, STEPS + 1)):
+        with pytest.raises(UserError):
+            train(make_config(corpus, own.directory, **changed), command=["test"], from_step=from_step)
+    assert contents(own.directory) == before
+
+
+def kept_lines(config: Config) -> list[str]:
+    """The lines of train.log without their times."""
+    return [line.partition("  ")[2] for line in (config.directory / "train.log").read_text().splitlines()]
+
+
+def test_train_log_keeps_what_was_printed(whole: tuple[Config, dict[int, float]]) -> None:
     config, losses = whole
-    before = sorted(p.name for p in (config.directory / "checkpoints").iterdir())
-    assert run(config) == losses
-    assert f"complete at step {STEPS}" in capsys.readouterr().out
-    assert sorted(p.name for p in (config.directory / "checkpoints").iterdir()) == before
+    lines = kept_lines(config)
+    assert [line for line in lines if line.startswith("start ")] == [f"start 1, process {os.getpid()} on {socket.gethostname()}: test"]
+    assert "compiling the train step ..." in lines
+    for step, loss in losses.items():
+        assert any(line.startswith(f"step {step}/{STEPS}  loss {loss:.4f}") for line in lines)
+    assert any(line.startswith(f"step {STEPS}: held ") for line in lines)
+    assert lines[-1] == f"finished at step {STEPS}"
 
 
 def test_a_run_writes_documented_metrics_and_evaluations(whole: tuple[Config, dict[int, float]]) -> None:
@@ -305,6 +347,7 @@ def test_many_bad_steps_in_a_row_stop_the_run_and_leave_the_checkpoint(corpus: P
     skipped = [e for e in read_events(event_file(config.directory, 0)) if e.kind == "skipped_step"]
     assert [event.fields["in_a_row"] for event in skipped[-3:]] == [1, 2, 3]
     assert (config.directory / "checkpoints" / "step_00000003" / "integrity.json").is_file()
+    assert kept_lines(config)[-1].startswith("stopped: 3 non-finite steps in a row")
 
 
 def test_a_resume_refuses_another_model_and_names_it(corpus: Path, whole: tuple[Config, dict[int, float]]) -> None:
@@ -408,6 +451,7 @@ def test_a_preemption_within_a_streak_leaves_the_last_good_step(
     assert steps_of(config) == ["4"]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 5: not saved")]
     assert line.endswith("the newest checkpoint is step 4")
+    assert kept_lines(config)[-1] == "stopped at step 5 by SIGTERM"
 
 
 def test_a_run_restarted_from_an_earlier_step_is_bitwise_the_original_and_keeps_the_later_ones(
@@ -480,6 +524,70 @@ def test_two_processes_train_as_one_and_one_goes_on_for_two(corpus: Path, tmp_pa
     assert continued.keys() == losses.keys()
     for step, loss in single.items():
         assert continued[step] == pytest.approx(loss, rel=1e-5), step
+
+
+def test_what_a_checkpoint_is_bound_to_is_compared_where_it_is_used(
+    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(whole[0].directory, tmp_path / "run")
+    load_model(tmp_path / "run")
+    config_file, tokenizer = tmp_path / "run" / "config.yaml", tmp_path / "run" / "tokenizer"
+    text = config_file.read_text()
+    config_file.write_text(re.sub(r"norm_eps: [^,}\s]+", "norm_eps: 0.25", text))
+    for read in (lambda: load_model(tmp_path / "run"), lambda: call(to_hf, tmp_path / "run", tmp_path / "hf")):
+        with pytest.raises(UserError, match=r"config\.yaml differs .* \(model\.norm_eps: .* -> 0\.25\): change it back"):
+            read()
+    config_file.write_text(text)
+    damaged = next(path for path in sorted(tokenizer.iterdir()) if path.is_file())
+    content = damaged.read_bytes()
+    damaged.write_bytes(content + b" ")
+    for read in (lambda: load_model(tmp_path / "run"), lambda: call(to_hf, tmp_path / "run", tmp_path / "hf")):
+        with pytest.raises(UserError, match=f"{damaged} is missing or damaged"):
+            read()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}")
+    path = str(corpus / "train")
+    monkeypatch.setattr("ridgeline.trainer.checkpoint.identity.corpora_of", lambda config: {path: "another"})
+    run(make_config(corpus, tmp_path / "run"))
+    said = capsys.readouterr().out
+    assert f"WARNING: {path} is not the corpus that step 4 was trained on" in said
+    assert f"WARNING: {damaged} is missing or damaged: the tokenizer is copied again" in said
+    assert damaged.read_bytes() == content
+
+
+def call(command: Any, *arguments: Any) -> None:
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    if result.exception is not None:
+        raise result.exception
+
+
+def test_two_runs_never_write_one_directory(corpus: Path, tmp_path: Path) -> None:
+    """A second start is refused; a suspended holder is taken over, and ends without another write when it continues."""
+    sections = {"evaluation": {"every": 0, "sets": {}}, "schedule": {"kind": "constant"}, "runtime": {"lease_timeout_s": 3}}
+    endless = make_config(corpus, tmp_path / "run", trainer={"steps": 10**8, "log_every": 1}, checkpoint={"every": 2}, **sections)
+    words = command(endless, tmp_path)
+    first = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT)
+    try:
+        assert first.stdout is not None
+        assert any(line.startswith("step 4/") for line in first.stdout)
+        threading.Thread(target=first.stdout.read, daemon=True).start()
+        with pytest.raises(UserError, match=rf"{tmp_path}/run is in use: process {first.pid} on ") as refused:
+            train(endless, command=["test"])
+        assert "\n" not in str(refused.value)
+        first.send_signal(signal.SIGSTOP)
+        second = subprocess.run(
+            [*words, "trainer.stop_after_s=0.1"], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert second.returncode == 0, second.stdout + second.stderr
+        assert f"taking over {tmp_path}/run from process {first.pid} on " in second.stdout
+        before = contents(tmp_path / "run")
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(10) == TAKEN_OVER
+    finally:
+        first.kill()
+    assert contents(tmp_path / "run") == before
+    assert first.stderr is not None
+    (line,) = [line for line in first.stderr.read().splitlines() if line.startswith("ridge: ")]
+    assert f"stopped: {tmp_path}/run is no longer this start's" in line
 
 
 def test_a_run_stops_at_its_time_and_keeps_its_work(corpus: Path, tmp_path: Path) -> None:

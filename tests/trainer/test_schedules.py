@@ -22,9 +22,11 @@ def test_registry_implements_exactly_the_names_a_config_may_use():
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_warmup_is_linear_from_zero_and_reaches_the_peak(kind):
-    found = rates(100, kind=kind, warmup_steps=10)
-    np.testing.assert_allclose(found[:11], PEAK * np.arange(11) / 10, rtol=1e-6)
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+def test_warmup_is_linear_and_reaches_the_peak_and_the_first_step_trains(kind, warmup):
+    found = rates(100, kind=kind, warmup_steps=warmup)
+    np.testing.assert_allclose(found[: warmup + 1], PEAK * np.arange(1, warmup + 2) / (warmup + 1), rtol=1e-6)
+    assert found[0] > 0
 
 
 @pytest.mark.parametrize("kind", NAMES)

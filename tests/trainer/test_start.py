@@ -17,6 +17,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import from_resolved
 from ridgeline.configs.schema import CheckpointConfig, Config
 from ridgeline.rundir import files
+from ridgeline.rundir.lease import current_holder
 from ridgeline.trainer import start as starting
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.start import StartedRun, start_run
@@ -30,7 +31,9 @@ def config(path: Path, name: str = "mine", **sections: Any) -> Config:
 
 def start(conf: Config, said: list[str] | None = None) -> StartedRun:
     lines = said if said is not None else []
-    return start_run(conf, command=["ridge", "train", "x.yaml"], log=lines.append, now=lambda: datetime(2026, 1, 2, 3, tzinfo=UTC))
+    started = start_run(conf, command=["ridge", "train", "x.yaml"], log=lines.append, now=lambda: datetime(2026, 1, 2, 3, tzinfo=UTC))
+    started.lease.release()
+    return started
 
 
 def refusal(conf: Config) -> str:
@@ -132,6 +135,23 @@ def test_a_start_killed_at_any_write_is_made_again(tmp_path: Path, monkeypatch: 
             pass
     assert count > 2 and "run.json" in written
     assert from_resolved(tmp_path / "run" / "config.yaml") == changed
+
+
+def test_what_a_killed_start_left_half_written_is_removed_and_a_users_file_is_not(tmp_path: Path) -> None:
+    start(config(tmp_path / "run"))
+    ours = ("run.json", "config.yaml", "config.3.yaml", "git.diff", "git.12.diff", "plan.json", "compile.json")
+    for name in (*ours, "notes", "config.mine.yaml"):
+        (tmp_path / "run" / f"{name}.tmp").write_text('{"half')
+    start(config(tmp_path / "run"))
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.tmp")) == ["config.mine.yaml.tmp", "notes.tmp"]
+
+
+def test_a_start_that_is_refused_gives_the_lease_back(tmp_path: Path) -> None:
+    start(config(tmp_path / "run"))
+    (tmp_path / "run" / "run.json").write_text("{")
+    for _ in range(2):
+        assert "run.json is damaged" in refusal(config(tmp_path / "run"))
+    assert current_holder(tmp_path / "run") is None
 
 
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:

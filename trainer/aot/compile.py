@@ -6,12 +6,15 @@ cuBLAS and cuDNN from PyPI: the extra `aot`.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +34,9 @@ INSTALL = "pip install 'ridgeline[aot]'"
 NEEDED = {"nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12", "nvidia.cudnn": "nvidia-cudnn-cu12", "nvidia.cublas": "nvidia-cublas-cu12"}
 """Module to package. The CUDA 13 packages share one module, nvidia.cu13."""
 TIMEOUT_S = 1800.0
+PREFIX, LOCK = "ridge-aot-", "lock"
+"""Start of the name of a temporary directory, and the file in it that its owner locks."""
+NEW_S = 10.0
 END_OF_REQUEST = "---- ridge: end of a request ----\n"
 """The worker writes this line to its log after each request."""
 
@@ -120,7 +126,7 @@ def compile_many(requests: Sequence[Request], *, timeout_s: float = TIMEOUT_S) -
         with (directory / "log").open("wb") as log:
             try:
                 worker = subprocess.run(
-                    [sys.executable, "-m", "ridgeline.trainer.aot.worker", str(directory), str(len(requests))],
+                    [sys.executable, "-m", "ridgeline.trainer.aot.worker", str(directory), str(len(requests)), str(os.getpid())],
                     env=worker_environment(os.environ, requests[0], directory),
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
@@ -198,11 +204,24 @@ def worker_environment(environment: Mapping[str, str], request: Request, directo
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ridge-aot-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    """Yield a temporary directory. It is locked while its owner lives, so the next compile removes those that a kill left behind."""
+    _remove_leftovers()
+    path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    with (path / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_leftovers() -> None:
+    """Remove the directories whose owner is dead, but none that may still be locked for the first time."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), (path / LOCK).open() as lock:
+            if time.time() - os.fstat(lock.fileno()).st_mtime > NEW_S:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _dumped(directory: Path, pattern: str) -> str | None:

@@ -232,10 +232,10 @@ def roofline_json(report: Report) -> dict[str, Any]:
                 "part": k.part,
                 "seconds": report.seconds(k),
                 "count": k.count,
-                "flops": k.flops,
+                "flops": None if k.unknown_flops else k.flops,
                 "bytes": k.bytes,
                 "dtype": k.dtype,
-                "binds": k.bottleneck(*report.rates(k)),
+                "binds": None if k.unknown_flops else k.bottleneck(*report.rates(k)),
                 "op_name": k.op_name,
                 "source": source_text(k.source),
             }

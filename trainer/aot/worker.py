@@ -1,4 +1,5 @@
-"""The process that compiles ahead of time: `python -m ridgeline.trainer.aot.worker DIRECTORY COUNT`, started by trainer.aot.compile.
+"""The process that compiles ahead of time: `python -m ridgeline.trainer.aot.worker DIRECTORY COUNT PARENT`, started by
+trainer.aot.compile in the process PARENT.
 
 In each of DIRECTORY/0, 1, ... it reads request.json and config.yaml, and writes result.json, step.hlo.txt and (by XLA's dump) the buffer
 assignment. It is a separate process because XLA aborts on errors (an unknown flag, no ptxas), and because its platform and flags must be
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -121,5 +123,17 @@ def _set_attention_target(capability: tuple[int, int]) -> None:
     attention.is_cuda_compute_capability_equal = equal
 
 
+def end_with_parent(parent: int) -> None:
+    """Exit soon after the process that started this one has ended, even by SIGKILL: nothing would read the result."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    end_with_parent(int(sys.argv[3]))
     sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -71,9 +71,11 @@ class Checkpointer(CheckpointReader):
       directory: the run's checkpoint directory, on a filesystem shared by all processes; created at the first save.
       config: cadence, retention and behavior.
       clock: monotonic seconds, for the cadence by minutes.
-      events: receives checkpoint_saved, checkpoint_refused, checkpoint_failed, checkpoint_deleted and checkpoint_set_aside (process 0).
+      events: receives checkpoint_saved, checkpoint_refused, checkpoint_failed, checkpoint_deleted, checkpoint_set_aside and
+        checkpoint_expired (process 0).
       log: receives warnings and notes for the user, one line each (process 0).
       check: `finite.all_finite`, jitted; a run passes one from its compilation cache.
+      guard: called before each change of the directory (Lease.check).
     """
 
     def __init__(
@@ -85,9 +87,10 @@ class Checkpointer(CheckpointReader):
         events: Events | None = None,
         log: Callable[[str], None] | None = None,
         check: Check | None = None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(directory, config, log=log)
-        self._check = check or jax.jit(all_finite)
+        self._check, self._guard = check or jax.jit(all_finite), guard
         self.failures = 0
         """Consecutive failed saves."""
         self._events = events
@@ -194,11 +197,13 @@ class Checkpointer(CheckpointReader):
         raise NumericalFailure(f"the state of step {step} is not finite ({short_list(names)})")
 
     def _start(self, pending: _Pending, state: State) -> None:
+        self._guard()
         with jax.transfer_guard("allow"):
             pending.response = payload.save_async(dirs.step_dir(self.directory, pending.step), state)
 
     def _make_room(self, step: int) -> None:
         """Process 0, before Orbax writes: create the directory, and set aside steps that are not earlier than `step`."""
+        self._guard()
         dirs.create(self.directory)
         self._repaired = False  # a failed save may have left something that could not be removed at once
         self._repair()
@@ -222,6 +227,7 @@ class Checkpointer(CheckpointReader):
         """The background thread: from Orbax's commit to retention. Its outcome is the same in every process."""
         try:
             self._background.each(lambda: self._await_payload(pending))
+            self._guard()
             size_bytes = seal(dirs.step_dir(self.directory, pending.step), pending.metadata, self._background)
             self._background.first(self._retain)
         except Exception as error:
@@ -254,6 +260,7 @@ class Checkpointer(CheckpointReader):
 
     def _retain(self, newest_proven: bool = False) -> None:
         """Process 0: delete the steps that `steps_to_delete` returns. A failed deletion costs disk space and does not end the run."""
+        self._guard()
         complete, config = dirs.complete_steps(self.directory), self.config
         verified = [step for step in complete if is_finite_verified(dirs.step_dir(self.directory, step))]
         keep_last, keep_every = config.keep_last, config.keep_every
@@ -264,17 +271,27 @@ class Checkpointer(CheckpointReader):
                 self._log(f"warning: cannot delete the old checkpoint of step {step}: {error_text(error)}")
             else:
                 self._emit("checkpoint_deleted", step=step)
+        for name in dirs.expired(self.directory, config.keep_set_aside):
+            try:
+                dirs.remove(self.directory / name)
+            except OSError as error:
+                self._log(f"warning: cannot delete {name}: {error_text(error)}")
+            else:
+                self._emit("checkpoint_expired", name=name)
 
     def _report_failure(self, pending: _Pending) -> None:
         """Process 0: log the failure, and remove what was written so that a full disk has room for the next save."""
+        self._guard()
         try:
             dirs.discard_unfinished(self.directory, pending.step)
             kept = dirs.complete_steps(self.directory)
             after = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
         except OSError as error:
             after = f"its files could not be removed ({error_text(error)})"
-        count = f"{self.failures + 1} in a row, {self.config.max_failures} stop the run"
-        self._log(f"WARNING: saving step {pending.step} FAILED ({count}): {pending.error}; {after}; training continues")
+        stops = self.failures + 1 >= self.config.max_failures
+        count = f"{self.failures + 1} in a row" + ("" if stops else f", {self.config.max_failures} stop the run")
+        ending = "training stops" if stops else "training continues"
+        self._log(f"WARNING: saving step {pending.step} FAILED ({count}): {pending.error}; {after}; {ending}")
         self._emit("checkpoint_failed", step=pending.step, error=pending.error)
 
     def _complete_steps(self) -> list[int]:
@@ -284,9 +301,16 @@ class Checkpointer(CheckpointReader):
         return dirs.complete_steps(self.directory)
 
     def _skip_damaged(self, step: int, damage: Damage, problem: str) -> str:
-        """Set a damaged step aside."""
-        name = self._agreement.first(lambda: self._set_aside(step, damage.reason, problem))
-        return f"{problem} (set aside as {name})"
+        """Set a damaged step aside, where that is possible."""
+
+        def work() -> str:
+            try:
+                return f"set aside as {self._set_aside(step, damage.reason, problem)}"
+            except OSError as error:
+                self._log(f"WARNING: {problem}; skipped, and cannot be set aside: {error.strerror}")
+                return f"cannot be set aside: {error.strerror}"
+
+        return f"{problem} ({self._agreement.first(work)})"
 
     def _restored(self, step: int) -> None:
         """The restored step does not need to be saved again."""
@@ -295,11 +319,13 @@ class Checkpointer(CheckpointReader):
     def _repair(self) -> None:
         """Process 0, before the first listing and before each save: see `directories.repair`."""
         if not self._repaired:
+            self._guard()
             self._repaired = True
             for line in dirs.repair(self.directory):
                 self._log(f"warning: {self.directory}: {line}")
 
     def _set_aside(self, step: int, reason: str, why: str) -> str:
+        self._guard()
         name = dirs.set_aside(self.directory, step, reason).name
         self._log(f"WARNING: {why}; set aside {dirs.step_dir(self.directory, step)} as {name}")
         self._emit("checkpoint_set_aside", step=step, reason=reason)

@@ -3,7 +3,7 @@
 step_00000100/                          Orbax payload, metadata.json, integrity.json (complete only with the last)
 step_00000100.orbax-checkpoint-tmp/     Orbax is writing, or was killed while writing
 step_00000100.deleting/                 retention is deleting, or was killed while deleting
-step_00000100.bad-<reason>/             set aside; never deleted automatically
+step_00000100.bad-<reason>/             set aside; the newest checkpoint.keep_set_aside are kept
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import shutil
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
-from ridgeline.rundir.files import temporary, write_atomically
+from ridgeline.rundir.files import make_directory, sync_directory, temporary, write_atomically
 from ridgeline.trainer.checkpoint.integrity import MANIFEST
 
 MARKER = "ridge-checkpoints.json"
 """Marks a directory of our checkpoints. Nothing is renamed or deleted in a directory without it."""
 
-_STEP = re.compile(r"step_(\d{8,})$")
-_ASIDE = re.compile(r"step_(\d{8,})\.bad-(.+)$")
-_ORBAX_LEFTOVER = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*$")
+_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
+_ASIDE = re.compile(r"step_([0-9]{8,18})\.bad-(.+)")
+_ORBAX_LEFTOVER = re.compile(r"step_[0-9]{8,18}\.orbax-checkpoint-tmp.*")
 _DELETING = ".deleting"
 
 
@@ -34,7 +34,7 @@ def step_dir(root: Path, step: int) -> Path:
 def create(root: Path) -> None:
     """Create and mark the checkpoint directory. Raises OSError; UserError for a directory with other contents."""
     check_ours(root)
-    root.mkdir(parents=True, exist_ok=True)
+    make_directory(root)
     if not (root / MARKER).exists():
         write_atomically(root / MARKER, b'{"format": 1}\n')
 
@@ -47,18 +47,18 @@ def check_ours(root: Path) -> None:
         return
     except OSError as error:
         raise UserError(f"checkpoint directory {root} cannot be read: {error.strerror}") from error
-    if names and MARKER not in names and not any(_STEP.match(name) and (root / name / MANIFEST).exists() for name in names):
+    if names and MARKER not in names and not any(_STEP.fullmatch(name) and _has_manifest(root / name) for name in names):
         raise UserError(f"{root} is not a checkpoint directory of ridge (it contains {', '.join(sorted(names)[:3])}, but no complete step)")
 
 
 def steps(root: Path) -> list[int]:
     """Return all step directories, complete or not, in ascending order. Raises OSError."""
-    return sorted(int(match[1]) for match in map(_STEP.match, _names(root)) if match)
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, _names(root)) if match)
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Return the steps that have a manifest, in ascending order. Raises OSError."""
-    return [step for step in steps(root) if (step_dir(root, step) / MANIFEST).exists()]
+    """Return the steps that have a manifest, or cannot be searched for one, in ascending order. Raises OSError."""
+    return [step for step in steps(root) if _has_manifest(step_dir(root, step))]
 
 
 def check_complete(root: Path, step: int) -> None:
@@ -69,18 +69,26 @@ def check_complete(root: Path, step: int) -> None:
 
 def damaged_steps(root: Path) -> list[str]:
     """Return the directory names of steps that were complete and were set aside as damaged. Raises OSError."""
-    matches = [match for match in map(_ASIDE.match, _names(root)) if match]
+    matches = [match for match in map(_ASIDE.fullmatch, _names(root)) if match]
     return sorted(match[0] for match in matches if not match[2].startswith(("incomplete", "superseded")))
+
+
+def expired(root: Path, keep: int) -> list[str]:
+    """Return the directory names of the steps that were set aside before the newest `keep` of them. Raises OSError."""
+    # a rename sets the time of the last status change, by the clock of the file server
+    aside = sorted((os.lstat(root / name).st_ctime_ns, name) for name in _names(root) if _ASIDE.fullmatch(name))
+    return [name for _, name in aside[: max(0, len(aside) - keep)]]
 
 
 def set_aside(root: Path, step: int, reason: str) -> Path:
     """Rename a step directory so that it is neither restored nor deleted; return its new path. Raises OSError."""
     old = step_dir(root, step)
     new, number = old.with_name(f"{old.name}.bad-{reason}"), 1
-    while new.exists():
+    while os.path.lexists(new):
         number += 1
         new = old.with_name(f"{old.name}.bad-{reason}-{number}")
     os.rename(old, new)
+    sync_directory(root)
     return new
 
 
@@ -88,39 +96,72 @@ def delete(root: Path, step: int) -> None:
     """Delete a step. It is renamed first: an interrupted deletion must not look like a checkpoint. Raises OSError."""
     old = step_dir(root, step)
     condemned = old.with_name(old.name + _DELETING)
-    if condemned.exists():
-        shutil.rmtree(condemned)
+    if os.path.lexists(condemned):
+        remove(condemned)
     os.rename(old, condemned)
-    shutil.rmtree(condemned)
+    sync_directory(root)
+    remove(condemned)
 
 
 def discard_unfinished(root: Path, step: int) -> None:
     """Delete the files of a failed save of `step`, but not a complete step. Raises OSError."""
     path = step_dir(root, step)
     for name in _names(root):
-        if _ORBAX_LEFTOVER.match(name) and name.startswith(path.name + "."):
-            shutil.rmtree(root / name)
-    if path.exists() and not (path / MANIFEST).exists():
-        shutil.rmtree(path)
+        if _ORBAX_LEFTOVER.fullmatch(name) and name.startswith(path.name + "."):
+            remove(root / name)
+    if os.path.lexists(path) and not _has_manifest(path):
+        remove(path)
 
 
 def repair(root: Path) -> list[str]:
     """Repair the directory after a kill: finish deletions, delete payloads that Orbax did not commit, set incomplete steps aside.
 
-    Call it only in the process that writes here. Returns one line per repair. Raises OSError.
+    Call it only in the process that writes here. Returns one line per repair, and per one that failed: what is left costs disk space.
     """
+
+    def try_to_remove(name: str, done: str) -> str:
+        try:
+            remove(root / name)
+        except OSError as error:
+            return f"{name} cannot be removed: {error.strerror}"
+        return done
+
     lines = []
     for name in sorted(_names(root)):
-        if name.endswith(_DELETING) and _STEP.match(name.removesuffix(_DELETING)):
-            shutil.rmtree(root / name)
-            lines.append(f"finished the interrupted deletion of {name.removesuffix(_DELETING)}")
-        elif _ORBAX_LEFTOVER.match(name):
-            shutil.rmtree(root / name)
-            lines.append(f"{name.split('.')[0]} is incomplete (its save was interrupted): removed what was written")
+        if name.endswith(_DELETING) and _STEP.fullmatch(name.removesuffix(_DELETING)):
+            lines.append(try_to_remove(name, f"finished the interrupted deletion of {name.removesuffix(_DELETING)}"))
+        elif _ORBAX_LEFTOVER.fullmatch(name):
+            lines.append(try_to_remove(name, f"{name.split('.')[0]} is incomplete (its save was interrupted): removed what was written"))
+        elif name == temporary(root / MARKER).name:
+            try_to_remove(name, "")
     for step in sorted(set(steps(root)) - set(complete_steps(root))):
-        new = set_aside(root, step, "incomplete")
-        lines.append(f"{step_dir(root, step).name} is incomplete (it has no {MANIFEST}): set aside as {new.name}")
+        name = step_dir(root, step).name
+        try:
+            new = set_aside(root, step, "incomplete")
+        except OSError as error:
+            lines.append(f"{name} is incomplete, and cannot be set aside: {error.strerror}")
+        else:
+            lines.append(f"{name} is incomplete (it has no {MANIFEST}): set aside as {new.name}")
     return lines
+
+
+def remove(path: Path) -> None:
+    """Delete a directory, or a file in its place. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _has_manifest(step: Path) -> bool:
+    """Return whether a step has a manifest. One that cannot be searched may have: verifying it then finds the damage."""
+    try:
+        os.lstat(step / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _names(root: Path) -> list[str]:

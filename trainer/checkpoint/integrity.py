@@ -7,23 +7,28 @@ must be in canonical form, so that a change of any of its bytes is detected too.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ridgeline.rundir.files import write_atomically
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
+from ridgeline.rundir.files import sync_directory, write_atomically
 
 MANIFEST = "integrity.json"
 _FORMAT = 1
 _CHUNK_BYTES = 512 << 10
 """Small enough to stay in the core's cache between read and hash."""
+_NOT_REGULAR = "not a regular file"
 
-Reason = Literal["manifest", "missing", "extra", "size", "sha256", "unreadable"]
+Reason = Literal["manifest", "missing", "extra", "size", "sha256", "unreadable", "identity"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,10 @@ class Damage:
             "size": "has the wrong size",
             "sha256": "does not match its sha256",
             "unreadable": "cannot be read",
+            "identity": "belongs elsewhere",
         }[self.reason]
-        return f"{self.file} {text}" + (f" ({self.detail})" if self.detail else "")
+        line = f"{self.file} {text}" + (f" ({self.detail})" if self.detail else "")
+        return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)  # a file may have any name
 
 
 class ManifestDamage(Exception):
@@ -60,18 +67,31 @@ class ManifestDamage(Exception):
 
 
 def list_files(root: Path) -> dict[str, int]:
-    """Return relative path -> size in bytes of every file below `root` except the manifest. Raises OSError."""
+    """Return relative path -> size in bytes of every file below `root` except the manifest.
+
+    Raises OSError; also for what is no regular file: opening a FIFO would wait for ever.
+    """
     sizes: dict[str, int] = {}
     pending = [root]
     while pending:
         with os.scandir(pending.pop()) as entries:
             for entry in entries:
+                name = Path(entry.path).relative_to(root).as_posix()
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(Path(entry.path))
-                else:
-                    sizes[Path(entry.path).relative_to(root).as_posix()] = entry.stat().st_size
-    sizes.pop(MANIFEST, None)
+                elif name != MANIFEST:
+                    found = entry.stat()
+                    if not stat.S_ISREG(found.st_mode):
+                        raise OSError(errno.EINVAL, _NOT_REGULAR, entry.path)
+                    sizes[name] = found.st_size
     return dict(sorted(sizes.items()))
+
+
+def sync_directories(root: Path) -> None:
+    """Flush the entries of `root`, of all directories below it and of its parent to disk. Raises OSError."""
+    for place, _, _ in os.walk(root):
+        sync_directory(Path(place))
+    sync_directory(root.parent)
 
 
 def share(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
@@ -87,9 +107,11 @@ def share(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
 
 
 def sha256_file(path: Path, *, sync: bool = False) -> str:
-    """Return the sha256 of a file in hex; `sync` flushes it to disk first. Raises OSError."""
+    """Return the sha256 of a regular file in hex; `sync` flushes it to disk first. Raises OSError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, _NOT_REGULAR, str(path))
         if sync:
             os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -112,16 +134,16 @@ def write_manifest(root: Path, files: Mapping[str, FileDigest]) -> None:
 
 def read_manifest(root: Path) -> dict[str, FileDigest]:
     """Read the manifest of `root`. Raises ManifestDamage when it is missing, truncated or altered in any byte."""
+    if not os.path.lexists(root / MANIFEST):
+        raise ManifestDamage("is missing")
     try:
-        content = (root / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        raise ManifestDamage("is missing") from None
-    except OSError as error:
-        raise ManifestDamage(f"cannot be read: {error.strerror}") from error
+        content = read_limited(root / MANIFEST)
+    except UserError as error:
+        raise ManifestDamage(str(error)) from None
     try:
         files = {name: FileDigest(**entry) for name, entry in json.loads(content)["files"].items()}
-        intact = content == _render(files)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = content == _render(files) and all(type(entry.size_bytes) is int for entry in files.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise ManifestDamage("was altered")
@@ -133,7 +155,8 @@ def check_listing(root: Path, manifest: Mapping[str, FileDigest]) -> list[Damage
     try:
         sizes = list_files(root)
     except OSError as error:
-        return [Damage("unreadable", error.filename or ".", str(error.strerror))]
+        name = os.path.relpath(error.filename, root) if isinstance(error.filename, str) else "."
+        return [Damage("unreadable", name, str(error.strerror))]
     damage = [Damage("missing", name) for name in manifest if name not in sizes]
     damage += [Damage("extra", name) for name in sizes if name not in manifest]
     damage += [

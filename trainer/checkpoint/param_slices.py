@@ -7,7 +7,6 @@ one element, which are then recreated with their real shapes and filled slice by
 
 from __future__ import annotations
 
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -22,7 +21,8 @@ from ridgeline.configs.errors import UserError
 from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import integrity
-from ridgeline.trainer.checkpoint.seal import METADATA, seal
+from ridgeline.trainer.checkpoint.identity import misplaced, run_id
+from ridgeline.trainer.checkpoint.seal import DamagedError, read_metadata, seal
 
 PARAMS_ONLY = "params"
 """metadata["kind"] of a checkpoint without optimizer state: a run can start from it, but not resume it."""
@@ -69,7 +69,7 @@ class ParamReader:
         """Open and verify a checkpoint without changing the directory. Raises UserError when it is missing or damaged."""
         self.step = _newest_good(checkpoints, step)
         self._root = checkpoint_dirs.step_dir(checkpoints, self.step)
-        self.metadata: dict[str, Any] = json.loads((self._root / METADATA).read_bytes())
+        self.metadata: dict[str, Any] = read_metadata(self._root)
         stored = {name.removeprefix(_PREFIX): leaf for name, leaf in self.metadata["arrays"].items() if name.startswith(_PREFIX)}
         self.shapes: dict[str, tuple[int, ...]] = {path: tuple(leaf["shape"]) for path, leaf in stored.items()}
         self.dtypes: dict[str, str] = {path: leaf["dtype"] for path, leaf in stored.items()}
@@ -102,10 +102,15 @@ def _newest_good(checkpoints: Path, wanted: int | None) -> int:
         checkpoint_dirs.check_complete(checkpoints, wanted)
     problems = []
     for step in [wanted] if wanted is not None else complete[::-1]:
-        damage = integrity.verify(checkpoint_dirs.step_dir(checkpoints, step))
-        if not damage:
+        path = checkpoint_dirs.step_dir(checkpoints, step)
+        damage = integrity.verify(path)
+        try:
+            problem = damage[0] if damage else misplaced(read_metadata(path), step, run_id(checkpoints))
+        except DamagedError as error:
+            problem = error.damage[0]
+        if problem is None:
             return step
-        problems.append(f"step {step}: {damage[0]}")
+        problems.append(f"step {step}: {problem}")
     raise UserError(f"no good checkpoint in {checkpoints}" + (f": {'; '.join(problems)}" if problems else ""))
 
 

@@ -6,6 +6,7 @@ keeps its dtype. Orbax would silently cast a checkpoint to another dtype, so sha
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,14 @@ _STACKED = "params.blocks."
 """Parameters with a leading dim of layers (models/params.py)."""
 _LAYER_CHUNKS_ABOVE_BYTES = 32 << 20
 _MAX_NAMED = 5
+
+
+def _is_not_reported_here(record: logging.LogRecord) -> bool:
+    """Orbax logs the traceback of each of its threads that fails. The error also reaches `Checkpointer`, which reports it in one line."""
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+logging.getLogger("absl").addFilter(_is_not_reported_here)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

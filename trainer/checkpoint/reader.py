@@ -5,7 +5,6 @@ Every process reads payload. Process 0 lists, and the other processes receive it
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,10 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import CheckpointConfig
 from ridgeline.trainer.agreement import Agreement, PeerError
 from ridgeline.trainer.checkpoint import directories as dirs
-from ridgeline.trainer.checkpoint import payload
+from ridgeline.trainer.checkpoint import integrity, payload
+from ridgeline.trainer.checkpoint.identity import misplaced, run_id
 from ridgeline.trainer.checkpoint.integrity import Damage
-from ridgeline.trainer.checkpoint.seal import METADATA, DamagedError, check_digests, check_names
+from ridgeline.trainer.checkpoint.seal import METADATA, DamagedError, check_digests, check_names, read_metadata
 from ridgeline.trainer.failures import CheckpointError
 
 State = Any
@@ -47,9 +47,13 @@ class CheckpointReader:
         return self._agreement.first(self._complete_steps)
 
     def latest_step(self) -> int | None:
-        """Return the newest complete step, or None. Raises UserError as `steps`."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        """Return the newest complete step whose metadata is its own, or None; its payload is not read. Raises UserError as `steps`."""
+
+        def newest() -> int | None:
+            self._complete_steps()
+            return newest_step(self.directory)
+
+        return self._agreement.first(newest)
 
     def has_checkpoints(self) -> bool:
         """Return whether there is a complete step, or one that was complete before it was found damaged.
@@ -62,12 +66,11 @@ class CheckpointReader:
         """Return metadata.json of a complete step. Raises UserError when it cannot be read."""
 
         def read() -> dict[str, Any]:
-            path = dirs.step_dir(self.directory, step) / METADATA
             dirs.check_complete(self.directory, step)
             try:
-                return json.loads(path.read_bytes())
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path} cannot be read: {error_text(error)}") from error
+                return read_metadata(dirs.step_dir(self.directory, step))
+            except DamagedError as error:
+                raise UserError(f"checkpoint of step {step}: {error}") from None
 
         return self._agreement.first(read)
 
@@ -131,10 +134,12 @@ class CheckpointReader:
         """
         path = dirs.step_dir(self.directory, step)
         manifest = check_names(path, self._agreement)
-        small = [name for name, entry in manifest.items() if entry.size_bytes < _LARGE_BYTES]
+        small = [name for name, entry in manifest.items() if entry.size_bytes < _LARGE_BYTES or name == METADATA]
         large = [name for name in manifest if name not in set(small)] if self.config.verify else []
-        check_digests(path, manifest, small if self.config.verify else [], self._agreement)
+        check_digests(path, manifest, small if self.config.verify else [METADATA], self._agreement)
         metadata = self.read_metadata(step)
+        if problem := misplaced(metadata, step, self._agreement.first(lambda: run_id(self.directory))):
+            raise DamagedError([problem])
         payload.check_matches(metadata["arrays"], abstract_state, partial=partial, where=str(path))
         if self._agreement.count > 1:
             check_digests(path, manifest, large, self._agreement)
@@ -154,6 +159,25 @@ class CheckpointReader:
         except Exception as error:
             hint = "" if self.config.verify else "; with checkpoint.verify=true a damaged step is skipped"
             raise CheckpointError(f"{path} cannot be loaded: {error_text(error)}{hint}") from error
+
+
+def newest_step(checkpoints: Path) -> int | None:
+    """Return the newest complete step whose metadata is undamaged and its own, or None; payload is not read.
+
+    Process 0. Raises UserError for an unreadable directory, or one of something else.
+    """
+    dirs.check_ours(checkpoints)
+    run = run_id(checkpoints)
+    for step in reversed(dirs.complete_steps(checkpoints)):
+        path = dirs.step_dir(checkpoints, step)
+        try:
+            manifest = integrity.read_manifest(path)
+            intact = METADATA in manifest and not integrity.check_digests(path, manifest, [METADATA], threads=1)
+            if intact and misplaced(read_metadata(path), step, run) is None:
+                return step
+        except (integrity.ManifestDamage, DamagedError):
+            continue
+    return None
 
 
 def error_text(error: BaseException) -> str:

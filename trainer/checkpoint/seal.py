@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
 from ridgeline.rundir.files import write_atomically
 from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint import integrity
@@ -33,6 +35,7 @@ def seal(path: Path, metadata: Mapping[str, Any], agreement: Agreement) -> int:
 
     def list_payload() -> dict[str, int]:
         write_atomically(path / METADATA, (json.dumps(metadata, indent=1) + "\n").encode())
+        integrity.sync_directories(path)
         return integrity.list_files(path)
 
     sizes = agreement.first(list_payload)
@@ -46,9 +49,20 @@ def seal(path: Path, metadata: Mapping[str, Any], agreement: Agreement) -> int:
 def is_finite_verified(path: Path) -> bool:
     """Return whether the state of a sealed step was verified to be finite; False if metadata.json cannot be read."""
     try:
-        return json.loads((path / METADATA).read_bytes()).get(FINITE) is True
-    except (OSError, ValueError, AttributeError):
+        return read_metadata(path).get(FINITE) is True
+    except DamagedError:
         return False
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return metadata.json of a step. Raises DamagedError when it cannot be read."""
+    try:
+        content = json.loads(read_limited(path / METADATA))
+        if not isinstance(content, dict):
+            raise ValueError("not an object")
+    except (UserError, ValueError, RecursionError) as error:
+        raise DamagedError([Damage("unreadable", METADATA, str(error))]) from None
+    return content
 
 
 def check_names(path: Path, agreement: Agreement) -> dict[str, FileDigest]:

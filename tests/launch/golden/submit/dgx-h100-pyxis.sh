@@ -29,12 +29,13 @@ export PYTHONPATH="$JOB/code${PYTHONPATH:+:$PYTHONPATH}"  # the code as submitte
 export PYTHONSAFEPATH=1                         # do not import from the working directory
 set +e -uo pipefail
 
-# Record of the environment; values whose names look like secrets are masked.
+# Record of the environment: only variables that a run may depend on, because a secret may have any name.
 {
   echo "job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST at $(date --iso-8601=seconds)"
   ulimit -a
   type module >/dev/null 2>&1 && module list 2>&1
-  env -0 | sort -z | sed -z -E 's/^([^=]*(KEY|TOKEN|SECRET|PASS|CREDENTIAL)[^=]*)=.*/\1=***/I' | tr '\0' '\n'
+  env -0 | grep -zE '^((CUDA|GLOO|HIP|JAX|LIBTPU|MKL|NCCL|NVIDIA|OMP|OPENBLAS|PMI|PMIX|RAYON|RIDGE|ROCM|ROCR|SLURM|TF|UCX|XLA)_[A-Za-z0-9_]*|HOSTNAME|LANG|LC_ALL|LD_LIBRARY_PATH|LD_PRELOAD|LOADEDMODULES|NPROC|PATH|PWD|PYTHONPATH|PYTHONSAFEPATH|SHELL|TMPDIR|TZ|USER|VIRTUAL_ENV)=' \
+    | grep -zviE '^[^=]*(AUTH|COOKIE|CREDENTIAL|JWT|KEY|PASS|SECRET|TOKEN)' | sort -z | tr '\n\0' ' \n'
 } > "$JOB/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt"
 
 # Preflight: check the nodes, within 10 minutes.
@@ -64,12 +65,21 @@ train() {
 #    73  bad node: failed the preflight, excluded; requeued
 #    74  checkpoints could not be written
 #    75  preempted: saved after SIGTERM; requeued
+#    76  taken over: another start writes the run directory
 #   130  interrupted: saved after Ctrl-C
 export RIDGE_GRACE_S=300
-trap : TERM                                     # the ranks get the signal and save; this shell waits for them
+RIDGE_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
+export RIDGE_SECRET                             # by which the processes of this start know each other
+# SIGTERM to this shell, also to it alone (scancel --batch): the ranks get it too and save; this shell waits for them
+SIGNALED=""
+trap 'SIGNALED=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 BEGIN=$(date +%s)
-preflight && train
+( trap : TERM; preflight && train ) &
+STAGES=$!
+wait "$STAGES"
 CODE=$?
+while [ -n "$SIGNALED" ]; do SIGNALED=""; wait "$STAGES"; CODE=$?; done  # a signal ends a wait
+trap : TERM
 END=$(date +%s)
 CHECKPOINT=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1)
 printf '{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\n' \
@@ -82,7 +92,7 @@ log() { echo "ridge job: $*"; }
 
 case "$CODE" in
     0) log "finished"; exit 0 ;;
-    2|70|74|130) log "exit code $CODE, not requeued: a restart would fail again"; exit "$CODE" ;;
+    2|70|74|76|130) log "exit code $CODE, not requeued: a restart would fail again"; exit "$CODE" ;;
     75) log "saved and stopped after SIGTERM" ;;
     143) log "stopped by SIGTERM during start-up" ;;
     71|72|73) log "exit code $CODE" ;;

@@ -1,0 +1,380 @@
+"""Damaged run directories: a small real run, the ways in which its files can be damaged, and the commands that read it.
+
+`python -m tests.cli.damaged --cases 2000 --seed 1` runs a long campaign; tests/cli/test_damaged_runs.py runs a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ridgeline.cli.main import run as ridge
+
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    1e308,
+    10**30,
+    2**63,
+    float("nan"),
+    float("-inf"),
+    "",
+    "x",
+    "NaN",
+    "x" * 3000,
+    "a\nb\x1b[31m\0",
+    "\ud800",
+    [],
+    [None],
+    [{}],
+    {},
+    {"x": {"y": []}},
+)
+LIMIT_S = 30
+SCONTROL = """#!/bin/sh
+echo "JobId=12 JobState=RUNNING Reason=None NodeList=n1 Restarts=0 RunTime=00:01:00 TimeLimit=01:00:00 ExitCode=0:0"
+"""
+"""Slurm's answer about the job of the run."""
+MEMORY_BYTES = 6 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damaged file and one command."""
+
+    file: str
+    """Relative to the root."""
+    damage: str
+    apply: Callable[[Path], None]
+    command: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.damage}: ridge {' '.join(self.command)}"
+
+
+def make_run(root: Path) -> None:
+    """Train a small model with a capture, a save and an evaluation in ROOT/run; store two benchmark results in ROOT/bench."""
+    from ridgeline.configs.load import load
+    from ridgeline.loaders.prepare import PrepareSettings, prepare
+    from ridgeline.rundir import bench_results
+    from ridgeline.rundir.jobs import JobRecord, record_job
+
+    texts = root / "texts"
+    texts.mkdir(parents=True)
+    (texts / "a.txt").write_text("some text to train on, line after line\n" * 60)
+    prepare(PrepareSettings((texts,), root / "corpus", "bytes"), workers=1)
+    config = root / "small.yaml"
+    config.write_text(
+        json.dumps(
+            {
+                "name": "small",
+                "run_dir": str(root / "run"),
+                "model": {"vocab_size": 258, "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "max_seq_len": 16},
+                "data": {"train": [{"path": str(root / "corpus")}], "seq_len": 16, "batch_size": 8},
+                "evaluation": {"sets": {"same": str(root / "corpus")}, "max_batches": 1},
+                "trainer": {"steps": 8, "log_every": 1},
+                "schedule": {"warmup_steps": 0},
+                "profiler": {"start_step": 5, "num_steps": 2},
+                "checkpoint": {"every": 4},
+            }
+        )
+    )
+    code, text = call(["train", str(config)])
+    assert code == 0, text
+    code, text = call(["analyze", str(root / "run"), "--save"])
+    assert code == 0, text
+    cluster = root / "run/slurm/1/cluster.yaml"
+    cluster.parent.mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[2] / "configs/clusters/dgx-h100.yaml", cluster)
+    record_job(root / "run", JobRecord("12", "2026-01-02T03:04:05+00:00", cluster="dgx-h100", submission=1))
+    (root / "run/slurm/job-12.log").write_text("ridge: step 1\n0: loss 5.0\n1: loss 5.0\n")
+    attempt = {"job": 12, "begin": 1.0, "end": 2.0, "exit_code": 0, "restart": 0, "checkpoint": "8"}
+    (root / "run/attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    shutil.copytree(root / "run", root / "other")
+    other = root / "other/config.yaml"
+    other.write_text(other.read_text().replace("batch_size: 8", "batch_size: 16", 1))
+    (root / "bin").mkdir()
+    (root / "bin/scontrol").write_text(SCONTROL)
+    (root / "bin/scontrol").chmod(0o755)
+    resolved = load(str(config), ()).config
+    device = bench_results.Device("cpu", "cpu", 1, 1)
+    from datetime import UTC, datetime
+
+    for number in range(3):
+        now = datetime(2026, 1, 2, 3, 4, number, tzinfo=UTC)
+        made = bench_results.provenance(resolved, command=["ridge", "bench", "step"], overrides=[], device=device, now=now)
+        found = {"task": "step", "series": {"step": [0.1 + 0.001 * number, 0.11, 0.12]}}
+        bench_results.write(root / f"bench/{number}.json", found, resolved, made)
+
+
+def commands(root: Path) -> list[tuple[str, ...]]:
+    """The commands that read the run and write nothing into it."""
+    run, other, out = str(root / "run"), str(root / "other"), str(root / "out")
+    return [
+        ("status", run),
+        ("logs", run),
+        ("logs", run, "--rank", "0", "-n", "1"),
+        ("goodput", run),
+        ("goodput", run, "--json"),
+        ("timeline", run, "-o", f"{out}.json"),
+        ("timeline", run, "-o", f"{out}.html"),
+        ("analyze", run),
+        ("analyze", run, "--json"),
+        ("diagnose", run),
+        ("diagnose", run, "--json"),
+        ("diagnose", run, other),
+        ("report", run, "-o", f"{out}.html"),
+        ("report", other, run, "-o", f"{out}.html"),
+        ("config", "diff", run, other),
+        ("config", "show", f"{run}/config.yaml"),
+    ]
+
+
+def bench_commands(root: Path) -> list[tuple[str, ...]]:
+    """The commands that read stored benchmark results."""
+    bench = str(root / "bench")
+    return [
+        ("bench", "compare", f"{bench}/0.json", f"{bench}/1.json"),
+        ("bench", "compare", bench, f"{bench}/2.json", "--json"),
+        ("bench", "template", "x", "--baseline", f"{bench}/0.json", "--new", f"{bench}/1.json"),
+    ]
+
+
+def read_by(root: Path, file: str) -> list[tuple[str, ...]]:
+    """The commands that may read a file."""
+    return bench_commands(root) if file.startswith("bench/") else commands(root)
+
+
+def damageable(root: Path) -> list[str]:
+    """Files that commands read, relative to the root; not the payload of checkpoints."""
+    found = [path for part in ("run", "bench") for path in (root / part).rglob("*") if path.is_file() and not path.is_symlink()]
+    kept = [str(path.relative_to(root)) for path in found]
+    return sorted(name for name in kept if "/checkpoints/" not in name or (name.endswith((".json",)) and "/state/" not in name))
+
+
+def cases(root: Path, seed: int, only: str = "") -> Iterator[Case]:
+    """Yield drawn cases without end. only: a part of the names of the files to damage."""
+    source = random.Random(seed)
+    files = [name for name in damageable(root) if only in name]
+    structured = [name for name in files if name.endswith((".json", ".jsonl", ".yaml"))]
+    while True:
+        file = source.choice(structured if structured and source.random() < 0.8 else files)
+        command = source.choice(read_by(root, file))
+        whole = source.random() < 0.25 or file not in structured
+        name, apply = _whole_file(source) if whole else _one_value(root / file, source)
+        yield Case(file, name, apply, command)
+
+
+def _whole_file(source: random.Random) -> tuple[str, Callable[[Path], None]]:
+    noise = source.randbytes(400)
+    share, where = source.random(), source.random()
+
+    def cut(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * share)])
+
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        for index in range(20):
+            if data:
+                data[(int(len(data) * where) + index * index) % len(data)] ^= 1 << (index % 8)
+        path.write_bytes(data)
+
+    def replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
+        def apply(path: Path) -> None:
+            path.unlink()
+            make(path)
+
+        return apply
+
+    def written(data: bytes) -> Callable[[Path], None]:
+        return lambda path: (path.write_bytes(data), None)[1]
+
+    return source.choice(
+        [
+            ("cut", cut),
+            ("flipped bits", flip),
+            ("missing", lambda path: path.unlink()),
+            ("empty", written(b"")),
+            ("noise", written(noise)),
+            ("noise and newlines", written(b"\n".join(noise[index : index + 9] for index in range(0, 400, 9)) + b"\n")),
+            ("null bytes", written(bytes(5000))),
+            ("deep", written(b"[" * 50_000 + b"\n")),
+            ("deep mapping", written(b'{"a":' * 50_000 + b"\n")),
+            ("a list", written(b"[1, 2]\n")),
+            ("null", written(b"null\n")),
+            ("an empty mapping", written(b"{}\n")),
+            ("a long line", written(b"x" * 1_000_000 + b"\n")),
+            ("directory", replaced(lambda path: path.mkdir())),
+            ("FIFO", replaced(lambda path: os.mkfifo(path))),
+            ("endless device", replaced(lambda path: path.symlink_to("/dev/zero"))),
+            ("link to itself", replaced(lambda path: path.symlink_to(path))),
+            ("dangling link", replaced(lambda path: path.symlink_to("/nowhere/at/all"))),
+            ("unreadable memory", replaced(lambda path: path.symlink_to("/proc/self/mem"))),
+        ]
+    )
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of every value below a JSON value."""
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from paths_of(below, (*path, key))
+
+
+def replace_value(value: Any, path: tuple[Any, ...], new: Any) -> None:
+    """Replace the value at a path, or remove its key (new is ...)."""
+    for key in path[:-1]:
+        value = value[key]
+    if new is ...:
+        del value[path[-1]]
+    else:
+        value[path[-1]] = new
+
+
+def _one_value(path: Path, source: random.Random) -> tuple[str, Callable[[Path], None]]:
+    """Replace a value of a JSON, JSON lines or YAML file by one of another type, or remove it; in a log in one line, or wherever it is."""
+    documents = _documents(path)
+    named = {_shape(place): place for document in documents for place in paths_of(document)}
+    shape = source.choice(sorted(named))
+    at = [(document, place) for document in documents for place in paths_of(document) if _shape(place) == shape]
+    new = source.choice((*VALUES, ...))
+    chosen = at if source.random() < 0.5 else [source.choice(at)]
+    for document, place in chosen[:1] if new is ... and isinstance(chosen[0][1][-1], int) else chosen:
+        replace_value(document, place, new)
+    text = "\n".join(json.dumps(document) for document in documents) + "\n"
+    return f"{shape} = {'removed' if new is ... else repr(new)[:30]} ({len(chosen)}x)", lambda path: (path.write_text(text), None)[1]
+
+
+def _documents(path: Path) -> list[Any]:
+    text = path.read_text()
+    if path.suffix == ".yaml":
+        from ruamel.yaml import YAML
+
+        return [YAML(typ="safe", pure=True).load(text)]
+    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
+
+
+def _shape(place: tuple[Any, ...]) -> str:
+    """A path without the indices of lists."""
+    return ".".join("*" if isinstance(key, int) else key for key in place)
+
+
+def call(arguments: list[str]) -> tuple[int, str]:
+    """Run the command; return its exit code and what it wrote to stderr. An exception passes."""
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        code = ridge(arguments)
+    return code, errors.getvalue()
+
+
+def problem(root: Path, case: Case) -> str | None:
+    """Damage the file, run the command, restore the file. Return what is wrong with the answer; None when nothing is."""
+    path = root / case.file
+    data, times = path.read_bytes(), path.stat()
+    case.apply(path)
+    try:
+        return _judge(root, case)
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def guarded(arguments: list[str]) -> tuple[int, str, str | None]:
+    """Run the command; return its exit code, what it wrote to stderr, and the exception that it raised instead, with its place."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"runs longer than {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LIMIT_S)
+    try:
+        return *call(arguments), None
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = ([frame for frame in frames if "site-packages" not in frame.filename] or list(frames))[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"
+        return 0, "", f"{type(error).__name__}: {str(error)[:100]!r} at {place}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _judge(root: Path, case: Case) -> str | None:
+    path = os.environ["PATH"]
+    os.environ["PATH"] = f"{root / 'bin'}:{path}"
+    try:
+        code, errors, raised = guarded(list(case.command))
+    finally:
+        os.environ["PATH"] = path
+    if raised is not None:
+        return raised
+    lines = errors.strip().splitlines()
+    if code == 2:
+        if not lines[0].startswith("ridge: error: ") or not all(line.startswith((f"  {root}", "  and ")) for line in lines[1:]):
+            return f"not one line: {lines}"  # a config has one line per problem, each with its file
+        if max(map(len, lines)) > 1500:
+            return f"a line of {max(map(len, lines))} characters"
+        # The values are valid, and the answer is no.
+        about_content = ("A comparison changes one thing", "has no log yet", "must be positive and finite")
+        if not any(words in lines[0] for words in about_content) and not any(
+            str(root / part) in lines[0] for part in ("run", "other", "bench")
+        ):
+            return f"does not name the file: {lines[0]}"
+    elif code != 0:
+        return f"exit code {code}: {errors[:200]}"
+    return None
+
+
+def main() -> None:
+    """Run a campaign and print each distinct problem once."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="Damage only files with this in their name.")
+    parser.add_argument("--root", type=Path, help="Keep and reuse the run in this directory.")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        root = arguments.root or Path(made)
+        if not (root / "bench").exists():
+            make_run(root)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        found: Counter[str] = Counter()
+        start_s = time.monotonic()
+        for index, case in enumerate(cases(root, arguments.seed, arguments.only)):
+            if index >= arguments.cases:
+                break
+            if (what := problem(root, case)) is not None:
+                found[what] += 1
+                if found[what] == 1:
+                    print(f"{case}\n    {what}", flush=True)
+        print(f"{arguments.cases} commands, {sum(found.values())} problems of {len(found)} kinds, {time.monotonic() - start_s:.0f} s")
+        sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

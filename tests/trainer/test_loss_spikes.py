@@ -1,0 +1,117 @@
+"""Loss spikes are found during training, from earlier losses only, and recorded."""
+
+import math
+import random
+import statistics
+from types import SimpleNamespace
+
+import pytest
+
+from ridgeline.rundir.events import EventLog, read_events
+from ridgeline.rundir.loss_spikes import (
+    CONSECUTIVE,
+    END_EVENT,
+    EVENT,
+    FEWEST,
+    LEAST_RISE,
+    SIGMAS,
+    WINDOW,
+    SpikeDetector,
+    loss_spikes,
+    recent_losses,
+)
+from ridgeline.trainer.hooks import LossSpikes
+from ridgeline.trainer.loop import StepResult
+
+
+def curve(seed, steps=600, end=2.0, sigma=0.05):
+    """A falling loss with noise, some of it heavy-tailed: single batches of unusual text."""
+    draw = random.Random(seed)
+    outliers = [draw.uniform(0, 30 * sigma) if not draw.randint(0, 99) else 0.0 for _ in range(steps)]
+    return [end + 8 * math.exp(-step / 60) + draw.gauss(0, sigma) + more for step, more in enumerate(outliers)]
+
+
+def found(losses, detector=None):
+    detector = detector or SpikeDetector()
+    return [(step, spike) for step, loss in enumerate(losses, 1) if (spike := detector.update(step, loss)) is not None]
+
+
+def first_of_three_above(losses):
+    """Return the third step of the first three in a row above the limit, computed from the definition; None without any."""
+    window, run = [], 0
+    for step, loss in enumerate(losses, 1):
+        if run == 0 and len(window) >= FEWEST:
+            usual = statistics.median(window[-WINDOW:])
+            limit = usual + max(LEAST_RISE, SIGMAS * 1.4826 * statistics.median(abs(x - usual) for x in window[-WINDOW:]))
+        above = len(window) >= FEWEST and loss > limit
+        run = run + 1 if above else 0
+        if run == CONSECUTIVE:
+            return step
+        if not above:
+            window.append(loss)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_rise_is_found_with_its_third_step_and_nothing_else_is(seed):
+    draw = random.Random(seed)
+    losses = curve(seed)
+    assert found(losses) == []
+    at, steps = draw.randint(250, 500), draw.randint(CONSECUTIVE, 60)
+    losses[at - 1] = losses[at + steps] = 2.0
+    for step in range(at, at + steps):
+        losses[step] += draw.uniform(3.0, 6.0)
+    (seen, first), (_, last) = found(losses)
+    assert seen == first_of_three_above(losses) == at + CONSECUTIVE
+    assert (first.step, first.steps, first.ended) == (at + 1, CONSECUTIVE, False)
+    assert (last.steps, last.recovered, last.loss) == (steps, True, max(losses[at : at + steps]))
+    assert first.sigmas > SIGMAS
+
+
+def test_no_step_is_judged_by_later_ones():
+    losses = curve(7)
+    losses[300:320] = [9.0] * 20
+    whole = found(losses)
+    for cut in (302, 303, 310, 321, 400):
+        assert found(losses[:cut]) == [(step, spike) for step, spike in whole if step <= cut]
+
+
+def test_a_loss_that_stays_high_is_reported_once_and_judged_anew():
+    losses = [0.02 + 0.001 * (step % 3) for step in range(100)] + [11.1] * 400
+    (at, first), (end, last) = found(losses)
+    assert (at, first.loss, end, last.recovered) == (103, 11.1, 100 + WINDOW, False)
+    assert "up to 11.1" in first.describe() and "not recovered" in last.describe()
+
+
+@pytest.mark.parametrize("odd", [[], [float("nan")] * 5, [float("inf"), 2.0, float("nan")]])
+def test_odd_losses_are_no_spikes(odd):
+    assert found([2.0] * 100 + odd + [2.0] * 10) == []
+    assert found([5.0 - 0.04 * step for step in range(100)]) == []
+    assert found(odd + [0.01] * 50 + [0.09] * 50) == []  # less than LEAST_RISE
+
+
+def test_a_spike_is_recorded_printed_counted_and_known_to_the_next_start(tmp_path):
+    log, said = EventLog(tmp_path / "events.jsonl"), []
+    hook = LossSpikes(SimpleNamespace(events=log, progress=SimpleNamespace(note=said.append)), SpikeDetector())
+    losses = [3.0 + 0.01 * (step % 5) for step in range(1, 101)] + [7.0] * 10 + [3.0] * 5 + [8.0] * 3
+    for step, loss in enumerate(losses, 1):
+        hook.on_result(StepResult(step, False, {"loss": loss, "grad_norm": 1.0}, None, 0.1, 0.1, step))
+        if step % 2 == 0:
+            log.emit("step", step=step, loss=loss)
+    events = read_events(log.path)
+    assert [event.kind for event in events if "spike" in event.kind] == [EVENT, END_EVENT, EVENT]
+    assert hook.count == 2 and len(said) == 3 and said[0].startswith("loss spike since step 101: up to 7")
+    first, second = loss_spikes(events)
+    assert (first.step, first.steps, first.ended, second.step, second.ended) == (101, 10, True, 116, False)
+    seeded = recent_losses(events, 118)
+    assert len(seeded) >= 50 and max(seeded) < 3.1
+    detector = SpikeDetector()
+    detector.losses.extend(seeded)
+    assert [step for step, _ in found([9.0, 9.0, 9.0, 9.0], detector)] == [CONSECUTIVE]
+
+
+def test_damaged_spikes_are_left_out(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    for fields in ({}, {"step": "x", "loss": 1.0, "usual": 1.0, "sigma": 0.1}, {"step": 1, "loss": None, "usual": [], "sigma": True}):
+        log.emit(EVENT, **fields)
+    assert loss_spikes(read_events(log.path)) == []

@@ -1,0 +1,84 @@
+"""What a start reports before it compiles: a held-out set that was trained on, bfloat16 parameters, wandb without a login."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import Config, LoggingConfig
+from ridgeline.loaders.prepare import PrepareSettings, prepare
+from ridgeline.observe.writers import check_writers
+from ridgeline.trainer.prepare import start_warnings
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """sets/{train,held}: one split; all, copy: the same input without a split; other: another input."""
+    root = tmp_path_factory.mktemp("corpora")
+    for name in ("text", "other"):
+        (root / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(40)))
+    text, other = (root / "text.jsonl",), (root / "other.jsonl",)
+    prepare(PrepareSettings(text, root / "sets", "bytes", holdouts={"held": 0.3}), workers=1)
+    prepare(PrepareSettings(text, root / "all", "bytes"), workers=1)
+    prepare(PrepareSettings(other, root / "other", "bytes"), workers=1)
+    shutil.copytree(root / "all", root / "copy")
+    (root / "link").symlink_to(root / "all")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("train", "held", "reason"),
+    [
+        ("sets/train", "sets/held", None),
+        ("all", "other", None),
+        ("all", "all", "is the training corpus"),
+        ("all", "link", "is the training corpus"),
+        ("all", "copy", "has 1 of its 1 shards in the training corpus"),
+        ("all", "sets/held", "was prepared from an input of the training corpus"),
+        ("sets/train", "sets/train", "is the training corpus"),
+    ],
+)
+def test_a_held_out_set_that_shares_text_with_the_training_corpus_is_named(
+    corpora: Path, train: str, held: str, reason: str | None
+) -> None:
+    data = {"train": [{"path": corpora / "other"}, {"path": corpora / train}] if held != "other" else [{"path": corpora / train}]}
+    lines = start_warnings(Config.model_validate({"data": data, "evaluation": {"sets": {"v": corpora / held}}}))
+    assert [line.startswith(f"warning: evaluation.sets.v {reason}") for line in lines] == [True] * (reason is not None)
+
+
+@pytest.mark.parametrize(("params", "rounding", "lines"), [("bfloat16", False, 1), ("bfloat16", True, 0), ("float32", False, 0)])
+def test_bfloat16_parameters_without_stochastic_rounding_get_a_hint(corpora: Path, params: str, rounding: bool, lines: int) -> None:
+    precision = {"params": params, "stochastic_rounding": rounding}
+    found = start_warnings(Config.model_validate({"precision": precision, "data": {"train": [{"path": corpora / "all"}]}}))
+    assert [("precision.stochastic_rounding=true" in line) for line in found] == [True] * lines
+
+
+def raises(**_: Any) -> bool:
+    raise RuntimeError("No API key configured. Use `wandb login` to log in.\nSee https://example.org")
+
+
+@pytest.mark.parametrize(
+    ("mode", "login", "message"),
+    [
+        ("online", lambda **_: True, None),
+        ("offline", raises, None),
+        ("online", raises, "No API key configured"),
+        ("online", lambda **_: False, "run `wandb login`"),
+    ],
+)
+def test_wandb_without_a_login_is_one_line_before_the_compile(monkeypatch: Any, mode: str, login: Any, message: str | None) -> None:
+    module = SimpleNamespace(login=login, setup=lambda: SimpleNamespace(settings=SimpleNamespace(mode=mode)))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    check_writers(LoggingConfig())
+    if message is None:
+        check_writers(LoggingConfig(wandb_project="p"))
+        return
+    with pytest.raises(UserError, match=message) as error:
+        check_writers(LoggingConfig(wandb_project="p"))
+    assert "\n" not in str(error.value)
