@@ -78,7 +78,7 @@ def _change(ceiling: str, candidate: Candidate, machine: Machine) -> str:
             return "To reduce memory traffic, set data.document_masking=false, or use fused kernels."
         return "To reduce memory traffic, use fused kernels or a larger compute.loss_chunk. More FLOP/s would not help."
     if ceiling == "compute":
-        return _keep_more(candidate, machine) or "Nothing is recomputed, so only more devices or a lower-precision dtype make it faster."
+        return _keep_more(candidate, machine) or f"{_recomputed(candidate)}: only more devices or a lower-precision dtype make it faster."
     layout = candidate.layout
     if layout.accumulation > 1:
         return (
@@ -93,6 +93,14 @@ def _change(ceiling: str, candidate: Candidate, machine: Machine) -> str:
     )
 
 
+def _recomputed(candidate: Candidate) -> str:
+    """Return what the backward pass recomputes, for the case that keeping more brings nothing."""
+    policy = candidate.layout.remat.policy
+    if policy == "none":
+        return "Nothing is recomputed"
+    return f"compute.remat.policy={policy} is the fastest policy that fits"
+
+
 def _keep_more(candidate: Candidate, machine: Machine) -> str | None:
     """Return the gain of the next policy that keeps more, and the memory it lacks; None when it brings nothing or would fit."""
     remat = candidate.layout.remat
@@ -102,7 +110,7 @@ def _keep_more(candidate: Candidate, machine: Machine) -> str | None:
     layout = replace(candidate.layout, remat=more)
     config = layout.apply(candidate.parts.config)
     memory = memory_per_device(config, layout.sizes, gpu=machine.device.tensor_cores)
-    gain = candidate.step.step_s / step_parts(config, layout.sizes, machine).assemble().step_s - 1
+    gain = candidate.step.step_s / step_parts(config, layout.sizes, machine, memory=memory).assemble().step_s - 1
     short = memory.total_bytes - capacity_bytes(machine)
     if short <= 0 or gain <= 0:
         return None

@@ -160,7 +160,7 @@ def larger_loss_chunk(candidate: Candidate, machine: Machine) -> ChunkChange | N
         memory = memory_per_device(larger, sizes, gpu=machine.device.tensor_cores)
         if memory.total_bytes > capacity_bytes(machine):
             break
-        fitting.append((chunk, step_parts(larger, sizes, machine).assemble().step_s, memory.total_bytes))
+        fitting.append((chunk, step_parts(larger, sizes, machine, memory=memory).assemble().step_s, memory.total_bytes))
     if not fitting:
         return None
     fastest_s = min(step_s for _, step_s, _ in fitting)

@@ -31,6 +31,9 @@ class RunEstimate:
     cost_usd: float | None
     """US dollars; None: neither the cluster file nor the catalogue has a price."""
     energy_kwh: float
+    """Of the facility: `device_energy_kwh` times the cluster's power_usage_effectiveness."""
+    device_energy_kwh: float
+    """Of the devices at their power limit, without hosts and network."""
     mtbf_hours: float
     expected_failures: float
     checkpoint_interval_s: float
@@ -47,6 +50,15 @@ def price_usd(cluster: ClusterConfig, device: Hardware) -> float | None:
     return cluster.price_per_device_hour_usd if cluster.price_per_device_hour_usd is not None else device.price_per_hour_usd
 
 
+def price_text(cluster: ClusterConfig, device: Hardware) -> str:
+    """Return the price of one device-hour and where it is from."""
+    if cluster.price_per_device_hour_usd is not None:
+        return f"${cluster.price_per_device_hour_usd:,.2f} per device-hour (cluster file)"
+    if device.price_per_hour_usd is None:
+        return "no price: set price_per_device_hour_usd in the cluster file"
+    return f"${device.price_per_hour_usd:,.2f} per device-hour (catalogue: {device.sources['price']})"
+
+
 def state_bytes(config: Config) -> float:
     """Return the bytes of a checkpoint: parameters and optimizer state of the whole model."""
     whole = LocalSizes(config, 1, 1, 1)
@@ -59,7 +71,7 @@ def estimate_run(
     """Estimate a run of `tokens` tokens on a cluster.
 
     Asynchronous saves block training for the copy to host memory, others for the whole write. The save interval is Young's, but at least
-    the time of a write and LEAST_INTERVAL_S. Energy is the devices' power limit times the facility's overhead, without hosts and network.
+    the time of a write and LEAST_INTERVAL_S.
     """
     per_step = config.data.batch_size * config.data.seq_len
     steps = math.ceil(tokens / per_step)
@@ -82,6 +94,7 @@ def estimate_run(
         device_hours=hours,
         cost_usd=None if price is None else hours * price,
         energy_kwh=wall_hours * device.tdp_w / 1000 * cluster.power_usage_effectiveness,
+        device_energy_kwh=wall_hours * device.tdp_w / 1000,
         mtbf_hours=mtbf_s / 3600,
         expected_failures=wall_s / mtbf_s,
         checkpoint_interval_s=interval_s,

@@ -105,6 +105,13 @@ def accumulations(config: Config, layout: Layout) -> list[int]:
     return divisors(config.data.batch_size // (layout.data * layout.fsdp))
 
 
+def dividing_nodes(config: Config, devices_per_node: int, most: int) -> set[int]:
+    """Return the numbers of nodes up to `most` whose devices divide the batch, with tensor parallelism within a node."""
+    shards = divisors(config.data.batch_size)
+    wanted = {rows * tensor for rows in shards for tensor in divisors(devices_per_node)}
+    return {devices // devices_per_node for devices in wanted if devices % devices_per_node == 0 and devices <= most * devices_per_node}
+
+
 def check_plannable(config: Config) -> None:
     """Raise UserError for a config with sharding rules that the planner does not model."""
     if config.mesh.rules != MeshConfig().rules:

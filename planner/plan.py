@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.config_changes import ChunkChange, larger_loss_chunk, lower_precision_state
+from ridgeline.planner.layouts import Layout, dividing_nodes
 from ridgeline.planner.overlap import Communication
 from ridgeline.planner.scaling import ScalingRow, scaling_table, worth_until
 from ridgeline.planner.search import Candidate, Limits, Objective, Scale, capacity_bytes, ranked, search, search_scale, within
@@ -19,6 +21,8 @@ from ridgeline.planner.step_time import Machine
 
 LARGEST_SUGGESTION = 4096
 """Largest number of nodes that is tried when looking for a layout that fits."""
+MOST_TRIED = 24
+"""Numbers of nodes that are tried for it."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def _nothing_fits(config: Config, cluster: ClusterConfig, calibration: Calibrati
     """Return the error for a config that fits nowhere: the nearest miss, the fewest nodes that work, a change that makes it fit."""
     rows = scaling_table(scales, Limits())
     lines = [f"{row.nodes} node{'s' if row.nodes != 1 else ''} ({row.devices} devices): {row.outside}" for row in rows]
-    nearest = _fewest_nodes(config, cluster, calibration, scales, tokens)
+    nearest = _nearest(config, cluster, calibration, scales, tokens)
     fits = lower_precision_state(config, cluster, calibration, scales[-1].nodes, tokens) if _short_of_memory(scales[-1]) else None
     return UserError(f"no layout of this config fits: {lines[-1]}. {nearest}" + (f" Or {fits.sentence}" if fits else ""))
 
@@ -137,19 +141,39 @@ def _short_of_memory(scale: Scale) -> bool:
     return any(rejection.short_bytes > 0 for rejection in scale.rejections)
 
 
-def _fewest_nodes(config: Config, cluster: ClusterConfig, calibration: Calibration, scales: list[Scale], tokens: float) -> str:
+def _nearest(config: Config, cluster: ClusterConfig, calibration: Calibration, scales: list[Scale], tokens: float) -> str:
+    """Return the number of nodes nearest to the largest asked for that works, at this batch and, where that is far, with another batch."""
     most = min(cluster.nodes or LARGEST_SUGGESTION, LARGEST_SUGGESTION)
     tried = {scale.nodes for scale in scales}
-    nodes = 1
-    while nodes <= most:
-        if nodes not in tried:
-            scale = search_scale(config, cluster, calibration, nodes, tokens)
-            if scale.best is not None:
-                layout = scale.best.layout
-                return f"Nearest choice: {nodes} node{'s' if nodes != 1 else ''} ({layout.text()}, remat {layout.remat.policy})."
-        nodes *= 2
-    rows = config.data.batch_size
-    return f"No power of two up to {most:,} nodes fits either: change data.batch_size={rows}, data.seq_len or the model."
+    asked = max(tried)
+
+    def works(changed: Config, nodes: int) -> Layout | None:
+        best = search_scale(changed, cluster, calibration, nodes, tokens).best
+        return None if best is None else best.layout
+
+    counts = dividing_nodes(config, cluster.devices_per_node, most) - tried
+    near = sorted(counts, key=lambda nodes: abs(math.log(nodes / asked)))[:MOST_TRIED]
+    found = next(((nodes, layout) for nodes in near if (layout := works(config, nodes)) is not None), None)
+    parts = [] if found is None else [f"nearest at this batch: {_nodes_text(*found)}"]
+    if found is None or not asked / 2 < found[0] <= asked:
+        for nodes in range(asked, max(0, asked - MOST_TRIED), -1):
+            if layout := works(changed := _with_rows_for(config, nodes * cluster.devices_per_node), nodes):
+                parts.append(f"with data.batch_size={changed.data.batch_size}: {_nodes_text(nodes, layout)}")
+                break
+    if not parts:
+        return f"Nothing up to {most:,} nodes fits either: change data.batch_size={config.data.batch_size}, data.seq_len or the model."
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _nodes_text(nodes: int, layout: Layout) -> str:
+    return f"{nodes:,} node{'s' if nodes != 1 else ''} ({layout.text()}, remat {layout.remat.policy})"
+
+
+def _with_rows_for(config: Config, devices: int) -> Config:
+    """Return the config with the batch nearest to its own that gives every device the same number of rows."""
+    rows = max(1, round(config.data.batch_size / devices)) * devices
+    return config.model_copy(update={"data": config.data.model_copy(update={"batch_size": rows})})
 
 
 def _outside_limits(scales: list[Scale], limits: Limits, tokens: float) -> UserError:
@@ -241,6 +265,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "mtbf_hours": run.mtbf_hours,
         "checkpoint_interval_s": run.checkpoint_interval_s,
         "energy_kwh": run.energy_kwh,
+        "device_energy_kwh": run.device_energy_kwh,
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ridgeline.planner.search import Candidate, Limits, Objective, Scale, within
 
@@ -43,8 +42,9 @@ def stopping_scale(
 
     Args:
       points: at least one, smallest scale first.
-      objective: `time`: the scale before the first step up that gains less than `worthwhile` per doubling; `efficiency`: the scale before
-        the first one below `least_efficiency`; `cost`: the largest scale that costs at most `most_extra_cost` more than the cheapest one.
+      objective: `time`: the largest scale that is reached by steps that each gain at least `worthwhile` per doubling, where a scale that
+        gains too little may be skipped (its devices may not divide the batch well); `efficiency`: the largest scale with at least
+        `least_efficiency`; `cost`: the largest scale that costs at most `most_extra_cost` more than the cheapest one.
       subject: what becomes shorter, for the reason.
     """
     if objective == "time":
@@ -57,23 +57,31 @@ def stopping_scale(
 
 
 def _stop_for_time(points: Sequence[ScalePoint], worthwhile: float, subject: str) -> tuple[int, str]:
-    for before, point in pairwise(points):
-        gain = 1 - point.time / before.time
-        needed = 1 - (1 - worthwhile) ** math.log2(point.scale / before.scale)
-        if gain < needed:
-            change = f"shorten {subject} by {gain:.1%} only" if gain >= 0 else f"lengthen {subject} by {-gain:.1%}"
-            return before.scale, f"going on to {point.scale} would {change}"
     if len(points) == 1:
         return points[0].scale, "there is no larger scale"
+    at = 0
+    while at + 1 < len(points):
+        reached = next((i for i in range(at + 1, len(points)) if _gains(points[at], points[i], worthwhile)), None)
+        if reached is None:
+            stop, best = points[at], min(points[at + 1 :], key=lambda point: point.time)
+            gain = 1 - best.time / stop.time
+            change = f"shorten {subject} by {gain:.1%} only" if gain >= 0 else f"lengthen {subject} by {-gain:.1%}"
+            return stop.scale, f"going on to {best.scale} would {change}"
+        at = reached
     return points[-1].scale, f"each doubling up to here shortens {subject} by at least {worthwhile:.0%}; there is no larger scale"
 
 
+def _gains(before: ScalePoint, point: ScalePoint, worthwhile: float) -> bool:
+    """Whether a step up gains at least `worthwhile` per doubling."""
+    return 1 - point.time / before.time >= 1 - (1 - worthwhile) ** math.log2(point.scale / before.scale)
+
+
 def _stop_for_efficiency(points: Sequence[ScalePoint], least_efficiency: float) -> tuple[int, str]:
-    chosen = points[0]
-    for point in points[1:]:
-        if point.efficiency is not None and point.efficiency < least_efficiency:
-            return chosen.scale, f"at {point.scale} the parallel efficiency falls to {point.efficiency:.1%}"
-        chosen = point
+    kept = [i for i, point in enumerate(points) if i == 0 or point.efficiency is None or point.efficiency >= least_efficiency]
+    last, chosen = kept[-1], points[kept[-1]]
+    if last + 1 < len(points):
+        after = points[last + 1]
+        return chosen.scale, f"at {after.scale} the parallel efficiency falls to {after.efficiency:.1%}"
     if chosen.efficiency is None:
         return chosen.scale, "there is no larger scale"
     return chosen.scale, f"the parallel efficiency is still {chosen.efficiency:.1%}"

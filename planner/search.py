@@ -20,7 +20,6 @@ from ridgeline.planner.host_memory import refusal
 from ridgeline.planner.layouts import Layout, Mesh, accumulations, check_plannable, meshes, remat_choices
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
-from ridgeline.planner.overlap import overlap_share
 from ridgeline.planner.step_time import Machine, StepEstimate, StepParts, step_parts
 
 Objective = Literal["time", "cost", "efficiency"]
@@ -118,8 +117,7 @@ def evaluate(config: Config, layout: Layout, memory: MemoryEstimate, machine: Ma
     """Predict the step time of a layout and the cost of the run."""
     chosen = layout.apply(config)
     local = LocalSizes.of(chosen, layout.sizes)
-    eta = overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes)
-    parts = replace(step_parts(chosen, layout.sizes, machine), eta=eta)
+    parts = step_parts(chosen, layout.sizes, machine, memory=memory)
     step = parts.assemble()
     run = estimate_run(chosen, local, step.step_s, machine.cluster, machine.device, tokens, nodes)
     return Candidate(nodes, layout, local.rows, memory, parts, step, run)

@@ -24,7 +24,8 @@ from ridgeline.planner.kernels import Kernels, Work
 from ridgeline.planner.layer_costs import LayerPoint, without_recompute
 from ridgeline.planner.links import Fabric
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.overlap import ETA, Communication, exposed_s
+from ridgeline.planner.memory import MemoryEstimate, memory_per_device
+from ridgeline.planner.overlap import Communication, exposed_s, overlap_share
 
 HOST_INPUT_TOKENS_PER_S = 20e6
 """Tokens per second and host of the input pipeline where the calibration has none: a quarter of what two cores read (docs/LOG.md)."""
@@ -94,8 +95,8 @@ class StepParts:
     communication: tuple[Communication, ...]
     host_input_s: float
     peak_flops: float
-    eta: float = ETA
-    """Fraction of the shorter of compute and communication that is overlapped with the longer."""
+    eta: float
+    """Fraction of the shorter of compute and communication that is overlapped with the longer (planner.overlap)."""
     measured: LayerPoint | None = None
     """Measurement that the time of recomputation is from; None: it is counted by formulas."""
     recompute_s: float | None = None
@@ -141,14 +142,23 @@ class StepParts:
 
 
 def step_parts(
-    config: Config, sizes: Mapping[str, int], machine: Machine, *, elementwise_passes: float = 1.0, transposed_gradients: bool = True
+    config: Config,
+    sizes: Mapping[str, int],
+    machine: Machine,
+    *,
+    memory: MemoryEstimate | None = None,
+    elementwise_passes: float = 1.0,
+    transposed_gradients: bool = True,
 ) -> StepParts:
     """Return computation and communication of one step (arguments as in `step_time`).
 
-    `elementwise_passes`: bytes of a layer's elementwise kernels over those of fused kernels; above 1 for software that does not fuse.
-    `transposed_gradients`: with the transposes of gradients of this project's step (planner.kernels).
+    Args:
+      memory: `memory_per_device` of the same config and mesh, from which the overlap follows; None: it is computed.
+      elementwise_passes: bytes of a layer's elementwise kernels over those of fused kernels; above 1 for software that does not fuse.
+      transposed_gradients: with the transposes of gradients of this project's step (planner.kernels).
     """
     local = LocalSizes.of(config, sizes)
+    memory = memory or memory_per_device(config, sizes, gpu=machine.device.tensor_cores)
     repeats = config.trainer.accumulation
     layers = config.model.num_layers * repeats
     measured, again_s = machine.calibration.layer(machine.device, local), None
@@ -172,6 +182,7 @@ def step_parts(
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
         host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
+        eta=overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes),
         peak_flops=machine.device.peak_flops[kernels.dtype],
     )
 

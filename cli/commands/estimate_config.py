@@ -179,13 +179,22 @@ def step(
     """Estimate the time of one train step of CONFIG with its own layout, by the resource that limits each part."""
     from ridgeline.planner.calibration import load_calibration
     from ridgeline.planner.hardware import hardware
+    from ridgeline.planner.memory import memory_per_device
     from ridgeline.planner.step_time import step_time
 
     resolved, site, sizes = _place(config, overrides, None, cluster, nodes)
     assert site is not None
     factors = load_calibration(calibration)
     found = step_time(resolved, sizes, site, factors)
-    mfu = None if hardware(site.device).nominal else found.mfu
+    device = hardware(site.device)
+    need, capacity = memory_per_device(resolved, sizes, gpu=device.tensor_cores), int(device.memory_bytes * site.utilisation_cap)
+    if need.total_bytes > capacity:
+        click.echo(
+            f"WARNING: this layout does not fit: it needs {need.total_bytes / 1e9:.1f} GB of the {capacity / 1e9:.1f} GB that a run may use"
+            " (ridge estimate memory); the time is that of a device with enough memory",
+            err=True,
+        )
+    mfu = None if device.nominal else found.mfu
     flops = "model FLOPs (planner.flops) / (step_s * devices * datasheet peak)"
     print_results(
         [
@@ -205,6 +214,7 @@ def step(
             Result("tokens_per_s_per_device", found.tokens_per_s_per_device, "tokens/s", "tokens_per_s / devices"),
             Result("devices", found.devices),
             Result("mesh", " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"),
+            Result("fits", need.total_bytes <= capacity, "", "memory per device (ridge estimate memory) <= usable memory"),
             Result("calibration", factors.name),
         ],
         as_json=as_json,

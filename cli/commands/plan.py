@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from ridgeline.cli.tables import print_json
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
+    from ridgeline.configs.cluster import ClusterConfig
+    from ridgeline.configs.schema import Config
     from ridgeline.planner.plan import Plan
 GB = 1e9
 
@@ -19,7 +22,14 @@ GB = 1e9
 @click.command()
 @config_arguments
 @click.option("--cluster", "-c", required=True, help="Cluster: the name of a shipped one, or a YAML file.")
-@click.option("--nodes", "-N", default="1", show_default=True, metavar="N[,N...]", help="Node counts to compare.")
+@click.option(
+    "--nodes",
+    "-N",
+    default="1",
+    show_default=True,
+    metavar="N[,N...]|A-B",
+    help="Node counts to compare. A-B: those between that divide the batch.",
+)
 @click.option(
     "--objective",
     type=click.Choice(["time", "cost", "efficiency"]),
@@ -60,11 +70,12 @@ def plan(
     from ridgeline.planner.search import Limits
 
     resolved = load(config, overrides).config
+    site = load_cluster(cluster).config
     made = make_plan(
         resolved,
-        load_cluster(cluster).config,
+        site,
         load_calibration(calibration),
-        parse_counts("--nodes", nodes),
+        node_counts(nodes, resolved, site),
         tokens=tokens,
         objective=objective,  # type: ignore[arg-type]  # click.Choice allows only these literals
         limits=Limits(budget_usd, deadline_days),
@@ -80,6 +91,23 @@ def plan(
         print_plan(made)
         if write is not None:
             print(f"\nwritten: {write} (ridge compile {write} --cluster {cluster} --nodes {made.best[0].nodes} verifies it)")
+
+
+def node_counts(text: str, config: Config, cluster: ClusterConfig) -> list[int]:
+    """Return the node counts of `--nodes`: a list, or a range A-B, of which those whose devices divide the rows of the batch.
+
+    Raises UserError for anything else, and for a range without such a count.
+    """
+    from ridgeline.planner.layouts import dividing_nodes
+
+    bounds = re.fullmatch(r"(\d+)-(\d+)", text.strip())
+    if bounds is None:
+        return parse_counts("--nodes", text)
+    least, most = int(bounds[1]), int(bounds[2])
+    found = sorted(nodes for nodes in dividing_nodes(config, cluster.devices_per_node, most) if nodes >= max(1, least))
+    if not found:
+        raise UserError(f"--nodes {text}: no number of nodes in this range divides data.batch_size={config.data.batch_size}")
+    return found
 
 
 def write_layout(path: Path, config: str, overrides: tuple[str, ...], made: Plan) -> None:

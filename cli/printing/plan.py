@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeline.cli.tables import Column, print_table
+from ridgeline.planner.economics import price_text
+from ridgeline.planner.hardware import hardware
 from ridgeline.planner.plan import Plan
 from ridgeline.planner.search import Candidate
 
@@ -188,5 +190,6 @@ def _run_sentence(made: Plan, best: Candidate) -> str:
         f"Over {run.wall_days:.3g} days on {best.nodes} node{'s' if best.nodes != 1 else ''} expect {run.expected_failures:.1f} failures"
         f" (one every {run.mtbf_hours:,.0f} h); save every {run.checkpoint_interval_s / 60:.0f} minutes"
         f" (blocks training for {pause});"
-        f" goodput {run.goodput:.1%}. Energy of the devices: {run.energy_kwh / 1000:,.1f} MWh at their power limit."
+        f" goodput {run.goodput:.1%}. Energy: {run.device_energy_kwh / 1000:,.1f} MWh of the devices at their power limit,"
+        f" {run.energy_kwh / 1000:,.1f} MWh with the facility's overhead. Price: {price_text(made.cluster, hardware(made.cluster.device))}."
     )

@@ -128,6 +128,22 @@ def test_memory_falls_with_stages_and_devices(estimate):
 RUN_8 = "run --params 7e9 --devices 8 --peak-flops 989T"
 REDUCE = "collective --op all-reduce --bytes 1e9 --devices 32 --latency-s 2e-6 --bandwidth 450e9"
 NETWORK = "--node-latency-s 5e-6 --node-bandwidth 50e9"
+
+
+def test_the_step_time_of_a_layout_that_does_not_fit_has_a_warning() -> None:
+    """Its memory is what `estimate memory` refuses."""
+    from click.testing import CliRunner
+
+    from ridgeline.cli.commands.estimate_config import step
+
+    for rows, fits in ((8, True), (4096, False)):
+        given = ["models/llama-3.1-8b", "data.seq_len=4096", f"data.batch_size={rows}", "mesh.fsdp=8", "--cluster", "dgx-h100"]
+        done = CliRunner().invoke(step, [*given, "--json"])
+        assert done.exit_code == 0
+        assert json.loads(done.stdout)["fits"] is fits
+        assert ("does not fit" in done.stderr) is not fits
+
+
 STEP = " ".join(["step", *SMALL])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -11,11 +14,11 @@ from hypothesis import strategies as st
 from ridgeline.configs.errors import UserError
 from ridgeline.planner.economics import LEAST_INTERVAL_S, estimate_run, state_bytes
 from ridgeline.planner.hardware import hardware
-from ridgeline.planner.layouts import Layout
+from ridgeline.planner.layouts import Layout, dividing_nodes
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.planner.plan import make_plan
-from ridgeline.planner.scaling import WORTHWHILE, scaling_table, worth_until
+from ridgeline.planner.scaling import WORTHWHILE, ScalePoint, scaling_table, stopping_scale, worth_until
 from ridgeline.planner.search import Limits, search
 from tests.planner.clusters import CALIBRATION, cluster, config
 
@@ -34,6 +37,7 @@ def test_days_hours_and_money_follow_from_the_step():
     assert made.days == pytest.approx(2 / 24)
     assert made.device_hours == pytest.approx(16)
     assert made.cost_usd == pytest.approx(48.0)
+    assert made.device_energy_kwh == pytest.approx(made.wall_device_hours * 0.7)
     assert made.energy_kwh == pytest.approx(made.wall_device_hours * 0.7 * 1.2)
 
 
@@ -121,8 +125,47 @@ def test_a_budget_and_a_deadline_that_exclude_each_other_are_told_apart():
 
 
 def test_a_model_too_large_is_told_by_how_much_and_the_nearest_number_of_nodes():
-    with pytest.raises(UserError, match=r"GB more than the .* GB.*Nearest choice: 4 nodes"):
+    with pytest.raises(UserError, match=r"GB more than the .* GB.*Nearest at this batch: 4 nodes"):
         planned(config("models/llama-3.1-70b", rows=64), nodes=(1, 2))
+
+
+def test_nodes_that_do_not_divide_the_batch_get_a_batch_that_works():
+    with pytest.raises(UserError, match=r"no layout .*batch_size=.*with data\.batch_size=(\d+): (\d+) nodes") as error:
+        planned(config("models/llama-3.1-8b", rows=1024), nodes=(125,))
+    rows, nodes = map(int, re.findall(r"with data\.batch_size=(\d+): (\d+) nodes", str(error.value))[0])
+    assert 120 < nodes <= 125 and abs(rows / 1024 - 1) < 0.5
+    assert planned(config("models/llama-3.1-8b", rows=rows), nodes=(nodes,)).best
+
+
+def test_the_node_counts_that_divide_the_batch_are_those_with_a_mesh_that_divides():
+    model = config(rows=24, length=512)
+    scales = search(model, cluster(devices_per_node=4, nodes=None), CALIBRATION, range(1, 26), TOKENS)
+    dividing = dividing_nodes(model, 4, 25)
+    within_nodes = [scale for scale in scales if any(candidate.layout.tensor <= 4 for candidate in scale.candidates)]
+    assert {scale.nodes for scale in within_nodes} <= dividing
+    assert {1, 2, 3, 6, 12, 24} <= dividing and not {5, 7, 25} & dividing
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_scale_that_gains_little_is_passed_over_where_a_larger_one_gains_enough(seed):
+    """The independent rule: from the stop, no larger scale gains 10 % per doubling; the stop itself is reached by such gains."""
+    rng = random.Random(seed)
+    scales = sorted(rng.sample(range(1, 40), rng.randint(1, 8)))
+    points = [ScalePoint(s, rng.uniform(0.8, 1.6) * s**-0.8, 1.0, rng.uniform(0.5, 1.0)) for s in scales]
+
+    def gains(a, b):
+        return b.time / a.time <= 0.9 ** math.log2(b.scale / a.scale)
+
+    stop, reason = stopping_scale(points, "time")
+    at = next(p for p in points if p.scale == stop)
+    assert not any(gains(at, later) for later in points if later.scale > stop)
+    reached = {points[0].scale}
+    for p in points[1:]:
+        if any(gains(q, p) for q in points if q.scale in reached):
+            reached.add(p.scale)
+    assert (stop in reached and "%" in reason) or len(points) == 1
+    efficient, _ = stopping_scale(points, "efficiency")
+    assert efficient == max(p.scale for i, p in enumerate(points) if i == 0 or p.efficiency >= 0.8)
 
 
 def test_a_batch_that_does_not_divide_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from ridgeline.configs.schema import OptimizerConfig, RematConfig
 from ridgeline.planner.advice import alternatives, bottleneck
 from ridgeline.planner.layouts import Layout, accumulations, meshes, remat_choices
 from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.overlap import ETA
 from ridgeline.planner.search import Limits, capacity_bytes, evaluate, ranked, search, search_scale, within
 from ridgeline.planner.step_time import Machine, step_time
 from tests.planner.clusters import CALIBRATION, cluster, config, links
@@ -29,18 +31,16 @@ def best(made, model, nodes=4):
     return scale.best
 
 
-def test_a_step_that_fills_the_memory_is_planned_without_overlap():
-    """XLA's scheduler overlaps only within a limit of its own; a plan that counted on more would promise time that never comes."""
+def test_a_step_that_fills_the_memory_is_planned_with_less_overlap():
+    """XLA's scheduler keeps within a limit of its own: near it a part of the bytes is not overlapped, never all of them."""
     made = load_cluster("dgx-h100").config
     scale = search_scale(load("models/llama-3.1-8b", ["data.batch_size=256", "data.seq_len=8192"]).config, made, CALIBRATION, 4, TOKENS)
     pool = 0.95 * 84942979072
     full = [c for c in scale.candidates if c.memory.compiled_bytes > 0.9 * (0.05 * c.memory.argument_bytes + 0.95 * pool)]
     rest = [c for c in scale.candidates if c not in full]
     assert full and rest
-    assert {c.parts.eta for c in full} == {0.0} and {c.parts.eta for c in rest} == {0.9}
-    for candidate in full:
-        waits = sum(candidate.step.breakdown_s[link] for link in ("nvlink", "network"))
-        assert waits == pytest.approx(candidate.step.communication_s)
+    assert {c.parts.eta for c in rest} == {ETA}
+    assert all(0.8 * ETA < c.parts.eta < ETA for c in full)
 
 
 # Planted optima.
@@ -142,6 +142,20 @@ def test_ten_thousand_devices_are_searched_in_seconds():
     scales = search(config("models/llama-3.1-405b", 2560, 8192), cluster(), CALIBRATION, [1250, 1280], TOKENS)
     assert time.monotonic() - start < 10
     assert scales[1].devices == 10240 and scales[1].candidates
+
+
+def test_one_function_times_a_layout_also_near_capacity():
+    """What `ridge plan` prints for a layout is what `ridge estimate step` prints for it."""
+    near = 0
+    for name, rows, length in (("models/llama-3.1-8b", 64, 8192), ("models/llama-3.1-70b", 64, 4096), ("models/llama-3.2-1b", 256, 4096)):
+        base = config(name, rows=rows, length=length)
+        for scale in search(base, cluster(), CALIBRATION, [2, 8], 1e12):
+            fullest = sorted(scale.candidates, key=lambda candidate: -candidate.memory.total_bytes)
+            for candidate in [*fullest[:2], *random.Random(scale.nodes).sample(fullest, min(6, len(fullest)))]:
+                again = step_time(candidate.layout.apply(base), candidate.layout.sizes, cluster(), CALIBRATION)
+                assert again.step_s == candidate.step.step_s and again.breakdown_s == candidate.step.breakdown_s
+                near += candidate.parts.eta < ETA
+    assert near > 3
 
 
 def test_muons_gathers_count_in_memory_and_time():

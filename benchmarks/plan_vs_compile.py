@@ -1,0 +1,202 @@
+"""Planned against compiled memory and planned against simulated step time, on configs drawn at random over every knob that changes memory.
+
+`python benchmarks/plan_vs_compile.py [--seed N] [--count N] [--near-capacity] [--json FILE]`
+
+Each config is compiled for its GPU on this machine (`ridge compile`, extra `aot`; 10 to 30 s each). The tables: per config the planned and
+compiled GB per device, the planned step and the compiled schedule simulated at the planner's rates; then the error by knob; then median,
+90th percentile and worst, and the configs that were planned to fit and do not. `--near-capacity` draws only configs that need 75 to 100 %
+of a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import checkout  # noqa: F401  # before ridgeline
+
+from ridgeline.configs.cluster import load_cluster
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
+from ridgeline.configs.rules import check_devices
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.hardware import hardware
+from ridgeline.planner.layouts import Layout
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.search import evaluate
+from ridgeline.planner.step_time import Machine
+
+MODELS = [
+    *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b", "llama-3.1-70b"),
+    *("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b", "gpt2-xl"),
+]
+CLUSTERS = {"dgx-h100": 4, "dgx-h200": 2, "dgx-a100": 2, "dgx-b200": 1, "mn5-acc": 2, "gb200-nvl72": 1}
+"""Cluster -> how often it is drawn."""
+KNOBS: dict[str, list[tuple[tuple[str, ...], int]]] = {
+    "remat": [
+        (("compute.remat.policy=none",), 2),
+        (("compute.remat.policy=attention-only",), 2),
+        (("compute.remat.policy=dots",), 2),
+        (("compute.remat.policy=names",), 2),
+        (("compute.remat.policy=full",), 3),
+        (("compute.remat.policy=offload",), 1),
+    ],
+    "packing": [(("data.document_masking=false",), 2), ((), 1)],
+    "matmul": [((), 5), (("precision.matmul=fp8",), 1), (("precision.matmul=fp8_delayed",), 1)],
+    "params": [((), 4), (("precision.params=bfloat16", "precision.stochastic_rounding=true"), 1)],
+    "gradients": [((), 3), (("precision.gradients=bfloat16",), 1)],
+    "moments": [((), 3), (("precision.moments=bfloat16",), 1), (("precision.moments=int8",), 1)],
+    "optimizer": [((), 5), (("optimizer.kind=muon",), 1), (("optimizer.kind=lion",), 1), (("optimizer.kind=sgd",), 1)],
+    "loss_chunk": [((), 4), (("compute.loss_chunk=4096",), 1), (("compute.loss_chunk=8192",), 1)],
+    "tensor_overlap": [((), 4), (("compute.tensor_overlap=ring",), 1)],
+}
+"""Knob -> its settings, each with its weight; () is the default."""
+NEAR = (0.75, 1.0)
+SENSIBLE = (0.3, 1.05)
+"""Range of the planned bytes, as a share of the usable memory of a device, that is drawn."""
+
+
+def chosen(rng: random.Random, options: dict[str, int]) -> str:
+    return rng.choices(list(options), list(options.values()))[0]
+
+
+def draw(rng: random.Random) -> dict[str, Any] | None:
+    """Draw one config; None where the draw breaks a rule of the schema."""
+    cluster_name = chosen(rng, CLUSTERS)
+    cluster = load_cluster(cluster_name).config
+    model, nodes = rng.choice(MODELS), 2 ** rng.randrange(0, 7)
+    devices = nodes * cluster.devices_per_node
+    tensor = rng.choice([1, 1, 1, 1, 2, 4, 8])
+    if devices % tensor or tensor > cluster.devices_per_node:
+        return None
+    data = 2 ** rng.randrange(0, 4) if rng.random() < 0.4 else 1
+    if devices // tensor % data:
+        return None
+    sizes = {"pipeline": 1, "data": data, "fsdp": devices // tensor // data, "context": 1, "tensor": tensor, "expert": 1}
+    seq_len, rows, micro = 2 ** rng.randrange(10, 16), 2 ** rng.randrange(0, 5), 2 ** rng.randrange(0, 3)
+    batch = data * sizes["fsdp"] * rows * micro
+    settings: dict[str, str] = {}
+    overrides = [f"data.seq_len={seq_len}", f"model.max_seq_len={max(seq_len, 1024)}", f"data.batch_size={batch}"]
+    overrides += [f"trainer.accumulation={micro}", *(f"mesh.{axis}={size}" for axis, size in sizes.items())]
+    for knob, options in KNOBS.items():
+        picked = rng.choices([given for given, _ in options], [weight for _, weight in options])[0]
+        if knob == "optimizer" and any("moments=int8" in other for other in overrides):
+            picked = ()
+        settings[knob] = " ".join(item.split("=")[-1] for item in picked[:1]) or "default"
+        overrides += picked
+    row = {"model": model, "cluster": cluster_name, "nodes": nodes, "devices": devices, "overrides": overrides}
+    row |= {"knobs": {**settings, "microbatches": str(micro), "tensor": str(tensor), "fsdp=1": str(sizes["fsdp"] == 1), "model": model,
+                      "seq_len": str(seq_len), "device": cluster_name}}  # fmt: skip
+    try:
+        config = load(f"models/{model}", overrides).config
+        check_devices(config, devices)
+        machine = Machine(cluster, load_calibration(None), devices)
+        layout = Layout(data, sizes["fsdp"], tensor, micro, config.compute.remat)
+        memory = memory_per_device(config, sizes, gpu=True)
+        candidate = evaluate(config, layout, memory, machine, 1e12, nodes)
+    except (UserError, ValueError):
+        return None
+    usable = hardware(cluster.device).memory_bytes * cluster.utilisation_cap
+    return row | {
+        "planned_bytes": memory.total_bytes,
+        "share": memory.total_bytes / usable,
+        "planned_step_bytes": memory.compiled_bytes,
+        "planned_argument_bytes": memory.argument_bytes,
+        "device_bytes": hardware(cluster.device).memory_bytes,
+        "planned_step_s": candidate.step.step_s,
+        "planned_breakdown_s": candidate.step.breakdown_s,
+        "planned_components": memory.bytes_by_component(),
+        "planned_peak_at": memory.peak_at,
+        "layout": layout.text(),
+    }
+
+
+def drawn(seed: int, count: int, between: tuple[float, float]) -> Iterator[dict[str, Any]]:
+    rng, found = random.Random(seed), 0
+    while found < count:
+        row = draw(rng)
+        if row is not None and between[0] <= row["share"] <= between[1]:
+            found += 1
+            yield row
+
+
+def compiled(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with what the compiler made of it."""
+    command = ["compile", f"models/{row['model']}", "--cluster", row["cluster"], "--nodes", str(row["nodes"]), "--json", *row["overrides"]]
+    done = subprocess.run([sys.executable, "-m", "ridgeline", *command], capture_output=True, text=True, check=False)
+    if not done.stdout.startswith("{"):
+        return row | {"error": (done.stderr.strip().splitlines() or ["nothing"])[-1][:300]}
+    report = json.loads(done.stdout)
+    roofline = report["roofline"]
+    return row | {
+        "fits": report["fits"],
+        "step_bytes": report["argument_bytes"] + report["temp_bytes"],
+        "argument_bytes": report["argument_bytes"],
+        "peak_bytes": report["peak_bytes"],
+        "played_step_s": roofline["step_s"],
+        "exposed_s": roofline["exposed_communication_s"],
+        "communication_s": roofline["communication_s"],
+        "overlapped_share": report["overlapped_share"],
+        "buffers": report["largest_buffers"][:12],
+    }
+
+
+def summary(name: str, errors: list[float]) -> str:
+    sizes = sorted(abs(error) for error in errors)
+    p90 = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
+    return f"{name:28}{len(errors):>5}{statistics.median(errors):>+9.1%}{p90:>8.1%}{sizes[-1]:>8.1%}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables; return 1 when a config that was planned to fit does not."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--near-capacity", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    rows, by_knob = [], defaultdict(list)
+    print(f"{'config':64}{'planned GB':>11}{'compiled':>9}{'error':>8}{'planned s':>11}{'played':>9}{'error':>8}{'hidden':>8}")
+    for given in drawn(args.seed, args.count, NEAR if args.near_capacity else SENSIBLE):
+        row = compiled(given)
+        rows.append(row)
+        name = f"{row['model']} {row['cluster']} x{row['devices']} {row['layout']} {row['knobs']['remat']}"
+        if "error" in row:
+            print(f"{name:64} {row['error']}", flush=True)
+        else:
+            memory, time = row["step_bytes"] / row["planned_step_bytes"] - 1, row["planned_step_s"] / row["played_step_s"] - 1
+            row |= {"memory_error": memory, "time_error": time}
+            for knob, value in row["knobs"].items():
+                by_knob[f"{knob} {value}"].append(memory)
+            print(
+                f"{name:64}{row['planned_step_bytes'] / 1e9:>11.1f}{row['step_bytes'] / 1e9:>9.1f}{memory:>+8.1%}"
+                f"{row['planned_step_s']:>11.2f}{row['played_step_s']:>9.2f}{time:>+8.1%}{row['overlapped_share']:>8.0%}",
+                flush=True,
+            )
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    made = [row for row in rows if "error" not in row]
+    if not made:
+        return 1
+    print(f"\n{'compiled / planned - 1':28}{'runs':>5}{'median':>9}{'p90':>8}{'worst':>8}")
+    for name in sorted(by_knob):
+        print(summary(name, by_knob[name]))
+    print(summary("memory, all", [row["memory_error"] for row in made]))
+    print(summary("step time, all", [row["time_error"] for row in made]))
+    wrong = [row for row in made if row["share"] <= 1 and not row["fits"]]
+    for row in wrong:
+        print(f"planned to fit, refused: {row['model']} --cluster {row['cluster']} --nodes {row['nodes']} {' '.join(row['overrides'])}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
