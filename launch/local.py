@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TextIO
 
@@ -23,6 +24,7 @@ from ridgeline.launch.cluster.rendezvous_server import listen
 GRACE_S = 30.0
 """After the first failure: time for the others to exit, first by themselves, then after SIGTERM, before SIGKILL."""
 POLL_S = 0.1
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LOOPBACK = "127.0.0.1"
 
 
@@ -67,6 +69,23 @@ def environments(processes: int, env: Mapping[str, str], gpus: int | None) -> li
     ]
 
 
+@contextlib.contextmanager
+def held_signals(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Deliver signals at the end of the block only.
+
+    For a block that starts processes: an exception raised within Popen, after the fork, would leave a process that nobody ends.
+    """
+    arrived: list[int] = []
+    previous = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for arrival in arrived:
+            signal.raise_signal(arrival)
+
+
 class Group:
     """The running processes; signals are forwarded to all of them.
 
@@ -75,14 +94,16 @@ class Group:
 
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], out: TextIO = sys.stdout) -> None:
         self._out, self._lock, self._interrupted = out, threading.Lock(), False
-        self._previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-        self.processes = [
-            # own session: Ctrl-C reaches each process once, through this one
-            subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            for command, env in zip(commands, environments, strict=True)
-        ]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._previous = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        with held_signals(FORWARDED):
+            self.processes = [
+                # own session: Ctrl-C reaches each process once, through this one
+                subprocess.Popen(
+                    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+                for command, env in zip(commands, environments, strict=True)
+            ]
         self._readers = [threading.Thread(target=self._copy, args=(index, p.stdout), daemon=True) for index, p in enumerate(self.processes)]
         for reader in self._readers:
             reader.start()

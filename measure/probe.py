@@ -56,7 +56,8 @@ class ProbePlan:
 def main() -> None:
     """Read the plan from standard input and run it."""
     plan = ProbePlan(**json.loads(sys.stdin.buffer.readline()))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent = threading.Thread(target=_end_with_parent, daemon=True)
+    parent.start()
     results = os.fdopen(plan.channel, "w", buffering=1)
 
     def send(kind: str, name: str, **fields: Any) -> None:
@@ -78,14 +79,13 @@ def main() -> None:
             if not attempt(name, MEASURE_S, measure) and plan.together:
                 break
     send("end", "")
-    results.flush()
-    os._exit(0)  # a clean shutdown of jax.distributed would wait for processes that may hang
+    parent.join()  # the probe of process 0 serves jax.distributed: its end ends the probes that still measure
 
 
 def _end_with_parent() -> None:
     """Exit when the doctor closes its end of the pipe."""
     sys.stdin.buffer.read()
-    os._exit(1)
+    os._exit(1)  # a clean shutdown of jax.distributed would wait for processes that may hang
 
 
 def _open_devices(plan: ProbePlan) -> dict[str, Any]:

@@ -122,9 +122,13 @@ def _lead(exam: Examination, listeners: Sequence[Any]) -> Report:
         server.broadcast("together", None)
         checks += [Check(node, "collectives", Verdict.NOT_APPLICABLE, "", "", plan) for node in dict.fromkeys(node_of.values())]
     else:
+        deadline_s = time.monotonic() + exam.timeout_s + SLACK_S
         server.broadcast("together", plan)
-        server.put("together", asdict(_together(exam, plan, _reporter(server))))
-        joint = _valid(server.gather("together", exam.timeout_s + SLACK_S), _OUTCOME.validate_python)
+        # The probe of process 0 serves jax.distributed, so it ends last: a probe that lost its server would look like the cause.
+        others = [process for process in node_of if process != here.process]
+        outcome = _together(exam, plan, _reporter(server), lambda: server.gather("together", deadline_s - time.monotonic(), others))
+        server.put("together", asdict(outcome))
+        joint = _valid(server.gather("together", max(0.0, deadline_s - time.monotonic())), _OUTCOME.validate_python)
         checks += _silent(server, node_of, set(joint), "the collectives")
         checks += _judge_together(exam, joint, own, node_of)
     nodes = list(dict.fromkeys([*node_of.values(), *missing.values()]))
@@ -276,8 +280,11 @@ def _plan_together(
     return {"coordinator": network.with_port(address, free_port(address)), "nodes": [node_of[process] for process in range(processes)]}
 
 
-def _together(exam: Examination, plan: Mapping[str, Any], progress: Callable[[str], None]) -> ProbeOutcome:
-    return run_probe(_plan(exam, together=True, coordinator=plan["coordinator"], nodes=plan["nodes"]), exam.timeout_s, progress)
+def _together(
+    exam: Examination, plan: Mapping[str, Any], progress: Callable[[str], None], before_end: Callable[[], object] = lambda: None
+) -> ProbeOutcome:
+    probe = _plan(exam, together=True, coordinator=plan["coordinator"], nodes=plan["nodes"])
+    return run_probe(probe, exam.timeout_s, progress, before_end)
 
 
 def _judge_hosts(exam: Examination, hosts: Mapping[int, Any], node_of: Mapping[int, str]) -> list[Check]:

@@ -1,11 +1,12 @@
 """Judge the processes: those that did not start, stopped responding, ended, or did not finish a measurement.
 
-In a joint measurement one stuck process blocks all others. The cause is the process that ended, or the one at the earliest measurement; the
-others only waited.
+In a joint measurement one stuck process blocks all others. The cause is a process that ended, unless another hung at an earlier
+measurement; else those at the earliest measurement. The others only waited.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ridgeline.launch.preflight.checks import Check, Verdict
@@ -52,11 +53,11 @@ def judge_joint_failures(outcomes: Mapping[int, ProbeOutcome], node_of: Mapping[
     failed = {process: texts for process, texts in failures.items() if texts}
     if not failed:
         return []
-    died = {process for process in failed if outcomes[process].death is not None}
     # The fewer results a process has, the earlier it stopped.
     progress = {process: len(outcomes[process].results) for process in failed}
-    earliest = min(progress.values())
-    causes = died or {process for process in failed if progress[process] == earliest}
+    earliest_hung = min((progress[process] for process in failed if outcomes[process].hung_in is not None), default=math.inf)
+    died = {process for process in failed if outcomes[process].death is not None and progress[process] <= earliest_hung}
+    causes = died or {process for process in failed if progress[process] == min(progress.values())}
     nodes = sorted({node_of[process] for process in causes})
     checks, seen = [], set()
     for process in sorted(failed):

@@ -35,12 +35,15 @@ class ProbeOutcome:
     """How it ended, and the last line of its output."""
 
 
-def run_probe(plan: ProbePlan, timeout_s: float, progress: Callable[[str], None]) -> ProbeOutcome:
+def run_probe(
+    plan: ProbePlan, timeout_s: float, progress: Callable[[str], None], before_end: Callable[[], object] = lambda: None
+) -> ProbeOutcome:
     """Run a probe for at most `timeout_s`, and each measurement for at most the time that the probe states.
 
     Args:
       plan: its `channel` is set here.
       progress: called with the name of each measurement at its start.
+      before_end: called when the probe has no more to send, before it is ended.
     """
     read_end, write_end = os.pipe()
     outcome = ProbeOutcome()
@@ -59,6 +62,7 @@ def run_probe(plan: ProbePlan, timeout_s: float, progress: Callable[[str], None]
                 process.stdin.write(replace(plan, channel=write_end).as_line())
                 process.stdin.flush()
             running = _follow(read_end, time.monotonic() + timeout_s, outcome, progress)
+            before_end()
         finally:
             os.close(read_end)
             if process.poll() is None and outcome.hung_in is not None:

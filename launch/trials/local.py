@@ -21,6 +21,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.format import plural
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster.devices import VISIBLE, gpus_present
+from ridgeline.launch.local import held_signals
 from ridgeline.launch.trials.failure import failure_reason
 from ridgeline.launch.trials.study import Trial, Trials
 from ridgeline.rundir.progress import run_progress
@@ -115,19 +116,22 @@ def _run(trial: LocalTrial, log: Callable[[str], None], label: str, grace_s: flo
     file = trial.prepare()
     log(f"{label}: starting")
     begin_s = time.monotonic()
+    process: subprocess.Popen[bytes] | None = None
     with trial.output.open("wb") as stream:
-        process = subprocess.Popen(
-            command(file, trial.processes),
-            env=environment(os.environ, trial.devices, trial.cpu),
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
         try:
+            with held_signals((signal.SIGINT, signal.SIGTERM)):
+                process = subprocess.Popen(
+                    command(file, trial.processes),
+                    env=environment(os.environ, trial.devices, trial.cpu),
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             code = _wait(process, lambda: _progress(trial), lambda text: log(f"{label}: {text}"))
         except BaseException:
-            _end(process, grace_s)
+            if process is not None:
+                _end(process, grace_s)
             raise
     took_s = time.monotonic() - begin_s
     reason = trial.finish(code)

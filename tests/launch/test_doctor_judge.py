@@ -328,6 +328,9 @@ def test_of_processes_that_wait_for_each_other_the_cause_is_named() -> None:
     # one node is a measurement behind the others: they wait for it
     behind = outcome(2, hung_in="link 1", hung_s=40.0)
     assert list(conclude(NODES, judge_joint_failures({0: waits, 1: behind, 2: waits, 3: waits}, node_of), 1.0).unfit) == ["n1"]
+    # a process that lost its connections ended too, but at a later measurement than the one that hung
+    lost = outcome(3, died_in="all-reduce data", death="killed by signal 6")
+    assert list(conclude(NODES, judge_joint_failures({0: waits, 1: behind, 2: lost, 3: waits}, node_of), 1.0).unfit) == ["n1"]
     # all are at the same one: no node is the cause
     report = conclude(NODES, judge_joint_failures(dict.fromkeys(range(4), waits), node_of), 1.0)
     assert report.unfit == {}

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ridgeline.configs.schema import Config
 from ridgeline.launch import exit_codes, local
 from ridgeline.launch.cluster.devices import VISIBLE
+from ridgeline.launch.trials import local as trials
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import Event, event_file, read_events
 from ridgeline.rundir.phases import phases
@@ -295,3 +300,33 @@ def test_a_second_start_of_two_processes_compiles_nothing(first: Started, cache:
     assert second.compiled == [[(program, "loaded") for program in programs]] * 2
     assert second.programs == first.programs
     assert second.losses == first.losses
+
+
+def children() -> set[int]:
+    """Return the child processes of this one, without those that have ended."""
+    pids = {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+    return {pid for pid in pids if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"}
+
+
+def interrupted_start(number: signal.Signals, delay_s: float, start: Callable[[], object]) -> list[int]:
+    """Send this process a signal some time after `start` begins; return the processes that `start` leaves behind."""
+    before = children()
+    sender = threading.Timer(delay_s, os.kill, (os.getpid(), number))
+    sender.start()
+    with contextlib.suppress(KeyboardInterrupt):
+        start()
+    sender.join()
+    return sorted(children() - before)
+
+
+def test_a_signal_while_processes_start_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = ["sleep", "60"]
+    monkeypatch.setattr(trials, "command", lambda file, processes: sleep)
+    trial = trials.LocalTrial("one", Config(), 1, 1, True, tmp_path / "log", lambda: tmp_path / "config.yaml", lambda code: None)
+    draw, codes = random.Random(5), []
+    for _ in range(40):
+        number = draw.choice([signal.SIGINT, signal.SIGTERM])
+        assert not interrupted_start(number, draw.uniform(0, 0.004), lambda: trials.run_each([trial], lambda text: None))
+        delay_s = draw.uniform(0, 0.01)
+        assert not interrupted_start(number, delay_s, lambda: codes.append(local.Group([sleep] * 3, [{}] * 3).wait(grace_s=1).code))
+    assert len(codes) == 40 and all(codes)
