@@ -147,7 +147,7 @@ class Bench:
             return "ours was not measured"
         base = None if self.args.rows else part.row.over  # a requested row is measured even without the row it is compared with
         if part.side == OURS and base is not None and not any(r["row"] == base[0] and "tokens_per_s" in r for r in self.results):
-            return f"{base[0]}, which it is held against, was not measured"
+            return f"{base[0]}, which it is compared with, was not measured"
         return None
 
     def failed(self, row: Row, why: str) -> None:

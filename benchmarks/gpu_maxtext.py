@@ -105,9 +105,9 @@ def arguments(model: dict[str, Any], seq_len: int, attempt: Attempt, steps: int,
     return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()]
 
 
-def steps_per_round(step_s: float, measured_s: float, asked: int | None) -> int:
+def steps_per_round(step_s: float, measured_s: float, requested: int | None) -> int:
     """Return the steps per round. `step_s`: step time of our side, as an estimate for the peer's."""
-    return asked or max(2, min(14, round(measured_s / ROUNDS / step_s)))
+    return requested or max(2, min(14, round(measured_s / ROUNDS / step_s)))
 
 
 @dataclass

@@ -36,7 +36,7 @@ def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
 
 
 def hand_written_loss(model: ModelConfig, dtype: Any, layers: str, params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
-    """Mean cross-entropy of a Llama as one would write it down: materialised scores with a causal mask, whole logits, optax's loss."""
+    """Mean cross-entropy of a Llama as one would write it down: materialized scores with a causal mask, whole logits, optax's loss."""
 
     def block(x_BTD: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         layer = jax.tree.map(lambda w: w.astype(dtype), layer)

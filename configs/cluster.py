@@ -136,7 +136,7 @@ class ClusterConfig(Section):
     description: str = ""
     """Description in one line."""
     device: Name
-    """Name of the device in the hardware catalogue (planner/hardware.yaml)."""
+    """Name of the device in the hardware catalog (planner/hardware.yaml)."""
     devices_per_node: PositiveInt
     """Accelerators per node; on clusters of CPUs, JAX devices per node."""
     cores_per_node: PositiveInt
@@ -152,7 +152,7 @@ class ClusterConfig(Section):
     storage: StorageConfig = StorageConfig()
     """The file system of run directories and data."""
     price_per_device_hour_usd: NonNegativeFloat | None = None
-    """Price of one device-hour in US dollars; null: the catalogue's typical price."""
+    """Price of one device-hour in US dollars; null: the catalog's typical price."""
     node_mtbf_hours: PositiveFloat | None = None
     """Mean time between failures of one node, in hours; null: the published rate in planner/calculators/failures.py."""
     power_usage_effectiveness: PositiveFloat = 1.2

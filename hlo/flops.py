@@ -18,7 +18,7 @@ COUNTED = frozenset({"dot", "scaled-dot", "ragged-dot", "convolution", "custom-c
 
 @dataclass(frozen=True)
 class Matmul:
-    """The shape of a product: `batch` products of [m, k] and [k, n]."""
+    """The shape of a matmul: `batch` matmuls of [m, k] and [k, n]."""
 
     batch: int
     m: int
@@ -33,9 +33,9 @@ class Matmul:
 
 def flops_of(computation: Computation, instruction: Instruction) -> float | None:
     """Return the FLOPs of one execution; None: a custom kernel that may contain matmuls and does not state its FLOPs."""
-    product = matmul(computation, instruction)
-    if product is not None:
-        return product.flops
+    found = matmul(computation, instruction)
+    if found is not None:
+        return found.flops
     target = custom_target(instruction)
     if instruction.opcode == "convolution" or target.startswith("__cudnn$conv"):
         return _convolution(computation, instruction, target)
@@ -100,9 +100,9 @@ def _attention(computation: Computation, instruction: Instruction, target: str) 
         return None
     elements = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1)))
     width = computation.operand_shapes(instruction)[0].dims[-1]
-    products = 5 if "Backward" in target else 2
+    matmuls = 5 if "Backward" in target else 2
     causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes else 1.0
-    return 2.0 * elements * width * products * causal
+    return 2.0 * elements * width * matmuls * causal
 
 
 def _convolution(computation: Computation, instruction: Instruction, target: str) -> float | None:

@@ -89,3 +89,17 @@ def integers(data: Buffer, tag: int, start: int, end: int) -> list[int]:
 def signed(value: int) -> int:
     """Return the 64-bit integer whose bits a varint has."""
     return value - 2**64 if value >= 2**63 else value
+
+
+def numbers(data: bytes, start: int, end: int) -> dict[int, int]:
+    """Return the single integers of a message by field; other fields are skipped."""
+    return {number: signed(varint(data, begin)[0]) for number, tag, begin, _ in fields(data, start, end) if varint(data, tag)[0] & 7 == 0}
+
+
+def repeated(data: bytes, start: int, end: int) -> dict[int, list[int]]:
+    """Return the integers of a message by field, repeated or single."""
+    found: dict[int, list[int]] = {}
+    for number, tag, begin, stop in fields(data, start, end):
+        if varint(data, tag)[0] & 7 in (0, 2):
+            found.setdefault(number, []).extend(integers(data, tag, begin, stop))
+    return found

@@ -207,7 +207,7 @@ def prepare(config: Config, cluster: Cluster, env: MutableMapping[str, str] = os
 
 
 def run_flags(config: Config, device: str, user_flags: Sequence[str] = ()) -> tuple[tuple[str, ...], str | None]:
-    """Return the XLA flags and JAX_OPTIMIZATION_LEVEL of a run of this config on a device of the catalogue, for compiling without it.
+    """Return the XLA flags and JAX_OPTIMIZATION_LEVEL of a run of this config on a device of the catalog, for compiling without it.
 
     user_flags: flags of the user, which replace those of the same name.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import subprocess
@@ -16,16 +15,15 @@ from dataclasses import dataclass
 from typing import IO, TextIO
 
 from ridgeline.launch import exit_codes
-from ridgeline.launch.cluster.detect import FIRST_PORT, LAST_PORT, LOCAL_PROCESS, LOCAL_PROCESSES
+from ridgeline.launch.cluster.detect import LOCAL_PROCESS, LOCAL_PROCESSES
 from ridgeline.launch.cluster.devices import VISIBLE
+from ridgeline.launch.cluster.network import LOOPBACK
 from ridgeline.launch.cluster.rendezvous import SECRET
-from ridgeline.launch.cluster.rendezvous_server import listen
 
 GRACE_S = 30.0
 """After the first failure: time for the others to exit, first by themselves, then after SIGTERM, before SIGKILL."""
 POLL_S = 0.1
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -34,20 +32,8 @@ class Ended:
 
     code: int
     """0, or the exit code of the first process that failed (128 + N for signal N)."""
-    culprit: int | None = None
+    failed_first: int | None = None
     """Index of that process; None if all finished or stopped on request."""
-
-
-def free_port() -> int:
-    """Return a free port of loopback above the ephemeral ports."""
-    slots = (LAST_PORT - FIRST_PORT) // 2
-    for number in range(slots):
-        port = FIRST_PORT + 2 * ((os.getpid() * 7919 + number) % slots)
-        listeners = listen([LOOPBACK], port)
-        if listeners is not None:
-            listeners[0].close()
-            return port
-    raise RuntimeError(f"no port of {FIRST_PORT}-{LAST_PORT} is free on {LOOPBACK}")
 
 
 def environments(processes: int, env: Mapping[str, str], gpus: int | None) -> list[dict[str, str]]:
@@ -73,7 +59,7 @@ def environments(processes: int, env: Mapping[str, str], gpus: int | None) -> li
 def held_signals(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Deliver signals at the end of the block only.
 
-    For a block that starts processes: an exception raised within Popen, after the fork, would leave a process that nobody ends.
+    For a block that starts processes: an exception raised within Popen, after the fork, would leave a process running.
     """
     arrived: list[int] = []
     previous = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in numbers}

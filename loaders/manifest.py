@@ -230,15 +230,6 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest.read(directory)
 
 
-def corpus_identity(directory: Path) -> str:
-    """Return the sha256 that identifies the content of a corpus, whatever its path.
-
-    It is that of its manifest, which lists the sha256 of every shard and of the tokenizer; `shard_hashes.verify` compares the shards with
-    it. Raises CorpusError as `read_manifest`.
-    """
-    return read_manifest(directory).sha256
-
-
 def check_tokenizer(manifests: Sequence[tuple[Path, Manifest]], vocab_size: int | None = None) -> TokenizerInfo:
     """Return the tokenizer of several corpora.
 

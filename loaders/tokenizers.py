@@ -14,20 +14,31 @@ import base64
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import Any, ClassVar
 
 from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, nearest
-from ridgeline.configs.files import read_limited
-from ridgeline.configs.foreign import MAX_BYTES, check_inside, parse_object, read_inside, shortened
-
-BOS_NAMES = ("<|bos|>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[BOS]")
-"""Special tokens used as BOS when the tokenizer's files do not define one."""
-EOS_NAMES = ("<|eos|>", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]")
-"""Special tokens used as EOS when the tokenizer's files do not define one."""
+from ridgeline.configs.foreign import parse_object, shortened
+from ridgeline.loaders.tokenizer_files import (
+    BOS_NAMES,
+    CONFIG_NAME,
+    EOS_NAMES,
+    configured_special_tokens,
+    digest,
+    json_object,
+    one_file,
+    openai_definition,
+    own_record,
+    read_bytes,
+    read_ranks,
+    read_text,
+    recorded_rule,
+    special_token,
+    with_prefix,
+    write_json,
+)
 
 
 class Tokenizer(abc.ABC):
@@ -81,13 +92,13 @@ class ByteTokenizer(Tokenizer):
         self.vocab_size, self.bos_id, self.eos_id = 258, 256, 257
         recorded = None  # a subclass may have a file of its own
         if path is not None and path.name == ByteTokenizer.file_name:
-            recorded = _recorded(_json_object(path), "add_bos", path)
+            recorded = recorded_rule(json_object(path), "add_bos", path)
         self.add_bos = recorded is not False
-        self.sha256 = _digest({"kind": self.kind, "bos": self.bos_id, "eos": self.eos_id})
+        self.sha256 = digest({"kind": self.kind, "bos": self.bos_id, "eos": self.eos_id})
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return _pick(path, lambda name: name == cls.file_name)
+        return one_file(path, lambda name: name == cls.file_name)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
@@ -97,7 +108,7 @@ class ByteTokenizer(Tokenizer):
 
     def save_copy(self, directory: Path) -> Path:
         rule = {} if self.add_bos else {"add_bos": False}
-        return _write_json(directory / self.file_name, {"kind": self.kind, "bos_id": self.bos_id, "eos_id": self.eos_id, **rule})
+        return write_json(directory / self.file_name, {"kind": self.kind, "bos_id": self.bos_id, "eos_id": self.eos_id, **rule})
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -112,7 +123,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         import tokenizers
 
-        text = _read_text(path)
+        text = read_text(path)
         content = parse_object(text.encode(), path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -128,29 +139,29 @@ class HuggingFaceTokenizer(Tokenizer):
         self._content = content
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        configured = _configured_special_tokens(path)
-        self.eos_token = _special("EOS", path, vocabulary, configured.get("eos_token"), EOS_NAMES)
-        self.bos_token = _special("BOS", path, vocabulary, configured.get("bos_token"), BOS_NAMES)
+        configured = configured_special_tokens(path)
+        self.eos_token = special_token("EOS", path, vocabulary, configured.get("eos_token"), EOS_NAMES)
+        self.bos_token = special_token("BOS", path, vocabulary, configured.get("bos_token"), BOS_NAMES)
         if self.eos_token is None:
             raise UserError(f"{path}: no EOS token; set 'eos_token' in {path.parent / 'tokenizer_config.json'}")
         self.eos_id = vocabulary[self.eos_token]
-        self._record = _own_record(path)
+        self._record = own_record(path)
         added = self.post_processor_prefix()
         if len(added) > 1:
             raise UserError(f"{path}: its post_processor puts {len(added)} tokens before a text; only one, BOS, is supported")
         self.bos_id = added[0] if added else self.eos_id if self.bos_token is None else vocabulary[self.bos_token]
-        recorded = _recorded(self._record, "add_bos", path.with_name(CONFIG_NAME))
+        recorded = recorded_rule(self._record, "add_bos", path.with_name(CONFIG_NAME))
         self.records_add_bos = recorded is not None
         trained_here = content.get("post_processor") is None and {self.bos_token, self.eos_token} == {BOS_NAMES[0], EOS_NAMES[0]}
         self.add_bos = bool(added) or trained_here if recorded is None else recorded
         original = {"post_processor": self._record["post_processor"]} if "post_processor" in self._record else {}
-        self.sha256 = _digest({"content": {**content, **original}, "bos": self.bos_id, "eos": self.eos_id})
+        self.sha256 = digest({"content": {**content, **original}, "bos": self.bos_id, "eos": self.eos_id})
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
         if path.is_file():
             return path if path.suffix == ".json" and path.name != ByteTokenizer.file_name else None
-        return _pick(path, lambda name: name == "tokenizer.json")
+        return one_file(path, lambda name: name == "tokenizer.json")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -166,8 +177,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def save_copy(self, directory: Path) -> Path:
         names = {"eos_token": self.eos_token} | ({"bos_token": self.bos_token} if self.bos_token else {})
-        _write_json(directory / CONFIG_NAME, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
-        path = _write_json(directory / "tokenizer.json", self._content)
+        write_json(directory / CONFIG_NAME, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+        path = write_json(directory / "tokenizer.json", self._content)
         self.write_rule(directory)
         return path
 
@@ -179,13 +190,13 @@ class HuggingFaceTokenizer(Tokenizer):
         record = {**self._record, "add_bos": self.add_bos}
         if bool(self.post_processor_prefix()) != self.add_bos:
             record.setdefault("post_processor", self._content.get("post_processor"))
-            changed = _with_prefix(self._content.get("post_processor"), self._tokenizer, self.prefix)
+            changed = with_prefix(self._content.get("post_processor"), self._tokenizer, self.prefix)
             file = directory / "tokenizer.json"
-            _write_json(file, {**_json_object(file), "post_processor": changed})
+            write_json(file, {**json_object(file), "post_processor": changed})
         config_file = directory / CONFIG_NAME
-        config = _json_object(config_file) if config_file.exists() else {"eos_token": self.eos_token}
+        config = json_object(config_file) if config_file.exists() else {"eos_token": self.eos_token}
         # transformers 4 reads add_bos_token for some classes, later versions only the post-processor
-        _write_json(config_file, {**config, "add_bos_token": self.add_bos, "ridgeline": record})
+        write_json(config_file, {**config, "add_bos_token": self.add_bos, "ridgeline": record})
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -196,7 +207,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         import sentencepiece
 
-        self._proto = _read_bytes(path)
+        self._proto = read_bytes(path)
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._proto)
         except Exception as error:  # RuntimeError or another, by version
@@ -208,12 +219,12 @@ class SentencePieceTokenizer(Tokenizer):
         bos_id = self._processor.bos_id()
         self.bos_id = bos_id if bos_id >= 0 else self.eos_id
         config_file = path.with_name(CONFIG_NAME)
-        self.add_bos = not config_file.exists() or bool(_recorded(_json_object(config_file), "add_bos_token", config_file))
+        self.add_bos = not config_file.exists() or bool(recorded_rule(json_object(config_file), "add_bos_token", config_file))
         self.sha256 = hashlib.sha256(self._proto).hexdigest()
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return _pick(path, lambda name: name.endswith(".model"))
+        return one_file(path, lambda name: name.endswith(".model"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._processor.encode(list(texts), out_type=int, num_threads=1)
@@ -234,8 +245,8 @@ class SentencePieceTokenizer(Tokenizer):
         names = {"eos_token": self.eos_id} | ({} if self.bos_id == self.eos_id else {"bos_token": self.bos_id})
         config: dict[str, Any] = {role: self._processor.id_to_piece(i) for role, i in names.items()}
         if config_file.exists():
-            config = _json_object(config_file)
-        _write_json(config_file, {"tokenizer_class": "PreTrainedTokenizerFast", **config, "add_bos_token": self.add_bos})
+            config = json_object(config_file)
+        write_json(config_file, {"tokenizer_class": "PreTrainedTokenizerFast", **config, "add_bos_token": self.add_bos})
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -248,7 +259,7 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         import tiktoken
 
-        ranks = _read_ranks(path)
+        ranks = read_ranks(path)
         self._definition, self.add_bos = self._find_definition(path, ranks)
         special_tokens: dict[str, int] = self._definition["special_tokens"]
         clash = sorted(set(special_tokens.values()) & set(ranks.values()))
@@ -270,31 +281,31 @@ class TiktokenTokenizer(Tokenizer):
         self._special_ids = frozenset(special_tokens.values())
         self.vocab_size = self._encoding.max_token_value + 1
         canonical = {base64.b64encode(token).decode(): rank for token, rank in ranks.items()}
-        self.sha256 = _digest({"ranks": canonical, **self._definition})
+        self.sha256 = digest({"ranks": canonical, **self._definition})
 
     @classmethod
     def _find_definition(cls, path: Path, ranks: dict[bytes, int]) -> tuple[dict[str, Any], bool]:
         """Return pattern and special tokens, and add_bos."""
         sidecar = path.with_name(path.name + ".json")
         if not sidecar.exists() and path.stem in cls.known:
-            return _openai_definition(path.stem, ranks), True
+            return openai_definition(path.stem, ranks), True
         if not sidecar.exists():
             raise UserError(
                 f"{path}: pattern and special tokens are unknown; write {sidecar} with "
                 '{"pattern": ..., "special_tokens": {"<|endoftext|>": ID}}'
             )
         try:
-            content = json.loads(_read_text(sidecar))
+            content = json.loads(read_text(sidecar))
             pattern, special_tokens = content["pattern"], content["special_tokens"]
             if not isinstance(pattern, str) or not all(isinstance(i, int) and i >= 0 for i in special_tokens.values()):
                 raise TypeError("'pattern' must be a string and 'special_tokens' a map of name to id")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{sidecar}: not a tiktoken definition ({error})") from error
-        return {"pattern": pattern, "special_tokens": special_tokens}, _recorded(content, "add_bos", sidecar) is not False
+        return {"pattern": pattern, "special_tokens": special_tokens}, recorded_rule(content, "add_bos", sidecar) is not False
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return _pick(path, lambda name: name.endswith(".tiktoken"))
+        return one_file(path, lambda name: name.endswith(".tiktoken"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._encoding.encode_ordinary_batch(list(texts), num_threads=1)
@@ -308,11 +319,9 @@ class TiktokenTokenizer(Tokenizer):
         path = directory / "tokenizer.tiktoken"
         ordered = sorted(self._ranks.items(), key=lambda item: item[1])
         path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered))
-        _write_json(path.with_name(path.name + ".json"), self._definition | ({} if self.add_bos else {"add_bos": False}))
+        write_json(path.with_name(path.name + ".json"), self._definition | ({} if self.add_bos else {"add_bos": False}))
         return path
 
-
-CONFIG_NAME = "tokenizer_config.json"
 
 KINDS: dict[str, type[Tokenizer]] = {
     cls.kind: cls for cls in (ByteTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, SentencePieceTokenizer)
@@ -359,118 +368,3 @@ def _class(kind: str) -> type[Tokenizer]:
     if not issubclass(cls, Tokenizer) or cls.kind != kind:
         raise UserError(f"tokenizer kind '{kind}': {cls.__module__}.{cls.__qualname__} must be a Tokenizer with kind = '{kind}'")
     return cls
-
-
-def _pick(path: Path, matches: Any) -> Path | None:
-    """Return `path` if its name matches, or the one matching file of the directory `path`."""
-    if path.is_file():
-        return path if matches(path.name) else None
-    found = sorted(child for child in path.iterdir() if matches(child.name) and not child.is_dir())
-    for child in found:
-        check_inside(path, child)
-    if len(found) > 1:
-        raise UserError(f"{path}: several tokenizer files ({', '.join(child.name for child in found)}); choose one of them")
-    return found[0] if found else None
-
-
-def _special(role: str, path: Path, vocabulary: dict[str, int], configured: str | None, usual: Sequence[str]) -> str | None:
-    if configured is not None and configured not in vocabulary:
-        raise UserError(f"{path}: the {role} token '{shortened(configured)}' of tokenizer_config.json is not in the vocabulary")
-    return configured or next((name for name in usual if name in vocabulary), None)
-
-
-def _own_record(path: Path) -> dict[str, Any]:
-    """Return what `save_copy` or `write_rule` recorded beside a tokenizer.json."""
-    beside = path.with_name(CONFIG_NAME)
-    record = _json_object(beside).get("ridgeline") if beside.exists() else None
-    return record if isinstance(record, dict) else {}
-
-
-def _recorded(content: Mapping[str, Any], key: str, path: Path) -> bool | None:
-    """Return a recorded rule; None where there is none. Raises UserError when it is not true or false."""
-    value = content.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise UserError(f"{path}: '{key}' must be true or false, got {str(value)[:40]!r}")
-    return value
-
-
-def _with_prefix(post_processor: dict[str, Any] | None, tokenizer: Any, prefix: list[int]) -> dict[str, Any] | None:
-    """Return a post-processor (as in tokenizer.json) whose templates are replaced by one that puts `prefix` before a text."""
-    parts = [] if post_processor is None else post_processor.get("processors", [post_processor])
-    parts = [part for part in parts if part["type"] not in ("TemplateProcessing", "BertProcessing", "RobertaProcessing")]
-    if prefix:
-        names = {tokenizer.id_to_token(i): i for i in prefix}
-        pieces = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
-        single = [*pieces, {"Sequence": {"id": "A", "type_id": 0}}]
-        tokens = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in names.items()}
-        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-        parts.append({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens})
-    return parts[0] if len(parts) == 1 else {"type": "Sequence", "processors": parts} if parts else None
-
-
-def _configured_special_tokens(path: Path) -> dict[str, str]:
-    """Read bos_token and eos_token from the Hugging Face files in the directory of tokenizer.json."""
-    names: dict[str, str] = {}
-    for file_name in ("special_tokens_map.json", CONFIG_NAME):
-        beside = path.with_name(file_name)
-        if not beside.exists():
-            continue
-        content = _json_object(beside)
-        for role in ("bos_token", "eos_token"):
-            value = content.get(role)
-            value = value.get("content") if isinstance(value, dict) else value  # older files have an AddedToken object
-            if isinstance(value, str):
-                names[role] = value
-    return names
-
-
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(_read_bytes(path).splitlines(), start=1):
-        if not line:
-            continue
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not a tiktoken rank line ('BASE64 RANK')") from error
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing:
-        raise UserError(f"{path}: {len(missing)} of the 256 single bytes have no rank (first: {missing[0]:#04x})")
-    return ranks
-
-
-def _openai_definition(name: str, ranks: dict[bytes, int]) -> dict[str, Any]:
-    """Return pattern and special tokens of the installed tiktoken; its loader, which would use the network, returns `ranks`."""
-    from tiktoken_ext import openai_public
-
-    constructor = openai_public.ENCODING_CONSTRUCTORS[name]
-    offline = {**constructor.__globals__, "load_tiktoken_bpe": lambda *args, **kwargs: ranks}
-    definition = FunctionType(constructor.__code__, offline)()
-    return {"pattern": definition["pat_str"], "special_tokens": dict(definition["special_tokens"])}
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _write_json(path: Path, content: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file beside a tokenizer. Raises UserError when it is no JSON object, or a link out of the directory."""
-    return parse_object(read_inside(path.parent, path), path)
-
-
-def _read_bytes(path: Path) -> bytes:
-    return read_limited(path, MAX_BYTES)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return _read_bytes(path).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error})") from error

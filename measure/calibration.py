@@ -22,7 +22,7 @@ from ridgeline.measure.collectives import collective
 from ridgeline.measure.timer import ROUNDS, median_s
 from ridgeline.planner.calibration_file import AttentionPoint, CalibrationFile, HostPoint, LinkCurve, MatmulPoint, MemoryPoint
 from ridgeline.planner.communication import IN_SWITCH_FROM
-from ridgeline.planner.hardware import CATALOGUE, Hardware, find_hardware, hardware
+from ridgeline.planner.hardware import CATALOG, Hardware, find_hardware, hardware
 
 Shape = tuple[int, int, int]
 INPUT_TOKENS_PER_ROW = 2048
@@ -187,7 +187,7 @@ def device_entry(platform: str, device_kind: str) -> Hardware:
     """Return the catalog entry of a JAX device; `cpu` for any CPU. Raises UserError for a device that is not in the catalog."""
     found = hardware("cpu") if platform == "cpu" else find_hardware(device_kind)
     if found is None:
-        raise UserError(f"'{device_kind}' is not in the hardware catalog; add it with its datasheet figures to {CATALOGUE}")
+        raise UserError(f"'{device_kind}' is not in the hardware catalog; add it with its datasheet figures to {CATALOG}")
     return found
 
 

@@ -12,7 +12,7 @@ from ridgeline.configs.diff import diff
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.format import plural
 from ridgeline.measure.ladder import ms
-from ridgeline.measure.regression import UNIMPORTANT, Judgement
+from ridgeline.measure.regression import UNIMPORTANT, Judgment
 
 BLANK = {
     "hypothesis": "_The bottleneck and its evidence: which layer of the ladder, which measurement._",
@@ -23,18 +23,18 @@ BLANK = {
 }
 
 
-def experiment(title: str, when: date, *, judgement: Judgement | None = None, **texts: str | None) -> str:
+def experiment(title: str, when: date, *, judgment: Judgment | None = None, **texts: str | None) -> str:
     """Return the section. `texts`: hypothesis, predicted, change and decision; a missing text becomes a placeholder."""
     assert texts.keys() <= BLANK.keys()
     given = {key: text for key, text in texts.items() if text}
-    change = given.get("change") or (_change(judgement) if judgement else BLANK["change"])
+    change = given.get("change") or (_change(judgment) if judgment else BLANK["change"])
     return "\n".join(
         [
             f"### {when.isoformat()} {title}",
             f"* **Hypothesis.** {given.get('hypothesis', BLANK['hypothesis'])}",
             f"* **Predicted effect.** {given.get('predicted', BLANK['predicted'])}",
             f"* **Change.** {change}",
-            f"* **Measured effect.** {_measured(judgement) if judgement else BLANK['measured']}",
+            f"* **Measured effect.** {_measured(judgment) if judgment else BLANK['measured']}",
             f"* **Decision.** {given.get('decision', BLANK['decision'])}",
             "",
         ]
@@ -50,18 +50,18 @@ def append(path: Path, section: str) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def _change(judgement: Judgement) -> str:
-    old, new = judgement.old[-1], judgement.new[-1]
+def _change(judgment: Judgment) -> str:
+    old, new = judgment.old[-1], judgment.new[-1]
     parts = [f"code {old.code} -> {new.code}"] if old.code != new.code else []
     parts += [f"`{key}` {a} -> {b}" for key, a, b in diff(old.config, new.config) if key not in UNIMPORTANT]
     return "; ".join(parts) or "none: two measurements of the same code and config"
 
 
-def _measured(judgement: Judgement) -> str:
-    device, runs = judgement.new[-1].provenance["device"], (len(judgement.old), len(judgement.new))
+def _measured(judgment: Judgment) -> str:
+    device, runs = judgment.new[-1].provenance["device"], (len(judgment.old), len(judgment.new))
     measured = f"{device['count']} x {device['kind']}, {runs[0]} and {plural(runs[1], 'run')}"
-    head = f"{judgement.headline()} (`ridge bench {judgement.task}`, {measured})."
+    head = f"{judgment.headline()} (`ridge bench {judgment.task}`, {measured})."
     rows = ["", "  | layer | before | after | verdict |", "  |---|---|---|---|"]
-    rows += [f"  | {v.layer} | {ms(v.old_s)} | {ms(v.new_s)} | {v.comparison.describe()} |" for v in judgement.layers]
-    notes = [f"  {note}." for note in judgement.notes]
+    rows += [f"  | {v.layer} | {ms(v.old_s)} | {ms(v.new_s)} | {v.comparison.describe()} |" for v in judgment.layers]
+    notes = [f"  {note}." for note in judgment.notes]
     return "\n".join([head, *rows, *(["", *notes] if notes else [])])

@@ -48,7 +48,7 @@ class LayerVerdict:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """The result of a comparison."""
 
     task: str
@@ -69,7 +69,7 @@ class Judgement:
         return "; ".join(f"{word}: {', '.join(layers)}" for word, layers in found.items() if layers)
 
 
-def judge(baseline: Sequence[Stored], new: Sequence[Stored], changes: Sequence[str] = ()) -> Judgement:
+def judge(baseline: Sequence[Stored], new: Sequence[Stored], changes: Sequence[str] = ()) -> Judgment:
     """Compare stored results with a baseline.
 
     Args:
@@ -98,7 +98,7 @@ def judge(baseline: Sequence[Stored], new: Sequence[Stored], changes: Sequence[s
     notes += [f"{layer}: only in the baseline" for layer in chosen.series if layer not in reference.series]
     if not layers:
         raise UserError(f"{chosen.path} and {reference.path} have no layer in common")
-    return Judgement(reference.task, tuple(theirs), tuple(ours), tuple(layers), tuple(notes))
+    return Judgment(reference.task, tuple(theirs), tuple(ours), tuple(layers), tuple(notes))
 
 
 def choose(baseline: Sequence[Stored], ours: Sequence[Stored], changes: Sequence[str] = ()) -> tuple[list[Stored], int]:
@@ -243,7 +243,7 @@ def _versions(old: dict[str, str], new: dict[str, str]) -> Iterator[str]:
         yield f"{len(changed) - len(named)} others"
 
 
-def to_json(found: Judgement) -> dict[str, Any]:
+def to_json(found: Judgment) -> dict[str, Any]:
     """Return a comparison as JSON values."""
     return {
         "task": found.task,

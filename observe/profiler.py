@@ -84,7 +84,7 @@ class Profiler:
         self._config, self._run_dir = config, run_dir
         self._process, self._num_processes, self._restart = process, num_processes, restart
         self._hlo_text, self._step_time_s, self._clock = hlo_text, step_time_s, clock
-        self._signalled = False
+        self._signaled = False
         self._previous_handler: Any = None
         self._next_poll_s = clock()
         self._usual_step_s: float | None = None
@@ -109,7 +109,7 @@ class Profiler:
         self._previous_handler = signal.signal(signal.SIGUSR1, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signaled = True
 
     def before_step(self, step: int, drain: Callable[[], None]) -> Path | None:
         """Begin or end a capture that is due before `step` is dispatched; return the directory of a capture that ended."""
@@ -128,8 +128,8 @@ class Profiler:
 
     def _requested(self) -> bool:
         """Whether a capture was requested since the last call."""
-        if self._signalled:
-            self._signalled = False
+        if self._signaled:
+            self._signaled = False
             return True
         now_s = self._clock()
         if self._process != 0 or now_s < self._next_poll_s:

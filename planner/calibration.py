@@ -1,7 +1,7 @@
 """Predicted rates of devices and links: datasheet peaks times measured efficiency (planner/calibration_file.py).
 
     calibration = load_calibration()
-    calibration.matmul_flops_per_s(device, "bfloat16", m, n, k)      # at most the peak of the catalogue
+    calibration.matmul_flops_per_s(device, "bfloat16", m, n, k)      # at most the peak of the catalog
     calibration.attention_flops_per_s(device, "bfloat16", seq_len, head_dim)
     calibration.memory_bytes_per_s(device)
     calibration.layer(device, local)                                  # measured cost of remat policies, or None
@@ -79,7 +79,7 @@ class Calibration:
     def matmul_flops_per_s(self, device: Hardware, dtype: str, m: int, n: int, k: int) -> float:
         """Return the predicted rate of one matmul in FLOP/s, at most the peak (nominal devices: at most the best measured rate).
 
-        Raises UserError when the catalogue has no peak for the dtype, or the calibration has no matmul entry for the device.
+        Raises UserError when the catalog has no peak for the dtype, or the calibration has no matmul entry for the device.
         """
         key = (device.name, dtype, m, n, k)
         if key not in self._rates:
@@ -101,10 +101,6 @@ class Calibration:
         explained = explained_share(device, peak, memory, dtype, shape)
         most = max(1.0, *(share for _, share in measured)) if device.nominal else 1.0
         return peak * min(most, explained * _interpolate(measured, shape))
-
-    def matmul_share(self, device: Hardware, dtype: str, m: int, n: int, k: int) -> float:
-        """Return the predicted rate of one matmul as a fraction of the datasheet peak."""
-        return self.matmul_flops_per_s(device, dtype, m, n, k) / _peak(device, dtype)
 
     def attention_flops_per_s(self, device: Hardware, dtype: str, seq_len: int, head_dim: int) -> float:
         """Return the rate of fused attention, forward plus backward, in FLOP/s (see AttentionPoint)."""
@@ -209,7 +205,7 @@ def _monotonic_in_time(points: Iterable[tuple[float, float]]) -> list[tuple[floa
 def _peak(device: Hardware, dtype: str) -> float:
     peak = device.peak_flops.get(dtype)
     if peak is None:
-        raise UserError(f"{device.name} has no peak for {dtype} in the hardware catalogue (it has: {', '.join(device.peak_flops)})")
+        raise UserError(f"{device.name} has no peak for {dtype} in the hardware catalog (it has: {', '.join(device.peak_flops)})")
     return peak
 
 

@@ -28,7 +28,7 @@ class _Measured(Section):
     """One measurement: an absolute rate, or a share of the device's datasheet peak."""
 
     device: Name | None = None
-    """Name in the hardware catalogue. null: any device without entries of its own (then only `share` is allowed)."""
+    """Name in the hardware catalog. null: any device without entries of its own (then only `share` is allowed)."""
     source: str
     """Where the number was published, or how it was measured."""
     share: Fraction | None = None
@@ -39,7 +39,7 @@ class MatmulPoint(_Measured):
     """Measured rate of an [M, K] x [K, N] matmul."""
 
     dtype: Name
-    """dtype of the inputs, as in peak_flops of the hardware catalogue."""
+    """dtype of the inputs, as in peak_flops of the hardware catalog."""
     m: PositiveInt
     """M: rows of the result."""
     n: PositiveInt

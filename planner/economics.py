@@ -29,7 +29,7 @@ class RunEstimate:
     days: float
     device_hours: float
     cost_usd: float | None
-    """US dollars; None: neither the cluster file nor the catalogue has a price."""
+    """US dollars; None: neither the cluster file nor the catalog has a price."""
     energy_kwh: float
     """Of the facility: `device_energy_kwh` times the cluster's power_usage_effectiveness."""
     device_energy_kwh: float
@@ -46,7 +46,7 @@ class RunEstimate:
 
 
 def price_usd(cluster: ClusterConfig, device: Hardware) -> float | None:
-    """Return the price of one device-hour in US dollars: the cluster's, else the catalogue's; None when neither has one."""
+    """Return the price of one device-hour in US dollars: the cluster's, else the catalog's; None when neither has one."""
     return cluster.price_per_device_hour_usd if cluster.price_per_device_hour_usd is not None else device.price_per_hour_usd
 
 
@@ -56,7 +56,7 @@ def price_text(cluster: ClusterConfig, device: Hardware) -> str:
         return f"${cluster.price_per_device_hour_usd:,.2f} per device-hour (cluster file)"
     if device.price_per_hour_usd is None:
         return "no price: set price_per_device_hour_usd in the cluster file"
-    return f"${device.price_per_hour_usd:,.2f} per device-hour (catalogue: {device.sources['price']})"
+    return f"${device.price_per_hour_usd:,.2f} per device-hour (catalog: {device.sources['price']})"
 
 
 def state_bytes(config: Config) -> float:

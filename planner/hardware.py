@@ -1,6 +1,6 @@
-"""The hardware catalogue (planner/hardware.yaml): datasheet figures of each device, and everything else that is specific to it.
+"""The hardware catalog (planner/hardware.yaml): datasheet figures of each device, and everything else that is specific to it.
 
-A device that is not in the catalogue has no figures; none are guessed. Adding a GPU is one entry in the YAML file.
+A device that is not in the catalog has no figures; none are guessed. Adding a GPU is one entry in the YAML file.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ruamel.yaml import YAML
 
 from ridgeline.configs.errors import UserError, unknown_name
 
-CATALOGUE = Path(__file__).with_name("hardware.yaml")
+CATALOG = Path(__file__).with_name("hardware.yaml")
 
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """What XLA needs to know of a GPU architecture, besides the other figures of the catalogue, to compile for it on another machine."""
+    """What XLA needs to know of a GPU architecture, besides the other figures of the catalog, to compile for it on another machine."""
 
     compute_capability: tuple[int, int]
     """CUDA compute capability, major and minor."""
@@ -32,7 +32,7 @@ class CompileTarget:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device of the catalogue. These are datasheet figures; measured rates are in the calibration."""
+    """One device of the catalog. These are datasheet figures; measured rates are in the calibration."""
 
     name: str
     """Name of the entry, as cluster files use it."""
@@ -83,13 +83,13 @@ class Hardware:
 
 @functools.cache
 def _read() -> dict[str, Any]:
-    entries: dict[str, Any] = YAML(typ="safe").load(CATALOGUE)
+    entries: dict[str, Any] = YAML(typ="safe").load(CATALOG)
     return entries
 
 
 @functools.cache
-def catalogue() -> tuple[Hardware, ...]:
-    """Return every entry of the catalogue."""
+def catalog() -> tuple[Hardware, ...]:
+    """Return every entry of the catalog."""
     entries = dict(_read())
     common, latencies, _ = (entries.pop(key) for key in ("sources", "latencies", "other_generations"))
     return tuple(_entry(name, latencies | entry, common) for name, entry in entries.items())
@@ -122,22 +122,22 @@ def _entry(name: str, entry: dict[str, Any], common: dict[str, str]) -> Hardware
 
 
 def hardware_names() -> list[str]:
-    """Return the names of the catalogue's entries."""
-    return [h.name for h in catalogue()]
+    """Return the names of the catalog's entries."""
+    return [h.name for h in catalog()]
 
 
 def hardware(name: str) -> Hardware:
     """Return an entry by name, as cluster files use it. Raises UserError with the nearest name."""
-    for entry in catalogue():
+    for entry in catalog():
         if entry.name == name:
             return entry
     raise unknown_name("device", name, hardware_names())
 
 
 def find_hardware(device_kind: str) -> Hardware | None:
-    """Return the catalogue entry of a JAX `device_kind`; None when there is none."""
-    matches = [h for h in catalogue() if any(re.fullmatch(kind, device_kind) for kind in h.kinds)]
-    assert len(matches) <= 1, f"{device_kind!r} matches {[m.name for m in matches]} in {CATALOGUE.name}"
+    """Return the catalog entry of a JAX `device_kind`; None when there is none."""
+    matches = [h for h in catalog() if any(re.fullmatch(kind, device_kind) for kind in h.kinds)]
+    assert len(matches) <= 1, f"{device_kind!r} matches {[m.name for m in matches]} in {CATALOG.name}"
     return matches[0] if matches else None
 
 
@@ -146,7 +146,7 @@ def find_by_size(vendor: str, cores: int | None, memory_bytes: int | None) -> Ha
     known by neither name nor `device_kind`."""
     found = [
         h
-        for h in catalogue()
+        for h in catalog()
         if any(kind.startswith(vendor) for kind in h.kinds)
         and h.cores == cores
         and memory_bytes is not None
@@ -156,7 +156,7 @@ def find_by_size(vendor: str, cores: int | None, memory_bytes: int | None) -> Ha
 
 
 def unlisted(name: str, *, memory_bytes: int, memory_bandwidth_bytes_per_s: float, cores: int, clock_hz: float) -> Hardware:
-    """Return a device that is not in the catalogue, of which only these figures are known: it has no peak FLOP/s and no links."""
+    """Return a device that is not in the catalog, of which only these figures are known: it has no peak FLOP/s and no links."""
     return Hardware(
         name=name,
         kinds=(),
@@ -189,7 +189,7 @@ def generation_of(model: str) -> str:
 def check_block_scaled(device: Hardware, matmul: str, kind: str | None = None) -> None:
     """Raise UserError when block-scaled matmuls (mxfp8, nvfp4) are set for a device without them: they came with 4-bit matmuls."""
     if "float4" not in device.peak_flops:
-        able = ", ".join(h.name for h in catalogue() if "float4" in h.peak_flops)
+        able = ", ".join(h.name for h in catalog() if "float4" in h.peak_flops)
         name = device.name if kind is None else f"{device.name} ({kind})"
         raise UserError(f"precision.matmul={matmul}: {name} has no block-scaled tensor cores ({able} have); use precision.matmul=fp8")
 
@@ -202,7 +202,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
       dtype: of the matmul inputs: float32 (plain units), tfloat32, bfloat16, float16, float8, float4. See `matmul_dtype`.
 
     Returns:
-      FLOP/s, or None when the device or the dtype is not in the catalogue.
+      FLOP/s, or None when the device or the dtype is not in the catalog.
     """
     found = find_hardware(device_kind)
     return None if found is None else found.peak_flops.get(dtype)

@@ -108,7 +108,7 @@ class LayerPoint(Section):
     """One measurement: a layer of one shape on a device, under each policy."""
 
     device: Name
-    """Name in the hardware catalogue."""
+    """Name in the hardware catalog."""
     shape: LayerShape
     """Shape of the layer on one device."""
     tokens: PositiveInt

@@ -125,7 +125,7 @@ class Fabric:
 
 
 def assumed_cluster(device: Hardware) -> ClusterConfig | None:
-    """Return the shipped cluster whose links the catalogue assumes for this device, with the device itself; None: no links are assumed."""
+    """Return the shipped cluster whose links the catalog assumes for this device, with the device itself; None: no links are assumed."""
     if device.assumed_cluster is None:
         return None
     return load_cluster(device.assumed_cluster, [f"device={device.name}"]).config

@@ -122,7 +122,7 @@ def _check_priced(cluster: ClusterConfig, calibration: Calibration) -> None:
     machine = Machine(cluster, calibration, cluster.devices_per_node)
     if cluster.price_per_device_hour_usd is None and machine.device.price_per_hour_usd is None:
         raise UserError(
-            f"--budget-usd: neither cluster '{cluster.name}' nor the catalogue has a price for {machine.device.name};"
+            f"--budget-usd: neither cluster '{cluster.name}' nor the catalog has a price for {machine.device.name};"
             " set price_per_device_hour_usd in the cluster file"
         )
 
@@ -142,21 +142,21 @@ def _short_of_memory(scale: Scale) -> bool:
 
 
 def _nearest(config: Config, cluster: ClusterConfig, calibration: Calibration, scales: list[Scale], tokens: float) -> str:
-    """Return the number of nodes nearest to the largest asked for that works, at this batch and, where that is far, with another batch."""
+    """Return the number of nodes nearest to the largest requested that works, at this batch and, where that is far, with another batch."""
     most = min(cluster.nodes or LARGEST_SUGGESTION, LARGEST_SUGGESTION)
     tried = {scale.nodes for scale in scales}
-    asked = max(tried)
+    wanted = max(tried)
 
     def works(changed: Config, nodes: int) -> Layout | None:
         best = search_scale(changed, cluster, calibration, nodes, tokens).best
         return None if best is None else best.layout
 
     counts = dividing_nodes(config, cluster.devices_per_node, most) - tried
-    near = sorted(counts, key=lambda nodes: abs(math.log(nodes / asked)))[:MOST_TRIED]
+    near = sorted(counts, key=lambda nodes: abs(math.log(nodes / wanted)))[:MOST_TRIED]
     found = next(((nodes, layout) for nodes in near if (layout := works(config, nodes)) is not None), None)
     parts = [] if found is None else [f"nearest at this batch: {_nodes_text(*found)}"]
-    if found is None or not asked / 2 < found[0] <= asked:
-        for nodes in range(asked, max(0, asked - MOST_TRIED), -1):
+    if found is None or not wanted / 2 < found[0] <= wanted:
+        for nodes in range(wanted, max(0, wanted - MOST_TRIED), -1):
             if layout := works(changed := _with_rows_for(config, nodes * cluster.devices_per_node), nodes):
                 parts.append(f"with data.batch_size={changed.data.batch_size}: {_nodes_text(nodes, layout)}")
                 break

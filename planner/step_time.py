@@ -204,7 +204,7 @@ def step_time(
       calibration: measured rates.
       machine: the same cluster and calibration for this number of devices, to share its cache between layouts.
 
-    Raises UserError for a device or dtype without an entry in catalogue or calibration.
+    Raises UserError for a device or dtype without an entry in catalog or calibration.
     """
     machine = machine or Machine(cluster, calibration, math.prod(sizes.values()))
     return step_parts(config, sizes, machine).assemble()

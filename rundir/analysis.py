@@ -143,7 +143,7 @@ class Component:
     flops_per_s: float | None
     bytes_per_s: float | None
     ceiling_s: float | None
-    """The least time by the roofline; None without FLOPs and bytes, or for a device that is not in the catalogue."""
+    """The least time by the roofline; None without FLOPs and bytes, or for a device that is not in the catalog."""
     attained: float | None
     """`ceiling_s` over `time_s`: 1 is as fast as the device allows."""
     headroom_s: float | None
@@ -230,7 +230,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulShape:
-    """All matmuls of one shape: `batch` products of [m, k] and [k, n]."""
+    """All matmuls of one shape: `batch` matmuls of [m, k] and [k, n]."""
 
     dtype: str
     batch: int
@@ -424,7 +424,7 @@ class Analysis:
     """Directory of the capture."""
     device_kind: str | None
     hardware: str | None
-    """Name in the planner's catalogue; None: unknown device, no ceilings."""
+    """Name in the planner's catalog; None: unknown device, no ceilings."""
     step_assignment: Sequence[Assignment]
     unprofiled_step_time_s: float | None
     """Usual step time of the run without the profiler."""

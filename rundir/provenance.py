@@ -61,9 +61,9 @@ def source_state(tree: Path = SOURCE_TREE) -> SourceState:
     if (tree / SNAPSHOT).is_file():
         return SourceState({"snapshot": str(tree), **json.loads((tree / SNAPSHOT).read_bytes())}, None)
     try:
-        commit = _git(tree, "rev-parse", "HEAD").strip()
-        status = _git(tree, "status", "--porcelain", "--untracked-files=normal", ".")
-        diff = _git(tree, "diff", "HEAD", "--binary", ".")
+        commit = git(tree, "rev-parse", "HEAD").strip()
+        status = git(tree, "status", "--porcelain", "--untracked-files=normal", ".")
+        diff = git(tree, "diff", "HEAD", "--binary", ".")
     except (OSError, subprocess.SubprocessError) as error:
         return SourceState({"commit": None, "why": (getattr(error, "stderr", None) or str(error)).strip()}, None)
     untracked = [line[3:] for line in status.splitlines() if line.startswith("??")]
@@ -144,6 +144,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _git(tree: Path, *arguments: str) -> str:
+def git(tree: Path, *arguments: str) -> str:
+    """Return what git prints for a working tree. Raises OSError and SubprocessError."""
     command = ["git", "-C", str(tree), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, errors="surrogateescape", timeout=60).stdout

@@ -6,7 +6,6 @@ A record written by an older version may lack keys: those have defaults. `traine
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ridgeline.rundir.files import Record
 
@@ -183,8 +182,3 @@ class CompileRecord(StepSizes):
     uncounted_loops: tuple[str, ...] = ()
     traffic: tuple[TrafficRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
-
-
-def to_dict(record: Record | None) -> dict[str, Any] | None:
-    """Return the keys a record was made or read with, as plain values; None for None."""
-    return None if record is None else record.model_dump(mode="json", exclude_unset=True)

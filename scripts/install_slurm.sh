@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install Slurm for `make test-slurm` where that is possible: as root on a Debian machine. Says what it does, and never fails the caller.
+# Install Slurm for `make test-slurm` where that is possible: as root on a Debian machine. Prints what it does, and never fails the caller.
 PATH=$PATH:/usr/sbin:/sbin
 for program in slurmctld slurmd srun munged; do
   command -v "$program" >/dev/null || missing="$missing $program"

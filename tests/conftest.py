@@ -66,7 +66,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(scope="module")
 def quick_compile():
-    """A module whose programs run for milliseconds: their machine code stays unoptimised, and does not outlive it in the process."""
+    """A module whose programs run for milliseconds: their machine code stays unoptimized, and does not outlive it in the process."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)

@@ -237,7 +237,7 @@ class Evaluation(Hook):
 
 @dataclass(eq=False)
 class Saving(Hook):
-    """Saves where the checkpoint cadence says so, and at a stop.
+    """Saves at the checkpoint cadence, and at a stop.
 
     Never after a non-finite step: that state must not displace a checkpoint that training can continue from. The save is deferred to the
     next finite step. Raises NumericalFailure where the run would end without one, and for a state that is not finite.

@@ -46,7 +46,7 @@ def record_plan(
     Args:
       mesh: axis -> devices, all axes.
       compiled_step: the result of jax's `.lower(...).compile()`.
-      device_kind: JAX's name of the devices that run it; looked up in the hardware catalogue.
+      device_kind: JAX's name of the devices that run it; looked up in the hardware catalog.
       gpu: whether they are GPUs.
       parts: the source of the compiled step and the seconds of each part of its compilation (observe.compilation).
     """
@@ -101,7 +101,7 @@ def _predicted_time(run_dir: Path, config: Config, mesh: Mapping[str, int], devi
     """Return the predicted step time and the cluster whose links it assumes, or why there is none."""
     if device is None or device.nominal:
         return {
-            "no_step_s": "this device is not in the hardware catalogue" if device is None else "the peaks of this device are only nominal"
+            "no_step_s": "this device is not in the hardware catalog" if device is None else "the peaks of this device are only nominal"
         }
     cluster = _cluster(run_dir, device)
     if cluster is None:
@@ -111,7 +111,7 @@ def _predicted_time(run_dir: Path, config: Config, mesh: Mapping[str, int], devi
 
 
 def _cluster(run_dir: Path, device: Hardware) -> ClusterConfig | None:
-    """Return the cluster file that the run was submitted with, else the one whose links the catalogue assumes for this device."""
+    """Return the cluster file that the run was submitted with, else the one whose links the catalog assumes for this device."""
     try:
         cluster = RunDir(run_dir).cluster
     except UserError:

@@ -93,7 +93,7 @@ def start_warnings(config: Config) -> list[str]:
         manifest = read_manifest(path)
         for train_path, trained in train:
             if reason := same_text(path, manifest, train_path, trained):
-                lines.append(f"warning: evaluation.sets.{name} {reason}: its loss says nothing about unseen text")
+                lines.append(f"warning: evaluation.sets.{name} {reason}: its loss does not measure unseen text")
     return lines
 
 

@@ -13,8 +13,8 @@ import shutil
 import socket
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,34 +115,7 @@ def train(
             record_start(events, before, facts or {})
             if link is not None:
                 link.record = lambda end: events.emit("lost_peer", reason=end.text)
-        try:
-            stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
-            watchdog = Watchdog(config.trainer.hang_timeout_s, run.path / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit, end=end)
-            programs = open_program_cache(config, parts.mesh, progress.note)
-            compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
-            check = compiler.program(jax.jit(all_finite), "all_finite")
-            checkpointer = Checkpointer(
-                run.checkpoints, config.checkpoint, events=events, log=progress.note, check=check, guard=run.lease.check
-            )
-            session = _Session(
-                config, parts, run, tokenizer, events, progress, stop, watchdog, checkpointer, grace_s, analyze, compiler, from_step
-            )
-            try:
-                outcome = session.train()
-            except jax.errors.JaxRuntimeError:
-                if programs is not None and not session.began:
-                    programs.remove_loaded()
-                raise
-            finally:
-                watchdog.close()
-            progress.record(outcome.describe())
-        except StopRequested as request:
-            stop.abandon()
-            events.emit("stopped_early", signal=request.signal.name)
-            raise
-        finally:
-            stop.unshare()
-            events.close()
+        outcome = _Session(config, parts, run, tokenizer, events, progress, stop, end, grace_s, analyze, from_step).run_to_end()
     except BaseException as error:
         expected = isinstance(error, UserError | NumericalFailure | CheckpointError | StopRequested)
         progress.record(f"stopped: {error}" if expected else "".join(traceback.format_exception(error)).rstrip())
@@ -167,13 +140,15 @@ class _Session:
     events: EventLog
     progress: Progress
     stop: Stop
-    watchdog: Watchdog
-    checkpointer: Checkpointer
+    end: Callable[[int], Any]
+    """Ends the process with an exit code."""
     grace_s: float | None
     analyze: StartAnalysis | None
-    compiler: CompilerWatch
-    from_step: int | None = None
+    from_step: int | None
     """The step to resume from; None: the newest good one."""
+    watchdog: Watchdog = field(init=False)
+    compiler: CompilerWatch = field(init=False)
+    checkpointer: Checkpointer = field(init=False)
     started_from: Path | None = None
     """The directory of the model that a new run starts from."""
     plan_thread: threading.Thread | None = None
@@ -192,7 +167,38 @@ class _Session:
         """Whether the first step is done."""
         return self.loop is not None and self.loop.began
 
-    def train(self) -> Outcome:
+    def run_to_end(self) -> Outcome:
+        """Train, and close the event log whatever happens."""
+        config, run, events, progress, process = self.config, self.run, self.events, self.progress, jax.process_index()
+        try:
+            self.stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
+            stacks = run.path / f"stacks.{process}.txt"
+            self.watchdog = Watchdog(config.trainer.hang_timeout_s, stacks, HANG_EXIT_CODE, events.emit, end=self.end)
+            programs = open_program_cache(config, self.parts.mesh, progress.note)
+            self.compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
+            check = self.compiler.program(jax.jit(all_finite), "all_finite")
+            self.checkpointer = Checkpointer(
+                run.checkpoints, config.checkpoint, events=events, log=progress.note, check=check, guard=run.lease.check
+            )
+            try:
+                outcome = self._train()
+            except jax.errors.JaxRuntimeError:
+                if programs is not None and not self.began:
+                    programs.remove_loaded()
+                raise
+            finally:
+                self.watchdog.close()
+            progress.record(outcome.describe())
+            return outcome
+        except StopRequested as request:
+            self.stop.abandon()
+            events.emit("stopped_early", signal=request.signal.name)
+            raise
+        finally:
+            self.stop.unshare()
+            events.close()
+
+    def _train(self) -> Outcome:
         """Create or restore the state, compile, and run the loop."""
         config = self.config
         with self.stop.raising(), self.watchdog.phase("start-up"):

@@ -96,11 +96,11 @@ def _run(
     path = None
     if not no_save:
         path = stored.write(save or stored.default_path(results, task, resolved.name, now), found, resolved, made_with)
-    judgement = None
+    judgment = None
     if before:
-        judgement = judge(before, [stored.as_stored(path or Path("this measurement"), found, resolved, made_with)], changes)
+        judgment = judge(before, [stored.as_stored(path or Path("this measurement"), found, resolved, made_with)], changes)
     if as_json:
-        compared = {} if judgement is None else {"comparison": to_json(judgement)}
+        compared = {} if judgment is None else {"comparison": to_json(judgment)}
         print_json({**found, "provenance": made_with, "stored": None if path is None else str(path), **compared})
     else:
         print_outcome(outcome, resolved)
@@ -108,10 +108,10 @@ def _run(
             print(f"other programs used {taken:.0%} of the cores: the shares of the layers hold, but all times are too long")
         if path is not None:
             print(f"\nstored in {path}")
-        if judgement is not None:
+        if judgment is not None:
             print()
-            print_comparison(judgement)
-    return FAILED_CHECK if fail_on_slower and judgement is not None and judgement.slower else 0
+            print_comparison(judgment)
+    return FAILED_CHECK if fail_on_slower and judgment is not None and judgment.slower else 0
 
 
 def _start(config: Config) -> bool:

@@ -13,7 +13,7 @@ from ridgeline.cli.tables import print_json
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
-    from ridgeline.measure.regression import Judgement
+    from ridgeline.measure.regression import Judgment
 
 PATH = click.Path(path_type=Path)
 
@@ -33,7 +33,7 @@ def compare(baseline: Path, new: Path, changes: tuple[str, ...], fail_on_slower:
     from ridgeline.cli.printing.comparison import print_comparison
     from ridgeline.measure.regression import to_json
 
-    found = judgement_of(baseline, new, changes)
+    found = judgment_of(baseline, new, changes)
     if as_json:
         print_json(to_json(found))
     else:
@@ -68,8 +68,8 @@ def template(
 
     if (baseline is None) != (new is None):
         raise UserError("--baseline and --new must be given together")
-    found = judgement_of(baseline, new, changes) if baseline is not None and new is not None else None
-    text = experiment(title, datetime.now(UTC).date(), judgement=found, hypothesis=hypothesis, predicted=predicted, decision=decision)
+    found = judgment_of(baseline, new, changes) if baseline is not None and new is not None else None
+    text = experiment(title, datetime.now(UTC).date(), judgment=found, hypothesis=hypothesis, predicted=predicted, decision=decision)
     if target is None:
         print(text, end="")
     else:
@@ -77,7 +77,7 @@ def template(
         print(f"appended to {target}")
 
 
-def judgement_of(baseline: Path, new: Path, changes: tuple[str, ...]) -> Judgement:
+def judgment_of(baseline: Path, new: Path, changes: tuple[str, ...]) -> Judgment:
     """Read and compare stored results. Raises UserError."""
     from ridgeline.measure.regression import judge
     from ridgeline.rundir.bench_results import read_all

@@ -12,6 +12,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.launch import local
 from ridgeline.launch.cluster.devices import gpus_present
+from ridgeline.launch.cluster.network import free_port
 
 
 @click.command()
@@ -37,8 +38,8 @@ def launch(config: str, overrides: tuple[str, ...], processes: int, grace_s: flo
         environments = local.environments(processes, os.environ, None if cpu else gpus_present())
     except ValueError as error:
         raise UserError(f"--processes {processes}: {error}") from None
-    group = local.Group(local.commands(processes, ["train", config, *overrides], local.free_port()), environments)
+    group = local.Group(local.commands(processes, ["train", config, *overrides], free_port()), environments)
     ended = group.wait(grace_s=grace_s)
-    if ended.culprit is not None and processes > 1:
-        click.echo(f"ridge launch: process {ended.culprit} was the first to fail", err=True)
+    if ended.failed_first is not None and processes > 1:
+        click.echo(f"ridge launch: process {ended.failed_first} was the first to fail", err=True)
     sys.exit(ended.code)

@@ -78,7 +78,7 @@ def _print_jobs(rows: list[dict[str, Any]]) -> None:
 
 
 def _states(run: Path, record: JobRecord) -> list[JobState]:
-    """Query Slurm. For a job it no longer knows, take the exit code from the run's own record."""
+    """Query Slurm. For a job that it no longer lists, take the exit code from the run's own record."""
     from ridgeline.launch.slurm.state import FORGOTTEN, job_states
     from ridgeline.rundir.progress import job_exit_code
 

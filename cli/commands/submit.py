@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ridgeline.cli.options import config_arguments, job_options, json_option
 from ridgeline.cli.slurm import print_findings, read_cluster
 from ridgeline.cli.tables import print_json
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()
@@ -40,7 +37,6 @@ def submit(
     resolved config into the run directory, and passes the script to sbatch.
     """
     from datetime import UTC, datetime
-    from pathlib import Path
 
     from ridgeline.configs.load import load
     from ridgeline.launch.slurm import filesystems, lint, shape
@@ -51,7 +47,7 @@ def submit(
     resolved = shape.placed(load(config, overrides).config, site)
     size = shape.job_shape(site, nodes, time)
     by = slurm.Submitter.here(datetime.now(UTC))
-    findings = lint.lint(resolved, site, size, filesystems.read_mounts(Path("/proc/mounts").read_text()))
+    findings = lint.lint(resolved, site, size, filesystems.read_mounts())
     job = slurm.training_job(resolved, site, size, by, preflight=not no_preflight)
     if dry_run:
         click.echo(job_script(job), nl=False)

@@ -53,7 +53,7 @@ def submit_data(
         raise UserError(f"--slices {slices}: the input has only {shards} shards; use at most {shards} slices, or more --shards")
     by = Submitter.here(datetime.now(UTC))
     jobs = data_job.data_jobs(output, slices, data_job.to_arguments(submit_data, options, ()), site, size, by)
-    findings = lint.lint_job(site, size, jobs.slices.root, filesystems.read_mounts(Path("/proc/mounts").read_text()))
+    findings = lint.lint_job(site, size, jobs.slices.root, filesystems.read_mounts())
     if dry_run:
         click.echo(job_script(jobs.slices) + f"\n# ---- {data_job.MERGE_SCRIPT}\n\n" + job_script(jobs.merge), nl=False)
         print_findings(findings)

@@ -52,7 +52,7 @@ def sweep(
     from ridgeline.launch.slurm import filesystems, shape
     from ridgeline.launch.slurm.script import job_script
     from ridgeline.launch.slurm.submit import Submitter
-    from ridgeline.launch.trials import sweep_job
+    from ridgeline.launch.trials.sweep import submission, write_points
     from ridgeline.launch.trials.sweep_file import load_sweep
 
     loaded = load_sweep(sweep, os.environ)
@@ -72,14 +72,15 @@ def sweep(
     if not chosen:
         return None
     by = Submitter.here(datetime.now(UTC))
-    findings = sweep_job.lint_points(loaded, chosen, site, size, filesystems.read_mounts(Path("/proc/mounts").read_text()))
-    job = sweep_job.sweep_job(loaded, chosen, site, size, by, preflight=not no_preflight)
+    jobs = submission(loaded, chosen, site, size, by, preflight=not no_preflight)
+    findings = jobs.lint(filesystems.read_mounts())
     if dry_run:
-        click.echo(job_script(job), nl=False)
+        click.echo(job_script(jobs.jobs()[0]), nl=False)
         print_findings(findings)
         return None
     print_findings(findings)
-    number = sweep_job.submit_sweep(job, loaded, chosen, by)
+    write_points(loaded)
+    (number,) = jobs.submit()
     if as_json:
         print_json({"job": number, "directory": str(loaded.directory), "points": [one.index for one, _ in chosen]})
         return None

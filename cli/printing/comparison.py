@@ -5,10 +5,10 @@ from __future__ import annotations
 from ridgeline.cli.tables import Column, print_table
 from ridgeline.configs.format import plural
 from ridgeline.measure.ladder import ms
-from ridgeline.measure.regression import Judgement
+from ridgeline.measure.regression import Judgment
 
 
-def print_comparison(found: Judgement) -> None:
+def print_comparison(found: Judgment) -> None:
     """Print the verdict on each layer, the notes and the headline."""
     rows = [
         {

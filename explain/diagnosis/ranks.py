@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline.rundir.analysis import Analysis, DeviceStep
-from ridgeline.rundir.noise import percentile
+from ridgeline.rundir.noise import median, percentile
 
 STEADY = 0.25
 """Percentile over the steps that counts as the steady value: three of four steps show more."""
@@ -49,7 +49,7 @@ def slowest(analysis: Analysis | None) -> Slowest | None:
     names = set.intersection(*(set(step) for step in steps)) if steps else set()
     if len(names) < 2:
         return None
-    own = {name: _middle([_own_s(step[name]) for step in steps]) for name in names}
+    own = {name: median([_own_s(step[name]) for step in steps]) for name in names}
     device = max(sorted(own), key=lambda name: own[name])
     others = names - {device}
 
@@ -60,11 +60,11 @@ def slowest(analysis: Analysis | None) -> Slowest | None:
     more_s = lasting([_own_s(step[device]) - usual(step, _own_s) for step in steps])
     return Slowest(
         device=device,
-        step_s=_middle([step[device].total_s for step in steps]),
+        step_s=median([step[device].total_s for step in steps]),
         own_s=own[device],
-        usual_own_s=_middle([usual(step, _own_s) for step in steps]),
-        compute_s=_middle([step[device].compute_s for step in steps]),
-        usual_compute_s=_middle([usual(step, _compute_s) for step in steps]),
+        usual_own_s=median([usual(step, _own_s) for step in steps]),
+        compute_s=median([step[device].compute_s for step in steps]),
+        usual_compute_s=median([usual(step, _compute_s) for step in steps]),
         late_s=max(0.0, more_s - slow_s),
         slow_s=min(slow_s, more_s),
         shares_cores="/cpu" in device and any(host_of(other) == host_of(device) for other in others),
@@ -89,8 +89,8 @@ def lasting(values: Sequence[float]) -> float:
     """
     if not values or steady(values) <= 0:
         return 0.0
-    middle = _middle(values)
-    error = 1.2533 * 1.4826 * _middle([abs(value - middle) for value in values]) / math.sqrt(len(values))
+    middle = median(values)
+    error = 1.2533 * 1.4826 * median([abs(value - middle) for value in values]) / math.sqrt(len(values))
     return middle if middle > 2 * error else 0.0
 
 
@@ -100,10 +100,6 @@ def _own_s(times: DeviceStep) -> float:
 
 def _compute_s(times: DeviceStep) -> float:
     return times.compute_s
-
-
-def _middle(values: Sequence[float]) -> float:
-    return percentile(sorted(values), 0.5)
 
 
 def _low_middle(values: Sequence[float]) -> float:

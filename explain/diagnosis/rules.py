@@ -1,4 +1,4 @@
-"""The catalogue of rules, and their application to the facts of a run.
+"""The catalog of rules, and their application to the facts of a run.
 
 The gain of a finding on one run is an upper limit on its whole wall time, so that findings of the run ledger and of the step ledger can be
 ranked together. The gain of a finding on several runs is in what is compared: time or cost.
@@ -21,7 +21,7 @@ Rule = Callable[[Facts], Finding | None]
 
 @dataclass(frozen=True)
 class Row:
-    """One rule of the catalogue."""
+    """One rule of the catalog."""
 
     name: str
     check: Rule
@@ -40,7 +40,7 @@ class Row:
 
 
 _RUN, _STEP, _RUNS = "run ledger and metrics", "step ledger of a profile", "several runs"
-CATALOGUE: tuple[Row, ...] = (
+CATALOG: tuple[Row, ...] = (
     Row(
         "input pipeline",
         run_rules.input_pipeline,
@@ -153,8 +153,8 @@ CATALOGUE: tuple[Row, ...] = (
 )
 """Every rule. Of findings with equal gains the earlier row comes first."""
 
-RULES: tuple[Rule, ...] = tuple(row.check for row in CATALOGUE)
-STUDY_RULES: tuple[Rule, ...] = tuple(row.check for row in CATALOGUE if row.reads == _RUNS)
+RULES: tuple[Rule, ...] = tuple(row.check for row in CATALOG)
+STUDY_RULES: tuple[Rule, ...] = tuple(row.check for row in CATALOG if row.reads == _RUNS)
 """Rules on several runs: findings of their comparison, not of a single run."""
 
 
@@ -186,9 +186,9 @@ def summary_line(path: Path) -> str:
 
 
 def rules_table() -> str:
-    """Return the catalogue as a Markdown table."""
+    """Return the catalog as a Markdown table."""
     lines = ["| rule | symptom | threshold | reads | action |", "|---|---|---|---|---|"]
-    for row in CATALOGUE:
+    for row in CATALOG:
         limits = (
             "<br>".join(f"{THRESHOLDS[name][0]:g}: {THRESHOLDS[name][1]}" for name in row.thresholds) or "three objectives, three scales"
         )

@@ -17,7 +17,7 @@ _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def roofline_svg(analysis: Analysis) -> str:
-    """Draw the operations; empty without one that has FLOPs and bytes. A device that is not in the catalogue has no roof."""
+    """Draw the operations; empty without one that has FLOPs and bytes. A device that is not in the catalog has no roof."""
     points = [(o, o.flops / o.bytes, o.flops / o.time_s) for o in analysis.operations if o.flops and o.bytes and o.time_s]
     if not points:
         return ""

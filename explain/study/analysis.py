@@ -105,11 +105,6 @@ class Study:
     """Figures that contradict each other or the law."""
 
     @property
-    def next_time_s(self) -> float | None:
-        """Time to solution at `next_value` by the law; None without a law."""
-        return None if self.next_time is None else self.next_time.time_s
-
-    @property
     def ran(self) -> list[Row]:
         """The rows that have figures."""
         return [row for row in self.rows if row.failure is None]

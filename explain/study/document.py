@@ -165,7 +165,7 @@ class ScalingStudy(Document):
     price_usd: float | None
     """Of one device and hour."""
     tokens: float | None
-    """Of the run whose time to solution was asked for; None: of the measured runs."""
+    """Of the run whose time to solution was requested; None: of the measured runs."""
     rows: list[ScalingRow]
     """Smallest scale first."""
     law: FittedLaw | None

@@ -27,7 +27,7 @@ from ridgeline.planner.hardware import Hardware
 from ridgeline.rundir.analysis import Component, MatmulShape, Operation
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32", "f64": "float64"}
-"""HLO dtype of the inputs of a matmul -> name in the catalogue (XLA's default precision for float32; see planner.hardware)."""
+"""HLO dtype of the inputs of a matmul -> name in the catalog (XLA's default precision for float32; see planner.hardware)."""
 
 
 def operations(
@@ -165,7 +165,7 @@ def _operation(
 
 
 def peak_flops_of(hardware: Hardware, dtype: str) -> float | None:
-    """Return the datasheet peak in FLOP/s for matmuls of an HLO dtype; None when the catalogue has none."""
+    """Return the datasheet peak in FLOP/s for matmuls of an HLO dtype; None when the catalog has none."""
     name = "float8" if dtype.startswith("f8") else "float4" if dtype.startswith("f4") else DTYPES.get(dtype, "")
     return hardware.peak_flops.get(name) or (hardware.peak_flops.get("float32") if dtype == "f32" else None)
 

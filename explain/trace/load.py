@@ -1,7 +1,7 @@
 """Read a capture. One function reads everything the analysis needs; what comes after it computes and reads no file.
 
-Read are the traces, the compiled programs and the sampled frames beside them; and of the run around it the event logs, the mesh, and the
-cluster whose links the planner knows.
+It reads the traces, the compiled programs and the sampled frames beside them, and from the run directory the event logs, the mesh and the
+cluster, for its links.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Profile:
     facts: DeviceFacts | None
     """What the traces contain of the devices."""
     hardware: Hardware | None
-    """Datasheet of the devices; of devices that are not in the catalogue, what the trace contains; None: nothing is known."""
+    """Datasheet of the devices; of devices that are not in the catalog, what the trace contains; None: nothing is known."""
     mesh: Mapping[str, int] | None
     """Axis -> devices; None where it is unknown."""
     fabric: Fabric | None

@@ -60,7 +60,7 @@ _JAX = frozenset(
         "xla_bridge",
     )
 )
-"""Files of JAX and numpy that are on the way to a compiled function."""
+"""Files of JAX and numpy that are between user code and a compiled function."""
 _LIBRARY = re.compile(r"(site-packages|dist-packages|lib/python3|/jax/|jax/_src)")
 MOST_SOURCES = 10
 """Places that are reported."""

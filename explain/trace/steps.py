@@ -255,7 +255,7 @@ def _of_program(host: Host, ops: Ops, program: ProgramKey) -> np.ndarray:
 def _execution_starts(ops: Ops, expected: int | None = None) -> np.ndarray:
     """Return when each execution of a program begins.
 
-    Executions are told apart by their run ids; else by the first of the operations that run once per execution. An operation is an
+    Executions are distinguished by their run ids; else by the first of the operations that run once per execution. An operation is an
     instruction and a kernel, as an instruction may launch several kernels. Those in loops run more often, those in branches less often.
 
     Args:

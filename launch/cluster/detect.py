@@ -18,9 +18,8 @@ from ridgeline.configs.schema import RuntimeConfig
 from ridgeline.launch.cluster import devices, launchers, network, slurm, slurm_nodes
 from ridgeline.launch.cluster.devices import LocalDevices
 from ridgeline.launch.cluster.launchers import Launch
+from ridgeline.launch.cluster.network import FIRST_PORT, LAST_PORT
 
-FIRST_PORT, LAST_PORT = 61_000, 65_535
-"""Above Linux's ephemeral ports (up to 60,999), so no outgoing connection uses one of these."""
 PORT_TRIES = 16
 """Number of ports that process 0 tries to listen on, and that the others try to connect to."""
 
@@ -96,7 +95,7 @@ def describe(
 
     Raises:
       UserError: the processes would train separate copies or could not find each other. Errors of this node's GPUs are not raised: they are
-        in `devices.trouble`, so that the rendezvous can send them to all processes.
+        in `devices.error`, so that the rendezvous can send them to all processes.
     """
     found, step = _detect(env, flags, hostnames, ancestry or ancestors)
     if found.processes < 1 or not 0 <= found.process < found.processes:

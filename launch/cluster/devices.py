@@ -27,7 +27,7 @@ class LocalDevices:
     """Indices among the visible GPUs; None: all devices that JAX finds."""
     how: str
     """Source of `ids`, for messages."""
-    trouble: tuple[int, str] | None = None
+    error: tuple[int, str] | None = None
     """Error that excludes this process from the run: exit code and message. The rendezvous sends it to all."""
 
 
@@ -53,7 +53,7 @@ def choose(
       local_processes, local_process: number of the run's processes on this node, and the index of this one; None: unknown.
 
     Returns:
-      `trouble` is set if the node has fewer GPUs than allocated, or if the tasks leave GPUs unused or cannot share them evenly.
+      `error` is set if the node has fewer GPUs than allocated, or if the tasks leave GPUs unused or cannot share them evenly.
     """
     shown = env.get(VISIBLE)
     if present is None:

@@ -14,7 +14,7 @@ from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config, RuntimeConfig
 from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster import network, rendezvous_client, rendezvous_server
-from ridgeline.launch.cluster.detect import LAST_PORT, PORT_TRIES, Cluster
+from ridgeline.launch.cluster.detect import PORT_TRIES, Cluster
 from ridgeline.launch.cluster.link import Link
 from ridgeline.launch.cluster.process_info import ProcessInfo, describe_process
 from ridgeline.launch.cluster.rendezvous import SECRET, BackgroundLoop, Doorkeeper, Stopped, Verdict, allow_connections
@@ -76,8 +76,8 @@ def join(
       Every process raises the same error with the same message.
     """
     if cluster.processes == 1:
-        if cluster.devices.trouble is not None:
-            raise ClusterError(cluster.devices.trouble[1], cluster.devices.trouble[0])
+        if cluster.devices.error is not None:
+            raise ClusterError(cluster.devices.error[1], cluster.devices.error[0])
         return Joined((configure_runtime(config.runtime, clock),)), Link()
     begin = clock()
     info = describe_process(cluster, config, os.environ)
@@ -220,11 +220,11 @@ def _addresses_elsewhere(cluster: Cluster) -> list[str]:
 def _listen(own: Sequence[str], cluster: Cluster) -> tuple[int, list[socket.socket]]:
     """Listen on the first port of the sequence that is free together with its successor, on all addresses."""
     for port in cluster.ports:
-        listeners = rendezvous_server.listen(own, port)
+        listeners = network.listen(own, port)
         if listeners is None:
             continue
         if len(cluster.ports) > 1:
-            pair = rendezvous_server.listen(own, port + 1)
+            pair = network.listen(own, port + 1)
             if pair is None:
                 for listener in listeners:
                     listener.close()
@@ -237,7 +237,7 @@ def _listen(own: Sequence[str], cluster: Cluster) -> tuple[int, list[socket.sock
 
 
 def _ports_after(port: int) -> list[int]:
-    after = [number for number in range(port + 1, port + 1 + PORT_TRIES) if number <= LAST_PORT]
+    after = [number for number in range(port + 1, port + 1 + PORT_TRIES) if number <= network.LAST_PORT]
     return after + [number for number in range(port - 1, port - 1 - PORT_TRIES, -1) if number > 1024]
 
 

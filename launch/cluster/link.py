@@ -58,7 +58,7 @@ class PeerEnd:
     text: str
     """Names the process."""
     lost: bool
-    """It ended without a goodbye; false: with an error of its own."""
+    """It ended without announcing its exit code; false: with an error of its own."""
 
 
 class Link:

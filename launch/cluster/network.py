@@ -1,10 +1,17 @@
-"""Host addresses: resolution, and whether an address is local, private or loopback."""
+"""Host addresses (resolution; whether one is local, private or loopback) and ports."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import socket
+from collections.abc import Iterable
 
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, LAST_PORT = 61_000, 65_535
+"""Above Linux's ephemeral ports (up to 60,999), so no outgoing connection uses one of these."""
+BACKLOG = 4096
 SHARED_SPACE = ipaddress.ip_network("100.64.0.0/10")
 """Carrier and cluster-internal networks (RFC 6598): unreachable from outside, though `ipaddress` does not report them as private."""
 
@@ -68,3 +75,33 @@ def split_port(text: str) -> tuple[str, int] | None:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         return None
     return host, int(port)
+
+
+def listen(addresses: Iterable[str], port: int) -> list[socket.socket] | None:
+    """Listen on one port of all the addresses; None if it is in use on any of them."""
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        for address in addresses:
+            listener = stack.enter_context(socket.socket(family(address), socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore closed connections of the port
+            try:
+                listener.bind((address, port))
+                listener.listen(BACKLOG)
+            except OSError:
+                return None
+            listener.setblocking(False)
+            sockets.append(listener)
+        stack.pop_all()
+        return sockets
+
+
+def free_port(address: str = LOOPBACK) -> int:
+    """Return a free port of `address` above the ephemeral ports. Raises RuntimeError if none is free."""
+    slots = (LAST_PORT - FIRST_PORT) // 2
+    for number in range(slots):
+        port = FIRST_PORT + 2 * ((os.getpid() * 7919 + number) % slots)
+        listeners = listen([address], port)
+        if listeners is not None:
+            listeners[0].close()
+            return port
+    raise RuntimeError(f"no port of {FIRST_PORT}-{LAST_PORT} is free on {address}")

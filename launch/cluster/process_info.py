@@ -52,7 +52,7 @@ class ProcessInfo:
     """Directory of the sources."""
     devices: int | None
     """Devices this process will use; None: unknown until JAX is loaded."""
-    trouble: tuple[int, str] | None = None
+    error: tuple[int, str] | None = None
     """Error that excludes this process from the run: exit code and message."""
 
     @property
@@ -87,7 +87,7 @@ def describe_process(cluster: Cluster, config: Config, env: Mapping[str, str]) -
         code=code_hash(),
         source=str(SOURCE),
         devices=expected_devices(cluster.devices, config.runtime, env),
-        trouble=cluster.devices.trouble,
+        error=cluster.devices.error,
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.launch import exit_codes
@@ -14,7 +14,6 @@ from ridgeline.launch.cluster import network
 from ridgeline.launch.cluster.process_info import ProcessInfo, differences
 from ridgeline.launch.cluster.rendezvous import BEAT_S, BUFFER_BYTES, SECRET, TICK_S, Connection, Doorkeeper, Stopped, Verdict
 
-BACKLOG = 4096
 SETTLE_S = 3.0
 """Wait after the first error, so that other processes with the same error appear in the same message."""
 LATE_S = 20.0
@@ -24,24 +23,6 @@ LATE_STOPPED_S = 3.0
 PROBE_S = 15.0
 NAMED = 8
 """Limit of processes or errors named in a message."""
-
-
-def listen(addresses: Iterable[str], port: int) -> list[socket.socket] | None:
-    """Listen on one port of all the addresses; None if it is in use on any of them."""
-    with contextlib.ExitStack() as stack:
-        sockets = []
-        for address in addresses:
-            listener = stack.enter_context(socket.socket(network.family(address), socket.SOCK_STREAM))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore closed connections of the port
-            try:
-                listener.bind((address, port))
-                listener.listen(BACKLOG)
-            except OSError:
-                return None
-            listener.setblocking(False)
-            sockets.append(listener)
-        stack.pop_all()
-        return sockets
 
 
 @dataclass
@@ -141,7 +122,7 @@ class Server:
             seen = Counter(connection.local_address for connection in self.connections.values())
             address = max(seen, key=lambda item: (not network.is_loopback(item), seen[item]))
         for port in self.jax_ports:
-            listeners = listen([address], port)
+            listeners = network.listen([address], port)
             if listeners is not None:
                 break
         else:
@@ -238,8 +219,8 @@ class Server:
         self.connections[-1 - len(self.connections)] = connection  # receives the verdict, is not counted
 
     def _check(self, info: ProcessInfo) -> None:
-        if info.trouble is not None:
-            self.errors.append((info.trouble[0], f"{info.name}: {info.trouble[1]}"))
+        if info.error is not None:
+            self.errors.append((info.error[0], f"{info.name}: {info.error[1]}"))
         for difference in differences(self.own, info):
             self._add_error(difference)
 

@@ -91,11 +91,6 @@ def allocated_tasks(env: Mapping[str, str]) -> int | None:
     return (_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1) * (_number(env, "SLURM_NTASKS_PER_NODE") or 1)
 
 
-def job_id(env: Mapping[str, str]) -> str | None:
-    """Return the id of the job whose variables are set, None without."""
-    return env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or None
-
-
 def restart_count(env: Mapping[str, str]) -> int:
     """Return how often Slurm has requeued this job."""
     return _number(env, "SLURM_RESTART_COUNT") or 0

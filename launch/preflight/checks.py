@@ -1,6 +1,6 @@
 """Result of one check of a node, and the rules that judge a measured rate.
 
-A rate is compared with the expected one (cluster file, hardware catalogue) *and* with the other nodes of the job. The first comparison
+A rate is compared with the expected one (cluster file, hardware catalog) *and* with the other nodes of the job. The first comparison
 detects a fabric that is slow everywhere, the second a single slow node.
 """
 

@@ -21,13 +21,13 @@ from pydantic import TypeAdapter
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.schema import Config
-from ridgeline.launch.cluster import Cluster, ClusterError, network, rendezvous_server
+from ridgeline.launch.cluster import Cluster, ClusterError, network
 from ridgeline.launch.cluster.join import own_addresses
 from ridgeline.launch.cluster.rendezvous import SECRET
 from ridgeline.launch.exit_codes import BAD_NODE, DONE
 from ridgeline.launch.preflight import host, judge_devices, judge_gpu, judge_host, judge_processes, nvml
 from ridgeline.launch.preflight.checks import Check, Verdict
-from ridgeline.launch.preflight.exchange import ExchangeClient, ExchangeServer, free_port
+from ridgeline.launch.preflight.exchange import ExchangeClient, ExchangeServer
 from ridgeline.launch.preflight.probe_runner import ProbeOutcome, run_probe
 from ridgeline.launch.preflight.report import Report, conclude
 from ridgeline.measure.probe import ProbePlan
@@ -172,7 +172,7 @@ def _check_host(value: Any) -> None:
     message = _HOST.validate_python(value)
     _FACTS.validate_python(message["facts"])
     _HOST.validate_python(message["gpus"])["missing"]
-    if not isinstance(message["trouble"], str | None) or not isinstance(message["gpus_on_node"], int | None):
+    if not isinstance(message["error"], str | None) or not isinstance(message["gpus_on_node"], int | None):
         raise TypeError("not a host message")
 
 
@@ -216,11 +216,11 @@ def _host_facts(exam: Examination, leaders: Sequence[int]) -> host.HostFacts:
 
 
 def _host_message(exam: Examination, facts: host.HostFacts) -> dict[str, Any]:
-    trouble = exam.here.devices.trouble
+    error = exam.here.devices.error
     gpus = _own_gpus(exam)
     return {
         "facts": asdict(facts),
-        "trouble": None if trouble is None else trouble[1],
+        "error": None if error is None else error[1],
         "gpus": gpus.as_dict(),
         "gpus_on_node": exam.gpus_on_node,
     }
@@ -276,8 +276,11 @@ def _plan_together(
         return "not measured: some processes have GPUs and some do not"
     if sum(outcome.results["devices"]["count"] for outcome in outcomes) == 1:
         return "one device: no communication"
-    address = own_addresses(exam.here)[0] if processes > 1 else "127.0.0.1"
-    return {"coordinator": network.with_port(address, free_port(address)), "nodes": [node_of[process] for process in range(processes)]}
+    address = own_addresses(exam.here)[0] if processes > 1 else network.LOOPBACK
+    return {
+        "coordinator": network.with_port(address, network.free_port(address)),
+        "nodes": [node_of[process] for process in range(processes)],
+    }
 
 
 def _together(
@@ -303,8 +306,8 @@ def _judge_own(exam: Examination, hosts: Mapping[int, Any], own: Mapping[int, An
         gpus = {gpu["uuid"]: nvml.GpuFacts(**gpu) for process in mine for gpu in own[process]["gpus"]}
         checks += judge_gpu.judge_gpus(node, nvml.GpuReport(tuple(gpus.values()), None if gpus else missing))
         for process in mine:
-            if process in hosts and hosts[process]["trouble"] is not None:
-                text = hosts[process]["trouble"]
+            if process in hosts and hosts[process]["error"] is not None:
+                text = hosts[process]["error"]
                 checks.append(Check(node, "allocation", Verdict.FAIL, "", "", text, "see the reason"))
     outcomes = {process: ProbeOutcome(**value["outcome"]) for process, value in own.items()}
     checks += judge_processes.judge_own_failures(outcomes, node_of)
@@ -332,7 +335,7 @@ def listen(here: Cluster) -> list[Any]:
     """Return process 0's listening sockets on the first free port. Raises ClusterError without one."""
     own = own_addresses(here)
     for port in here.ports:
-        listeners = rendezvous_server.listen(own, port)
+        listeners = network.listen(own, port)
         if listeners is not None:
             return listeners
     taken = ", ".join(map(str, here.ports[:3]))

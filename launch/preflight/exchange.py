@@ -307,11 +307,3 @@ class ExchangeClient:
 
     async def _disconnect(self) -> None:
         self._connection.close()
-
-
-def free_port(address: str) -> int:
-    """Return a port of `address` that is free now."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as probe:
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,7 +1,7 @@
-"""Judge the devices of the nodes and the links between them. Pure functions of measurements, cluster file and hardware catalogue.
+"""Judge the devices of the nodes and the links between them. Pure functions of measurements, cluster file and hardware catalog.
 
-Expected rates are those of a plan: the catalogue's datasheet peaks times the reached share (planner/calibration.yaml, or a file of
-`ridge calibrate`). The catalogue has no CPU models, so without a calibration of the machine CPUs are compared with their peers only.
+Expected rates are those of a plan: the catalog's datasheet peaks times the reached share (planner/calibration.yaml, or a file of
+`ridge calibrate`). The catalog has no CPU models, so without a calibration of the machine CPUs are compared with their peers only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeviceContext:
         return CPU_LIMITS if platform == "cpu" else GPU_LIMITS
 
     def device(self, kind: str, platform: str) -> Hardware | None:
-        """Return the catalogue entry of a device; for a CPU only if the calibration measured it."""
+        """Return the catalog entry of a device; for a CPU only if the calibration measured it."""
         if platform != "cpu":
             return find_hardware(kind)
         measured = any(point.device == "cpu" for point in (*self.calibration.file.matmul, *self.calibration.file.memory))

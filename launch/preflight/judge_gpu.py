@@ -17,9 +17,9 @@ POWER_WARN = 0.95
 """Share of the default power limit."""
 CHECKS = ("device memory", "ecc", "throttle", "gpu links")
 
-Judgement = tuple[Verdict, str, str]
+Judgment = tuple[Verdict, str, str]
 """Verdict, reason, fix."""
-GOOD: Judgement = (Verdict.OK, "", "")
+GOOD: Judgment = (Verdict.OK, "", "")
 
 
 def judge_gpus(node: str, report: GpuReport) -> list[Check]:
@@ -37,7 +37,7 @@ def judge_gpus(node: str, report: GpuReport) -> list[Check]:
 
 
 def _worst(
-    node: str, name: str, gpus: Sequence[GpuFacts], judge: Callable[[GpuFacts], Judgement], expected: str, text: Callable[[GpuFacts], str]
+    node: str, name: str, gpus: Sequence[GpuFacts], judge: Callable[[GpuFacts], Judgment], expected: str, text: Callable[[GpuFacts], str]
 ) -> Check:
     """Judge every GPU; return a check with the worst verdict and the GPUs that have it."""
     order = (Verdict.FAIL, Verdict.WARN, Verdict.NOT_APPLICABLE, Verdict.OK)
@@ -51,7 +51,7 @@ def _worst(
     return Check(node, name, worst, text(gpu), expected, f"GPU {which}: {reason}", fix)
 
 
-def judge_free(gpu: GpuFacts) -> Judgement:
+def judge_free(gpu: GpuFacts) -> Judgment:
     """Judge the free memory before the job starts."""
     if gpu.memory_free_bytes is None or not gpu.memory_total_bytes:
         return Verdict.NOT_APPLICABLE, "not reported", ""
@@ -62,7 +62,7 @@ def judge_free(gpu: GpuFacts) -> Judgement:
     return Verdict.FAIL if share < FREE_FAIL else Verdict.WARN, f"{1 - share:.0%} of the memory is already in use", fix
 
 
-def judge_ecc(gpu: GpuFacts) -> Judgement:
+def judge_ecc(gpu: GpuFacts) -> Judgment:
     """Judge memory errors."""
     replace = "exclude the node and report it: the GPU needs a reset or a replacement"
     if gpu.remap_failed:
@@ -78,7 +78,7 @@ def judge_ecc(gpu: GpuFacts) -> Judgement:
     return GOOD
 
 
-def judge_throttle(gpu: GpuFacts) -> Judgement:
+def judge_throttle(gpu: GpuFacts) -> Judgment:
     """Judge throttling while the GPU was measured."""
     if gpu.throttle_bits is None:
         return Verdict.NOT_APPLICABLE, "not reported", ""
@@ -94,7 +94,7 @@ def judge_throttle(gpu: GpuFacts) -> Judgement:
     return GOOD
 
 
-def judge_links(gpu: GpuFacts) -> Judgement:
+def judge_links(gpu: GpuFacts) -> Judgment:
     """Judge NVLink and PCIe."""
     report = "exclude the node and report it"
     if gpu.nvlinks and not gpu.nvlinks_active:

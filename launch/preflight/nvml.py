@@ -65,11 +65,6 @@ class GpuReport:
         """Return plain values for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GpuReport:
-        """Return the report from the values of `as_dict`."""
-        return cls(tuple(GpuFacts(**gpu) for gpu in values["gpus"]), values["missing"])
-
 
 def read_gpus(environment: Mapping[str, str]) -> GpuReport:
     """Read the GPUs that CUDA_VISIBLE_DEVICES lets this process use."""

@@ -23,7 +23,12 @@ class Mount:
     kind: str
 
 
-def read_mounts(text: str) -> list[Mount]:
+def read_mounts() -> list[Mount]:
+    """Return the mounts of this machine."""
+    return parse_mounts(Path("/proc/mounts").read_text())
+
+
+def parse_mounts(text: str) -> list[Mount]:
     """Parse /proc/mounts; octal escapes in mount points are decoded."""
     mounts = []
     for line in text.splitlines():

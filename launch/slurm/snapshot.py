@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ridgeline.rundir.provenance import PACKAGES, SNAPSHOT, SOURCE_TREE
+from ridgeline.rundir.provenance import PACKAGES, SNAPSHOT, SOURCE_TREE, git
 
 DIFF_FILE = "git.diff"
 _PATHS = ("ridgeline", *PACKAGES)
@@ -43,7 +43,7 @@ def code_state(source: Path = SOURCE_TREE) -> CodeState:
     except PackageNotFoundError:
         number = "unknown"
     commit = _commit(source)
-    dirty = commit is not None and bool(_git(source, "status", "--porcelain", "--", *_PATHS))
+    dirty = commit is not None and bool(git(source, "status", "--porcelain", "--", *_PATHS))
     return CodeState(number, commit, dirty, source)
 
 
@@ -57,7 +57,7 @@ def take_snapshot(target: Path, source: Path = SOURCE_TREE) -> dict[str, Any]:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file, target / name)
     described = {"source": str(source), "version": state.version, "commit": state.commit, "dirty": state.dirty, "diff": None}
-    if state.dirty and (changes := _git(source, "diff", "HEAD", "--binary", "--", *_PATHS)):
+    if state.dirty and (changes := git(source, "diff", "HEAD", "--binary", "--", *_PATHS)):
         (target / DIFF_FILE).write_text(changes, encoding="utf-8", errors="surrogateescape")
         described["diff"] = str(target / DIFF_FILE)
     (target / SNAPSHOT).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -67,7 +67,7 @@ def take_snapshot(target: Path, source: Path = SOURCE_TREE) -> dict[str, Any]:
 def _files(source: Path, state: CodeState) -> Iterator[tuple[str, Path]]:
     """Yield the files of the package: path in the copy, and current path."""
     if state.commit is not None:
-        listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PATHS).split("\0")
+        listed = git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PATHS).split("\0")
         for name in set(listed):
             if name and (source / name).is_file():
                 yield name if name.startswith("ridgeline/") else f"ridgeline/{name}", source / name
@@ -84,12 +84,7 @@ def _commit(source: Path) -> str | None:
     A virtual environment inside some working tree is not its top.
     """
     try:
-        top, commit = _git(source, "rev-parse", "--show-toplevel", "HEAD").splitlines()
+        top, commit = git(source, "rev-parse", "--show-toplevel", "HEAD").splitlines()
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return commit if Path(top).resolve() == source.resolve() else None
-
-
-def _git(source: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(source), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, errors="surrogateescape", timeout=60).stdout

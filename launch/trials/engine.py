@@ -25,6 +25,8 @@ from ridgeline.rundir.liveness import FINISHED, NOT_STARTED, RUNNING, run_state
 from ridgeline.rundir.progress import run_progress
 
 MISSING = "not submitted"
+DIGITS = 3
+"""Least digits of the name of a trial of an array, which is its number."""
 
 Query = Callable[[str, str | None], Sequence[JobState]]
 """(job id, Slurm cluster) -> its state, for an array one per task; `job_states`, unless a test replaces it."""

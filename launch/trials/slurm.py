@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
-from ridgeline.launch.slurm import filesystems, lint, shape
-from ridgeline.launch.slurm import submit as jobs
+from ridgeline.launch.slurm import filesystems, shape
 from ridgeline.launch.slurm.state import FORGOTTEN, JobState, job_states
+from ridgeline.launch.slurm.submit import Submitter
 from ridgeline.launch.trials.engine import Query
 from ridgeline.launch.trials.failure import failure_reason
 from ridgeline.launch.trials.study import Trial, Trials
+from ridgeline.launch.trials.submission import Submission
 from ridgeline.rundir import jobs as job_files
 from ridgeline.rundir.progress import run_progress
 
@@ -77,17 +77,14 @@ def _submit(trials: Trials, trial: Trial, site: Site) -> str:
     """Submit one trial; return its job id. Raises UserError if Slurm or the checks before it refuse the job."""
     assert trial.setting.nodes is not None
     trials.prepare(trial)
-    config = shape.placed(trial.config, site.cluster)
     size = shape.job_shape(site.cluster, trial.setting.nodes, site.time)
-    errors = [f.message for f in lint.lint(config, site.cluster, size, _mounts()) if f.error]
+    by = Submitter.here(datetime.now(UTC))
+    jobs = Submission(trials.files, trial.name, {trial.name: trial.config}, site.cluster, size, by, site.preflight)
+    errors = [finding.message for finding in jobs.lint(filesystems.read_mounts()) if finding.error]
     if errors:
         raise UserError(f"{trial.name}: " + "; ".join(errors))
-    by = jobs.Submitter.here(datetime.now(UTC))
-    return jobs.submit(jobs.training_job(config, site.cluster, size, by, preflight=site.preflight), config, by, {"nodes": size.nodes})
-
-
-def _mounts() -> list[filesystems.Mount]:
-    return filesystems.read_mounts(Path("/proc/mounts").read_text())
+    (number,) = jobs.submit()
+    return number
 
 
 def _describe(trial: Trial, state: JobState) -> str:

@@ -7,7 +7,7 @@ SWEEP/configs/000.yaml    config of a point that ran on this machine; its output
 SWEEP/failures/000.json   why a point failed on this machine
 SWEEP/lease/              held by the process that runs the points on this machine
 
-A point that was interrupted or failed continues its run; a finished one continues if the file asks for more steps.
+A point that was interrupted or failed continues its run; a finished one continues if the file sets more steps.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
+from ridgeline.launch.slurm.shape import JobShape
 from ridgeline.launch.slurm.state import job_states
-from ridgeline.launch.trials.engine import SWEEP, Query, Status, TrialFiles
+from ridgeline.launch.slurm.submit import Submitter
+from ridgeline.launch.trials.engine import DIGITS, SWEEP, Query, Status, TrialFiles
+from ridgeline.launch.trials.submission import Submission
 from ridgeline.launch.trials.sweep_file import Point, Sweep
 from ridgeline.rundir import jobs as job_files
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.jobs import JobRecord
 
 FILE = "sweep.json"
-FILL = 3
-"""Digits of a point's name."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def is_sweep(directory: Path) -> bool:
 
 def point_name(index: int) -> str:
     """Return the name of a point, which is that of its run directory."""
-    return f"{index:0{FILL}}"
+    return f"{index:0{DIGITS}}"
 
 
 def read_points(directory: Path) -> list[NumberedPoint]:
@@ -84,19 +86,29 @@ def numbered(sweep: Sweep) -> list[tuple[NumberedPoint, Point]]:
 
 
 def write_points(sweep: Sweep) -> None:
-    """Store the new points of a sweep file after those already stored."""
+    """Store the new points of a sweep file after those already stored. Raises UserError."""
     stored: list[Any] = [point.overrides for point in read_points(sweep.directory)] if is_sweep(sweep.directory) else []
     stored += [point.overrides for number, point in numbered(sweep) if number.index >= len(stored)]
-    sweep.directory.mkdir(parents=True, exist_ok=True)
-    partial = sweep.directory / f".{FILE}"
-    partial.write_text(json.dumps({"name": sweep.config.name, "points": stored}, indent=1) + "\n", encoding="utf-8")
-    partial.replace(sweep.directory / FILE)
+    try:
+        sweep.directory.mkdir(parents=True, exist_ok=True)
+        partial = sweep.directory / f".{FILE}"
+        partial.write_text(json.dumps({"name": sweep.config.name, "points": stored}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(sweep.directory / FILE)
+    except OSError as error:
+        raise UserError(f"cannot write the sweep into {sweep.directory}: {error.strerror or error}") from error
 
 
 def point_config(sweep: Sweep, number: NumberedPoint, point: Point) -> Config:
     """Return the config of a point with its name and run directory."""
     name = f"{sweep.config.name}-{point_name(number.index)}"
     return point.config.model_copy(update={"name": name, "run_dir": number.directory})
+
+
+def submission(sweep: Sweep, chosen: Chosen, cluster: ClusterConfig, shape: JobShape, by: Submitter, *, preflight: bool) -> Submission:
+    """Return what submits the chosen points."""
+    configs = {point_name(number.index): point_config(sweep, number, point) for number, point in chosen}
+    files = TrialFiles(sweep.directory, SWEEP)
+    return Submission(files, sweep.config.name, configs, cluster, shape, by, preflight, sweep.config.max_running)
 
 
 def results(directory: Path, query: Query = job_states) -> list[Result]:
@@ -113,19 +125,19 @@ def results(directory: Path, query: Query = job_states) -> list[Result]:
 def to_do(sweep: Sweep, found: Sequence[Result]) -> list[tuple[NumberedPoint, Point]]:
     """Return the points of the file that are neither finished nor pending or running.
 
-    A finished point is included if the file asks for more steps. Raises UserError if the file changed any other key of it.
+    A finished point is included if the file sets more steps. Raises UserError if the file changed any other key of it.
     """
     known = {result.point.index: result for result in found}
     chosen = []
     for number, point in numbered(sweep):
         result = known.get(number.index)
-        if result is not None and (result.busy or (result.finished and not _asks_for_more(sweep, number, point))):
+        if result is not None and (result.busy or (result.finished and not _has_more_steps(sweep, number, point))):
             continue
         chosen.append((number, point))
     return chosen
 
 
-def _asks_for_more(sweep: Sweep, number: NumberedPoint, point: Point) -> bool:
+def _has_more_steps(sweep: Sweep, number: NumberedPoint, point: Point) -> bool:
     files, name = TrialFiles(sweep.directory, SWEEP), point_name(number.index)
     stored = files.config(name)
     own = {"name": stored.name, "run_dir": stored.run_dir, "mesh": stored.mesh}  # the mesh was resolved when it was submitted

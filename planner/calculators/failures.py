@@ -30,7 +30,6 @@ FAILURES_PER_NODE_DAY = statistics.median(PUBLISHED_FAILURES_PER_NODE_DAY.values
 """4.2 per 1,000 node-days."""
 DEFAULT_NODE_MTBF_HOURS = 24 / FAILURES_PER_NODE_DAY
 """5,696 hours, for clusters without node_mtbf_hours."""
-DEFAULT_NODE_MTBF_SOURCE = "median of three published fleets, 2.3 to 6.5 failures per 1,000 node-days (planner/calculators/failures.py)"
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,3 @@ def goodput(*, save_s: float, mtbf_s: float, interval_s: float, restart_s: float
     saving = save_s / (interval_s + save_s)
     failing = (interval_s / 2 + restart_s) / (mtbf_s + restart_s)
     return max(0.0, (1 - saving) * (1 - min(1.0, failing)))
-
-
-def checkpoint_save_s(state_bytes: float, write_bytes_per_s: float) -> float:
-    """Return the time to write a checkpoint. All devices share the bandwidth of the file system.
-
-    Args:
-      state_bytes: bytes of the whole checkpoint, all shards together.
-      write_bytes_per_s: bandwidth of the file system for the whole job.
-    """
-    return positive("state bytes", state_bytes) / positive("write bytes/s", write_bytes_per_s)

@@ -14,8 +14,6 @@ from ridgeline.configs.errors import UserError
 from ridgeline.planner.calculators.checks import count, not_negative, positive, share
 
 SECONDS_PER_DAY = 86_400
-TOKENS_PER_PARAMETER = 20
-"""Approximate number of compute-optimal tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,3 @@ def run_cost(
         cost_usd=None if hours is None or price is None else hours * price,
         energy_kwh=None if hours is None or power is None else hours * power,
     )
-
-
-def compute_optimal_tokens(params: float) -> float:
-    """Return about 20 tokens per parameter: the optimum for a budget of 6*P*D FLOPs (Hoffmann et al., arXiv 2203.15556)."""
-    return TOKENS_PER_PARAMETER * positive("params", params)

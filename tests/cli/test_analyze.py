@@ -139,12 +139,12 @@ def test_what_is_no_profile_gives_one_line(tmp_path, capsys, name, content, comp
     assert len(error.splitlines()) == 1
 
 
-def test_a_run_without_a_profile_says_how_to_get_one(tmp_path, capsys):
+def test_a_run_without_a_profile_names_the_command_that_makes_one(tmp_path, capsys):
     assert ridge(["analyze", str(tmp_path)]) == 2
     assert "profiler.start_step" in capsys.readouterr().err
 
 
-def test_damaged_neighbours_of_a_profile_are_named(tmp_path, capsys):
+def test_damaged_neighbors_of_a_profile_are_named(tmp_path, capsys):
     file = write(tmp_path / "a.xplane.pb", [gpu(0, {"Stream #1(Kernel)": [kernel("gemm", 0, 7)]})])
     (tmp_path / "jit_f.hlo.txt").write_text("not HLO")
     assert ridge(["analyze", str(file)]) == 2

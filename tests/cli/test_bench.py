@@ -216,7 +216,7 @@ def test_a_mistake_is_one_line_and_measures_nothing(arguments: list[str], line: 
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
-def test_a_collective_moves_what_it_is_told_to_over_its_axes(kind: str) -> None:
+def test_a_collective_moves_the_given_bytes_over_its_axes(kind: str) -> None:
     mesh = build_mesh(load("tiny.yaml", ()).config.mesh, jax.devices())
     run = collective(kind, ("data", "tensor"), 96 * 4, mesh)
     text = run.func.lower(*run.args).compile().as_text()  # type: ignore[attr-defined]

@@ -68,7 +68,7 @@ links: [{name: switch, kind: nvlink, bandwidth_gb_per_s: 1000, latency_us: 0, in
 """
 
 
-def test_a_cluster_says_what_the_links_are(capsys):
+def test_a_cluster_file_defines_the_links(capsys):
     Path("site.yaml").write_text(SWITCHED)
     assert cli.run(["calibrate", "-o", "own.yaml", "--cluster", "site.yaml"]) == 0
     shown = capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_mistakes_are_refused_before_anything_is_measured(arguments, message, ca
     assert "measuring" not in captured.err
 
 
-def test_a_gpu_that_is_not_in_the_catalogue_is_named_and_not_guessed():
+def test_a_gpu_that_is_not_in_the_catalog_is_named_and_not_guessed():
     assert device_entry("gpu", "NVIDIA H200").name == "h200-sxm"
     with pytest.raises(UserError, match=r"'NVIDIA H800' .*hardware\.yaml"):
         device_entry("gpu", "NVIDIA H800")

@@ -90,7 +90,7 @@ def test_the_flags_are_those_a_run_on_that_gpu_starts_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--cluster", "local"), "'cpu' cannot be compiled for"),
         (("--cluster", "dgx-h101"), "dgx-h100"),
@@ -103,6 +103,6 @@ def test_the_flags_are_those_a_run_on_that_gpu_starts_with() -> None:
         ),
     ],
 )
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
     assert cli.run([*COMMAND, *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

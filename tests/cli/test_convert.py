@@ -115,7 +115,7 @@ def test_conversion_holds_a_few_tensors_and_not_the_model(tmp_path):
     assert filecmp.cmp(tmp_path / "hf" / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False)
 
 
-def test_import_reads_into_the_dtype_asked_for_at_a_relative_path(hf, tmp_path, monkeypatch):
+def test_import_reads_into_the_requested_dtype_at_a_relative_path(hf, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(from_hf, hf, "--output", "run", "--dtype", "bfloat16")
     loaded = load_model(Path("run"))
@@ -160,7 +160,7 @@ def test_outputs_are_never_overwritten_and_failures_leave_nothing(hf, imported, 
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "said"),
+    ("command", "arguments", "message"),
     [
         (to_hf, ["{hf}", "{tmp}/out"], "is a Hugging Face directory"),
         (to_hf, ["{tmp}", "{tmp}/out"], "contains no model"),
@@ -174,9 +174,9 @@ def test_outputs_are_never_overwritten_and_failures_leave_nothing(hf, imported, 
         (generate, ["{hf}", "--seed", "-1"], "--seed"),
     ],
 )
-def test_bad_arguments_are_one_clear_error(hf, imported, tmp_path, command, arguments, said):
+def test_bad_arguments_are_one_clear_error(hf, imported, tmp_path, command, arguments, message):
     filled = [argument.format(hf=hf, run=imported, tmp=tmp_path) for argument in arguments]
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         run(command, *filled)
     assert not (tmp_path / "out").exists()
 

@@ -200,7 +200,7 @@ STEP = " ".join(["step", *SMALL])
         ("model models/lama-3.2-1b", "did you mean 'models/llama-3.2-1b'"),
     ],
 )
-def test_nonsense_is_one_line_that_says_what_is_allowed(line, message, capsys):
+def test_invalid_values_are_one_line_with_what_is_allowed(line, message, capsys):
     assert cli.run(["estimate", *line.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -50,7 +50,7 @@ def test_the_table_names_goodput_and_every_category_that_took_time(run_dir, caps
     assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["compile", "productive"]
 
 
-def test_the_last_start_is_told_part_by_part(tmp_path, capsys):
+def test_the_phases_of_the_last_start_are_listed(tmp_path, capsys):
     clock = Clock()
     for _ in range(2):
         log = EventLog(event_file(tmp_path, 0), run="r", clock=clock, monotonic=clock)

@@ -50,7 +50,7 @@ def test_json_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert made["worth"]
 
 
-def test_the_page_says_what_binds_what_it_costs_and_why_not_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_the_bottleneck_the_cost_and_the_reasons_against_other_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     page = run(capsys, "--tokens", "1e10")
     for words in (
         "tokens/s/device",

@@ -76,20 +76,20 @@ def study(config: Path) -> Study:
     output = config.parent / "study"
     first = subprocess.Popen(command(config, output), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert first.stderr is not None
-    said = []
+    logged = []
     for line in first.stderr:
-        said.append(line)
+        logged.append(line)
         if "devices-2.1: starting" in line:
             first.send_signal(signal.SIGINT)
             break
-    said.append(first.communicate(timeout=300)[1])
+    logged.append(first.communicate(timeout=300)[1])
     kept = (output / "runs/devices-1.1/events.jsonl").read_bytes()
     second = subprocess.run(command(config, output), cwd=ROOT, text=True, capture_output=True, timeout=500)
     assert second.returncode == 0, second.stderr
-    return Study(output, first.returncode, "".join(said), kept, second.stderr, json.loads(second.stdout))
+    return Study(output, first.returncode, "".join(logged), kept, second.stderr, json.loads(second.stdout))
 
 
-def test_an_interrupted_study_keeps_what_is_finished_and_goes_on(study: Study) -> None:
+def test_an_interrupted_study_keeps_what_is_finished_and_continues(study: Study) -> None:
     assert study.interrupted_code == 130, study.interrupted_words
     assert "interrupted: 1 of 3 runs are finished" in study.interrupted_words
     assert not (study.output / "failures").exists()
@@ -97,7 +97,7 @@ def test_an_interrupted_study_keeps_what_is_finished_and_goes_on(study: Study) -
     assert (study.output / "runs/devices-1.1/events.jsonl").read_bytes() == study.kept
 
 
-def test_every_scale_is_a_row_and_the_one_that_cannot_run_says_why(study: Study) -> None:
+def test_every_scale_is_a_row_and_one_that_cannot_run_has_its_reason(study: Study) -> None:
     rows = {row["devices"]: row for row in study.result["rows"]}
     assert list(rows) == [1, 2, 3, 4]
     assert rows[3]["failure"] == "--per-process 2 does not divide 3 devices"
@@ -240,7 +240,7 @@ def test_trials_of_virtual_devices_get_as_many_as_they_ask_for() -> None:
         ("", 3, "exit code 3"),
     ],
 )
-def test_the_reason_of_a_failure_is_found_in_its_last_words(tmp_path: Path, log: str, code: int, words: str) -> None:
+def test_the_reason_of_a_failure_is_found_at_the_end_of_its_log(tmp_path: Path, log: str, code: int, words: str) -> None:
     file = tmp_path / "log"
     file.write_text(log)
     assert failure_reason(file, code).startswith(words)
@@ -259,19 +259,19 @@ def test_the_reason_of_a_failure_is_found_in_its_last_words(tmp_path: Path, log:
         ("CANCELLED", "", None),
     ],
 )
-def test_jobs_are_waited_for_and_what_ended_them_is_the_reason(tmp_path: Path, ends: str, log: str, reason: str | None) -> None:
+def test_jobs_are_waited_for_and_their_end_is_the_reason(tmp_path: Path, ends: str, log: str, reason: str | None) -> None:
     trials = Trials(tmp_path, settings_of(ScalingRequest("quickstart", (), [1]), nodes={1: 1}), 1, ("mesh.",))
     (trial,) = trials.trials
     record = JobRecord("17", "2026-11-21", "train", "local", None, 1)
     record_job(trial.config.directory, record)
     (trial.config.directory / "slurm/job-17.log").write_text(log)
     states = iter(["PENDING", "RUNNING", "RUNNING", ends, ends, ends])
-    said: list[str] = []
+    logged: list[str] = []
     site = Site(load_cluster("local").config, None, preflight=False, at_once=None)
     run_through_slurm(
-        trials, site, said.append, query=lambda job, cluster: [JobState(job, next(states), exit_code=0)], sleep=lambda seconds: None
+        trials, site, logged.append, query=lambda job, cluster: [JobState(job, next(states), exit_code=0)], sleep=lambda seconds: None
     )
-    assert "1 more" in said[0]
+    assert "1 more" in logged[0]
     assert [trial.name for trial in trials.to_do()] == ([] if reason else [trial.name])
     assert (trials.failure(trial) or "").find(reason or "") >= 0
     assert (reason is None) == (trials.failure(trial) is None)

@@ -116,7 +116,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert shown.err.count("\n") == 1
 
 
-def test_submitting_needs_sbatch_and_says_where_the_script_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submitting_needs_sbatch_and_prints_the_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     monkeypatch.setattr(snapshot, "code_state", lambda: "ridgeline")
     monkeypatch.setattr(snapshot, "take_snapshot", lambda target: target.mkdir())
@@ -128,9 +128,9 @@ def test_submitting_needs_sbatch_and_says_where_the_script_is(monkeypatch: pytes
 
 def test_what_is_submitted_is_written_beside_the_script(fake_sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([*SUBMIT, "trainer.steps=7", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     directory = fake_sbatch / "runs/tiny/slurm/1"
-    assert told == {"job": "17", "run_dir": str(fake_sbatch / "runs/tiny"), "script": str(directory / "job.sh")}
+    assert printed == {"job": "17", "run_dir": str(fake_sbatch / "runs/tiny"), "script": str(directory / "job.sh")}
     assert stat.S_IMODE((directory / "job.sh").stat().st_mode) == 0o755
     config = load(directory / "config.yaml").config
     assert config.trainer.steps == 7
@@ -183,7 +183,7 @@ def test_options_of_the_command_line_win_over_variables_and_files() -> None:
     assert (site.slurm.account, site.slurm.qos) == ("file", "shell")
 
 
-def test_sbatchs_refusal_is_told_in_its_words(tmp_path: Path) -> None:
+def test_sbatchs_error_is_printed_unchanged(tmp_path: Path) -> None:
     program = tmp_path / "sbatch"
     program.write_text("#!/bin/bash\necho 'sbatch: error: Batch job submission failed: Invalid account' >&2\nexit 1\n")
     program.chmod(0o755)
@@ -322,7 +322,7 @@ def job(tmp_path: Path, *cluster_set: str) -> slurm.Job:
     return training_job(placed(config, site), site, job_shape(site, 1, "60"), by(Path("/home/me")))
 
 
-def test_a_container_sees_what_the_run_reads_and_writes(tmp_path: Path) -> None:
+def test_a_container_mounts_what_the_run_reads_and_writes(tmp_path: Path) -> None:
     text = job_script(job(tmp_path, "software.container={runtime: pyxis, image: i.sqsh, mounts: [/a:/b]}"))
     assert "--container-mounts=/data/corpus:/data/corpus,/data/runs/x:/data/runs/x,/hf/model:/hf/model,/home/me:/home/me,/a:/b" in text, (
         "data, run, start parameters, working directory, and the cluster file's own"
@@ -482,7 +482,7 @@ def test_sigterm_to_the_batch_shell_is_a_preemption(whom: str, tmp_path: Path) -
     """The supervision of a job with stages and commands of Slurm of our own: the ranks save, and the job is requeued."""
     tools = {
         "scancel": 'echo "scancel $*"; kill -USR1 "$(cat ranks)"',
-        "scontrol": '[ "$1" = show ] && echo "JobState=RUNNING Reason=None Requeue=1 " || echo "scontrol $*"',
+        "scontrol": '[ "$1" = show ] && echo "JobState=RUNNING Reason=None Requeue=1 Restarts=0 " || echo "scontrol $*"',
         "ranks": """echo $$ > ranks; trap 'sleep 0.3; exit 75' USR1; trap : TERM; touch ready; while :; do sleep 0.05; done""",
     }
     for name, body in tools.items():

@@ -18,9 +18,9 @@ from ridgeline.launch.slurm.state import JobState
 from ridgeline.launch.trials import sweep as on_disk
 from ridgeline.launch.trials import sweep_local
 from ridgeline.launch.trials.engine import SWEEP, TrialFiles
-from ridgeline.launch.trials.sweep import Result, numbered, read_points, results, to_do, write_points
+from ridgeline.launch.trials.submission import ranges
+from ridgeline.launch.trials.sweep import Result, numbered, point_config, read_points, results, to_do, write_points
 from ridgeline.launch.trials.sweep_file import Sweep, load_sweep
-from ridgeline.launch.trials.sweep_job import point_config, ranges
 from ridgeline.rundir.jobs import JobRecord, record_job
 
 BASE = """\
@@ -179,7 +179,7 @@ def test_only_failed_and_missing_points_are_submitted_again(half_done: Sweep) ->
     assert [number.index for number, _ in to_do(grown, table(half_done))] == [1, 3, 4, 5]
 
 
-def test_a_finished_point_goes_on_when_more_steps_are_asked_for(half_done: Sweep) -> None:
+def test_a_finished_point_continues_when_the_file_sets_more_steps(half_done: Sweep) -> None:
     more = swept(GRID.replace("set:\n", "set:\n  trainer.steps: 30\n"))
     assert [number.index for number, _ in to_do(more, table(half_done))] == [0, 1, 3]
 

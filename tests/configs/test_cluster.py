@@ -147,7 +147,7 @@ def test_levels_that_do_not_nest_are_refused(links: str, message: str) -> None:
         load_cluster("site.yaml")
 
 
-def test_every_key_of_the_schema_says_what_it_means() -> None:
+def test_every_key_of_the_schema_has_a_docstring() -> None:
     def check(section: type) -> None:
         for name, info in section.model_fields.items():  # type: ignore[attr-defined]
             inner = info.annotation

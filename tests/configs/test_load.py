@@ -27,7 +27,7 @@ def refusal(text: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_every_leaf_knows_where_it_comes_from() -> None:
+def test_every_leaf_has_its_source() -> None:
     resolved = load(write("trainer:\n  steps: 7\ndata:\n  train:\n    - path: a\n"), ["seed=3"])
     assert resolved.config.trainer.steps == 7
     assert str(resolved.sources["trainer.steps"]) == "x.yaml:2"

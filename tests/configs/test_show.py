@@ -78,7 +78,7 @@ def test_reading_a_resolved_config_interpolates_nothing_and_names_bad_keys(tmp_p
         from_resolved(path)
 
 
-def test_show_says_where_each_value_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_prints_the_source_of_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text("data:\n  train:\n    - path: a\ntrainer:\n  steps: 5\n")
     shown = to_commented_yaml(load("x.yaml", ["seed=3"]))
@@ -144,7 +144,7 @@ def test_diff_lists_only_what_differs_in_schema_order() -> None:
         ("data.workers=2", True, ""),
     ],
 )
-def test_a_resume_is_told_what_changed_and_whether_it_may(override: str, allowed: bool, why: str) -> None:
+def test_a_resume_lists_changed_settings_and_refuses_some(override: str, allowed: bool, why: str) -> None:
     old = load("models/llama-2-7b").config.model_dump(mode="json")
     new = load("models/llama-2-7b", [override]).config.model_dump(mode="json")
     changes = classify_changes(old, new)

@@ -203,7 +203,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
 
 
 def planted(job: dict[str, Any]) -> Any:
-    """Plant the fault of a job, and leave its capture to whoever analyses later where it does not do so itself."""
+    """Plant the fault of a job, and leave its capture to whoever analyzes later where it does not do so itself."""
     stack, name = contextlib.ExitStack(), job.get("fault")
     if not job.get("analyze", True):
         stack.enter_context(_no_analysis())
@@ -262,11 +262,11 @@ def main() -> None:
         with patch.object(startup, "process_age_s", lambda: time.monotonic() - began_s), planted(plan):
             ridge()
         return
-    with os.fdopen(os.dup(1), "w") as said:
+    with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
         for job in plan:
             if job is None:
-                print("ready", file=said, flush=True)
+                print("ready", file=output, flush=True)
                 if not sys.stdin.readline():
                     return  # nobody is there any more
                 continue

@@ -25,7 +25,7 @@ from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
 from ridgeline.explain.diagnosis.facts import read_facts
 from ridgeline.explain.diagnosis.rules import rules_table
-from ridgeline.launch.local import free_port
+from ridgeline.launch.cluster.network import free_port
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.directory import RunDir
 from tests.explain.magnitudes import FAULTS as FAULT_SIZES

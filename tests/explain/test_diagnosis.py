@@ -21,7 +21,7 @@ from ridgeline.explain.diagnosis.facts import Compilation, Facts, stored_ladder
 from ridgeline.explain.diagnosis.finding import THRESHOLDS, ceiling, gain_text
 from ridgeline.explain.diagnosis.ranks import host_of, slowest
 from ridgeline.explain.diagnosis.remedies import rescaled, without_nodes
-from ridgeline.explain.diagnosis.rules import CATALOGUE, RULES, diagnose, summary_line
+from ridgeline.explain.diagnosis.rules import CATALOG, RULES, diagnose, summary_line
 from ridgeline.explain.diagnosis.settings import Setting, SimplerRun
 from ridgeline.explain.diagnosis.terms import largest, terms
 from ridgeline.explain.diagnosis.throttled import device_samples, most_throttled
@@ -438,9 +438,9 @@ def test_the_facts_are_figures_of_the_steps_after_warm_up():
     assert replace(HEALTHY, steps=[]).data_wait_share is None
 
 
-def test_the_catalogue_names_each_rule_as_its_findings_do():
+def test_the_catalog_names_each_rule_as_its_findings_do():
     for rule, case in PLANTED.items():
-        (row,) = (row for row in CATALOGUE if row.name == rule)
+        (row,) = (row for row in CATALOG if row.name == rule)
         finding = row.check(replace(HEALTHY, **case))
         assert finding is not None
         assert finding.rule == rule
@@ -506,7 +506,7 @@ def test_scatter_alone_is_rarely_a_straggler():
     assert named <= 10
 
 
-def test_noise_of_single_steps_makes_nobody_slow():
+def test_noise_of_single_steps_makes_no_device_slow():
     even = (device("0"), device("1"))
     odd = (device("0"), device("1", compute_s=0.4, exposed_communication_s=0.5))
     steps = [step_of(*even), step_of(*odd), step_of(*even), step_of(*even)]

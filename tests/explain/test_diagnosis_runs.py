@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.explain.diagnosis.finding import THRESHOLDS, TITLES
-from ridgeline.explain.diagnosis.rules import CATALOGUE, RULES, rules_table
+from ridgeline.explain.diagnosis.rules import CATALOG, RULES, rules_table
 from ridgeline.rundir.events import event_file, read_events
 from tests.explain.injections import BROKEN, CASES, COMPUTING, PAIRS, WAITING, Bench, Case
 from tests.explain.magnitudes import FAULTS, Fault
@@ -63,8 +63,8 @@ def test_a_healthy_run_has_no_findings(bench: Bench, case: Case) -> None:
 
 
 def test_every_rule_has_an_injection_and_every_run_a_case() -> None:
-    assert {case.rule for case in CASES} - {None} == {row.name for row in CATALOGUE}
-    assert len(RULES) == len(CATALOGUE)
+    assert {case.rule for case in CASES} - {None} == {row.name for row in CATALOG}
+    assert len(RULES) == len(CATALOG)
     runs = [run.name for group in (COMPUTING, WAITING, PAIRS, BROKEN) for run in group]
     assert set(runs) == {run for case in CASES for run in case.runs}
     assert len(set(runs)) == len(runs)
@@ -131,8 +131,8 @@ def test_a_fault_laid_over_a_healthy_run_is_named_from_some_size_on(bench: Bench
     assert named == sorted(named), "what is named at one size is named at every larger one"
 
 
-def test_thresholds_of_the_catalogue_are_those_rules_use() -> None:
-    assert {name for row in CATALOGUE for name in row.thresholds} == set(THRESHOLDS)
+def test_thresholds_of_the_catalog_are_those_rules_use() -> None:
+    assert {name for row in CATALOG for name in row.thresholds} == set(THRESHOLDS)
 
 
 def test_the_page_on_the_diagnosis_holds_the_rules_and_every_case() -> None:

@@ -71,7 +71,7 @@ def test_bars_are_as_long_as_their_phases_and_stand_where_they_ran(tmp_path):
     assert starts_s[2] == pytest.approx(40 + 14 / px_per_s, abs=0.02)  # the second start follows a marked gap
 
 
-def test_time_between_starts_is_told_not_drawn(tmp_path):
+def test_time_between_starts_is_listed_not_drawn(tmp_path):
     assert "+23h59m" in gantt_svg(two_starts(tmp_path))
 
 

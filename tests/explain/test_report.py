@@ -73,7 +73,7 @@ def test_device_states_are_shown(healthy_run):
     assert "power W" not in page  # not offered
 
 
-def test_the_verdict_says_how_it_went_and_what_to_do_first(healthy_run, killed_run):
+def test_the_verdict_has_the_outcome_and_the_first_action(healthy_run, killed_run):
     killed = read_run(killed_run)
     for fact in ("30 steps", "52s", "8 devices", "2 starts", "1.000 to 1.000", "58%", "gain at most 49%", "checkpoint.every_minutes=10"):
         assert fact in verdict(killed)

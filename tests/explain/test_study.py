@@ -77,7 +77,7 @@ def test_the_law_separates_what_shrinks_from_what_does_not(study):
     assert ahead["tokens_per_s"] == pytest.approx(true_rate, rel=0.1)
 
 
-def test_the_verdict_names_what_each_metric_favours_and_where_to_stop(study, strong):
+def test_the_verdict_names_what_each_metric_favors_and_where_to_stop(study, strong):
     assert {name: found["devices"] for name, found in study["stop"].items()} == {"time": 4, "cost": 1, "efficiency": 2}
     words = " ".join(study["verdict"])
     assert study["verdict"][0].startswith("for time to solution, stop at 4 devices: going on to 8 would shorten the run by")
@@ -100,7 +100,7 @@ def test_a_long_run_amortises_what_a_short_one_cannot(strong):
     assert row["tokens_per_usd"] is None
 
 
-def test_differences_within_the_scatter_of_repeats_are_not_told_apart(tmp_path):
+def test_differences_within_the_scatter_of_repeats_are_not_reported(tmp_path):
     speeds = {1: (0.10, 0.14), 2: (0.11, 0.12)}
     runs = [read_measured(made_run(tmp_path / f"{p}{t}", devices=p, step_s=t)) for p, both in speeds.items() for t in both]
     words = " ".join(scaling_study("noisy", scales_of(runs), Question())["verdict"])
@@ -195,7 +195,7 @@ def test_a_forecast_is_wider_when_times_scatter_more_and_a_function_of_the_figur
     assert forecast(law, SCALES, times_s, [0.1] * 4, 16) == noisy
 
 
-def test_a_forecast_covers_the_truth_as_often_as_it_says():
+def test_a_forecast_covers_the_truth_as_often_as_stated():
     import numpy as np
 
     rng = np.random.default_rng(7)
@@ -221,7 +221,7 @@ def sweep(tmp_path, speeds, objective="time", key="data.batch_size"):
     return sweep_study("toy", key, [*values, Value("bad", failures=["does not divide"])], objective)
 
 
-def test_a_batch_sweep_says_where_throughput_flattens_and_what_to_choose(tmp_path):
+def test_a_batch_sweep_reports_where_throughput_flattens_and_what_to_choose(tmp_path):
     found = sweep(tmp_path, {8: (0.1, 1.0), 16: (0.11, 2.0), 32: (0.2, 4.0), 64: (0.4, 8.0), 128: (0.8, 16.0)})
     assert found["rows"][1]["gain_per_doubling"] == pytest.approx(2 * 0.1 / 0.11 - 1, rel=0.01)
     assert found["rows"][1]["memory_change"] == pytest.approx(1.0)
@@ -231,7 +231,7 @@ def test_a_batch_sweep_says_where_throughput_flattens_and_what_to_choose(tmp_pat
     assert "data.batch_size=bad did not run: does not divide" in found["verdict"]
 
 
-def test_a_sweep_that_still_grows_asks_for_more(tmp_path):
+def test_a_sweep_that_still_grows_recommends_larger_values(tmp_path):
     found = sweep(tmp_path, {8: (0.1, 1.0), 32: (0.1, 4.0)})
     assert found["flat_from"] is None
     assert found["rows"][1]["gain_per_doubling"] == pytest.approx(1.0, rel=0.01)

@@ -58,17 +58,17 @@ walk(document.body, node => { if (node.tagName === 'IMG' && node.complete && nod
 return count;
 """
 )
-# Distinct colours drawn on the trace viewer's canvases.
-COLOURS = (
+# Distinct colors drawn on the trace viewer's canvases.
+COLORS = (
     WALK
     + """
-const colours = new Set();
+const colors = new Set();
 walk(document.body, node => {
   if (node.tagName !== 'CANVAS' || !node.width || !node.height) return;
   const data = node.getContext('2d').getImageData(0, 0, node.width, node.height).data;
-  for (let i = 0; i < data.length; i += 4) if (data[i + 3]) colours.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
+  for (let i = 0; i < data.length; i += 4) if (data[i + 3]) colors.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
 });
-return colours.size;
+return colors.size;
 """
 )
 
@@ -237,5 +237,5 @@ def test_the_profile_page_opens_the_capture_and_its_trace(browser, tensorboard_u
     wait_for_click(browser, "mat-option", "Trace Viewer")
     browser.switch_to.frame(wait_for(browser, "iframe"))
     wait_for_text(browser, "/host:CPU", *op_threads(capture_dir))
-    wait_for_drawing(browser, COLOURS, 400)  # labelled bars, not just slivers
+    wait_for_drawing(browser, COLORS, 400)  # labeled bars, not just slivers
     screenshot(browser, "trace.png")

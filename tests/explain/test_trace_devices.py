@@ -9,7 +9,7 @@ from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
 from ridgeline.explain.trace.figures import roofline
 from ridgeline.explain.trace.load import load_profile
-from ridgeline.planner.hardware import catalogue, find_by_size, hardware
+from ridgeline.planner.hardware import catalog, find_by_size, hardware
 from tests.explain.xspace import Plane, event, gpu, host, kernel, step, text, write
 
 STREAM = "Stream #1(Kernel)"
@@ -55,7 +55,7 @@ def test_amd_devices_are_recognized_by_their_size_as_rocm_records_no_name(tmp_pa
 
 
 def test_the_size_finds_every_amd_entry_and_no_relative():
-    amd = [h for h in catalogue() if any(kind.startswith("AMD") for kind in h.kinds)]
+    amd = [h for h in catalog() if any(kind.startswith("AMD") for kind in h.kinds)]
     assert [h.name for h in amd] == ["mi300x", "mi355x"]
     for h in amd:
         assert find_by_size("AMD", h.cores, h.memory_bytes) == h

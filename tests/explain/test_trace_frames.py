@@ -28,7 +28,7 @@ def test_the_line_of_a_frame_is_that_outside_of_libraries():
     assert line.split(":")[0] == __file__  # not json's encoder
 
 
-def test_a_sampler_tells_where_its_thread_was():
+def test_a_sampler_records_where_its_thread_was():
     sampler, released = Sampler(period_s=1e-4), threading.Event()
     sampler.start()
     threading.Thread(target=lambda: (_until_most(sampler, HERE), released.set())).start()

@@ -178,12 +178,12 @@ def test_a_late_wake_up_is_part_of_what_a_wait_costs(tmp_path):
     assert waits(tmp_path, [(100, 700)], STEPS) == ([100], 600)
 
 
-def test_a_wait_that_ends_while_the_device_goes_on_is_harmless(tmp_path):
+def test_a_wait_that_ends_while_the_device_works_is_harmless(tmp_path):
     assert waits(tmp_path, [(20, 150)], STEPS) == ([], 130)
     assert waits(tmp_path, [(20, 150)], [(10, 149), (149, 200), (1010, 1200)]) == ([], 130)
 
 
-def test_a_wait_leaves_nobody_without_work_while_another_device_has_some(tmp_path):
+def test_a_wait_idles_no_device_while_another_one_works(tmp_path):
     main = [step(0, 0, 900), event("np.asarray(jax.Array)", 20, 205), step(1, 1000, 1900)]
     planes = [gpu(0, {STREAM: [kernel("a", *t) for t in STEPS]}), gpu(1, {STREAM: [kernel("a", 10, 990), kernel("a", 1010, 1900)]})]
     (found,) = report_of(tmp_path, *planes, host({"python": main}))["hosts"]

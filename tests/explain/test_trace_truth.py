@@ -93,7 +93,7 @@ def test_shares_are_those_of_htas_definitions(trace):
         assert hta["compute_s"] + non_compute + hta["idle_s"] == hta["total_s"]
 
 
-def test_kernels_take_what_xprof_says_they_take(trace):
+def test_kernel_times_equal_those_of_xprof(trace):
     from xprof.convert import raw_to_tool_data
 
     table, _ = raw_to_tool_data.xspace_to_tool_data([str(trace)], "kernel_stats", {})

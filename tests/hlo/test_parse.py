@@ -79,17 +79,17 @@ def test_a_collective_inside_a_scan_counts_once_per_iteration_and_nested_loops_m
 
 
 @pytest.mark.parametrize(("start", "bound", "step"), [(0, 7, 1), (1, 8, 2), (3, 14, 5), (2, 11, 3)])
-def test_a_loop_whose_length_xla_does_not_say_is_counted_by_its_counter(start, bound, step):
+def test_a_loop_whose_length_xla_does_not_state_is_counted_by_its_counter(start, bound, step):
     def counted(x):
         return jax.lax.while_loop(lambda c: c[0] < bound, lambda c: (c[0] + step, jnp.sin(c[1]) * c[0]), (start, x))[1]
 
     text = compile_text(counted, (64, 64))
-    said = [i.trip_count for _, i in parse(text).instructions() if i.opcode == "while"]
-    untold = parse(re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text))
-    loops = [i for _, i in untold.instructions() if i.opcode == "while"]
+    counts = [i.trip_count for _, i in parse(text).instructions() if i.opcode == "while"]
+    without_count = parse(re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text))
+    loops = [i for _, i in without_count.instructions() if i.opcode == "while"]
     assert all("known_trip_count" not in loop.attributes for loop in loops)
-    assert said == [len(range(start, bound, step))] == [loop.trip_count for loop in loops]
-    assert untold.unknown_loops == []
+    assert counts == [len(range(start, bound, step))] == [loop.trip_count for loop in loops]
+    assert without_count.unknown_loops == []
 
 
 @pytest.mark.parametrize("hidden", [1, 4])
@@ -165,7 +165,7 @@ def test_every_form_of_replica_groups_is_read(text, expected):
     assert sorted(map(tuple, replica_groups(text, 8))) == sorted(map(tuple, expected))
 
 
-def test_groups_that_are_no_mesh_axes_are_said_to_be_none():
+def test_groups_that_are_no_mesh_axes_have_no_axes():
     assert group_axes(np.array([[0, 3], [1, 2], [4, 7], [5, 6]]), MESH_SHAPE) is None
     assert group_axes(np.array([[0, 1], [2, 3]]), MESH_SHAPE) is None
     assert group_axes(np.array([[4, 0], [5, 1], [2, 6], [7, 3]]), MESH_SHAPE) == ("a",)

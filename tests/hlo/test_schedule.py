@@ -220,7 +220,7 @@ def test_a_buffer_is_called_what_it_is(op_name, what):
     assert describe(op_name) == what
 
 
-def test_recomputation_is_told_from_the_backward_pass():
+def test_recomputation_is_distinguished_from_the_backward_pass():
     assert part_of("jit(f)/transpose(jvp())/checkpoint/rematted_computation/mlp/dot") == "recompute"
     assert part_of("jit(f)/transpose(jvp())/checkpoint/mlp/dot") == "backward"
 

@@ -13,7 +13,8 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import RuntimeConfig
 from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster import slurm
-from ridgeline.launch.cluster.detect import FIRST_PORT, LAST_PORT, PORT_TRIES, Cluster, Flags, describe, summary
+from ridgeline.launch.cluster.detect import PORT_TRIES, Cluster, Flags, describe, summary
+from ridgeline.launch.cluster.network import FIRST_PORT, LAST_PORT
 from ridgeline.launch.cluster.slurm_nodes import expand
 from ridgeline.rundir.provenance import PACKAGES
 
@@ -243,9 +244,9 @@ def test_sources_have_an_order_and_a_launcher_inside_a_step_has_precedence() -> 
 
 def test_errors_of_the_gpus_are_kept_for_the_rendezvous() -> None:
     cluster = found(step(1, SLURM_GPUS_ON_NODE="4", CUDA_VISIBLE_DEVICES="0,1,2"), gpus=3)
-    assert cluster.devices.trouble is not None
-    assert cluster.devices.trouble[0] in (exit_codes.BAD_NODE, exit_codes.USAGE)
-    assert found(step(1, SLURM_GPUS_ON_NODE="4", JAX_PLATFORMS="cpu")).devices.trouble is None
+    assert cluster.devices.error is not None
+    assert cluster.devices.error[0] in (exit_codes.BAD_NODE, exit_codes.USAGE)
+    assert found(step(1, SLURM_GPUS_ON_NODE="4", JAX_PLATFORMS="cpu")).devices.error is None
 
 
 def test_slurms_variables_are_read_in_one_file() -> None:

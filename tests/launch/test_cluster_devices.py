@@ -36,7 +36,7 @@ def chosen(
 )
 def test_a_task_takes_its_own_gpus(visible: str | None, options: dict, ids: tuple[int, ...]) -> None:
     found = chosen(visible, **options)
-    assert (found.ids, found.trouble) == (ids, None)
+    assert (found.ids, found.error) == (ids, None)
 
 
 def test_tasks_of_a_node_share_its_gpus_without_overlap() -> None:
@@ -57,9 +57,9 @@ def test_tasks_of_a_node_share_its_gpus_without_overlap() -> None:
 )
 def test_contradictory_devices_are_an_error(visible: str | None, options: dict, code: int, message: str) -> None:
     found = chosen(visible, **options)
-    assert found.trouble is not None
-    assert found.trouble[0] == code
-    assert message in found.trouble[1]
+    assert found.error is not None
+    assert found.error[0] == code
+    assert message in found.error[1]
 
 
 def test_gpus_are_counted_from_the_drivers_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ridge doctor` end to end on CPUs: real processes, real measurements, troubles planted as real conditions."""
+"""`ridge doctor` end to end on CPUs: real processes, real measurements, faults planted as real conditions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ memory_per_node_gib: 1
 links: [{name: loopback, kind: network, bandwidth_gb_per_s: 0.01, latency_us: 50}]
 slurm: {gpu_request: none}
 """
-"""What any machine reaches, however busy: these tests plant their own troubles."""
+"""What any machine reaches, however busy: these tests plant their own faults."""
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.launch.cluster.network import free_port
 from ridgeline.launch.cluster.rendezvous import BackgroundLoop, connect, offer
 from ridgeline.launch.preflight import doctor
-from ridgeline.launch.preflight.exchange import ExchangeClient, ExchangeLost, ExchangeServer, free_port
+from ridgeline.launch.preflight.exchange import ExchangeClient, ExchangeLost, ExchangeServer
 from ridgeline.launch.preflight.host import control_group, measure_disk
 
 HERE = "127.0.0.1"
@@ -125,7 +126,7 @@ def test_malformed_messages_crash_nothing(star: Callable[..., Star]) -> None:
 
 @pytest.mark.parametrize("check", [doctor._check_host, doctor._check_own])
 def test_values_of_other_types_count_as_no_answer(check: Callable[[object], None], capsys: pytest.CaptureFixture[str]) -> None:
-    facts = {"facts": {"node": 1}, "trouble": None, "gpus": {"missing": None, "gpus": []}, "gpus_on_node": None, "outcome": {"results": 3}}
+    facts = {"facts": {"node": 1}, "error": None, "gpus": {"missing": None, "gpus": []}, "gpus_on_node": None, "outcome": {"results": 3}}
     values = dict(enumerate([*JUNK, facts, *({**facts, key: junk} for key in facts for junk in JUNK)]))
     assert doctor._valid(values, check) == {}
     assert capsys.readouterr().err.count("ignored a message of process") == len(values)

@@ -89,7 +89,7 @@ def test_one_slow_device_makes_its_node_unfit(name: str, planted: list[float]) -
 
 
 def test_of_slow_links_the_node_with_both_is_named() -> None:
-    # n1 is bad: its neighbours n0 (round 0) and n2 (round 1) are slow with it and fast with their others.
+    # n1 is bad: its neighbors n0 (round 0) and n2 (round 1) are slow with it and fast with their others.
     report = conclude(NODES, devices(n0={"link 0": 9e9}, n1={"link 0": 9e9, "link 1": 9e9}, n2={"link 1": 9e9}), 1.0)
     assert list(report.unfit) == ["n1"]
 
@@ -109,7 +109,7 @@ def test_a_part_of_a_node_is_judged_by_what_was_allocated() -> None:
     assert check.verdict == Verdict.OK
 
 
-def test_other_devices_than_the_cluster_file_says_are_refused() -> None:
+def test_devices_that_differ_from_the_cluster_file_are_refused() -> None:
     a100 = {"platform": "gpu", "kinds": ["NVIDIA A100-SXM4-80GB"], "count": 8, "ids": list(range(8))}
     check = by_name(devices(n0={"devices": a100}), "device kind")["n0"]
     assert (check.verdict, check.reason) == (Verdict.FAIL, "a100-80gb instead of h100-sxm")

@@ -61,7 +61,7 @@ def test_states_and_exit_codes(fields: dict[str, str], state: str, code: int | N
     assert (found.state, found.exit_code, found.ended) == (state, code, ended)
 
 
-def test_array_tasks_that_wait_together_are_told_apart() -> None:
+def test_array_tasks_that_wait_together_are_separate_states() -> None:
     line = RUNNING.replace("JobId=7 ", "JobId=7 ArrayJobId=5 ArrayTaskId=2-4,8%3 ")
     states = parse_scontrol(line)
     assert [(state.job, state.task) for state in states] == [("5_2", 2), ("5_3", 3), ("5_4", 4), ("5_8", 8)]
@@ -74,23 +74,23 @@ def test_array_indices(text: str, indices: list[int]) -> None:
 
 def slurm(scontrol: tuple[int, str, str], sacct: tuple[int, str] = (1, "")) -> tuple[list[list[str]], object]:
     """Answer as these programs would; note the commands."""
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        asked.append(list(command))
+        commands.append(list(command))
         if command[0] == "scontrol":
             return subprocess.CompletedProcess(command, *scontrol)
         return subprocess.CompletedProcess(command, sacct[0], sacct[1], "")
 
-    return asked, run
+    return commands, run
 
 
-def test_a_job_the_controller_forgot_is_asked_of_the_accounting() -> None:
-    asked, run = slurm((1, "", "slurm_load_jobs error: Invalid job id specified"), (0, "7|CANCELLED by 0|0:15|node[01-02]|01:00:00\n"))
+def test_a_job_the_controller_no_longer_lists_is_read_from_the_accounting() -> None:
+    commands, run = slurm((1, "", "slurm_load_jobs error: Invalid job id specified"), (0, "7|CANCELLED by 0|0:15|node[01-02]|01:00:00\n"))
     (state,) = job_states("7", "site", run)  # type: ignore[arg-type]
     assert (state.state, state.exit_code, state.nodes, state.elapsed_s) == ("CANCELLED", 143, "node[01-02]", 3600)
-    assert asked[0] == ["scontrol", "--clusters=site", "show", "job", "--oneliner", "7"]
-    assert asked[1][:2] == ["sacct", "--clusters=site"]
+    assert commands[0] == ["scontrol", "--clusters=site", "show", "job", "--oneliner", "7"]
+    assert commands[1][:2] == ["sacct", "--clusters=site"]
 
 
 def test_without_accounting_a_forgotten_job_is_called_so() -> None:
@@ -106,7 +106,7 @@ def test_a_controller_that_does_not_answer_is_no_forgotten_job() -> None:
         job_states("7", None, run)  # type: ignore[arg-type]
 
 
-def test_status_of_a_job_slurm_forgot_is_told_by_the_run(
+def test_status_of_a_job_slurm_no_longer_lists_comes_from_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_with(tmp_path, event(1, "step", 3.0, step=100, **STEP))

@@ -24,6 +24,7 @@ import pytest
 from ridgeline.configs.schema import Config
 from ridgeline.launch import exit_codes, local
 from ridgeline.launch.cluster.devices import VISIBLE
+from ridgeline.launch.cluster.network import free_port
 from ridgeline.launch.trials import local as trials
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import Event, event_file, read_events
@@ -149,7 +150,7 @@ def test_two_local_processes_train_as_one_and_record_how_they_met(first: Started
 
 
 def test_a_missing_process_ends_the_others_with_its_name(config: Path) -> None:
-    port = local.free_port()
+    port = free_port()
     ends(
         [train(config, 3, process, port, "runtime.rendezvous_timeout_s=4") for process in (0, 2)],
         exit_codes.LOST_PEER,
@@ -163,7 +164,7 @@ def test_a_process_lost_during_a_save_is_named_without_waiting_for_the_save(conf
         "train",
         config,
         "--coordinator",
-        f"127.0.0.1:{local.free_port()}",
+        f"127.0.0.1:{free_port()}",
         "--processes",
         2,
         "trainer.steps=100000",
@@ -195,16 +196,16 @@ def test_a_process_lost_during_a_save_is_named_without_waiting_for_the_save(conf
     ranks[1].communicate()
 
 
-def test_no_process_0_is_said_with_what_was_tried(config: Path) -> None:
+def test_no_process_0_is_reported_with_what_was_tried(config: Path) -> None:
     ends(
-        [train(config, 2, 1, local.free_port(), "runtime.rendezvous_timeout_s=2")],
+        [train(config, 2, 1, free_port(), "runtime.rendezvous_timeout_s=2")],
         exit_codes.LOST_PEER,
         r"process 0 at 127\.0\.0\.1",
     )
 
 
 def test_other_settings_or_code_in_one_process_are_refused_by_all(config: Path, tmp_path: Path) -> None:
-    port = local.free_port()
+    port = free_port()
     ends(
         [train(config, 2, process, port, f"trainer.steps={4 + process}") for process in range(2)],
         exit_codes.USAGE,
@@ -212,7 +213,7 @@ def test_other_settings_or_code_in_one_process_are_refused_by_all(config: Path, 
     )
     shutil.copytree(ROOT / "ridgeline", tmp_path / "other" / "ridgeline", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "other" / "ridgeline" / "trainer" / "loop.py").open("a").write("\n# changed\n")
-    port = local.free_port()
+    port = free_port()
     ends(
         [train(config, 2, 0, port), train(config, 2, 1, port, cwd=tmp_path / "other")],
         exit_codes.USAGE,
@@ -221,12 +222,12 @@ def test_other_settings_or_code_in_one_process_are_refused_by_all(config: Path, 
 
 
 def test_processes_whose_devices_do_not_fit_the_mesh_are_refused_by_all(config: Path) -> None:
-    port = local.free_port()
+    port = free_port()
     ends([train(config, 2, process, port, "mesh.fsdp=8") for process in range(2)], exit_codes.USAGE, r"2 processes .*4 devices \(2 each\)")
 
 
 def test_a_sigterm_while_waiting_ends_at_once_as_preempted(config: Path) -> None:
-    process = train(config, 2, 0, local.free_port(), "runtime.rendezvous_timeout_s=600")
+    process = train(config, 2, 0, free_port(), "runtime.rendezvous_timeout_s=600")
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -257,7 +258,7 @@ def test_the_first_failure_ends_the_others_and_is_the_code() -> None:
     stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('stuck', flush=True); time.sleep(600)"
     begin = time.monotonic()
     ended = group("import time; time.sleep(0.5); raise SystemExit(72)", stuck, "import time; time.sleep(600)", out=out).wait(grace_s=1.0)
-    assert (ended.code, ended.culprit) == (72, 0)
+    assert (ended.code, ended.failed_first) == (72, 0)
     assert time.monotonic() - begin < 60
     assert "1: stuck\n" in out.getvalue()
     assert re.search(r"process 0 .* 72", out.getvalue())
@@ -265,7 +266,7 @@ def test_the_first_failure_ends_the_others_and_is_the_code() -> None:
 
 def test_a_killed_process_has_the_shells_code() -> None:
     ended = group("import os; os.kill(os.getpid(), 9)", "import time; time.sleep(600)").wait(grace_s=0.2)
-    assert (ended.code, ended.culprit) == (137, 0)
+    assert (ended.code, ended.failed_first) == (137, 0)
 
 
 def test_all_well_is_0() -> None:

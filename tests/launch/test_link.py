@@ -17,7 +17,7 @@ import pytest
 from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster import link, rendezvous
 from ridgeline.launch.cluster.join import HEARTBEAT_S
-from ridgeline.launch.local import free_port
+from ridgeline.launch.cluster.network import free_port
 from ridgeline.trainer.checkpoint.checkpointer import ABANDON_S
 
 ROOT = Path(__file__).parents[2]

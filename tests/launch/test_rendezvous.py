@@ -20,9 +20,10 @@ from ridgeline.launch import exit_codes
 from ridgeline.launch.cluster import network, rendezvous_client
 from ridgeline.launch.cluster.detect import Cluster, derive_ports
 from ridgeline.launch.cluster.join import ClusterError, own_addresses
+from ridgeline.launch.cluster.network import listen
 from ridgeline.launch.cluster.process_info import ProcessInfo
 from ridgeline.launch.cluster.rendezvous import HELLO_BYTES, Connection, Doorkeeper, Stopped, Verdict, connect, offer
-from ridgeline.launch.cluster.rendezvous_server import Server, listen
+from ridgeline.launch.cluster.rendezvous_server import Server
 
 LOOPBACK = "127.0.0.1"
 INFO = ProcessInfo(
@@ -60,10 +61,10 @@ def server(listeners: Sequence[socket.socket], identity: str, timeout_s: float, 
 
 
 async def client(
-    each: ProcessInfo, ports: Sequence[int], identity: str, timeout_s: float, stop: Callable[[], bool], said: list[str], key: str = KEY
+    each: ProcessInfo, ports: Sequence[int], identity: str, timeout_s: float, stop: Callable[[], bool], logged: list[str], key: str = KEY
 ) -> Verdict:
     verdict, connection = await rendezvous_client.register(
-        each, identity, key, coordinator="node0", addresses=[LOOPBACK], ports=ports, timeout_s=timeout_s, stop=stop, log=said.append
+        each, identity, key, coordinator="node0", addresses=[LOOPBACK], ports=ports, timeout_s=timeout_s, stop=stop, log=logged.append
     )
     assert (connection is not None) == verdict.ok
     if connection is not None:
@@ -124,8 +125,8 @@ def test_all_processes_receive_the_address_of_jax() -> None:
 
 
 def test_a_missing_process_is_named_by_its_host() -> None:
-    said: list[str] = []
-    verdict = refusal(hold([info(2)], timeout_s=1.5, log=said.append))
+    logged: list[str] = []
+    verdict = refusal(hold([info(2)], timeout_s=1.5, log=logged.append))
     assert verdict.exit_code == exit_codes.LOST_PEER
     assert "process 1 on node1" in verdict.message
     assert "within 2 s; 2 of 3" in verdict.message
@@ -144,7 +145,7 @@ def test_a_missing_process_is_named_by_its_host() -> None:
         ({"settings": {"XLA_FLAGS": "--a"}}, exit_codes.USAGE, "environment XLA_FLAGS is missing on process 0"),
         ({"code": "cccc2222"}, exit_codes.USAGE, "code differs: /project on process 0 on node0 (hash aaaa1111)"),
         ({"processes": 4}, exit_codes.USAGE, "process 2 on node2 counts 4 processes, process 0 on node0 counts 3"),
-        ({"trouble": (exit_codes.BAD_NODE, "shows 3 GPUs")}, exit_codes.BAD_NODE, "process 2 on node2: shows 3 GPUs"),
+        ({"error": (exit_codes.BAD_NODE, "shows 3 GPUs")}, exit_codes.BAD_NODE, "process 2 on node2: shows 3 GPUs"),
     ],
 )
 def test_processes_that_differ_are_refused_everywhere(changes: dict[str, Any], code: int, message: str) -> None:
@@ -227,11 +228,11 @@ def test_a_port_of_jax_that_cannot_be_reached_is_refused() -> None:
     assert "cannot be reached from process 2 on node2: no route to host" in verdict.message
 
 
-@pytest.mark.parametrize("asked", [0, 2])
-def test_a_request_to_stop_ends_the_rendezvous_of_all(asked: int) -> None:
+@pytest.mark.parametrize("at_check", [0, 2])
+def test_a_request_to_stop_ends_the_rendezvous_of_all(at_check: int) -> None:
     # process 1 does not start: only the request can end this before the timeout
     begin = time.monotonic()
-    results = hold([info(2)], timeout_s=600, stops={asked: lambda: time.monotonic() > begin + 0.5})
+    results = hold([info(2)], timeout_s=600, stops={at_check: lambda: time.monotonic() > begin + 0.5})
     assert isinstance(results[0], Stopped)
     assert isinstance(results[1], Stopped) or results[1].exit_code == exit_codes.PREEMPTED
 
@@ -349,7 +350,7 @@ def damaged(rng: random.Random) -> Any:
 
 def test_strangers_claim_no_index_stop_nothing_and_crash_nothing() -> None:
     """Before, between and after the processes of the run come others without its secret, of every kind."""
-    said: list[str] = []
+    logged: list[str] = []
     raw = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[" * 5000 + b"\n", b"{" * 100, b"1" * 5000 + b"\n", b"x" * (4 * HELLO_BYTES)]
 
     async def visits(port: int, identity: str) -> list[str | None]:
@@ -376,20 +377,20 @@ def test_strangers_claim_no_index_stop_nothing_and_crash_nothing() -> None:
         ports = derive_ports(identity)
         return [refused, await asyncio.gather(*(client(info(each), ports, identity, 20, lambda: False, []) for each in (1, 2)))]
 
-    results: list[Any] = hold([], beside=meet, log=said.append)
+    results: list[Any] = hold([], beside=meet, log=logged.append)
     verdict, (refused, others) = results
     assert verdict.ok, verdict
     assert list(others) == [verdict, verdict]
     assert refused == ["process 0 there has another RIDGE_SECRET, or one of the two has none"] * 3
-    assert any("ignored a connection from 127.0.0.1" in line for line in said)
-    assert not any(KEY in line for line in said)
+    assert any("ignored a connection from 127.0.0.1" in line for line in logged)
+    assert not any(KEY in line for line in logged)
 
 
 def test_a_process_without_the_secret_is_named_with_the_cause() -> None:
-    said: list[str] = []
+    logged: list[str] = []
 
     async def other(port: int, identity: str) -> Verdict:
-        return await client(info(1), derive_ports(identity), identity, 1.0, lambda: False, said, "another secret")
+        return await client(info(1), derive_ports(identity), identity, 1.0, lambda: False, logged, "another secret")
 
     results: list[Any] = hold([info(2)], timeout_s=1.5, beside=other)
     first, second, verdict = results

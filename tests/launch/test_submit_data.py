@@ -91,7 +91,7 @@ def test_a_mistake_is_found_before_the_queue(arguments: list[str], message: str,
     assert not list(Path().glob("o*"))
 
 
-def test_a_task_asks_for_cores_and_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_requests_cores_and_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
     site = ["submit-data", "-c", "mn5-acc", "--account", "a", "--qos", "q", "--time", "60", "--slices", "2", "--cores", "16"]
     assert cli.run([*site, *OPTIONS, "--dry-run", "--cluster-set", "slurm.single_machine=true"]) == 0
     shown = capsys.readouterr().out

@@ -197,7 +197,7 @@ def test_sizes_are_read_as_slurm_reads_them(text: str, size: int | None) -> None
 
 def test_mounts_are_read_with_their_escapes_and_the_innermost_wins() -> None:
     text = "rootfs / rootfs rw 0 0\nnfs:/x /with\\040space nfs4 rw 0 0\nnone /with\\040space/in tmpfs rw 0 0\nsrv /data lustre rw 0 0\n"
-    mounts = filesystems.read_mounts(text)
+    mounts = filesystems.parse_mounts(text)
     found = {path: filesystems.mount_of(Path(path), mounts) for path in ("/with space/a", "/with space/in/b", "/data/c", "/database", "/")}
     assert {path: mount.kind if mount else None for path, mount in found.items()} == {
         "/with space/a": "nfs4",
@@ -206,7 +206,7 @@ def test_mounts_are_read_with_their_escapes_and_the_innermost_wins() -> None:
         "/database": "rootfs",
         "/": "rootfs",
     }
-    over = filesystems.read_mounts("a /data ext4 rw 0 0\nb /data beegfs rw 0 0\n")
+    over = filesystems.parse_mounts("a /data ext4 rw 0 0\nb /data beegfs rw 0 0\n")
     found_last = filesystems.mount_of(Path("/data/x"), over)
     assert found_last is not None
     assert found_last.kind == "beegfs", "a later mount hides an earlier one"

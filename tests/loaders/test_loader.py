@@ -227,7 +227,7 @@ class _BackendProbe(RowSource):
 
 
 def test_workers_of_a_process_that_uses_jax_use_no_device(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grain imports JAX where it is installed; a worker that also initialised a backend would take GPU memory from the run."""
+    """Grain imports JAX where it is installed; a worker that also initialized a backend would take GPU memory from the run."""
     monkeypatch.syspath_prepend(ROOT)  # where the worker finds the probe
     assert jax.device_count() > 0
     source = _BackendProbe(data.train[0].path, 32)

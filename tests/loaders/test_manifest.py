@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ridgeline.configs.errors import UserError
-from ridgeline.loaders.manifest import CorpusError, Manifest, check_tokenizer, corpus_identity
+from ridgeline.loaders.manifest import CorpusError, Manifest, check_tokenizer
 from ridgeline.loaders.rows import Rows, RowSource
 from tests.loaders.token_corpora import random_docs, tokenizer_info, write_corpus
 
@@ -177,4 +177,5 @@ def test_numbers_that_contradict_the_files_are_refused_by_key(corpus: Path) -> N
 def test_the_identity_of_a_corpus_is_its_content(corpus: Path, tmp_path: Path) -> None:
     write_corpus(tmp_path / "copy", [random_docs(0, 5), random_docs(1, 7)])
     write_corpus(tmp_path / "other", [random_docs(0, 5), random_docs(2, 7)])
-    assert corpus_identity(corpus) == corpus_identity(tmp_path / "copy") != corpus_identity(tmp_path / "other")
+    identity, copy, other = (Manifest.read(path).sha256 for path in (corpus, tmp_path / "copy", tmp_path / "other"))
+    assert identity == copy != other

@@ -15,7 +15,7 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=120)
 
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.integers(1, 30))
-def test_every_item_lies_in_one_row_and_no_row_overflows(lengths: list[int], window: int) -> None:
+def test_every_item_is_in_one_row_and_no_row_overflows(lengths: list[int], window: int) -> None:
     rows = best_fit(lengths, 40, window)
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     assert all(row and row == sorted(row) and sum(lengths[item] for item in row) <= 40 for row in rows)

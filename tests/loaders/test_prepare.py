@@ -70,7 +70,7 @@ def test_the_corpus_holds_every_document_in_order(source: Path, tmp_path: Path) 
     assert whole.gzip9_bytes is None
 
 
-def test_holdouts_are_disjoint_stable_and_about_as_large_as_asked(source: Path, tmp_path: Path) -> None:
+def test_holdouts_are_disjoint_stable_and_about_as_large_as_requested(source: Path, tmp_path: Path) -> None:
     holdouts = parse_holdouts(["validation=0.2", "test=0.1"])
     run(source, tmp_path / "a", holdouts=holdouts)
     lines = source.read_text().splitlines(keepends=True)

@@ -78,7 +78,7 @@ def test_a_step_that_hides_its_collectives_adds_less_than_nothing() -> None:
     assert ladder.verdict.rung == "matmul"
 
 
-def test_a_piece_that_took_longer_than_the_whole_is_said_to_be_noise() -> None:
+def test_a_piece_that_took_longer_than_the_whole_is_reported_as_noise() -> None:
     verdict = build_ladder({**HEALTHY, "matmul": [0.3, 0.3, 0.3]}).verdict
     assert (verdict.rung, verdict.gain) == ("matmul", None)
     assert "measure again" in verdict.sentence

@@ -54,7 +54,7 @@ def verdicts(baseline: Path, new: Path, *changes: str) -> dict[str, str]:
 # -- storing ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_result_says_everything_about_how_it_was_measured(tmp_path: Path) -> None:
+def test_a_result_records_how_it_was_measured(tmp_path: Path) -> None:
     config = Config()
     made_with = provenance(
         config, command=["ridge", "bench", "all", "x.yaml"], overrides=["seed=1"], device=Device("cpu", "cpu", 8, 1), now=NOW
@@ -138,7 +138,7 @@ def test_twice_as_slow_is_slower_and_half_is_faster(store: Store) -> None:
     assert found.headline() == "slower: step, loop"
 
 
-def test_one_percent_is_not_told_and_neither_is_nothing(store: Store) -> None:
+def test_one_percent_is_not_reported_and_neither_is_zero(store: Store) -> None:
     assert set(verdicts(store(1.0), store(1.01, code="b" * 40)).values()) == {"cannot tell"}
     assert set(verdicts(store(1.0), store(1.0, code="b" * 40)).values()) == {"cannot tell"}
 
@@ -166,8 +166,8 @@ def test_other_code_of_the_same_speed_is_called_different_once_in_a_hundred_time
         steps = [float(np.exp(rng.normal(0, 0.1))) for _ in range(count)]
         return [dataclasses.replace(like, path=Path(f"{like.code}{i}"), series={"step": [s, s, s]}) for i, s in enumerate(steps)]
 
-    told = [judge(runs(old, counts[0]), runs(new, counts[1])).headline() for _ in range(100)]
-    assert told.count("cannot tell: step") >= 96
+    verdicts = [judge(runs(old, counts[0]), runs(new, counts[1])).headline() for _ in range(100)]
+    assert verdicts.count("cannot tell: step") >= 96
 
 
 def test_more_runs_tell_a_smaller_difference(store: Store) -> None:
@@ -191,7 +191,7 @@ def test_two_runs_of_the_same_code_never_differ(store: Store) -> None:
     assert any("same code" in note for note in found.notes)
 
 
-def test_neighbours_on_the_machine_widen_the_interval(store: Store) -> None:
+def test_other_load_on_the_machine_widens_the_interval(store: Store) -> None:
     old = store(1.0)
     quiet, busy = store(1.5, code="b" * 40), store(1.5, code="b" * 40, neighbours=0.6)
     assert set(verdicts(old, quiet).values()) == {"slower"}
@@ -251,7 +251,7 @@ def test_another_task_or_only_itself_is_refused(store: Store) -> None:
         judge(read_all(new), read_all(new))
 
 
-def test_names_and_places_may_differ_and_versions_are_told(store: Store) -> None:
+def test_names_and_paths_may_differ_and_versions_are_reported(store: Store) -> None:
     old = store(1.0, config=Config(name="one"), packages={"jax": "0.10.2", "click": "8"}, xla_flags="--a")
     new = store(1.0, config=Config(name="two"), packages={"jax": "0.12.0", "click": "9"}, xla_flags="--b", host="elsewhere")
     notes = judge(read_all(old), read_all(new)).notes
@@ -275,7 +275,7 @@ def test_an_experiment_begins_with_everything_to_be_filled_in() -> None:
 def test_two_results_fill_in_the_change_and_the_effect(store: Store) -> None:
     old, new = store(1.0), store(0.5, code="b" * 40, config=Config.model_validate({"data": {"batch_size": 4}}))
     found = judge(read_all(old), read_all(new), ["data.batch_size"])
-    text = experiment("Half", date(2026, 1, 2), judgement=found, hypothesis="It is large.", predicted="Half the time.", decision="Kept.")
+    text = experiment("Half", date(2026, 1, 2), judgment=found, hypothesis="It is large.", predicted="Half the time.", decision="Kept.")
     assert not any(blank in text for blank in BLANK.values())
     assert "* **Change.** code aaaaaaaaaaaa -> bbbbbbbbbbbb; `data.batch_size` 8 -> 4\n" in text
     assert "* **Measured effect.** faster: step, loop (`ridge bench loop`, 8 x NVIDIA H100, 1 and 1 run)." in text

@@ -1,4 +1,4 @@
-"""What a step consists of: the products add up to the model's FLOPs, whatever the mesh, the batch and the rematerialisation."""
+"""What a step consists of: the products add up to the model's FLOPs, whatever the mesh, the batch and the rematerialization."""
 
 from __future__ import annotations
 

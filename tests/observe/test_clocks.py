@@ -177,10 +177,10 @@ class Slow:
     def __init__(self, states):
         import threading
 
-        self.states, self.may, self.asked = states, threading.Event(), threading.Event()
+        self.states, self.may, self.queried = states, threading.Event(), threading.Event()
 
     def sample(self):
-        self.asked.set()
+        self.queried.set()
         assert self.may.wait(60)
         return self.states
 
@@ -190,7 +190,7 @@ def test_a_sample_never_holds_up_the_loop_and_becomes_an_event_and_metrics(tmp_p
     log, source = EventLog(tmp_path / "events.jsonl"), Slow(states)
     watch = ClockWatch(source, "made", log)
     assert watch.tick(10) == {}
-    assert source.asked.wait(60)
+    assert source.queried.wait(60)
     assert watch.tick(20) == {}  # the first is still being taken
     source.may.set()
     watch.close()
@@ -202,7 +202,7 @@ def test_a_sample_never_holds_up_the_loop_and_becomes_an_event_and_metrics(tmp_p
     assert rows[f"{socket.gethostname()}-p00000/gpu:1"] == [DeviceState("gpu:1", 1700.0, power_w=650.0)] * 2
 
 
-def test_no_source_is_said_once(tmp_path):
+def test_a_missing_source_is_reported_once(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     watch = ClockWatch(None, "no source", log)
     assert watch.tick(1) == {}

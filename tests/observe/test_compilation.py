@@ -15,13 +15,13 @@ from ridgeline.rundir.recompilation import Change, recompilations
 
 
 @pytest.fixture
-def said():
+def logged():
     return []
 
 
 @pytest.fixture
-def watch(tmp_path, said):
-    watch = CompilerWatch(EventLog(event_file(tmp_path, 0), run="r"), said.append)
+def watch(tmp_path, logged):
+    watch = CompilerWatch(EventLog(event_file(tmp_path, 0), run="r"), logged.append)
     watch.start()
     watch.step = 7
     yield watch
@@ -36,7 +36,7 @@ def compiles(tmp_path):
     return [p.fields["program"] for p in phases(read_events(event_file(tmp_path, 0))) if p.name == "compile"]
 
 
-def test_a_jitted_function_of_the_users_is_found_with_the_argument_that_changed(watch, tmp_path, said, caplog):
+def test_a_jitted_function_of_the_users_is_found_with_the_argument_that_changed(watch, tmp_path, logged, caplog):
     @jax.jit
     def smooth(history, *, options):
         return (history * options["weight"]).sum()
@@ -50,8 +50,8 @@ def test_a_jitted_function_of_the_users_is_found_with_the_argument_that_changed(
     assert again.source.split(":")[0] == __file__
     assert again.duration_s > 0
     assert compiles(tmp_path).count("smooth") == 2  # the first is no recompilation, but time all the same
-    assert said == [again.describe()]
-    assert "history f32[4] -> f32[5]" in said[0]
+    assert logged == [again.describe()]
+    assert "history f32[4] -> f32[5]" in logged[0]
     assert "CACHE MISS" not in caplog.text
 
 

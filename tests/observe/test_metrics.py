@@ -143,7 +143,7 @@ def test_an_unknown_device_has_no_mfu_and_unknown_flops_no_tflops():
         assert {n for n in METRICS if n.startswith("train_speed/")} - steps.report().keys() == absent
 
 
-def test_published_utilisation_is_reproduced():
+def test_published_utilization_is_reproduced():
     # 7e9 parameters at 150k tokens/s on 64 H100, 6 FLOPs per parameter and token: 9.95 %
     clock = Clock()
     steps = timer(clock, tokens_per_step=150_000, num_devices=64, flops_per_token=6 * 7e9, peak_flops=989.4e12)

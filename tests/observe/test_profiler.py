@@ -20,7 +20,7 @@ def events_of(directory):
     return [e for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines for e in line.events]
 
 
-def test_a_capture_lies_where_tensorboard_looks(run_dir, capture_dir):
+def test_a_capture_is_where_tensorboard_reads(run_dir, capture_dir):
     assert capture_dir.parent == profile_root(run_dir) == run_dir / "tensorboard" / "plugins" / "profile"
     names = sorted(p.name for p in capture_dir.iterdir())
     host = socket.gethostname()
@@ -28,7 +28,7 @@ def test_a_capture_lies_where_tensorboard_looks(run_dir, capture_dir):
     assert not [p.name for p in run_dir.iterdir() if p.name.startswith(".profile")]
 
 
-def test_it_holds_exactly_the_steps_asked_for_and_their_ops(capture_dir):
+def test_it_contains_exactly_the_requested_steps_and_their_ops(capture_dir):
     events = events_of(capture_dir)
     steps = [dict(e.stats)["step_num"] for e in events if e.name == "train"]
     assert sorted(steps) == [3, 4]
@@ -72,7 +72,7 @@ def test_tensorboards_profile_plugin_lists_and_converts_it(run_dir, capture_dir)
     assert {"train 3", "train 4"} <= set(names)
 
 
-def test_a_file_in_the_run_directory_asks_for_a_capture_and_is_looked_for_at_most_once_a_second(tmp_path, toy_step):
+def test_a_file_in_the_run_directory_requests_a_capture_and_is_checked_at_most_once_a_second(tmp_path, toy_step):
     compiled, x = toy_step
     now_s = [0.0]
     profiler = Profiler(ProfilerConfig(num_steps=1), tmp_path, clock=lambda: now_s[0])
@@ -95,7 +95,7 @@ def test_a_file_in_the_run_directory_asks_for_a_capture_and_is_looked_for_at_mos
     assert [p.name for p in profile_root(tmp_path).iterdir()] == ["steps0000003-0000003"]
 
 
-def test_a_signal_asks_for_a_capture_and_is_given_back(tmp_path, run_steps):
+def test_a_signal_requests_a_capture_and_its_handler_is_restored(tmp_path, run_steps):
     previous = signal.getsignal(signal.SIGUSR1)
     profiler = Profiler(ProfilerConfig(num_steps=2), tmp_path)
     profiler.install_signal()
@@ -148,7 +148,7 @@ def test_the_module_name_is_read_from_the_hlo(toy_step):
         hlo_module_name("module @jit_f {")
 
 
-def test_the_process_that_analyzes_a_capture_is_reaped_while_the_run_goes_on(tmp_path):
+def test_the_process_that_analyzes_a_capture_is_reaped_while_the_run_continues(tmp_path):
     profiler = Profiler(ProfilerConfig(), tmp_path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)

@@ -84,9 +84,9 @@ def save_random_model(variant: Variant, directory: Path) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(variant.config(), attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name or ".ln_" in name else 0.0
+            center = 1.0 if "norm" in name or ".ln_" in name else 0.0
             std = 0.1 if parameter.dim() == 1 else 0.15
-            parameter.copy_(centre * (not name.endswith("bias")) + std * torch.randn_like(parameter))
+            parameter.copy_(center * (not name.endswith("bias")) + std * torch.randn_like(parameter))
     model.save_pretrained(directory)
     return model.eval()
 

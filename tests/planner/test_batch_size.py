@@ -41,7 +41,7 @@ def test_two_runs_are_met_exactly():
 
 def test_a_third_run_that_contradicts_is_a_misfit():
     assert not fit_critical_batch([(200, 100), (150, 200), (125, 400)]).misfit
-    assert not fit_critical_batch([(202, 100), (149, 200), (124, 400)]).misfit  # a per cent of noise
+    assert not fit_critical_batch([(202, 100), (149, 200), (124, 400)]).misfit  # a percent of noise
     assert fit_critical_batch([(200, 100), (150, 200), (160, 400)]).misfit
     assert fit_critical_batch([(200, 100), (210, 200), (220, 400)]).misfit  # steps that rise
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ridgeline.configs.errors import UserError
 from ridgeline.planner.calibration import Curve, explained_share, intensity_flops_per_byte, load_calibration
-from ridgeline.planner.hardware import catalogue, hardware
+from ridgeline.planner.hardware import catalog, hardware
 
 SHIPPED = load_calibration()
 MEASURED = [point for point in SHIPPED.file.matmul if point.tflop_per_s is not None]
@@ -25,7 +25,7 @@ def test_the_h200_reaches_790_of_989_teraflops():
 
 
 dims = st.integers(1, 100_000)
-gpus = st.sampled_from([h for h in catalogue() if h.tensor_cores])
+gpus = st.sampled_from([h for h in catalog() if h.tensor_cores])
 
 
 @given(gpus, st.sampled_from(["bfloat16", "tfloat32", "float32"]), dims, dims, dims)
@@ -38,14 +38,14 @@ def test_no_matmul_exceeds_compute_or_memory_peak(device, dtype, m, n, k):
 
 @given(gpus, dims, dims, dims, st.sampled_from([2, 4]))
 def test_a_matmul_twice_as_deep_does_not_run_slower(device, m, n, k, factor):
-    # same output tiles, more work in each: only the interpolation between measured shapes may move it, by a few per cent
+    # same output tiles, more work in each: only the interpolation between measured shapes may move it, by a few percent
     shallow, deep = (SHIPPED.matmul_flops_per_s(device, "bfloat16", m, n, depth) for depth in (k, k * factor))
     assert deep >= 0.85 * shallow
 
 
 def test_thin_and_tiny_matmuls_waste_the_device():
     h100 = hardware("h100-sxm")
-    share = lambda *shape: SHIPPED.matmul_share(h100, "bfloat16", *shape)  # noqa: E731
+    share = lambda *shape: SHIPPED.matmul_flops_per_s(h100, "bfloat16", *shape) / h100.peak_flops["bfloat16"]  # noqa: E731
     assert share(8192, 8192, 8192) > 0.75
     assert share(8, 8192, 8192) < 0.02  # bound by reading the weights
     assert share(256, 256, 256) < 0.05  # two tiles for 132 cores
@@ -140,8 +140,8 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path, text, message):
     assert str(caught.value).startswith(f"{path}:1:")
 
 
-def test_what_nobody_knows_is_refused():
-    with pytest.raises(UserError, match=r"a100-80gb has no peak for float8 in the hardware catalogue \(it has: float32"):
+def test_unknown_rates_are_refused():
+    with pytest.raises(UserError, match=r"a100-80gb has no peak for float8 in the hardware catalog \(it has: float32"):
         SHIPPED.matmul_flops_per_s(hardware("a100-80gb"), "float8", 8, 8, 8)
     with pytest.raises(UserError, match=r"calibration 'no/such.yaml' not found \(ridge calibrate --output FILE writes one\)"):
         load_calibration("no/such.yaml")

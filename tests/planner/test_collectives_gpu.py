@@ -64,9 +64,9 @@ def test_every_layout_and_every_family_with_every_recomputation_is_compiled():
     compiled_layouts = {family: [layout for layout in layouts if layout != ACCIDENT] for family, layouts in LAYOUTS_OF.items()}
     assert compiled_layouts.keys() == SHAPES.keys() and {name for names in compiled_layouts.values() for name in names} == LAYOUTS.keys()
     settings = {family: {setting for name in names for setting in LAYOUTS[name]} for family, names in compiled_layouts.items()}
-    for family, told in settings.items():
-        assert {f"compute.remat.policy={policy}" for policy in ("none", "dots", "full", "attention-only")} <= told, family
-        assert {setting.split("=")[0] for setting in told} >= {"mesh.data", "mesh.fsdp", "mesh.tensor", "trainer.accumulation"}, family
+    for family, known in settings.items():
+        assert {f"compute.remat.policy={policy}" for policy in ("none", "dots", "full", "attention-only")} <= known, family
+        assert {setting.split("=")[0] for setting in known} >= {"mesh.data", "mesh.fsdp", "mesh.tensor", "trainer.accumulation"}, family
 
 
 @pytest.mark.slow
@@ -80,15 +80,15 @@ def test_every_layout_and_every_family_with_every_recomputation_is_compiled():
     ],
 )
 def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, layout):
-    asked, result = compiled(family)[layout]
+    request, result = compiled(family)[layout]
     assert isinstance(result, Compiled), result
-    planned = bytes_per_step(as_compiled_for_gpu(planned_collectives(asked.config, result.mesh)))
+    planned = bytes_per_step(as_compiled_for_gpu(planned_collectives(request.config, result.mesh)))
     found = {}
     for c in collectives(parse(result.hlo_text), result.mesh):
         if payload_bytes(c) > SCALARS_BYTES:
             found[c.kind, c.axes] = found.get((c.kind, c.axes), 0) + payload_bytes(c) * c.count
     assert found == pytest.approx(planned, rel=1e-4, abs=SCALARS_BYTES)
-    report = build_report(asked, cluster(), result)
+    report = build_report(request, cluster(), result)
     assert all(row.agrees for row in report.traffic), report.traffic
     assert [compiled_collective(c) for c in report.unplanned] == []
 
@@ -97,8 +97,8 @@ def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, lay
 @group("llama")
 def test_an_accidental_resharding_is_unplanned_and_has_a_source_line():
     """An MLP that nobody cuts: its matrices are gathered whole over fsdp, and its activations over nothing."""
-    asked, result = compiled("llama")[ACCIDENT]
+    request, result = compiled("llama")[ACCIDENT]
     assert isinstance(result, Compiled), result
-    extra = build_report(asked, cluster(), result).unplanned
+    extra = build_report(request, cluster(), result).unplanned
     assert extra and all(c.bytes > 0 for c in extra)
     assert any(c.source is not None and c.source.file.endswith(".py") and "models" in c.source.file for c in extra)

@@ -62,7 +62,7 @@ def test_a_checkpoint_is_parameters_and_moments():
     assert state_bytes(config()) == 12 * count_parameters(config().model).total
 
 
-def test_a_cluster_without_a_price_has_the_catalogues():
+def test_a_cluster_without_a_price_has_the_catalogs():
     assert run(made=cluster(price_per_device_hour_usd=None)).cost_usd == pytest.approx(
         run().device_hours * hardware("h100-sxm").price_per_hour_usd
     )
@@ -105,17 +105,17 @@ def planned(model=None, made=None, nodes=(1, 2), **wishes):
     return make_plan(model or config(rows=64), made or cluster(), CALIBRATION, nodes, tokens=TOKENS, **wishes)
 
 
-def test_a_budget_that_is_too_small_is_told_the_cheapest_and_what_it_pays_for():
+def test_a_budget_that_is_too_small_gets_the_cheapest_plan_and_what_it_pays_for():
     with pytest.raises(UserError, match=r"cheapest \(\d node.*times the budget of \$100; the budget pays for .* tokens"):
         planned(limits=Limits(budget_usd=100))
 
 
-def test_a_deadline_that_is_too_early_is_told_the_fastest():
+def test_a_deadline_that_is_too_early_gets_the_fastest_plan():
     with pytest.raises(UserError, match=r"fastest \(2 nodes.*times the deadline of 0\.001"):
         planned(limits=Limits(deadline_days=0.001))
 
 
-def test_a_budget_and_a_deadline_that_exclude_each_other_are_told_apart():
+def test_a_budget_and_a_deadline_that_exclude_each_other_are_reported_apart():
     everything = planned()
     cheapest = min(c.run.wall_cost_usd for s in everything.scales for c in s.candidates)
     fastest = min(c.run.wall_days for s in everything.scales for c in s.candidates)
@@ -124,7 +124,7 @@ def test_a_budget_and_a_deadline_that_exclude_each_other_are_told_apart():
             planned(limits=Limits(budget_usd=cheapest * 1.0001, deadline_days=fastest * 1.001))
 
 
-def test_a_model_too_large_is_told_by_how_much_and_the_nearest_number_of_nodes():
+def test_a_model_that_is_too_large_gets_the_missing_memory_and_the_nearest_number_of_nodes():
     with pytest.raises(UserError, match=r"GB more than the .* GB.*Nearest at this batch: 4 nodes"):
         planned(config("models/llama-3.1-70b", rows=64), nodes=(1, 2))
 

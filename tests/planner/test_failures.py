@@ -11,7 +11,6 @@ from ridgeline.planner.calculators.failures import (
     DEFAULT_NODE_MTBF_HOURS,
     PUBLISHED_FAILURES_PER_NODE_DAY,
     checkpoint_plan,
-    checkpoint_save_s,
     fleet_mtbf_s,
     goodput,
     overhead_fraction,
@@ -53,12 +52,6 @@ def test_goodput_is_a_share_and_falls_with_restart_time(save_s, mtbf_s, interval
     value = goodput(save_s=save_s, mtbf_s=mtbf_s, interval_s=interval_s, restart_s=restart_s)
     assert 0 <= value < 1
     assert goodput(save_s=save_s, mtbf_s=mtbf_s, interval_s=interval_s, restart_s=restart_s + 60) <= value
-
-
-def test_shards_of_a_checkpoint_share_the_file_system():
-    # in print: "100 GB at 100 GB/s: 10 s"; it is 1 s, and eight such shards through one file system of 100 GB/s are 8 s
-    assert checkpoint_save_s(100e9, 100e9) == 1
-    assert checkpoint_save_s(8 * 100e9, 100e9) == 8
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def component(contracted, result):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_component_is_the_dots_xla_sees_in_the_forward_pass(name):
+def test_every_component_is_the_dots_of_xlas_forward_pass(name):
     model = MODELS[name]
     seen = {}
     for contracted, result, flops in lowered_dots(model, "reference", gradient=False):

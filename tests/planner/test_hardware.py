@@ -1,11 +1,11 @@
-"""The hardware catalogue: what is known, and that nothing else is."""
+"""The hardware catalog: what is known, and that nothing else is."""
 
 import re
 
 import pytest
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.hardware import catalogue, check_block_scaled, find_hardware, hardware, matmul_dtype, peak_flops
+from ridgeline.planner.hardware import catalog, check_block_scaled, find_hardware, hardware, matmul_dtype, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_a_dtype_the_hardware_lacks_has_no_peak():
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None
 
 
-GPUS = [h for h in catalogue() if h.tensor_cores]
+GPUS = [h for h in catalog() if h.tensor_cores]
 
 
 def test_every_entry_has_sources_and_kinds_no_other_has():
-    names = [h.name for h in catalogue()]
+    names = [h.name for h in catalog()]
     assert len(names) == len(set(names)) == 17
-    plain = [re.sub(r"e\?$", "", kind) for h in catalogue() for kind in h.kinds]
+    plain = [re.sub(r"e\?$", "", kind) for h in catalog() for kind in h.kinds]
     assert len(plain) == len(set(plain))
     for h in GPUS:
         assert h.source.startswith(("NVIDIA", "As h100-sxm", "AMD"))
@@ -115,7 +115,7 @@ def test_pcie_5_moves_64_gigabytes_per_second_in_one_direction():
 
 
 def test_a_hop_over_nvlink_is_shorter_than_over_pcie():
-    assert all(0 < h.link_latency_s < h.host_latency_s < 1e-5 for h in catalogue())
+    assert all(0 < h.link_latency_s < h.host_latency_s < 1e-5 for h in catalog())
 
 
 def test_the_ridge_of_an_h100_is_295_flops_per_byte():
@@ -123,7 +123,7 @@ def test_the_ridge_of_an_h100_is_295_flops_per_byte():
     assert h.peak_flops["bfloat16"] / h.memory_bandwidth_bytes_per_s == pytest.approx(295, abs=3)
 
 
-def test_float32_matmuls_run_in_tf32_unless_told_otherwise():
+def test_float32_matmuls_run_in_tf32_by_default():
     assert matmul_dtype("float32", "default") == "tfloat32"
     assert matmul_dtype("float32", "high") == "tfloat32"
     assert matmul_dtype("float32", "highest") == "float32"

@@ -103,7 +103,7 @@ def test_a_cut_over_tensor_is_a_shape_of_its_own():
     assert rates.layer(hardware("h100-sxm"), LocalSizes.of(config, ONE)) is not None
 
 
-def test_the_plan_says_that_it_was_measured():
+def test_the_plan_states_that_it_was_measured():
     config = loaded()
     more_s = {"none": 0.0, "attention-only": 0.001, "dots": -0.002, "names": 0.003, "full": 0.004}
     measured, counted = (make_plan(config, CLUSTER, rates, [1], tokens=1e9) for rates in (calibrated(point(config, more_s)), SHIPPED))

@@ -100,7 +100,7 @@ def test_a_cluster_whose_last_level_is_too_small_is_refused():
 
 
 @pytest.mark.parametrize("name", ["mn5-acc", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "dgx-a100", "generic", "local"])
-def test_shipped_clusters_agree_with_the_hardware_catalogue(name):
+def test_shipped_clusters_agree_with_the_hardware_catalog(name):
     from ridgeline.planner.hardware import hardware
 
     cluster = load_cluster(name).config

@@ -43,7 +43,7 @@ def test_a_chunk_that_does_not_fit_is_not_advised():
     assert larger_loss_chunk(best, Machine(full, RATES, 8)) is None
 
 
-def test_the_plan_says_so_only_where_it_pays(capsys):
+def test_the_plan_recommends_it_only_where_it_pays(capsys):
     for model, expected in (("models/qwen2.5-0.5b", True), ("models/llama-3.1-8b", False)):
         assert cli.run(["plan", model, "--cluster", "dgx-h200", *BATCH]) == 0
         assert ("compute.loss_chunk=2048 would" in capsys.readouterr().out) is expected

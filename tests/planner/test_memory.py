@@ -117,7 +117,7 @@ def test_attention_that_stores_scores_is_seen_to_be_large(case):
     assert abs(relative_error(case)) < 0.15
 
 
-def test_components_sum_to_the_total_and_each_says_what_it_assumes():
+def test_components_sum_to_the_total_and_each_lists_its_assumptions():
     estimate = memory_per_device(config(), sizes(fsdp=8))
     assert estimate.total_bytes == sum(estimate.bytes_by_component().values())
     assert estimate.total_bytes == max(estimate.bytes_at.values())

@@ -29,7 +29,7 @@ def resolved(case):
 
 
 @pytest.mark.slow
-def test_rows_compiled_again_are_what_the_table_says_and_within_five_percent_of_the_model():
+def test_rows_compiled_again_equal_the_table_and_are_within_five_percent_of_the_model():
     rows = [row(model) for model in AGAIN]
     configs = [resolved(case) for case in rows]
     requests = [

@@ -1,4 +1,4 @@
-"""One catalogue entry is all that a new GPU needs: it is recognized, planned, compiled for, and its links are assumed."""
+"""One catalog entry is all that a new GPU needs: it is recognized, planned, compiled for, and its links are assumed."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ x100:
 
 
 @pytest.fixture(autouse=True)
-def catalogue_with_the_gpu(tmp_path, monkeypatch) -> Iterator[None]:
+def catalog_with_the_gpu(tmp_path, monkeypatch) -> Iterator[None]:
     path = tmp_path / "hardware.yaml"
-    path.write_text(hardware.CATALOGUE.read_text() + ENTRY)
-    monkeypatch.setattr(hardware, "CATALOGUE", path)
-    caches = (hardware._read, hardware.catalogue)
+    path.write_text(hardware.CATALOG.read_text() + ENTRY)
+    monkeypatch.setattr(hardware, "CATALOG", path)
+    caches = (hardware._read, hardware.catalog)
     for cache in caches:
         cache.cache_clear()
     yield

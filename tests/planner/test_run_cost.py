@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.calculators.run_cost import compute_optimal_tokens, run_cost
+from ridgeline.planner.calculators.run_cost import run_cost
 from ridgeline.planner.hardware import hardware
 
 H100 = 990e12
@@ -91,7 +91,3 @@ def test_nonsense_is_refused(changes, message):
     arguments = {"params": 7e9, "tokens": 1e12, "devices": 8, "peak_flops": H100, "mfu": 0.4}
     with pytest.raises(UserError, match=message):
         run_cost(**(arguments | changes))
-
-
-def test_twenty_tokens_per_parameter():
-    assert compute_optimal_tokens(70e9) == 1.4e12

@@ -190,7 +190,7 @@ def test_limits_leave_out_what_breaks_them_and_say_by_how_much():
     assert "times the deadline" in within(slow, Limits(deadline_days=slow.run.wall_days / 2))
 
 
-def test_what_binds_is_the_ceiling_whose_doubling_helps_most():
+def test_the_bottleneck_is_the_ceiling_whose_doubling_helps_most():
     made = cluster(links=links(network=2.0), nic_gb_per_s=16.0)
     machine = Machine(made, CALIBRATION, 32)
     slow_network = best(made, config(rows=32), nodes=4)

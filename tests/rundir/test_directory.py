@@ -56,7 +56,7 @@ def test_a_bare_directory_has_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "named"),
     [
         ("{", "Invalid JSON"),
         ("[]", "must be an object"),
@@ -66,10 +66,10 @@ def test_a_bare_directory_has_nothing(tmp_path: Path) -> None:
         (RUN | {"starts": {}}, "starts: must be a valid array, got {}"),
     ],
 )
-def test_a_damaged_record_names_file_and_key(tmp_path: Path, content: object, told: str) -> None:
+def test_a_damaged_record_names_file_and_key(tmp_path: Path, content: object, named: str) -> None:
     message = refusal(lambda: run_with(tmp_path, **{"run.json": content}).record)
     assert message.startswith(f"{tmp_path}/run.json is damaged: ")
-    assert told in message
+    assert named in message
 
 
 @pytest.mark.parametrize(

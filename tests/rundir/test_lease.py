@@ -93,11 +93,11 @@ def test_a_dead_holder_is_taken_over_at_once(take: Callable[..., Lease], tmp_pat
         "that job has ended": {"machine": "elsewhere", "job": "c:7"},
     }
     for epoch, (why, holder) in enumerate(dead.items(), start=1):
-        said: list[str] = []
+        logged: list[str] = []
         claim(tmp_path, 2 * epoch - 1, **holder)
-        lease = take(sleep=never, log=said.append, job_ended=lambda job: job == "7", **mine)
+        lease = take(sleep=never, log=logged.append, job_ended=lambda job: job == "7", **mine)
         assert lease.epoch == 2 * epoch
-        assert len(said) == 1 and why in said[0]
+        assert len(logged) == 1 and why in logged[0]
         lease.release()
 
 
@@ -110,14 +110,14 @@ def test_a_holder_of_another_host_is_judged_by_its_counter(take: Callable[..., L
         if len(looks) == 3:
             beat.write_text("8".ljust(20))
 
-    asked: list[str] = []
+    queried: list[str] = []
     with pytest.raises(UserError, match=r"is in use: process 12 on node7, job 7 is writing it"):
-        take(sleep=alive, job="c:8", job_ended=lambda job: asked.append(job) or True)
-    assert not asked, "a job of another Slurm cluster may have the same number"
+        take(sleep=alive, job="c:8", job_ended=lambda job: queried.append(job) or True)
+    assert not queried, "a job of another Slurm cluster may have the same number"
     looks.clear()
-    said: list[str] = []
-    assert take(sleep=looks.append, log=said.append).epoch == 2
-    assert sum(looks) == pytest.approx(0.3) and len(said) == 2 and "no sign of life for 0.3 s" in said[-1]
+    logged: list[str] = []
+    assert take(sleep=looks.append, log=logged.append).epoch == 2
+    assert sum(looks) == pytest.approx(0.3) and len(logged) == 2 and "no sign of life for 0.3 s" in logged[-1]
 
 
 def test_a_claim_that_cannot_be_read_is_waited_for_and_taken_over(take: Callable[..., Lease], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_unchanged_code_on_a_noisy_machine_is_rarely_called_different(rng):
     assert verdicts.count("cannot tell") >= 0.97 * 300
 
 
-def test_one_percent_is_never_told_even_from_perfect_timings():
+def test_one_percent_is_never_reported_even_from_perfect_timings():
     assert compare([1.0] * 50, [0.99] * 50).verdict == "cannot tell"
 
 

@@ -81,7 +81,7 @@ def test_one_process_per_device_is_grouped_by_node():
     assert node_of(FakeDevice(0, 3)) == 3
 
 
-def test_tensor_across_nodes_is_said_in_the_description():
+def test_tensor_across_nodes_is_in_the_description():
     text = describe_mesh(lay_out(cluster(2, 4), fsdp=1, tensor=8))
     assert "across nodes: tensor (warning" in text
     assert describe_mesh(lay_out(cluster(2, 4), data=2, fsdp=4)) == "mesh data=2 x fsdp=4 on 8 devices, 2 nodes; across nodes: data"
@@ -130,12 +130,12 @@ def test_every_suggested_size_works(data, fsdp, tensor, devices):
         resolve_sizes(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
         assert data * fsdp * tensor == devices
     except UserError as error:
-        asked = {"data": data, "fsdp": fsdp, "tensor": tensor}
+        sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
         suggested = str(error).split("; set ")[1]
         if suggested.startswith("mesh.fsdp=-1"):
-            asked = {"fsdp": -1}
-            resolve_sizes(MeshConfig(**asked), devices)
+            sizes = {"fsdp": -1}
+            resolve_sizes(MeshConfig(**sizes), devices)
             return
         for text in suggested.split(" or "):
             axis, _, size = text.removeprefix("mesh.").partition("=")
-            resolve_sizes(MeshConfig(**{**asked, axis: int(size)}), devices)
+            resolve_sizes(MeshConfig(**{**sizes, axis: int(size)}), devices)

@@ -42,7 +42,7 @@ def test_constrain_and_gather_place_as_the_rules_say(cube):
     assert gathered.sharding.is_equivalent_to(NamedSharding(cube.mesh, P(None, "tensor")), 2)
 
 
-def test_gradient_of_a_gathered_parameter_lies_like_the_parameter(cube):
+def test_gradient_of_a_gathered_parameter_is_sharded_like_the_parameter(cube):
     w, x = jnp.arange(32.0).reshape(8, 4), jnp.arange(64.0).reshape(8, 8)
     loss = lambda w, x: jnp.sum((cube.constrain(x, "batch", None) @ cube.gather_param(w, "embed", "mlp")) ** 2)  # noqa: E731
     grad = jax.jit(jax.grad(loss))(w, x)

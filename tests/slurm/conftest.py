@@ -11,7 +11,7 @@ from tests.slurm.shared import Shared, worker, workers
 
 HERE = Path(__file__).parent
 LONGEST = (
-    "test_a_signal_in_every_phase_is_honoured_and_nothing_is_lost",
+    "test_a_signal_in_every_phase_is_honored_and_nothing_is_lost",
     "test_runs_interrupted_at_random_moments_all_save_and_resume",
     "test_the_time_limit_saves_and_requeues",
     "test_a_rank_that_never_comes_is_named_by_its_host",

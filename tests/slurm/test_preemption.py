@@ -52,7 +52,7 @@ def test_a_preempted_run_saves_requeues_and_ends_bitwise_equal(
     jobs.assert_bitwise_equal(run.arrays(), reference)
 
 
-def test_a_signal_in_every_phase_is_honoured_and_nothing_is_lost(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays) -> None:
+def test_a_signal_in_every_phase_is_honored_and_nothing_is_lost(slurm: Any, tmp_path: Path, corpus: Path, reference: Arrays) -> None:
     """One run whose starts are struck in one phase after another; the last one finishes. It compiles its programs itself."""
     run = jobs.submit(slurm, tmp_path, corpus, "phases", steps=STEPS, strikes=STRIKES, programs=tmp_path / "programs")
     run.finishes(timeout_s=1400)
@@ -91,7 +91,7 @@ def test_a_cancelled_point_of_a_sweep_saves_and_is_not_requeued(slurm: Any, tmp_
     assert point.codes() == [PREEMPTED]
     assert point.saved() == point.step() >= 10
     assert point.restarts() == 0
-    assert slurm.job_state(other.job) == "RUNNING", "its neighbour goes on"
+    assert slurm.job_state(other.job) == "RUNNING", "the other point continues"
 
 
 def test_runs_interrupted_at_random_moments_all_save_and_resume(slurm: Any, tmp_path: Path, corpus: Path) -> None:

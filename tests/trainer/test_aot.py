@@ -1,4 +1,4 @@
-"""Real compiles for GPUs that are not here: sizes that must add up, every GPU of the catalogue, and each way it can fail."""
+"""Real compiles for GPUs that are not here: sizes that must add up, every GPU of the catalog, and each way it can fail."""
 
 import math
 import os
@@ -14,7 +14,7 @@ import pytest
 from ridgeline.configs.errors import UserError
 from ridgeline.launch.environment import run_flags
 from ridgeline.planner.collectives import matmul_weights
-from ridgeline.planner.hardware import catalogue, hardware
+from ridgeline.planner.hardware import catalog, hardware
 from ridgeline.trainer.aot import compile as aot
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
 from ridgeline.trainer.aot.report import build_report
@@ -22,7 +22,7 @@ from ridgeline.trainer.aot.target import compute_capability, target_config
 from tests.trainer.gpu_models import QUICK, cluster, small
 
 pytestmark = pytest.mark.xdist_group("aot")  # the steps are compiled once
-GPUS = [device.name for device in catalogue() if device.target is not None]
+GPUS = [device.name for device in catalog() if device.target is not None]
 STEPS = ("a100-80gb", "h200-sxm", "b200", "b300")
 """One GPU of each generation: the whole step is compiled for these."""
 FSDP8 = ("mesh.fsdp=8", "compute.attention.backend=auto")
@@ -68,7 +68,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_every_gpu_of_the_catalogue_can_be_compiled_for(tmp_path):
+def test_every_gpu_of_the_catalog_can_be_compiled_for(tmp_path):
     """A product on each: within a generation only figures differ, and XLA takes all of them."""
     request = replace(Request.on(small("llama"), cluster(), 1), xla_flags=QUICK)
     env = aot.worker_environment(os.environ, request, tmp_path)
@@ -194,12 +194,12 @@ def test_block_scaled_products_are_refused_where_there_are_none():
 
 
 def test_targets_carry_the_figures_of_their_gpu():
-    for device in catalogue():
+    for device in catalog():
         if device.target is None:
             continue
         text = target_config(device)
-        told = int(re.search(r"device_memory_size: (\d+)", text)[1])  # type: ignore[index]
-        assert 0.8 * told == pytest.approx(0.95 * device.memory_bytes) and f"core_count: {device.cores}" in text  # XLA takes 80 % of it
+        limit = int(re.search(r"device_memory_size: (\d+)", text)[1])  # type: ignore[index]
+        assert 0.8 * limit == pytest.approx(0.95 * device.memory_bytes) and f"core_count: {device.cores}" in text  # XLA takes 80 % of it
     assert [compute_capability(hardware(name)) for name in ("a100-80gb", "h100-sxm", "b200", "b300")] == [(8, 0), (9, 0), (10, 0), (10, 3)]
 
 
@@ -214,7 +214,7 @@ def test_more_nodes_than_the_cluster_has_are_refused():
 
 
 @pytest.mark.slow
-def test_a_mesh_that_does_not_divide_says_so_and_spoils_no_other_request():
+def test_a_mesh_that_does_not_divide_is_an_error_and_affects_no_other_request():
     error = compiled()["indivisible"]
     assert isinstance(error, UserError) and "16" in str(error) and "8 devices" in str(error) and "\n" not in str(error)
     after = list(compiled().values())[list(compiled()).index("indivisible") + 1 :]

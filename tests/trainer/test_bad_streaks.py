@@ -185,7 +185,7 @@ def test_a_save_due_within_a_streak_follows_the_next_finite_step(run: Run) -> No
 
 
 @pytest.mark.parametrize("how", ["stop_at", "time_up_at"])
-def test_a_stop_within_a_streak_leaves_the_last_good_step_and_says_so(how: str, run: Run) -> None:
+def test_a_stop_within_a_streak_keeps_the_last_good_step_and_prints_it(how: str, run: Run) -> None:
     outcome = run.start(Plan(30, every=4, bad=frozenset({10, 11, 12}), **{how: 11}))
     assert outcome.steps == 11
     assert run.kept() == [4, 8]

@@ -88,7 +88,7 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(
 
 
 @pytest.mark.parametrize("stage", ["payload", "manifest"])
-def test_training_goes_on_while_the_save_is_written(
+def test_training_continues_while_the_save_is_written(
     stage: str, checkpointer: Make, make_state: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit of the payload, or the manifest, is held back until training has gone on: only the order of events is looked at."""
@@ -333,7 +333,7 @@ def test_many_differences_are_summed_up(checkpointer: Make, make_state: Make, ab
     assert refused(saver, wanted).endswith("and 35 more")
 
 
-def test_nothing_to_restore_is_refused_and_told_apart_from_a_fresh_run(checkpointer: Make, make_state: Make, abstract: Make) -> None:
+def test_nothing_to_restore_is_refused_and_differs_from_a_fresh_run(checkpointer: Make, make_state: Make, abstract: Make) -> None:
     saver = checkpointer()
     assert not saver.has_checkpoints()
     assert saver.latest_step() is None

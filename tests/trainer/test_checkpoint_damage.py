@@ -210,7 +210,7 @@ def test_what_only_looks_like_a_step_is_left_alone(name: str, saved: tuple[Path,
     assert name in os.listdir(directory)
 
 
-def test_a_step_of_another_number_or_run_is_not_loaded_as_what_its_name_says(
+def test_a_step_of_another_number_or_run_is_not_loaded_by_its_name(
     checkpointer: Make, make_state: Make, abstract: Make, tmp_path: Path
 ) -> None:
     for run in ("one", "two"):
@@ -278,7 +278,7 @@ def test_when_every_step_is_bad_the_error_names_what_is_wrong_with_each(
         again.restore(abstract(state))
 
 
-def test_a_damaged_step_asked_for_by_number_is_refused_rather_than_replaced(
+def test_a_damaged_step_requested_by_number_is_refused_rather_than_replaced(
     saved: tuple[Path, Any], checkpointer: Make, abstract: Make
 ) -> None:
     directory, state = saved

@@ -154,7 +154,7 @@ def test_a_success_in_between_starts_the_count_anew(checkpointer: Make, make_sta
     assert sorted(checkpoint_dirs.steps(saver.directory)) == [5, 7]
 
 
-def test_a_deletion_that_fails_is_told_and_does_not_fail_the_save(
+def test_a_deletion_that_fails_is_reported_and_does_not_fail_the_save(
     checkpointer: Make, make_state: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(root: Path, step: int) -> None:

@@ -136,7 +136,7 @@ def life(config: Config, tokenizer: Path, pid: int, said: list[str], saves: bool
 
 
 @pytest.mark.parametrize("begun", [0, 2])
-def test_a_start_goes_on_after_a_kill_between_any_two_file_operations(tmp_path: Path, camera: Camera, begun: int) -> None:
+def test_a_start_continues_after_a_kill_between_any_two_file_operations(tmp_path: Path, camera: Camera, begun: int) -> None:
     tokenizer, gone, root = tmp_path / "tokenizer", 2**22 + 1, tmp_path / "run"  # a PID that no process has
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")

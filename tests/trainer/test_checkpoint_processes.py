@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ridgeline.launch.cluster.network import free_port
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import integrity
 
@@ -58,9 +58,7 @@ def flip_payload(step: Path) -> None:
 
 
 def run_workers(root: Path) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     worker = Path(__file__).with_name("checkpoint_worker.py")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     children = [

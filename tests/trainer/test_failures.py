@@ -22,7 +22,7 @@ OWN = [
 
 
 @pytest.mark.parametrize(("text", "who"), GONE)
-def test_a_lost_peer_is_recognised_and_named_where_the_message_names_it(text, who):
+def test_a_lost_peer_is_recognized_and_named_where_the_message_names_it(text, who):
     why = lost_peer(RuntimeError(text), 4)
     assert why is not None
     assert text[:40] in why

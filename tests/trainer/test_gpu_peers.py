@@ -28,7 +28,7 @@ def shape(name: str) -> tuple[dict[str, Any], Any]:
     return {**model.model_dump(mode="json"), "num_kv_heads": model.kv_heads, "head_dim": model.head_width}, config
 
 
-def test_maxtext_is_asked_for_our_shape_tokens_and_arithmetic() -> None:
+def test_maxtext_gets_our_shape_tokens_and_arithmetic() -> None:
     from gpu_maxtext import Attempt, arguments
 
     model, config = shape("1b-1k")
@@ -118,11 +118,11 @@ def test_maxtext_is_tried_with_less_where_memory_ends_and_with_another_kernel_wh
     runner = Runner(tmp_path, ["XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory", "No engine found"])
     env = {"XLA_FLAGS": "--ours"}
     found = measure_peer(runner, Part(ROWS[0], MAXTEXT), config, step_s=0.1, env=env, memory_bytes=H200_BYTES, tiny=False, steps=None)
-    asked = [job["attempt"] for job in runner.jobs]
-    assert [each["attention"] for each in asked] == ["cudnn_flash_jax", "cudnn_flash_jax", "dot_product"]
-    assert asked[1]["rows"] < asked[0]["rows"] == asked[2]["rows"]
+    requests = [job["attempt"] for job in runner.jobs]
+    assert [each["attention"] for each in requests] == ["cudnn_flash_jax", "cudnn_flash_jax", "dot_product"]
+    assert requests[1]["rows"] < requests[0]["rows"] == requests[2]["rows"]
     assert runner.env == {**env, "DECOUPLE_GCLOUD": "TRUE"}, "the flags ours ran with"
-    assert found["tokens_per_s"] == found["rows"] * 1024 / 0.5 and found["rows"] == asked[2]["rows"]
+    assert found["tokens_per_s"] == found["rows"] * 1024 / 0.5 and found["rows"] == requests[2]["rows"]
     assert found["attention"] == "dot_product" and runner.jobs[0]["per_round"] == 14
 
 

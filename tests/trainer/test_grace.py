@@ -1,4 +1,4 @@
-"""Whether stopping fits into the grace period of a job: said once, as soon as it is known."""
+"""Whether stopping fits into the grace period of a job: logged once, as soon as it is known."""
 
 from pathlib import Path
 
@@ -8,28 +8,28 @@ from ridgeline.rundir.events import EventLog
 from ridgeline.trainer.stop import GracePeriod, last_write_s
 
 
-def test_a_save_that_does_not_fit_is_said_once():
-    said: list[str] = []
-    grace = GracePeriod(30.0, said.append)
+def test_a_save_that_does_not_fit_is_reported_once():
+    logged: list[str] = []
+    grace = GracePeriod(30.0, logged.append)
     grace.step_s = 5.0
     grace.saved(20.0)
-    assert said == []
+    assert logged == []
     grace.saved(26.0)
     grace.saved(40.0)
-    assert len(said) == 1
-    assert all(figure in said[0] for figure in ("31 s", "step 5.0 s", "save 26.0 s", "30 s of grace"))
+    assert len(logged) == 1
+    assert all(figure in logged[0] for figure in ("31 s", "step 5.0 s", "save 26.0 s", "30 s of grace"))
 
 
 def test_what_is_still_written_in_the_background_counts():
-    said: list[str] = []
-    GracePeriod(30.0, said.append, write_s=lambda: 45.0).saved(0.1)
-    assert "45 s" in said[0]
+    logged: list[str] = []
+    GracePeriod(30.0, logged.append, write_s=lambda: 45.0).saved(0.1)
+    assert "45 s" in logged[0]
 
 
 def test_an_unknown_grace_is_compared_with_nothing():
-    said: list[str] = []
-    GracePeriod(None, said.append).saved(1e9)
-    assert said == []
+    logged: list[str] = []
+    GracePeriod(None, logged.append).saved(1e9)
+    assert logged == []
 
 
 def test_a_later_start_warns_by_the_last_save_of_an_earlier_one(tmp_path: Path):
@@ -39,11 +39,11 @@ def test_a_later_start_warns_by_the_last_save_of_an_earlier_one(tmp_path: Path):
     log.emit("checkpoint_saved", step=2, size_bytes=8, total_s=50.0)
     log.emit("step", step=3)
     log.close()
-    said: list[str] = []
+    logged: list[str] = []
     write_s = last_write_s(log.path)
     assert write_s == 50.0
-    GracePeriod(30.0, said.append).saved(write_s)
-    assert "50 s" in said[0]
+    GracePeriod(30.0, logged.append).saved(write_s)
+    assert "50 s" in logged[0]
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_odd_losses_are_no_spikes(odd):
 
 
 def test_a_spike_is_recorded_printed_counted_and_known_to_the_next_start(tmp_path):
-    log, said = EventLog(tmp_path / "events.jsonl"), []
-    hook = LossSpikes(SimpleNamespace(events=log, progress=SimpleNamespace(note=said.append)), SpikeDetector())
+    log, logged = EventLog(tmp_path / "events.jsonl"), []
+    hook = LossSpikes(SimpleNamespace(events=log, progress=SimpleNamespace(note=logged.append)), SpikeDetector())
     losses = [3.0 + 0.01 * (step % 5) for step in range(1, 101)] + [7.0] * 10 + [3.0] * 5 + [8.0] * 3
     for step, loss in enumerate(losses, 1):
         hook.on_result(StepResult(step, False, {"loss": loss, "grad_norm": 1.0}, None, 0.1, 0.1, step))
@@ -100,7 +100,7 @@ def test_a_spike_is_recorded_printed_counted_and_known_to_the_next_start(tmp_pat
             log.emit("step", step=step, loss=loss)
     events = read_events(log.path)
     assert [event.kind for event in events if "spike" in event.kind] == [EVENT, END_EVENT, EVENT]
-    assert hook.count == 2 and len(said) == 3 and said[0].startswith("loss spike since step 101: up to 7")
+    assert hook.count == 2 and len(logged) == 3 and logged[0].startswith("loss spike since step 101: up to 7")
     first, second = loss_spikes(events)
     assert (first.step, first.steps, first.ended, second.step, second.ended) == (101, 10, True, 116, False)
     seeded = recent_losses(events, 118)

@@ -26,7 +26,7 @@ def keys(count):
     return jax.random.split(jax.random.key(1), count)
 
 
-def test_stochastic_rounding_is_unbiased_and_lands_on_a_neighbour():
+def test_stochastic_rounding_is_unbiased_and_lands_on_a_neighbor():
     x = jnp.float32([1.001, -3.3, 1e-3, 7.0e5, -1e-30, 0.0])
     draws = np.asarray(jax.vmap(lambda key: to_bfloat16(x, key))(keys(20_000)), np.float64)
     gap = np.abs(np.asarray(x, np.float64)) * 2.0**-7
@@ -84,7 +84,7 @@ def test_no_second_moment_becomes_zero_and_zero_stays():
 
 
 @pytest.mark.parametrize("size", [14336, 11008, 28672, 29568, 18944, 5632, 4864, 13824, 27648])
-def test_a_block_lies_whole_on_a_device_of_up_to_eight(size):
+def test_a_block_is_whole_on_one_of_up_to_eight_devices(size):
     width = block_width(size, divided=True)
     assert 16 <= width <= 128 and size % (8 * width) == 0
 
@@ -115,7 +115,7 @@ def descend(rule, scale=1.0, **extra):
 
 @pytest.mark.parametrize("decades", [0, 4])
 def test_directions_follow_those_of_adam(decades):
-    """The parameters end where Adam's do, far nearer than the way they came, where neighbours in a block differ by decades too."""
+    """The parameters end where Adam's do, far nearer than the way they came, where neighbors in a block differ by decades too."""
     scale = 10 ** jax.random.uniform(jax.random.key(9), (256,), minval=-decades, maxval=0)
     plain, target = descend(optax.scale_by_adam(0.9, 0.95, 1e-12), scale)
     rule = scale_by_eight_bit_adam(0.9, 0.95, 1e-12, lambda params: ("embed", "mlp"))

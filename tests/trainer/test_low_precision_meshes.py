@@ -170,7 +170,7 @@ def test_the_state_is_updated_in_place() -> None:
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def test_muon_takes_bfloat16_and_says_what_to_take_for_8_bits() -> None:
+def test_muon_takes_bfloat16_and_names_the_setting_for_8_bits() -> None:
     (problem,) = check_config(make_config(kind="muon"))
     assert problem.keys[0] == "precision.moments"
     assert "precision.moments=bfloat16" in problem.message and "optimizer.kind=adamw" in problem.message and "\n" not in problem.message

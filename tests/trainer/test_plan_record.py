@@ -56,17 +56,17 @@ def test_a_known_gpu_gets_a_predicted_step_time(compiled, tmp_path):
     assert made["cluster"] == "dgx-h100" and made["step_s"] == pytest.approx(sum(made["breakdown_s"].values()))
 
 
-def test_an_unknown_device_says_why_there_is_no_step_time(compiled, tmp_path):
+def test_an_unknown_device_has_the_reason_for_no_step_time(compiled, tmp_path):
     config, mesh, step = compiled
     assert record_plan(tmp_path, config, mesh, step, device_kind="Abacus 9", gpu=True) is None
     made = json.loads((tmp_path / "plan.json").read_bytes())
-    assert "step_s" not in made and "hardware catalogue" in made["no_step_s"]
+    assert "step_s" not in made and "hardware catalog" in made["no_step_s"]
 
 
-def test_what_cannot_be_recorded_is_said_and_ends_nothing(compiled, tmp_path):
+def test_what_cannot_be_recorded_is_reported_and_ends_nothing(compiled, tmp_path):
     config, mesh, step = compiled
-    said = record_plan(tmp_path / "missing", config, mesh, step, device_kind="cpu", gpu=False)
-    assert said is not None and said.startswith("no plan.json: FileNotFoundError")
+    logged = record_plan(tmp_path / "missing", config, mesh, step, device_kind="cpu", gpu=False)
+    assert logged is not None and logged.startswith("no plan.json: FileNotFoundError")
 
 
 def test_the_optimizer_is_not_accused_where_its_plan_is_approximate():

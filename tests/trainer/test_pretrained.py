@@ -29,7 +29,7 @@ MODEL = ModelConfig(vocab_size=258, num_layers=2, embed_dim=32, num_heads=4, mlp
 
 
 def new_run(**sections):
-    """The spec of a run, and a state whose parameters are still to come (nothing here needs a compiled initialisation)."""
+    """The spec of a run, and a state whose parameters are still to come (nothing here needs a compiled initialization)."""
     config = Config.model_validate({"model": MODEL, "mesh": {"fsdp": 8}, **sections})
     spec = model_spec(config, Partitioner(build_mesh(config.mesh), Rules.from_config(config.mesh)))
     zero = jnp.zeros((), jnp.int32)

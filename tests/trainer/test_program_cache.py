@@ -46,10 +46,10 @@ class Starts:
     def __init__(self, mesh: jax.sharding.Mesh, directory: Path) -> None:
         self.mesh, self.directory = mesh, directory
         self.facts = program_facts(CONFIG, mesh)
-        self.said: list[str] = []
+        self.logged: list[str] = []
 
     def cache(self) -> ProgramCache:
-        return ProgramCache(self.directory, self.facts, list(self.mesh.devices.flat), self.said.append)
+        return ProgramCache(self.directory, self.facts, list(self.mesh.devices.flat), self.logged.append)
 
     def start(self, *args: Any, name: str = "scale") -> tuple[str, Any]:
         """Compile; return where the program came from, and it."""
@@ -121,7 +121,7 @@ def test_a_second_start_traces_and_compiles_nothing_and_computes_the_same(starts
         np.testing.assert_array_equal(found, wanted)
     assert given.is_deleted(), "donated, as it was compiled"
     assert second.memory_analysis().argument_size_in_bytes == first.memory_analysis().argument_size_in_bytes
-    assert starts.said == []
+    assert starts.logged == []
 
 
 def test_other_arguments_and_names_are_other_programs(starts: Starts, row: jax.Array) -> None:
@@ -207,8 +207,8 @@ def test_a_file_that_cannot_be_trusted_or_read_is_compiled_over_with_a_word(star
     came, program = starts.start(row)
     assert came == COMPILED
     assert float(program(copy(row))[1]) == 28.0
-    (said,) = starts.said
-    assert said.startswith(f"{file} cannot be loaded and is compiled: ")
+    (logged,) = starts.logged
+    assert logged.startswith(f"{file} cannot be loaded and is compiled: ")
     assert starts.start(row)[0] == LOADED, "written anew"
 
 
@@ -231,17 +231,17 @@ def test_a_program_partitioned_by_rules_in_python_is_kept(starts: Starts, row: j
         found.append(record["source"])
         np.testing.assert_array_equal(program(row), np.arange(8) * 2 + 1)
     assert found == [COMPILED, LOADED]
-    assert starts.said == []
+    assert starts.logged == []
 
 
-def test_a_program_that_calls_python_is_not_kept_and_says_why(starts: Starts, row: jax.Array) -> None:
+def test_a_program_that_calls_python_is_not_kept_and_the_reason_is_logged(starts: Starts, row: jax.Array) -> None:
     program = starts.cache().compile(jax.jit(lambda x: jax.pure_callback(np.sin, x, x)), "calls", [row], {})
     np.testing.assert_allclose(program(row), np.sin(np.arange(8)), rtol=1e-6)
-    assert starts.said == ["calls is not cached for the next start: ValueError: it calls Python functions"]
+    assert starts.logged == ["calls is not cached for the next start: ValueError: it calls Python functions"]
 
 
 def test_what_jax_had_compiled_is_not_kept(starts: Starts, row: jax.Array, jax_cache: Any, tmp_path: Path) -> None:
-    """Serialised again, it would fail when it runs."""
+    """Serialized again, it would fail when it runs."""
     jax_cache(tmp_path / "jax")
     elsewhere = Starts(starts.mesh, starts.directory / "elsewhere")
     assert elsewhere.start(row)[0] == COMPILED
@@ -263,12 +263,12 @@ def test_the_entries_used_longest_ago_make_room(starts: Starts, row: jax.Array, 
     assert [file.name[0] for file in starts.files] == ["a", "c", "d"]
 
 
-def test_a_run_that_cannot_keep_its_programs_goes_on_with_a_word(starts: Starts, row: jax.Array) -> None:
+def test_a_run_that_cannot_keep_its_programs_continues_with_a_warning(starts: Starts, row: jax.Array) -> None:
     (starts.directory / "programs").write_text("in the way")
     came, program = starts.start(row)
     assert came == COMPILED
     assert float(program(copy(row))[1]) == 28.0
-    assert [word in said for word, said in zip(("cannot be loaded", "not cached"), starts.said, strict=True)] == [True] * 2
+    assert [word in logged for word, logged in zip(("cannot be loaded", "not cached"), starts.logged, strict=True)] == [True] * 2
 
 
 def test_programs_of_a_start_that_failed_are_forgotten(starts: Starts, row: jax.Array) -> None:
@@ -283,11 +283,11 @@ def test_programs_of_a_start_that_failed_are_forgotten(starts: Starts, row: jax.
 
 def test_a_loaded_program_follows_drifting_arguments_as_a_compiled_one(starts: Starts, row: jax.Array, tmp_path: Path) -> None:
     starts.start(row)
-    said: list[str] = []
-    watch = CompilerWatch(EventLog(event_file(tmp_path, 0), run="r"), said.append, starts.cache().compile)
+    logged: list[str] = []
+    watch = CompilerWatch(EventLog(event_file(tmp_path, 0), run="r"), logged.append, starts.cache().compile)
     program = watch.program(jax.jit(lambda x: (x * 3, x.sum()), donate_argnums=0), "scale", row)
     assert program.parts["source"] == LOADED
     shorter = jax.device_put(np.arange(4, dtype=np.float32), NamedSharding(starts.mesh, PartitionSpec()))
     assert float(program(shorter)[1]) == 6.0
-    assert "x float32[8] ('data',) -> float32[4] ()" in said[0]
+    assert "x float32[8] ('data',) -> float32[4] ()" in logged[0]
     assert float(program(copy(row))[1]) == 28.0

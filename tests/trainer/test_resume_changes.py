@@ -16,7 +16,7 @@ def dump(**sections: Any) -> dict[str, Any]:
     return Config(**sections).model_dump(mode="json")
 
 
-def test_an_unchanged_config_says_nothing() -> None:
+def test_an_unchanged_config_lists_nothing() -> None:
     assert check_resume(dump(), dump()) == []
 
 
@@ -53,7 +53,7 @@ def test_every_refused_change_is_named_at_once() -> None:
         {"trainer": {"accumulation": 2}},
     ],
 )
-def test_the_rest_is_allowed_and_told_with_both_values(new: dict[str, Any]) -> None:
+def test_the_rest_is_allowed_and_listed_with_both_values(new: dict[str, Any]) -> None:
     ((section, fields),) = new.items()
     ((field, value),) = fields.items()
     before = dump()[section][field]

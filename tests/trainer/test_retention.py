@@ -62,7 +62,7 @@ def test_saves_at_the_multiples_of_every() -> None:
     assert [step for step in range(1, 10) if due.due(step, last=step == 9)] == [3, 6, 9]
 
 
-def test_saves_at_the_end_unless_told_not_to() -> None:
+def test_saves_at_the_end_unless_disabled() -> None:
     assert cadence(Clock(), every=0, final=True).due(7, last=True)
     assert not cadence(Clock(), every=0, final=False).due(7, last=True)
     assert not cadence(Clock(), every=0, final=True).due(7, last=False)

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from ridgeline.cli.commands.convert import to_hf
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
+from ridgeline.launch.cluster.network import free_port
 from ridgeline.launch.exit_codes import INTERRUPTED, NUMERICAL_FAILURE, TAKEN_OVER, USAGE
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.directory import read_metrics
@@ -490,12 +491,6 @@ def test_a_step_to_restart_from_that_is_not_there_is_refused_before_anything_is_
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ridge: ")]
     assert str(tmp_path / "run" / "checkpoints") in line and "step 5" in line and "4, 6" in line
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_two_processes_train_as_one_and_one_goes_on_for_two(corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]) -> None:

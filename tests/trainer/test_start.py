@@ -69,7 +69,7 @@ def test_a_restart_adds_an_entry_and_keeps_the_id(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("config.*.yaml"))
 
 
-def test_a_changed_config_is_told_and_the_one_before_is_kept(tmp_path: Path, make_state: Make) -> None:
+def test_a_changed_config_is_listed_and_the_one_before_is_kept(tmp_path: Path, make_state: Make) -> None:
     before, after = config(tmp_path / "run"), config(tmp_path / "run", trainer={"steps": 7})
     opened = start(before)
     Checkpointer(opened.checkpoints, CheckpointConfig()).save(1, make_state(), {}, block=True)
@@ -204,7 +204,7 @@ def test_commit_and_uncommitted_changes_of_the_source_tree_are_kept(tmp_path: Pa
     assert (source / "code.py").read_text() == "new = 2\n"
 
 
-def test_a_source_tree_without_git_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_tree_without_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "_SOURCE_TREE", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     start(config(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""The optimiser step: weighting, accumulation, clipping, non-finite steps, determinism."""
+"""The optimizer step: weighting, accumulation, clipping, non-finite steps, determinism."""
 
 from __future__ import annotations
 

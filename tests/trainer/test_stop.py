@@ -129,7 +129,7 @@ def test_all_processes_stop_at_the_same_poll(seed):
     for process, one in enumerate(stops):
         one.share(store, process, 4, "test")
         if process != 2:
-            one.requested = signal.SIGTERM  # keeps the listener from signalling this test's own process
+            one.requested = signal.SIGTERM  # keeps the listener from signaling this test's own process
     threads = [threading.Thread(target=run, args=(process,)) for process in range(4)]
     for thread in threads:
         thread.start()
@@ -140,7 +140,7 @@ def test_all_processes_stop_at_the_same_poll(seed):
     assert min(stopped.values()) > max(asked_at.values())
 
 
-def test_a_request_that_came_before_sharing_is_told():
+def test_a_request_that_came_before_sharing_is_sent():
     store, first, second = Store(), Stop(log=lambda text: None), Stop(log=lambda text: None)
     first.requested = second.requested = signal.SIGTERM
     for process, one in enumerate((first, second)):
@@ -180,14 +180,14 @@ def test_all_processes_begin_or_none(leaver):
         one.unshare()
 
 
-def test_a_single_process_that_was_asked_does_not_begin(stop):
+def test_a_single_process_with_a_request_does_not_begin(stop):
     stop.begin_together()
     kill_self()
     with pytest.raises(StopRequested):
         stop.begin_together()
 
 
-def test_the_end_of_a_run_ends_the_listeners_and_asks_nobody():
+def test_the_end_of_a_run_ends_the_listeners_without_a_request():
     store, stops = Store(), [Stop(log=lambda text: None) for _ in range(2)]
     for process, one in enumerate(stops):
         one.share(store, process, 2, "test")

@@ -149,7 +149,7 @@ def _simulate(
 
 
 def arithmetic(kernel: Kernel, dtype: str) -> str:
-    """Return the dtype that a kernel multiplies, as the hardware catalogue names it: float8, float4 or the run's dtype."""
+    """Return the dtype that a kernel multiplies, as the hardware catalog names it: float8, float4 or the run's dtype."""
     return {"f8": "float8", "f4": "float4"}.get(kernel.dtype[:2], dtype)
 
 

@@ -1,6 +1,6 @@
 """The target of an ahead-of-time compile: a description of a GPU for XLA, on a machine without that GPU.
 
-XLA reads a `GpuTargetConfigProto` in text form. All figures that differ between GPUs come from the hardware catalogue
+XLA reads a `GpuTargetConfigProto` in text form. All figures that differ between GPUs come from the hardware catalog
 (planner/hardware.yaml); the others are the same for every compute capability since 8.0 (CUDA C++ Programming Guide, table "Technical
 Specifications per Compute Capability"; openxla/xla, xla/backends/gpu/target_config/specs).
 """
@@ -8,14 +8,14 @@ Specifications per Compute Capability"; openxla/xla, xla/backends/gpu/target_con
 from __future__ import annotations
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.hardware import CompileTarget, Hardware, catalogue
+from ridgeline.planner.hardware import CompileTarget, Hardware, catalog
 from ridgeline.planner.overlap import POOL_SHARE
 
 RESERVED_SHARED_MEMORY = 1024
 """Bytes of a multiprocessor's shared memory that CUDA reserves for each block."""
 
 CUDNN_VERSION = (9, 11, 0)
-"""cuDNN version of the target: the first whose attention runs on every GPU of the catalogue (B300 needs it)."""
+"""cuDNN version of the target: the first whose attention runs on every GPU of the catalog (B300 needs it)."""
 
 CUDA_VERSION = "12.9.0"
 """CUDA toolkit of the target. Without one XLA assumes a version before 12.0, which has no 8-bit matmuls."""
@@ -63,6 +63,6 @@ def target_config(hardware: Hardware) -> str:
 
 def _target(hardware: Hardware) -> CompileTarget:
     if hardware.target is None:
-        able = ", ".join(h.name for h in catalogue() if h.target is not None)
+        able = ", ".join(h.name for h in catalog() if h.target is not None)
         raise UserError(f"device '{hardware.name}' cannot be compiled for ahead of time (it can for: {able})")
     return hardware.target
