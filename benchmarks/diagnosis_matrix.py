@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkout import ROOT
 
-from tests.explain.injections import CASES, Bench, matrix, page
+from tests.explain.injections import BROKEN, CASES, COMPUTING, PAIRS, WAITING, Bench, matrix, page
 from tests.explain.magnitudes import FAULTS
 from tests.explain.magnitudes import table as magnitudes
 
@@ -28,6 +28,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help="Also write docs/DIAGNOSIS.md.")
     args = parser.parse_args(arguments)
     names = set(args.runs) or None
+    if names is not None and (unknown := names - {run.name for run in (*COMPUTING, *WAITING, *BROKEN, *PAIRS)}):
+        parser.error(f"unknown runs: {', '.join(sorted(unknown))}")
+    if names is not None and args.write:
+        parser.error("--write needs all runs: give no RUN")
     bench = Bench(args.directory.absolute())
     bench.prepare()
     bench.run(names)

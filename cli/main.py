@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
 import sys
 import types
@@ -15,6 +16,7 @@ from typing import NoReturn
 
 import click
 
+from ridgeline.cli.fitted import fit_stdout, fitted
 from ridgeline.configs.errors import UserError, nearest
 from ridgeline.launch.cuda_plugin import hide_unusable_cuda_plugin
 from ridgeline.launch.exit_codes import DONE, INTERRUPTED, PREEMPTED, USAGE
@@ -161,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["train"]:
         signal.signal(signal.SIGTERM, _stop_early)
+    fit_stdout(words)
     sys.exit(run(words))
 
 
@@ -228,11 +231,11 @@ def _setting_hint(error: click.NoSuchOption) -> str | None:
 
 
 def _print_error(message: str) -> None:
-    first, *more = [_printable(line) for line in message.split("\n")]
-    print("\n".join([f"ridge: error: {first}", *(f"  {line}" for line in more)]), file=sys.stderr)
+    line = f"ridge: error: {_printable(message)}"
+    print(fitted(line, shutil.get_terminal_size().columns) if sys.stderr.isatty() else line, file=sys.stderr)
 
 
-def _printable(line: str) -> str:
-    """Return a line of an error without control characters, and cut when it is very long: it may quote a damaged file."""
-    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line[:MAX_LINE])
-    return shown if len(line) <= MAX_LINE else f"{shown}..."
+def _printable(message: str) -> str:
+    """Return an error as one line without control characters, and cut when it is very long: it may quote a damaged file."""
+    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message[:MAX_LINE])
+    return shown if len(message) <= MAX_LINE else f"{shown}..."

@@ -28,13 +28,15 @@ def read_cluster(name: str, overrides: Iterable[str], **given: str | None) -> Cl
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Print the warnings. Raises UserError with the errors."""
+    """Print the warnings, and one line per error. Raises UserError with the last error."""
     for finding in findings:
         if not finding.error:
             click.echo(f"ridge: {finding}", err=True)
-    errors = [finding.message for finding in findings if finding.error]
-    if errors:
-        raise UserError("\n".join(errors))
+    *others, last = [None, *(finding.message for finding in findings if finding.error)]
+    for error in others[1:]:
+        click.echo(f"ridge: error: {error}", err=True)
+    if last is not None:
+        raise UserError(last)
 
 
 def print_sweep(directory: Path, *, as_json: bool) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+_MAX_PLACES = 4
+"""Further problems that a message lists by file, line and key."""
 
 
 class UserError(ValueError):
@@ -22,3 +25,11 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     close = nearest(name, names)
     hint = f"; did you mean '{close}'?" if close else ""
     return UserError(f"unknown {kind} '{name}'{hint} (allowed: {', '.join(names)})")
+
+
+def first_of(first: str, others: Sequence[str]) -> UserError:
+    """Return one line for several problems: the first, and the places of the others."""
+    if not others:
+        return UserError(first)
+    listed = ", ".join([*others[:_MAX_PLACES], *(["..."] if len(others) > _MAX_PLACES else [])])
+    return UserError(f"{first} (and {len(others)} more: {listed})")

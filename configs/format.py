@@ -1,4 +1,4 @@
-"""Numbers as text: counts, plurals and times."""
+"""Numbers as text: counts, plurals, sizes and times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ def format_count(value: float) -> str:
 def plural(count: int, noun: str) -> str:
     """Return `1 device`, `8 devices`, `1,000 steps`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_bytes(value: float) -> str:
+    """Format a size in three figures, decimal units: 512 B, 12.3 kB, 64 MB, 1,430 GB."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= 0.9995 * scale:
+            return f"{value / scale:.3g} {unit}" if abs(value) < 999.5 * scale else f"{value / scale:,.0f} {unit}"
+    return f"{value:.3g} B"
 
 
 def format_seconds(value_s: float) -> str:

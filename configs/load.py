@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from ridgeline.configs import compose, rules
-from ridgeline.configs.errors import UserError
+from ridgeline.configs.errors import UserError, first_of
 from ridgeline.configs.fields import env_keys, slot_at, split_key
 from ridgeline.configs.overrides import apply_overrides
 from ridgeline.configs.schema import Config
-from ridgeline.configs.validation_errors import joined, validation_error
+from ridgeline.configs.validation_errors import validation_error
 from ridgeline.configs.yaml_tree import DEFAULT, Items, Mapping, Node, Scalar, Source, dotted, find, plain, read_file, source_of
 from ridgeline.configs.yaml_tree import Path as KeyPath
 
@@ -69,7 +69,8 @@ def resolve(tree: Mapping, environment: Environment[str, str]) -> Resolved:
     config = _validated(interpolated)
     problems = rules.check_config(config)
     if problems:
-        raise joined([f"{_place(interpolated, problem.keys)}: {problem.message}" for problem in problems])
+        first, *others = [(_place(interpolated, problem.keys), problem.message) for problem in problems]
+        raise first_of(f"{first[0]}: {first[1]}", [place for place, _ in others])
     sources = {dotted(path): _leaf_source(interpolated, path) for path, _ in leaves(config.model_dump(mode="json"))}
     return Resolved(config, sources)
 

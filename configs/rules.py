@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ridgeline.configs import plugins
 from ridgeline.configs.choices import CHOICES, PLUGIN_GROUPS, allowed_names
-from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.errors import UserError, first_of, unknown_name
 from ridgeline.configs.mesh import resolve_sizes, smaller_meshes
 from ridgeline.configs.remat import remat_problems
 from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, ModelConfig
@@ -58,7 +58,8 @@ def check_devices(config: Config, num_devices: int) -> dict[str, int]:
     sizes = resolve_sizes(config.mesh, num_devices)
     problems = [*_divisibility(config, sizes), *_batch(config, sizes)]
     if problems:
-        raise UserError("\n".join(f"{problem.keys[0]}: {problem.message} (on {num_devices} devices)" for problem in problems))
+        first, *others = problems
+        raise first_of(f"{first.keys[0]}: {first.message} (on {num_devices} devices)", [problem.keys[0] for problem in others])
     return sizes
 
 

@@ -6,12 +6,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ridgeline.configs.errors import UserError
+from ridgeline.configs.errors import UserError, first_of
 from ridgeline.configs.fields import ROOT, Slot, unknown_key_hint
 from ridgeline.configs.yaml_tree import Mapping, Path, describe, dotted, source_of
-
-MAX_LINES = 5
-"""Largest number of errors in one message."""
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -31,7 +28,7 @@ _EXPECTED = {
 
 
 def validation_error(error: ValidationError, tree: Mapping, root: Slot = ROOT) -> UserError:
-    """Return one UserError for pydantic's errors, in the order of the files and lines, errors of overrides last."""
+    """Return one line for pydantic's errors: the first in the order of files and lines, overrides last; and where the others are."""
     places: list[tuple[bool, str, int, str, int]] = []
     problems = error.errors(include_url=False)
     for number, found in enumerate(problems):
@@ -39,24 +36,13 @@ def validation_error(error: ValidationError, tree: Mapping, root: Slot = ROOT) -
         source = source_of(tree, path)
         places.append((source.kind == "override", source.text, source.line, f"{source}: {dotted(path)}", number))
     places.sort()
-    messages = [
-        f"{place}: {_message(dict(problems[number]), _path(problems[number]), '[key]' in problems[number]['loc'], root)}"
-        for *_, place, number in places[:MAX_LINES]  # a hint compares with all names: not for thousands of keys
-    ]
-    return joined(messages, len(places))
+    *_, place, number = places[0]
+    first = _message(dict(problems[number]), _path(problems[number]), "[key]" in problems[number]["loc"], root)
+    return first_of(f"{place}: {first}", [other for *_, other, _ in places[1:]])
 
 
 def _path(found: Any) -> Path:
     return tuple(part for part in found["loc"] if part != "[key]")
-
-
-def joined(lines: list[str], total: int | None = None) -> UserError:
-    """Return one error with at most MAX_LINES of the lines. total: number of problems, of which these are the first (None: these)."""
-    shown = lines[:MAX_LINES]
-    total = len(lines) if total is None else total
-    if total > MAX_LINES:
-        shown.append(f"and {total - MAX_LINES} more")
-    return UserError("\n".join(shown))
 
 
 def _message(found: dict[str, Any], path: Path, is_key: bool, root: Slot) -> str:

@@ -6,17 +6,16 @@ The units depend only on names, sizes and settings, not on the machine or the nu
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.foreign import read_object
 from ridgeline.loaders.records import BadRecord, Document, RecordFields
 
 FORMATS = ("auto", "text", "lines", "records", "jsonl", "parquet", "arrow")
@@ -105,8 +104,11 @@ class Listing:
         return [unit for file in self.files for unit in _split_into_units(file)]
 
 
-def list_inputs(paths: Sequence[Path], options: InputOptions) -> Listing:
-    """List the files of `paths` in order. Raises UserError for a missing, empty or ambiguous input."""
+def list_inputs(paths: Sequence[Path], options: InputOptions, output: Path | None = None) -> Listing:
+    """List the files of `paths` in order, without those of the directory `output`, which may lie within an input.
+
+    Raises UserError for a missing, empty or ambiguous input.
+    """
     formats = plugins.all_names("sources", FORMATS)
     if options.format not in formats:
         raise unknown_name("format", options.format, formats)
@@ -116,7 +118,7 @@ def list_inputs(paths: Sequence[Path], options: InputOptions) -> Listing:
     notes: list[str] = []
     for index, path in enumerate(paths):
         if path.is_dir():
-            found = _list_directory(path, options, notes)
+            found = _list_directory(path, options, notes, output)
         elif path.exists():
             found = [(path, path.name, _format_of(path, options))]
         else:
@@ -161,11 +163,11 @@ def _format_of(path: Path, options: InputOptions) -> str:
 Found = list[tuple[Path, str, str]]
 
 
-def _list_directory(root: Path, options: InputOptions, notes: list[str]) -> Found:
+def _list_directory(root: Path, options: InputOptions, notes: list[str], output: Path | None) -> Found:
     saved = _saved_dataset(root, options, notes)
     if saved is not None:
         return saved
-    walked = [(root / name, name) for name in _walk(root, options)]
+    walked = [(root / name, name) for name in _walk(root, options, output)]
     if not walked:
         given = "no file matches --include/--exclude" if options.include or options.exclude else "no files"
         raise UserError(f"{root}: {given}")
@@ -197,7 +199,9 @@ def _saved_dataset(root: Path, options: InputOptions, notes: list[str]) -> Found
     if options.format not in ("auto", "records", "arrow"):
         return None
     if (root / "dataset_dict.json").is_file():
-        splits = _read_json(root / "dataset_dict.json").get("splits", [])
+        splits = read_object(root / "dataset_dict.json").get("splits", [])
+        if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+            raise UserError(f"{root}: dataset_dict.json: 'splits' must be a list of names")
         split = options.split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
         if split is None or split not in splits:
             raise UserError(f"{root}: split '{split or ''}' not found; choose one with --split (allowed: {', '.join(splits)})")
@@ -209,20 +213,16 @@ def _saved_dataset(root: Path, options: InputOptions, notes: list[str]) -> Found
 
 
 def _saved_arrow_files(root: Path, prefix: str) -> Found:
-    state = _read_json(root / "state.json")
+    state = read_object(root / "state.json")
     if state.get("_indices_data_files"):
         raise UserError(f"{root}: the dataset has an indices mapping; save it again after flatten_indices()")
-    names = [entry["filename"] for entry in state.get("_data_files") or []]
+    entries = state.get("_data_files") or []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and isinstance(entry.get("filename"), str) for entry in entries):
+        raise UserError(f"{root}: state.json: '_data_files' must be a list with a filename each")
+    names = [entry["filename"] for entry in entries]
     if not names:
         raise UserError(f"{root}: state.json lists no data files")
     return [(root / name, prefix + name, "arrow") for name in names]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _choose_split(root: Path, files: Found, wanted: str | None, notes: list[str]) -> Found:
@@ -245,8 +245,9 @@ def _split_of(name: str) -> str:
     return "train"
 
 
-def _walk(root: Path, options: InputOptions) -> Iterator[str]:
-    """Yield relative paths in sorted order. Hidden names and __pycache__ are skipped; links to directories are not followed."""
+def _walk(root: Path, options: InputOptions, output: Path | None = None) -> Iterator[str]:
+    """Yield relative paths in sorted order. Hidden names, __pycache__ and `output` are skipped; links to directories are not followed."""
+    skipped = None if output is None else os.path.realpath(output)
     include = [_glob(pattern) for pattern in options.include]
     exclude = [_glob(pattern) for pattern in options.exclude]
 
@@ -260,7 +261,8 @@ def _walk(root: Path, options: InputOptions) -> Iterator[str]:
             if entry.name.startswith(".") or entry.name == "__pycache__" or any(matches(name) for matches in exclude):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from visit(directory / entry.name, name + "/")
+                if skipped is None or os.path.realpath(entry.path) != skipped:
+                    yield from visit(directory / entry.name, name + "/")
             elif not entry.is_dir() and (not include or any(matches(name) for matches in include)):
                 yield name
 

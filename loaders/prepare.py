@@ -124,7 +124,7 @@ def prepare(
     output that cannot be written.
     """
     _check(settings, workers, max_bad, overwrite, slice)
-    listing = list_inputs(settings.inputs, settings.options)
+    listing = list_inputs(settings.inputs, settings.options, settings.output)
     tokenizer = load_tokenizer(settings.tokenizer)
     if settings.add_bos is not None:
         tokenizer.add_bos = settings.add_bos
@@ -215,7 +215,7 @@ class _Run:
     ) -> None:
         self.settings, self.state, self.listing, self.tokenizer = settings, state, listing, tokenizer
         self.max_bad, self.on_progress = max_bad, on_progress
-        tokenizer.save_copy(state.tokenizer)
+        tokenizer.save(state.tokenizer)
         self.directories = set_directories(settings)
         self.tasks = [self._task(index, units) for index, units in enumerate(divide(listing.units(), settings.shards))]
         self.results: dict[int, ShardResult] = {}
@@ -243,7 +243,7 @@ class _Run:
             directory.mkdir(parents=True, exist_ok=True)
         self._report()
         run_tasks(make_shard, self.mine, workers, self._take_result, self._take_advance, self._report)
-        if list_inputs(self.settings.inputs, self.settings.options).fingerprint != self.listing.fingerprint:
+        if list_inputs(self.settings.inputs, self.settings.options, self.settings.output).fingerprint != self.listing.fingerprint:
             raise UserError("the input changed while it was read; run again with --overwrite when it no longer changes")
 
     def _take_result(self, task: ShardTask, result: ShardResult) -> None:
@@ -294,7 +294,7 @@ class _Run:
     def _write_set(self, name: str, directory: Path, results: Sequence[ShardResult]) -> SetSummary:
         parts = [part for result in results if (part := result.sets[name]).info is not None]
         tokenizer = self.tokenizer
-        tokenizer.save_copy(directory / TOKENIZER_DIRECTORY)
+        tokenizer.save(directory / TOKENIZER_DIRECTORY)
         manifest = Manifest(
             tokenizer=TokenizerInfo(
                 kind=tokenizer.kind,
@@ -348,5 +348,9 @@ def _finished_summary(settings: PrepareSettings, finished: Mapping[str, Any], li
         except CorpusError as error:
             raise UserError(f"{settings.output} was complete and is now damaged ({error}); add --overwrite to prepare it again") from error
         sets.append(_set_summary(name, directory, manifest))
-    examples = tuple((place, reason) for place, reason in finished["bad_examples"])
-    return Summary(tuple(sets), finished["bad"], examples, finished["empty_documents"], listing.notes, already_done=True)
+    try:
+        examples = tuple((str(place), str(reason)) for place, reason in finished["bad_examples"])
+        bad, empty = int(finished["bad"]), int(finished["empty_documents"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"the state of {settings.output} is damaged; add --overwrite to prepare it again") from None
+    return Summary(tuple(sets), bad, examples, empty, listing.notes, already_done=True)

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.foreign import read_object
 from ridgeline.loaders.manifest import MANIFEST_NAME
+from ridgeline.loaders.records import SET_NAME
 from ridgeline.rundir.files import temporary, write_atomically
 
 STATE_DIRECTORY = ".prepare"
@@ -107,9 +109,13 @@ class State:
         """Remove a preparation, finished or not, and nothing else. Raises UserError when the output contains other files."""
         known = {MANIFEST_NAME, "tokenizer", BAD_RECORDS_FILE, STATE_DIRECTORY}
         known |= {temporary(Path(name)).name for name in (MANIFEST_NAME, BAD_RECORDS_FILE)}  # left by a killed run
-        earlier = self._earlier() or {"described": {"sets": []}}
+        try:
+            earlier = self._earlier() or {}
+        except UserError:  # --overwrite is the way out of it
+            earlier = {}
+        names = earlier.get("described", {}).get("sets")
         # Only subdirectories created by this command: OUTPUT may be a folder of other corpora by mistake.
-        sets = {path for name in earlier["described"]["sets"] if name and (path := self.output / name).is_dir()}
+        sets = {self.output / name for name in (names if isinstance(names, list) else []) if self._is_set(name)}
         for directory in {self.output, *sets}:
             others = sorted(p.name for p in directory.iterdir() if p.name not in known and p.suffix != SHARD_SUFFIX and p not in sets)
             if others:
@@ -124,13 +130,21 @@ class State:
             if path != self.work and not path.name.startswith("lock"):
                 _remove(path)
 
+    def _is_set(self, name: object) -> bool:
+        """Return whether a name in state.json, which may be damaged, is that of a subdirectory."""
+        return isinstance(name, str) and SET_NAME.fullmatch(name) is not None and (self.output / name).is_dir()
+
     def _earlier(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.work / "state.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
+        path = self.work / "state.json"
+        if not path.exists():
             return None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.work / 'state.json'} cannot be read ({error}); add --overwrite to start again") from error
+        try:
+            found = read_object(path)
+            if not isinstance(found.get("described"), dict) or not isinstance(found.get("finished", {}), dict):
+                raise UserError(f"{path} is damaged")
+        except UserError as error:
+            raise UserError(f"{error}; add --overwrite to start again") from None
+        return found
 
     def _compare(self, earlier: Mapping[str, Any]) -> None:
         before, now = earlier["described"], json.loads(json.dumps(self.described))

@@ -25,6 +25,8 @@ from typing import Any
 from ridgeline.configs.errors import UserError, unknown_name
 
 ROLES = ("system", "user", "assistant", "tool")
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+"""Names of the sets of a corpus: subdirectories."""
 TRAIN = "train"
 """The set of all documents that are not held out."""
 
@@ -182,7 +184,7 @@ def parse_holdouts(texts: Sequence[str]) -> dict[str, float]:
     holdouts: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition("=")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not value:
+        if not SET_NAME.fullmatch(name) or not value:
             raise UserError(f"holdout '{text}': expected NAME=FRACTION, such as validation=0.05")
         if name == TRAIN or name in holdouts:
             raise UserError(f"holdout '{text}': the name '{name}' is already taken")

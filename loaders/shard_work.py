@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.foreign import read_object
 from ridgeline.loaders.inputs import Unit
 from ridgeline.loaders.manifest import ShardInfo
 from ridgeline.loaders.prepare_state import SHARD_SUFFIX
@@ -245,13 +246,13 @@ def result_path(work: Path, index: int) -> Path:
 def read_result(path: Path) -> ShardResult | None:
     """Read the result of a finished shard; None when it is missing or damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
         sets = {
             name: SetShard(**{**part, "info": None if part["info"] is None else ShardInfo(**part["info"])})
             for name, part in content["sets"].items()
         }
         return ShardResult(content["index"], sets, [(place, reason) for place, reason in content["bad"]], content["empty_documents"], True)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -135,6 +135,14 @@ class TokenReader:
             windows.put(piece, records[piece.shard, piece.record])
         return windows.finish()
 
+    def records(self, wanted: Sequence[tuple[int, int]]) -> Iterator[TokenRecord]:
+        """Yield records, each given as its shard and its number there, shard by shard. Raises CorpusError naming file and record."""
+        numbers: dict[int, list[int]] = {}
+        for shard, number in wanted:
+            numbers.setdefault(shard, []).append(number)
+        for shard, mine in numbers.items():
+            yield from self._shard(shard).read(sorted(mine))
+
     def close(self) -> None:
         """Close the open shards."""
         with self._lock:

@@ -40,6 +40,9 @@ from ridgeline.loaders.tokenizer_files import (
     write_json,
 )
 
+RULE_NAME = "add_bos.json"
+"""Records `add_bos` beside the files of a plug-in."""
+
 
 class Tokenizer(abc.ABC):
     """Text to token ids and back. `bos_id` is the EOS id when the tokenizer has no BOS."""
@@ -51,7 +54,7 @@ class Tokenizer(abc.ABC):
     sha256: str
     """Of everything that determines the ids (vocabulary, merges, pattern, BOS, EOS): files that differ only in formatting are equal."""
     add_bos: bool = True
-    """Whether texts begin with `bos_id`. `save_copy` records it."""
+    """Whether texts begin with `bos_id`. Recorded in the copy: by `save` for a plug-in, by `save_copy` of the built-in kinds."""
     records_add_bos: bool = True
     """False: the files state `add_bos` by their post-processor only. Copies made before the rule was recorded are of documents with BOS."""
 
@@ -75,11 +78,17 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def save_copy(self, directory: Path) -> Path:
-        """Write the files that `load_tokenizer(directory, kind)` needs for this tokenizer, `add_bos` included; return the main file."""
+        """Write the files that `load_tokenizer(directory, kind)` needs for this tokenizer; return the main file."""
+
+    def save(self, directory: Path) -> None:
+        """Write the files that `load_tokenizer(directory, kind)` needs for this tokenizer, `add_bos` included."""
+        self.save_copy(directory)
+        if _rule_beside(type(self)):
+            write_json(directory / RULE_NAME, {"add_bos": self.add_bos})
 
     def write_rule(self, directory: Path) -> None:
         """Write `add_bos` into the copy of this tokenizer in a directory."""
-        self.save_copy(directory)
+        self.save(directory)
 
 
 class ByteTokenizer(Tokenizer):
@@ -349,9 +358,18 @@ def load_tokenizer(spec: str | Path, kind: str | None = None) -> Tokenizer:
         cls = _class(name)
         found = path if kind is not None and path.is_file() else cls.find(path)
         if found is not None:
-            return cls(found)  # type: ignore[call-arg]
+            tokenizer = cls(found)  # type: ignore[call-arg]
+            rule = found.with_name(RULE_NAME)
+            if _rule_beside(cls) and rule.exists() and (found_rule := recorded_rule(json_object(rule), "add_bos", rule)) is not None:
+                tokenizer.add_bos = found_rule
+            return tokenizer
     place = "no tokenizer in directory" if path.is_dir() else "unknown tokenizer kind:"
     raise UserError(f"{place} {path} (allowed: tokenizer.json, *.tiktoken, *.model, or the word 'bytes')")
+
+
+def _rule_beside(cls: type[Tokenizer]) -> bool:
+    """Return whether `add_bos` is recorded in a file of its own: for plug-ins, except those with the files of a kind that records it."""
+    return cls.kind not in KINDS and not issubclass(cls, HuggingFaceTokenizer | SentencePieceTokenizer)
 
 
 def holds_tokenizer(directory: Path) -> bool:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
+from ridgeline.configs.foreign import read_object
 from ridgeline.loaders.inputs import InputOptions, Listing, list_inputs
 from ridgeline.loaders.readers import read_unit
 from ridgeline.loaders.records import TRAIN, BadRecord, RecordFields, set_of
@@ -152,14 +154,14 @@ def _finished(output: Path, sidecar: Path, identity: dict[str, Any], overwrite: 
     if overwrite or not output.exists():
         return None
     try:
-        earlier = json.loads(sidecar.read_text())
-        made_here = earlier["sha256"] == _sha256(output.read_bytes())
-    except (OSError, ValueError, KeyError):
+        earlier = read_object(sidecar)
+        made_here = earlier.get("sha256") == _sha256(read_limited(output)) and isinstance(earlier.get("result"), dict)
+    except UserError:
         made_here = False
     if not made_here:
         raise UserError(f"{output} exists and was not made by this command; choose another --output or add --overwrite")
     for part in ("settings", "input"):
-        if earlier[part] != identity[part]:
+        if earlier.get(part) != identity[part]:
             raise UserError(f"{output} was trained with other {part}; choose another --output or add --overwrite")
     return earlier["result"]
 

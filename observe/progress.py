@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 
@@ -236,11 +238,45 @@ class LoggedProgress(Progress):
             self._file.close()
 
 
+class _Lossy:
+    """A stream whose loss does not end training: of a reader that has ended, a terminal that is closed, a disk that is full.
+
+    Slurm's step daemon reads what a rank prints; when it is killed, the rank lives on. The lines are kept in train.log.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be flushed."""
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # for good: what other code prints must not fail either
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def build_progress(total_steps: int, *, process: int = 0, stream: TextIO | None = None) -> Progress:
-    """Return progress that shows nothing on processes other than 0, a live line on a terminal, plain lines elsewhere."""
+    """Return progress that shows nothing on processes other than 0, a live line on a terminal, plain lines elsewhere.
+
+    A stream that can no longer be written does not end the run.
+    """
     if process != 0:
         return Progress()
-    stream = sys.stdout if stream is None else stream
+    stream = cast(TextIO, _Lossy(sys.stdout if stream is None else stream))
     console = Console(file=stream)
     if console.is_terminal and not console.is_dumb_terminal:
         return LoggedProgress(TerminalProgress(total_steps, console), total_steps)

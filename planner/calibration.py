@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.calibration_file import CalibrationFile, read_with_shipped
+from ridgeline.planner.calibration_file import DTYPE_BYTES, CalibrationFile, read_with_shipped
 from ridgeline.planner.hardware import Hardware
 from ridgeline.planner.layer_costs import LayerPoint, LayerShape, find_point
 from ridgeline.planner.local import LocalSizes
@@ -32,7 +32,6 @@ TILES = ((128, 256), (256, 128), (128, 128))
 """Output tiles of the large kernels of cuBLAS and CUTLASS since Ampere; the best fitting one is used."""
 DEPTH_OVERHEAD = 64
 """Start and end of a tile, as the extent of K that could have been multiplied in that time."""
-DTYPE_BYTES = {"float32": 4.0, "tfloat32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5}
 
 MatmulShape = tuple[int, int, int]
 """M, N, K."""

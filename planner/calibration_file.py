@@ -10,15 +10,17 @@ import functools
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
-from ridgeline.configs.errors import UserError
+from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.fields import Slot
 from ridgeline.configs.section import Fraction, Name, PositiveFloat, PositiveInt, Section
 from ridgeline.configs.validation_errors import validation_error
 from ridgeline.configs.yaml_tree import plain, read_file
 from ridgeline.planner.layer_costs import LayerPoint
 
+DTYPE_BYTES = {"float32": 4.0, "tfloat32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5}
+"""Bytes of a matmul input, by the dtypes of peak_flops in the hardware catalogue."""
 SHIPPED = Path(__file__).with_name("calibration.yaml")
 Point = TypeVar("Point", bound="_Measured")
 Rate = PositiveFloat | None
@@ -48,6 +50,13 @@ class MatmulPoint(_Measured):
     """K: the contracted dim."""
     tflop_per_s: Rate = None
     """1e12 FLOP/s; a multiply-add counts as 2."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, dtype: str) -> str:
+        if dtype not in DTYPE_BYTES:
+            raise unknown_name("dtype", dtype, DTYPE_BYTES)
+        return dtype
 
     @model_validator(mode="after")
     def _one_rate(self) -> MatmulPoint:

@@ -155,12 +155,17 @@ def find_by_size(vendor: str, cores: int | None, memory_bytes: int | None) -> Ha
     return found[0] if len(found) == 1 else None
 
 
-def unlisted(name: str, *, memory_bytes: int, memory_bandwidth_bytes_per_s: float, cores: int, clock_hz: float) -> Hardware:
-    """Return a device that is not in the catalog, of which only these figures are known: it has no peak FLOP/s and no links."""
+def unlisted(
+    name: str, *, memory_bytes: int, memory_bandwidth_bytes_per_s: float, cores: int, clock_hz: float, peak_flops: float | None = None
+) -> Hardware:
+    """Return a device that is not in the catalog, of which only these figures are known: it has no links.
+
+    peak_flops: of bfloat16 matmuls, FLOP/s; None: unknown.
+    """
     return Hardware(
         name=name,
         kinds=(),
-        peak_flops={},
+        peak_flops={} if peak_flops is None else {"bfloat16": peak_flops},
         memory_bytes=memory_bytes,
         memory_bandwidth_bytes_per_s=memory_bandwidth_bytes_per_s,
         l2_bytes=0,

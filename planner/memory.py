@@ -22,9 +22,9 @@ from ridgeline.planner.peak_memory import StepMemory
 FRAGMENTATION = 0.01
 """Fraction of the temporary bytes that XLA's heap placement loses: 0 to 5 % in the compiled cases, usually 1 %."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""Driver context and modules of one process on an H100 (0.5 to 0.7 GiB in nvidia-smi before the first allocation)."""
+"""Driver context and modules of one process on an H100 (0.5 to 0.8 GB in nvidia-smi before the first allocation)."""
 NCCL_BYTES_PER_COMMUNICATOR = 200 * 2**20
-"""Channels and protocol buffers of one NCCL communicator (NCCL 2.2x, default channels; 0.1 to 0.3 GiB reported)."""
+"""Channels and protocol buffers of one NCCL communicator (NCCL 2.2x, default channels; 0.1 to 0.3 GB reported)."""
 HOST_PROCESS_BYTES = 500 * 2**20
 """A process with JAX loaded, on platforms where the device's memory is the host's."""
 
@@ -126,7 +126,8 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
         "batch": Component(arrays * rows * config.data.seq_len * 4, f"{arrays} int32 or float32 arrays of the step's rows"),
         "runtime_reserve": Component(
             CUDA_CONTEXT_BYTES + groups * NCCL_BYTES_PER_COMMUNICATOR if gpu else HOST_PROCESS_BYTES,
-            f"CUDA context 0.6 GiB, NCCL 0.2 GiB for each of {groups} communicators; not part of the compiled size"
+            f"CUDA context {CUDA_CONTEXT_BYTES / 1e9:.2f} GB, NCCL {NCCL_BYTES_PER_COMMUNICATOR / 1e9:.2f} GB for each of {groups} "
+            "communicators; not part of the compiled size"
             if gpu
             else "the process with JAX loaded; not part of the compiled size",
         ),

@@ -17,113 +17,11 @@ from pydantic import TypeAdapter, ValidationError
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.files import read_limited
 from ridgeline.configs.format import format_seconds
+from ridgeline.rundir.analysis_memory import AllocatorMemory, ProgramMemory
+from ridgeline.rundir.analysis_times import Assignment, DeviceTotal, OddStep, Range, Statistics, Step
 from ridgeline.rundir.files import first_problem, write_atomically
 from ridgeline.rundir.jsonl import dump_json
 from ridgeline.rundir.recompilation import Change, Recompilation
-
-PARTS = ("compute_s", "exposed_communication_s", "exposed_copy_s", "idle_s")
-"""The parts of a step: together with `residual_s` they sum to `total_s`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Where the time of a step went."""
-
-    total_s: float
-    compute_s: float
-    communication_s: float
-    """Overlapped or exposed."""
-    exposed_communication_s: float
-    """Communication while no compute runs."""
-    exposed_copy_s: float
-    """Memory copies while neither compute nor communication runs."""
-    idle_s: float
-    overlapped_communication_s: float
-    idle_by_cause: Mapping[str, float]
-    """What the host did while the device was idle (explain.trace.ledger.CAUSES); sums to `idle_s`."""
-    residual_s: float
-    """Total less the parts: rounding."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceStep(StepTimes):
-    """One step of one device."""
-
-    device: str
-    """`host/gpu:0`, or `host-p00001/gpu:0` in a run of several processes."""
-    operations: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceTotal(StepTimes):
-    """All analyzed steps of one device, summed."""
-
-    device: str
-    steps: int
-    assignment: str
-    """How its operations were assigned to steps (explain.trace.steps.Method)."""
-    span_s: float = 0.0
-    """From its first to its last operation in the capture, steps or not."""
-    span_idle_s: float = 0.0
-    """Of `span_s`, without any operation."""
-    capture_s: float = 0.0
-    """From the first to the last operation of all devices of its host."""
-    capture_idle_s: float = 0.0
-    """Of `capture_s`, without any operation of this device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step(StepTimes):
-    """One step: means over the devices, and the times of each."""
-
-    step: int | None
-    """Its number, which may repeat; None: an execution of a program, or the capture as a whole (Analysis.unit)."""
-    devices: Sequence[DeviceStep]
-    window: int = 0
-    """Position in the capture, from 0: identifies the step."""
-
-
-@dataclass(frozen=True)
-class OddStep:
-    """A step that is left out of all figures, or one that took much longer than the median."""
-
-    name: str
-    """`step 3`, `execution 12`; with its position where the number repeats."""
-    step: int | None
-    window: int
-    total_s: float
-    times_median: float
-    """`total_s` over the median of the steps."""
-    why: str
-    """Why it is left out; of an outlier, the part of the step that grew most."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """How operations were assigned to steps."""
-
-    method: str
-    covered: float
-    """Share of the operations that the method assigned directly."""
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """A figure over the steps."""
-
-    mean: float
-    p50: float
-    p95: float
-    min: float
-    max: float
-
-
-@dataclass(frozen=True)
-class Range:
-    """A figure over the devices: the extremes."""
-
-    min: float
-    max: float
 
 
 @dataclass(frozen=True)
@@ -270,36 +168,6 @@ class MessageSize:
 
 
 @dataclass(frozen=True)
-class LiveBuffer:
-    """A temporary, or a moment of the schedule."""
-
-    instruction: str
-    component: str
-    phase: str
-    bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramMemory:
-    """Memory that a program takes on one device, as XLA assigned it; bytes."""
-
-    module: str
-    arguments_bytes: float
-    outputs_bytes: float
-    """Outputs that do not reuse the memory of arguments."""
-    constants_bytes: float
-    temporaries_bytes: float
-    peak_bytes: float
-    """Most that is live at once, arguments included, gaps between temporaries not."""
-    peak_at: LiveBuffer
-    """The instruction that runs then; `bytes`: live temporaries."""
-    largest: Sequence[LiveBuffer]
-    """Temporaries that are live at the peak, largest first."""
-    timeline: Sequence[LiveBuffer]
-    """Live temporaries over the schedule: the largest value of each of up to 100 equal stretches."""
-
-
-@dataclass(frozen=True)
 class Straggler:
     """A device that the other devices wait for."""
 
@@ -414,6 +282,8 @@ class DeviceFacts:
     memory_bandwidth_bytes_per_s: float | None = None
     compute_capability: str | None = None
     """`9.0`"""
+    peak_flops: float | None = None
+    """FLOP/s of bfloat16 matmuls; recorded of TPUs."""
 
 
 @dataclass(frozen=True)
@@ -451,6 +321,8 @@ class Analysis:
     """By kind, group and size."""
     memory: Sequence[ProgramMemory] = ()
     """Of the programs that ran, by peak; empty where the profile has no buffer assignments."""
+    allocators: Sequence[AllocatorMemory] = ()
+    """By host and allocator; empty where the trace has no events of allocators (XLA's CPU backend)."""
     notes: Sequence[str] = field(default_factory=list)
     """What a reader should know: steps left out, missing evidence."""
     unit: Literal["step", "execution", "capture"] = "step"

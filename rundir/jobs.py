@@ -9,6 +9,7 @@ attempts.jsonl               one line per run of the job script, which writes it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -25,6 +26,7 @@ SCRIPT = "job.sh"
 CONFIG = "config.yaml"
 CLUSTER = "cluster.yaml"
 CODE = "code"
+_JOB_ID, _CLUSTER_NAME = re.compile(r"\w{1,64}"), re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,24 @@ class JobRecord:
     submission: int = 0
     """Number of the directory of its script."""
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def points(self) -> list[int]:
+        """Points of a sweep that the job trains."""
+        points: list[int] = self.details["points"]
+        return points
+
+    @property
+    def problem(self) -> str | None:
+        """What a damaged or altered record has that `ridge submit` does not write; None when nothing. The values go to Slurm's commands."""
+        points = self.details.get("points")
+        if self.kind == "sweep" and not (isinstance(points, list) and all(type(point) is int for point in points)):
+            return "details.points must be a list of numbers"
+        if not _JOB_ID.fullmatch(self.job):
+            return f"job must be the id of a job, got {self.job!r}"
+        if self.slurm_cluster is not None and not _CLUSTER_NAME.fullmatch(self.slurm_cluster):
+            return f"slurm_cluster must be the name of a cluster, got {self.slurm_cluster!r}"
+        return None
 
     @property
     def time_s(self) -> float:
@@ -106,6 +126,9 @@ def read_jobs(run_dir: Path) -> list[JobRecord]:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a directory")
     records = read_typed_jsonl(path, JobRecord) if path.exists() else []
+    for record in records:
+        if record.problem is not None:
+            raise UserError(f"{path} is damaged: {record.problem}")
     if not records:
         raise UserError(f"no job was submitted from {run_dir} (looked for {path})")
     return records

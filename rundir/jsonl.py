@@ -41,10 +41,10 @@ class LineFile:
         self._lock = threading.RLock()  # a signal handler may log in the thread that is writing a line
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+            self.torn_bytes = self._cut_torn_line()
+        except OSError as error:  # of a FIFO, there is no end to read
             raise UserError(f"cannot write {path}: {error.strerror}") from error
-        self.torn_bytes = self._cut_torn_line()
         """Bytes of an incomplete last line of a killed writer, now removed."""
 
     def _cut_torn_line(self) -> int:

@@ -23,7 +23,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pydantic import PositiveInt
+
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import read_limited
 from ridgeline.rundir.files import Record, read_record, sync_directory, write_record
 
 LEASE = "lease"
@@ -31,7 +34,7 @@ RELEASED = "released"
 TAKEN_OVER_EXIT_CODE = 76
 """See launch/exit_codes.py."""
 _HOLDER, _BEAT = "holder.json", "beat"
-_BEAT_BYTES = 20
+_BEAT_BYTES, _MAX_BEAT_BYTES = 20, 4096
 _BEATS = 15
 """Beats of a holder per timeout."""
 _RELEASE_S = 10.0
@@ -49,7 +52,7 @@ class Holder(Record):
     host: str
     machine: str
     """Boot and PID namespace: a PID means the same process only where this is equal."""
-    pid: int
+    pid: PositiveInt
     started: str | None = None
     """Start time of the process in clock ticks since boot; None where the system does not give it."""
     job: str | None = None
@@ -320,14 +323,14 @@ def _read_holder(root: Path, epoch: int) -> Holder | None:
 
 def _read_beat(root: Path, epoch: int) -> str:
     try:
-        return (root / f"{epoch:08d}" / _BEAT).read_text(errors="replace").strip()
-    except OSError:
+        return read_limited(root / f"{epoch:08d}" / _BEAT, _MAX_BEAT_BYTES).decode(errors="replace").strip()
+    except UserError:
         return ""
 
 
 def _write_beat(root: Path, epoch: int, text: str) -> None:
     """Overwrite the counter in place: never creates it, since the claim may have been removed. Closing sends it to the server of NFS."""
-    number = os.open(root / f"{epoch:08d}" / _BEAT, os.O_WRONLY)
+    number = os.open(root / f"{epoch:08d}" / _BEAT, os.O_WRONLY | os.O_NONBLOCK)  # a FIFO in its place would block
     try:
         os.pwrite(number, text.ljust(_BEAT_BYTES).encode(), 0)
     finally:
@@ -345,7 +348,7 @@ def _machine() -> str:
 def _process_started(pid: int) -> str | None:
     """Return the start time of a process, "ended" for a zombie; None where the system does not give it."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return "ended" if fields[0] in "ZX" else fields[19]

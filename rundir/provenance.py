@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import hashlib
-import json
 import os
 import platform
 import re
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline import PACKAGE
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.foreign import read_object
 
 SOURCE_TREE = PACKAGE.parent
 SNAPSHOT = "snapshot.json"
@@ -58,13 +59,13 @@ def source_state(tree: Path = SOURCE_TREE) -> SourceState:
 
     The snapshot of a submitted job is described by its own file, since it may lie inside another checkout.
     """
-    if (tree / SNAPSHOT).is_file():
-        return SourceState({"snapshot": str(tree), **json.loads((tree / SNAPSHOT).read_bytes())}, None)
     try:
+        if (tree / SNAPSHOT).is_file():
+            return SourceState({"snapshot": str(tree), **read_object(tree / SNAPSHOT)}, None)
         commit = git(tree, "rev-parse", "HEAD").strip()
         status = git(tree, "status", "--porcelain", "--untracked-files=normal", ".")
         diff = git(tree, "diff", "HEAD", "--binary", ".")
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, UserError, subprocess.SubprocessError) as error:
         return SourceState({"commit": None, "why": (getattr(error, "stderr", None) or str(error)).strip()}, None)
     untracked = [line[3:] for line in status.splitlines() if line.startswith("??")]
     return SourceState({"commit": commit, "dirty": bool(status), "untracked": untracked}, diff)

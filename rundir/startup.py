@@ -53,7 +53,7 @@ def record_start(events: EventLog, before: Sequence[tuple[str, float, float]], f
 def process_age_s() -> float:
     """Return the seconds since this process was started (Linux; 0 elsewhere)."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0

@@ -222,7 +222,9 @@ def test_a_family_without_defaults_names_the_missing_file(fake: Fake) -> None:
 def test_a_tokenizer_is_found_by_its_kind_and_by_its_file(fake: Fake, tmp_path: Path) -> None:
     (fake.directory / "upper_tokenizer.py").write_text(
         "from ridgeline.loaders.tokenizers import ByteTokenizer\n\n\n"
-        "class Upper(ByteTokenizer):\n    kind = 'upper'\n    file_name = 'upper.txt'\n"
+        "class Upper(ByteTokenizer):\n    kind = 'upper'\n    file_name = 'upper.txt'\n\n"
+        "    def save_copy(self, directory):\n        directory.mkdir(exist_ok=True)\n"
+        "        (directory / self.file_name).write_text('')\n        return directory / self.file_name\n"
     )
     fake.register("tokenizers", "upper", "upper_tokenizer:Upper")
     directory = tmp_path / "tokenizer"
@@ -232,5 +234,11 @@ def test_a_tokenizer_is_found_by_its_kind_and_by_its_file(fake: Fake, tmp_path: 
         tokenizer = load_tokenizer(directory, kind)
         assert isinstance(tokenizer, ByteTokenizer)
         assert tokenizer.kind == "upper"
+    tokenizer.add_bos = False  # recorded for a plug-in that knows nothing of it
+    tokenizer.save(tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy", "upper").add_bos is False
+    tokenizer.add_bos = True
+    tokenizer.write_rule(tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy", "upper").add_bos is True
     with pytest.raises(UserError, match=r"did you mean 'upper'"):
         load_tokenizer(directory, "uper")

@@ -13,6 +13,7 @@ from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import read_manifests
 from ridgeline.loaders.manifest import Manifest, TokenizerInfo, check_tokenizer, read_manifest
+from ridgeline.loaders.overlap import Sample, overlap, sample
 from ridgeline.loaders.shard_hashes import verify
 from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
 from ridgeline.sharding.partition import Partitioner
@@ -89,12 +90,42 @@ def start_warnings(config: Config) -> list[str]:
             "precision.params=float32"
         )
     train = read_manifests(config.data)
+    shared = _SharedDocuments(COMPARISON_S / max(1, len(train) + len(config.evaluation.sets)))
     for name, path in config.evaluation.sets.items():
         manifest = read_manifest(path)
         for train_path, trained in train:
-            if reason := same_text(path, manifest, train_path, trained):
+            reason = same_text(path, manifest, train_path, trained) or shared.between(path, manifest, train_path, trained)
+            if reason is not None:
                 lines.append(f"warning: evaluation.sets.{name} {reason}: its loss does not measure unseen text")
     return lines
+
+
+COMPARISON_S = 1.0
+"""Longest time of the comparison of held-out sets with training corpora by content."""
+SHARED, SHARED_DOCUMENTS = 0.05, 5
+"""Documents of a held-out set that must be in a training corpus for a warning: this share of those sampled, and this number (or all)."""
+
+
+class _SharedDocuments:
+    """Compares corpora by the content of sampled documents; each corpus is sampled once."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._samples = limit_s, dict[Path, Sample]()
+
+    def between(self, path: Path, manifest: Manifest, train_path: Path, trained: Manifest) -> str | None:
+        """Return how a held-out set shares documents with a training corpus; None: too few do."""
+        other = self._sample(train_path, trained)
+        found = overlap(self._sample(path, manifest), other)
+        if found.share < SHARED or found.found < min(SHARED_DOCUMENTS, found.documents):
+            return None
+        part = "" if other.read_share >= 1 else f", of which {other.read_share:.1%} were read"
+        sampled = f"{found.found:,} of {found.documents:,} sampled documents are in it{part}"
+        return f"shares about {found.share:.0%} of its documents with the training corpus {train_path} ({sampled})"
+
+    def _sample(self, path: Path, manifest: Manifest) -> Sample:
+        if path.resolve() not in self._samples:
+            self._samples[path.resolve()] = sample(path, manifest, self._limit_s)
+        return self._samples[path.resolve()]
 
 
 def same_text(path: Path, manifest: Manifest, train_path: Path, trained: Manifest) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,10 +29,11 @@ from ridgeline.rundir.bench_results import config_sha256
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Rules
+from ridgeline.trainer.checkpoint.directories import step_dir
 from ridgeline.trainer.checkpoint.identity import check_config, check_tokenizer_files
 from ridgeline.trainer.checkpoint.param_slices import PARAMS_ONLY
-from ridgeline.trainer.checkpoint.payload import named_leaves
-from ridgeline.trainer.checkpoint.reader import CheckpointReader
+from ridgeline.trainer.checkpoint.payload import check_matches, named_leaves
+from ridgeline.trainer.checkpoint.reader import CheckpointReader, check_startable
 from ridgeline.trainer.state import ModelSpec, TrainState, model_spec
 
 Tree = Any
@@ -109,17 +110,22 @@ def load_params(source: Source, spec: ModelSpec, step: int | None = None) -> tup
     reader = CheckpointReader(source.path / "checkpoints", CheckpointConfig())
     found = reader.latest_step() if step is None else step
     stored = {} if found is None else reader.read_metadata(found)["arrays"]
-    as_stored = {"params": abstract}
     rows = source.config.model.vocab_size
-    axes = named_leaves({"params": jax.tree.map(_Axes, spec.param_axes, is_leaf=lambda leaf: isinstance(leaf, tuple))})
-    leaves = [_stored_leaf(leaf, axes[name].names, stored.get(name), rows) for name, leaf in named_leaves(as_stored).items()]
-    restored, metadata = reader.restore(jax.tree.unflatten(jax.tree.structure(as_stored), leaves), step, partial=True)
+    restored, metadata = reader.restore(_as_stored(abstract, spec, stored, rows), step, partial=True)
     if note := check_config(source.config, metadata, source.path):
         _log.warning(note)
     if source.tokenizer_dir is not None:
         check_tokenizer_files(metadata, source.tokenizer_dir)
     params = jax.tree.map(lambda have, want, axes: _fit(have, want, axes, rows), restored["params"], abstract, spec.param_axes)
     return params, int(metadata["step"])
+
+
+def _as_stored(abstract: Tree, spec: ModelSpec, stored: Mapping[str, Any], rows: int) -> Tree:
+    """Return what to restore for the parameters of `spec`. stored: name -> shape and dtype in the checkpoint; rows: of its vocabulary."""
+    tree = {"params": abstract}
+    axes = named_leaves({"params": jax.tree.map(_Axes, spec.param_axes, is_leaf=lambda leaf: isinstance(leaf, tuple))})
+    leaves = [_stored_leaf(leaf, axes[name].names, stored.get(name), rows) for name, leaf in named_leaves(tree).items()]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,25 @@ def start_from(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: Mode
 
     Raises UserError: no model at `path`, another architecture than the run's, or another tokenizer than the data's.
     """
+    return replace(state, params=load_params(_fitting_source(path, model, tokenizer_sha256), spec)[0])
+
+
+def check_source(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec) -> None:
+    """Raise UserError where `start_from` would, by all but the weights. Process 0."""
+    source = _fitting_source(path, model, tokenizer_sha256)
+    if source.hf is not None:
+        return
+    checkpoints = path / "checkpoints"
+    metadata = check_startable(checkpoints)
+    if metadata is None:
+        raise UserError(f"no checkpoint in {checkpoints}")
+    abstract = jax.tree.map(_with_sharding, spec.abstract_params, spec.param_shardings)
+    wanted = _as_stored(abstract, spec, metadata["arrays"], source.config.model.vocab_size)
+    check_matches(metadata["arrays"], wanted, partial=True, where=str(step_dir(checkpoints, metadata["step"])))
+
+
+def _fitting_source(path: Path, model: ModelConfig, tokenizer_sha256: str) -> Source:
+    """Open the model at `path` and compare its architecture and tokenizer with those of a run. Raises UserError."""
     source = open_source(path)
     if source.tokenizer is not None:
         check_same_tokenizer(source.tokenizer.sha256, tokenizer_sha256, str(path))
@@ -176,7 +201,7 @@ def start_from(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: Mode
         source = replace(source, hf=open_hf(path, model))
     else:
         check_same_model(path, source.config.model, model)
-    return replace(state, params=load_params(source, spec)[0])
+    return source
 
 
 def merged_tokenizer(run: Path, corpus: Path, add_bos: bool, source: Path) -> tuple[Path, list[str]]:

@@ -28,6 +28,7 @@ import jax
 
 from ridgeline.configs import plugins
 from ridgeline.configs.diff import flatten
+from ridgeline.configs.files import open_regular
 from ridgeline.configs.schema import Config
 from ridgeline.observe.compilation import compile_in_parts, describe
 from ridgeline.rundir.events import COMPILED, LOADED
@@ -142,7 +143,9 @@ class ProgramCache:
         from jax.experimental.serialize_executable import deserialize_and_load
 
         try:
-            with open(path, "rb") as file:
+            if not path.exists():
+                return None
+            with open_regular(path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
                     raise PermissionError("other users can write it")
@@ -151,8 +154,6 @@ class ProgramCache:
                 raise ValueError("it is damaged")
             program, in_tree, out_tree = pickle.loads(content)
             compiled = deserialize_and_load(program, in_tree, out_tree, execution_devices=self._devices)
-        except FileNotFoundError:
-            return None
         except Exception as error:  # any error: the program can be compiled instead
             self._log(f"{path} cannot be loaded and is compiled: {_text(error)}")
             return None

@@ -47,7 +47,7 @@ from ridgeline.trainer.plan_record import record_plan
 from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare, start_warnings
 from ridgeline.trainer.pretrained import holds_only_params, merged_tokenizer, open_source, start_from
 from ridgeline.trainer.program_cache import open_program_cache
-from ridgeline.trainer.start import StartedRun, check_restored, complete_step, keep_tokenizer, start_run
+from ridgeline.trainer.start import StartedRun, check_restored, check_start, complete_step, keep_tokenizer, start_run
 from ridgeline.trainer.state import TrainState
 from ridgeline.trainer.step import abstract_batch, local_rows, param_norm, to_global
 from ridgeline.trainer.stop import GracePeriod, Stop, StopRequested, in_thread, last_write_s
@@ -104,10 +104,11 @@ def train(
                 progress.note(f"{config.directory.absolute()}: complete at step {reached}; raise trainer.steps (now {steps}) to train on")
                 return None
             tokenizer = check_data(config)
-            for line in start_warnings(config):
+            for line in start_warnings(config) if process == 0 else ():
                 progress.note(line)
             Agreement("writers").first(lambda: check_writers(config.logging))
             parts = prepare(config)
+            Agreement("start").first(lambda: check_start(config, parts, tokenizer, from_step))
             run = start_run(config, command=command, log=progress.note, job_ended=job_ended, end=end)
             progress.record(f"start {run.restart + 1}, process {os.getpid()} on {socket.gethostname()}: {shlex.join(command)}")
             progress.keep(run.path / TRAIN_LOG)

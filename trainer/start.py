@@ -21,6 +21,7 @@ import jax
 from ridgeline.configs.diff import classify_changes
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
+from ridgeline.loaders.manifest import TokenizerInfo, check_same_tokenizer
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.files import make_directory, sync_directory
 from ridgeline.rundir.lease import JobEnded, Lease, acquire, this_process
@@ -29,7 +30,12 @@ from ridgeline.rundir.records import RunRecord, Start
 from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import identity, integrity
-from ridgeline.trainer.checkpoint.reader import newest_step
+from ridgeline.trainer.checkpoint.directories import step_dir
+from ridgeline.trainer.checkpoint.param_slices import PARAMS_ONLY
+from ridgeline.trainer.checkpoint.payload import check_matches
+from ridgeline.trainer.checkpoint.reader import check_startable, newest_step
+from ridgeline.trainer.prepare import Prepared
+from ridgeline.trainer.pretrained import check_source
 
 _SOURCE_TREE = SOURCE_TREE
 
@@ -78,7 +84,7 @@ def start_run(
     def record_start() -> list[Any]:
         try:
             make_directory(path)
-            _own_record(RunDir(path), config.name)  # nothing is written into another's directory
+            _changes(RunDir(path), config)  # a refused start writes nothing
             held.append(acquire(path, this_process(timeout_s), log=log, job_ended=job_ended, end=end))
             run = RunDir(path)
             run.remove_temporaries()
@@ -86,7 +92,11 @@ def start_run(
             restart = len(record.starts)
             if not restart:  # written first: a start that is killed below leaves a directory that the next start recognizes
                 run.write_record(record)
-            _write_config(run, config, restart, log)
+            before = run.config if restart else None
+            for line in _changes(run, config):
+                log(line)
+            if before != config:
+                run.write_config(config, keep_as=None if before is None else restart - 1)
             run.write_record(record.with_start(_describe_start(run, restart, command, start_time)))
         except OSError as error:
             raise UserError(f"cannot write the run directory {path}: {error.strerror or error}") from error
@@ -110,10 +120,28 @@ def complete_step(config: Config, from_step: int | None = None) -> int | None:
     reached = from_step if from_step is not None else newest_step(run.checkpoints)
     if not run.exists or reached is None or reached < config.trainer.steps:
         return None
-    _own_record(run, config.name)
-    if run.config is not None:
-        check_resume(run.config.model_dump(mode="json"), config.model_dump(mode="json"))
+    _changes(run, config)
     return reached
+
+
+def check_start(config: Config, parts: Prepared, tokenizer: TokenizerInfo, from_step: int | None) -> None:
+    """Raise UserError for a start that cannot restore or create its state, before the start writes anything. Process 0.
+
+    Not compared: the payload of checkpoints and the weights of `init_from`, which are verified while they are loaded.
+    """
+    run = RunDir(config.directory.absolute())
+    if run.path.exists():
+        try:
+            _changes(run, config)
+        except OSError as error:
+            raise UserError(f"cannot read the run directory {run.path}: {error.strerror}") from error
+    metadata = check_startable(run.checkpoints, from_step)
+    if metadata is not None and metadata.get("kind") != PARAMS_ONLY:
+        check_matches(metadata["arrays"], parts.abstract, partial=False, where=str(step_dir(run.checkpoints, metadata["step"])))
+        check_same_tokenizer(metadata.get("tokenizer"), tokenizer.sha256, str(run.checkpoints))
+        check_restored(metadata, config, {}, lambda line: None)
+    elif source := config.init_from if metadata is None else run.path:
+        check_source(source, config.model, tokenizer.sha256, parts.spec)
 
 
 def _own_record(run: RunDir, name: str) -> RunRecord:
@@ -131,15 +159,16 @@ def _own_record(run: RunDir, name: str) -> RunRecord:
     return run.record
 
 
-def _write_config(run: RunDir, config: Config, restart: int, log: Callable[[str], None]) -> None:
-    """Write config.yaml and keep the previous one. Raises UserError for a change that does not fit the checkpoints."""
-    before = run.config if restart else None
-    if before == config:
-        return
-    if before is not None and checkpoint_dirs.complete_steps(run.checkpoints):
-        for line in check_resume(before.model_dump(mode="json"), config.model_dump(mode="json")):
-            log(line)
-    run.write_config(config, keep_as=None if before is None else restart - 1)
+def _changes(run: RunDir, config: Config) -> list[str]:
+    """Return a line per setting that differs from the previous start's, if there are checkpoints.
+
+    Raises UserError for a directory that is not this run's, and for a change that does not fit the checkpoints.
+    """
+    started = _own_record(run, config.name).starts
+    before = run.config if started else None
+    if before is None or before == config or not checkpoint_dirs.complete_steps(run.checkpoints):
+        return []
+    return check_resume(before.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
 def _describe_start(run: RunDir, restart: int, command: Sequence[str], start_time: datetime) -> Start:

@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import open_regular
+
 T = TypeVar("T")
 
 NO_REQUEST = "nobody"
@@ -261,10 +264,10 @@ def last_write_s(log: Path) -> float | None:
     Lines that cannot be read are skipped: a damaged log ends no run.
     """
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        with open_regular(log) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read(TAIL_BYTES).split(b"\n")
-    except OSError:
+    except (UserError, OSError):
         return None
     for line in reversed(lines):
         if b'"kind":"checkpoint_saved"' in line:

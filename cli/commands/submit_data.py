@@ -76,4 +76,4 @@ def _count_shards(options: dict[str, Any]) -> int:
 
     load_tokenizer(options["tokenizer"])
     text = text_settings(options)
-    return len(divide(list_inputs(text["inputs"], text["options"]).units(), options["shards"]))
+    return len(divide(list_inputs(text["inputs"], text["options"], options["output"]).units(), options["shards"]))

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from ridgeline.cli.tables import Column, print_table
-from ridgeline.configs.format import format_count, format_seconds, plural
+from ridgeline.configs.format import format_bytes, format_count, format_seconds, plural
 from ridgeline.rundir.analysis import Compilation
 from ridgeline.rundir.recompilation import Change
 
@@ -34,6 +34,7 @@ def print_analysis(report: dict[str, Any], top: int) -> None:
     _print_collectives(report)
     _print_sizes(report["message_sizes"])
     _print_memory(report["memory"][:top])
+    _print_allocators(report["allocators"])
     _print_hosts(report)
     for note in report["notes"]:
         print(f"note: {note}")
@@ -257,9 +258,38 @@ def _print_memory(programs: Sequence[dict[str, Any]]) -> None:
     rows = [p | {"at": _place(p["peak_at"]) if p["timeline"] else None} for p in programs]
     print_table(columns, rows, title="memory by program, per device")
     if (first := next((p for p in programs if p["largest"]), None)) is not None:
-        live = ", ".join(f"{_place(buffer)} {_giga(buffer['bytes'])} GB" for buffer in first["largest"])
+        live = ", ".join(f"{_place(buffer)} {format_bytes(buffer['bytes'])}" for buffer in first["largest"])
         print(f"largest temporaries at the peak of {first['module']}: {live}")
     print()
+
+
+def _print_allocators(allocators: Sequence[dict[str, Any]]) -> None:
+    """Print the peak of every allocator during the capture, and what holds the memory of the largest then."""
+    if not allocators:
+        return
+    columns: list[Column | str] = [
+        "host",
+        "allocator",
+        Column("in_use_bytes", "peak GB", _giga),
+        Column("time_s", "at", _SECONDS),
+        Column("capacity_bytes", "of GB", _giga, _UNKNOWN),
+        Column("lifetime_peak_bytes", "lifetime peak GB", _giga, _UNKNOWN),
+        Column("fragmentation", format=_SHARE, missing=_UNKNOWN),
+        "allocations",
+    ]
+    print_table(columns, [a | a["peak"] for a in allocators], title="memory of the allocators during the capture")
+    largest = max(allocators, key=lambda a: a["peak"]["in_use_bytes"])
+    parts = [f"{_held(each)} {format_bytes(each['bytes'])}" for each in largest["held"]]
+    if largest["early_bytes"]:
+        parts.append(f"allocated before the capture {format_bytes(largest['early_bytes'])}")
+    print(f"in use at the peak of {largest['allocator']}: {', '.join(parts)}")
+    print()
+
+
+def _held(memory: dict[str, Any]) -> str:
+    """Name what holds memory: `jit_step bf16[8,128] (3 times)`."""
+    times = "" if memory["count"] == 1 else f" ({memory['count']} times)"
+    return f"{memory['operation']} {memory['data_type']}{memory['shape']}".rstrip() + times
 
 
 def _place(live: dict[str, Any]) -> str:

@@ -16,7 +16,8 @@ from ridgeline.explain.diagnosis.ranks import steady
 from ridgeline.explain.diagnosis.settings import SimplerRun
 from ridgeline.explain.diagnosis.throttled import device_samples
 from ridgeline.explain.study.analysis import Study
-from ridgeline.rundir.analysis import Analysis, Collective, DeviceStep
+from ridgeline.rundir.analysis import Analysis, Collective
+from ridgeline.rundir.analysis_times import DeviceStep
 from ridgeline.rundir.bench_results import RESULTS, read
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.rundir.directory import RunDir

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ridgeline.rundir.analysis import Analysis, DeviceStep
+from ridgeline.rundir.analysis import Analysis
+from ridgeline.rundir.analysis_times import DeviceStep
 from ridgeline.rundir.noise import median, percentile
 
 STEADY = 0.25

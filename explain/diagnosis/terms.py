@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ridgeline.explain.diagnosis.facts import Facts
-from ridgeline.rundir.analysis import Step
+from ridgeline.rundir.analysis_times import Step
 
 Unit = Literal["s", "bytes", "bytes/s"]
 AGREES = 1.25

@@ -34,6 +34,11 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{top}{body}</table></div>'
 
 
+def folded(summary: str, body: Sequence[str]) -> list[str]:
+    """Return HTML that is shown when its summary is clicked; the summary is a text, the body HTML."""
+    return [f'<details><summary>{text(summary)}</summary><div class="wide">', *body, "</div></details>"]
+
+
 def _is_figure(cell: str) -> bool:
     return len(cell) <= LONGEST_FIGURE and _begins_with_a_number(cell)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from ridgeline.configs.files import read_limited
 from ridgeline.configs.format import format_count, format_duration, format_seconds, plural
 from ridgeline.explain.diagnosis.facts import Facts
 from ridgeline.explain.diagnosis.finding import Finding
@@ -210,7 +211,7 @@ def _configuration(run: RunReport) -> list[str]:
     elif run.environment is not None:
         parts.append('<p class="soft">No XLA flag or environment setting was set.</p>')
     config = run.run.config_file
-    listing = config.read_text() if config.is_file() else "n/a"
+    listing = read_limited(config).decode(errors="replace") if config.is_file() else "n/a"
     every = "\n".join(f"{name}=={version}" for name, version in packages.items())
     parts.append(f"<details><summary>config.yaml</summary><pre>{text(listing)}</pre></details>")
     return [*parts, f"<details><summary>all packages</summary><pre>{text(every)}</pre></details>"]

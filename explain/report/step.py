@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from ridgeline.configs.format import format_count, format_seconds, plural
 from ridgeline.explain.report.charts import stacked_bars
-from ridgeline.explain.report.html import table, text
+from ridgeline.explain.report.html import folded, table, text
+from ridgeline.explain.report.memory import memory_section
 from ridgeline.explain.report.roofline import roofline_svg
-from ridgeline.rundir.analysis import Analysis, Statistics
+from ridgeline.rundir.analysis import Analysis
+from ridgeline.rundir.analysis_times import Statistics
 
 MOST_DEVICES, MOST_ROWS, MOST_PLACES = 16, 15, 5
 PARTS = {
@@ -20,7 +22,7 @@ NAMES = {"communication": "communication, exposed", "copies": "copies, exposed",
 
 
 def step_section(analysis: Analysis | None) -> list[str]:
-    """Return the HTML: ledger, components under their ceilings, operations, collectives, hosts."""
+    """Return the HTML: ledger, components under their ceilings, operations, matmuls, collectives, memory, hosts."""
     head = ["<h2>Inside a step</h2>"]
     if analysis is None or not analysis.devices:
         return [*head, '<p class="soft">No profile was captured (set profiler.start_step, or send SIGUSR1 to a running job).</p>']
@@ -30,7 +32,7 @@ def step_section(analysis: Analysis | None) -> list[str]:
         roof = "" if analysis.hardware else f"No datasheet for {analysis.device_kind or 'these devices'}: there is no roof. "
         parts += ["<h3>Operations by intensity and rate (roofline)</h3>", f'<p class="soft">{text(roof)}The area of a dot is its time.</p>']
         parts += [f'<div class="wide">{svg}</div>', _operations(analysis)]
-    return parts + _collectives(analysis) + _hosts(analysis)
+    return parts + _matmuls(analysis) + _collectives(analysis) + _sizes(analysis) + memory_section(analysis) + _hosts(analysis)
 
 
 def _headline(analysis: Analysis) -> str:
@@ -122,6 +124,47 @@ def _collectives(analysis: Analysis) -> list[str]:
         for s in analysis.stragglers
     ]
     return [f"<h3>Communication, per {text(analysis.per)} and device</h3>", table(heads, rows), *(["<ul>", *late, "</ul>"] if late else [])]
+
+
+def _matmuls(analysis: Analysis) -> list[str]:
+    if not analysis.matmuls:
+        return []
+    rows = [
+        [
+            m.dtype,
+            *(str(size) for size in (m.batch, m.m, m.n, m.k)),
+            f"{m.runs:g}",
+            format_seconds(m.time_s),
+            "n/a" if m.flops_per_s is None else f"{m.flops_per_s / 1e12:,.3g}",
+            _share(m.of_peak),
+            _share(m.attained),
+            m.bound or "",
+        ]
+        for m in analysis.matmuls[:MOST_ROWS]
+    ]
+    heads = ["dtype", "batch", "m", "n", "k", "runs", "time", "TFLOP/s", "of peak", "of ceiling", "bound"]
+    count = plural(len(analysis.matmuls), "shape")
+    return folded(f"Matmuls by shape, per {analysis.per} and device ({count})", [table(heads, rows)])
+
+
+def _sizes(analysis: Analysis) -> list[str]:
+    """Bandwidth of collectives by message size, where there is more than one size."""
+    if len(analysis.message_sizes) < 2:
+        return []
+    rows = [
+        [
+            s.kind,
+            "?" if s.axes is None else "+".join(s.axes),
+            "n/a" if s.group_size is None else str(s.group_size),
+            _mega(s.size_bytes),
+            f"{s.count:g}",
+            format_seconds(s.time_s),
+            *(_giga(value) for value in (s.algorithm_bandwidth, s.bus_bandwidth, s.planned_bus_bandwidth)),
+        ]
+        for s in analysis.message_sizes[: 2 * MOST_ROWS]
+    ]
+    heads = ["kind", "axes", "devices", "MB", "runs", "time of one", "alg GB/s", "bus GB/s", "planned GB/s"]
+    return folded(f"Collectives by message size, per {analysis.per} and device", [table(heads, rows)])
 
 
 def _hosts(analysis: Analysis) -> list[str]:

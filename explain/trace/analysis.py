@@ -15,6 +15,7 @@ import numpy as np
 
 from ridgeline.configs.format import format_seconds
 from ridgeline.explain.trace import intervals
+from ridgeline.explain.trace.allocators import allocator_memory, by_allocator
 from ridgeline.explain.trace.classify import NOTHING, kinds
 from ridgeline.explain.trace.communication import Communication, Member, communication
 from ridgeline.explain.trace.components import components, matmuls, operations
@@ -39,22 +40,8 @@ from ridgeline.explain.trace.steps import (
 from ridgeline.explain.trace.wire import MISSING
 from ridgeline.planner.communication import mesh_bus_bandwidth
 from ridgeline.planner.hardware import hardware_names
-from ridgeline.rundir.analysis import (
-    PARTS,
-    Analysis,
-    Assignment,
-    Collective,
-    DeviceStep,
-    DeviceTotal,
-    HostActivity,
-    MessageSize,
-    OddStep,
-    Operation,
-    Range,
-    Statistics,
-    Step,
-    StepTimes,
-)
+from ridgeline.rundir.analysis import Analysis, Collective, HostActivity, MessageSize, Operation
+from ridgeline.rundir.analysis_times import PARTS, Assignment, DeviceStep, DeviceTotal, OddStep, Range, Statistics, Step, StepTimes
 from ridgeline.rundir.noise import percentile
 
 PARTIAL = 0.5
@@ -130,6 +117,11 @@ def analyze(profile: Profile, *, annotation: str | None = None, warm_up: int | N
         message_sizes=[_with_plan(each, each.size_bytes, profile) for each in collectives.sizes],
         collectives=[_with_plan(each, (each.bytes or 0.0) / max(each.count, 1e-9), profile) for each in collectives.traffic],
         memory=memory(profile.programs),
+        allocators=[
+            allocator_memory(each.host.name, name, events, each.host.strings)
+            for each in profile.hosts
+            for name, events in by_allocator(each.host.memory_events, each.host.strings)
+        ],
         stragglers=collectives.stragglers,
         clock_offsets_s=collectives.clock_offsets_s,
         hosts=[

@@ -14,7 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ridgeline.explain.trace.components import peak_flops_of
 from ridgeline.planner.hardware import hardware
-from ridgeline.rundir.analysis import Analysis, DeviceTotal, Operation
+from ridgeline.rundir.analysis import Analysis, Operation
+from ridgeline.rundir.analysis_times import DeviceTotal
 
 WIDTH = 1000
 _INK, _FAINT, _PAPER = "#222222", "#bbbbbb", "#ffffff"

@@ -15,7 +15,7 @@ from ridgeline.explain.trace import intervals
 from ridgeline.explain.trace.classify import COMMUNICATION, COMPUTE, COPY
 from ridgeline.explain.trace.read import Ops
 from ridgeline.explain.trace.steps import Windows
-from ridgeline.rundir.analysis import DeviceStep
+from ridgeline.rundir.analysis_times import DeviceStep
 
 CAUSES = ("data_wait", "compile", "checkpoint", "launch", "blocked", "other")
 """What the host was doing while a device was idle."""

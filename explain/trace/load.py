@@ -170,4 +170,5 @@ def _hardware(kind: str | None, facts: DeviceFacts | None) -> Hardware | None:
         memory_bandwidth_bytes_per_s=facts.memory_bandwidth_bytes_per_s,
         cores=facts.cores or 0,
         clock_hz=facts.clock_hz or 0.0,
+        peak_flops=facts.peak_flops,
     )

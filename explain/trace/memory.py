@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ridgeline.explain.trace.program import Program, Programs
 from ridgeline.hlo.module import UNKNOWN
-from ridgeline.rundir.analysis import LiveBuffer, ProgramMemory
+from ridgeline.rundir.analysis_memory import LiveBuffer, ProgramMemory
 
 LARGEST, POINTS = 5, 100
 

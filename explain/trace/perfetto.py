@@ -16,10 +16,11 @@ import numpy as np
 
 from ridgeline.configs.errors import UserError
 from ridgeline.explain.gantt import perfetto_trace
+from ridgeline.explain.trace.allocators import by_allocator
 from ridgeline.explain.trace.classify import COMMUNICATION, COMPUTE, COPY, kinds
 from ridgeline.explain.trace.load import Profile
 from ridgeline.explain.trace.read import Device, Host
-from ridgeline.explain.trace.wire import MISSING
+from ridgeline.explain.trace.wire import MILLION, MISSING
 from ridgeline.rundir.analysis import Analysis
 
 _KINDS = {COMPUTE: "compute", COMMUNICATION: "communication", COPY: "copy"}
@@ -56,6 +57,7 @@ def trace_events(profile: Profile, analysis: Analysis) -> Iterator[dict[str, Any
         if not events:
             yield _name("process_name", host.process, 0, host.name)
         yield from _threads(host, zero_us)
+        yield from _memory(host, zero_us)
         for device in host.devices:
             pid = _FIRST_DEVICE * (number + 1) + device.ordinal
             yield _name("process_name", pid, 0, host.label(device))
@@ -71,6 +73,16 @@ def _threads(host: Host, zero_us: float) -> Iterator[dict[str, Any]]:
         ):
             args = {} if step == MISSING else {"step": step}
             yield _event(host.strings[name], "host", host.process, tid, zero_us + start / 1e6, (end - start) / 1e6, args)
+
+
+def _memory(host: Host, zero_us: float) -> Iterator[dict[str, Any]]:
+    """Yield the memory in use of every allocator, and its fragmentation, after every event."""
+    for name, events in by_allocator(host.memory_events, host.strings):
+        for time, in_use, share in zip(events.time.tolist(), events.in_use.tolist(), events.fragmentation.tolist(), strict=True):
+            at = {"ph": "C", "pid": host.process, "ts": zero_us + time / 1e6}
+            yield at | {"name": f"{name}: memory in use", "args": {"bytes": in_use}}
+            if share != MISSING:
+                yield at | {"name": f"{name}: fragmentation", "args": {"share": share / MILLION}}
 
 
 def _device(profile: Profile, host: Host, device: Device, pid: int, zero_us: float) -> Iterator[dict[str, Any]]:

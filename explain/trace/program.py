@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import open_regular, read_limited
 from ridgeline.explain.trace.read import Host, ProgramKey
 from ridgeline.hlo.collectives import Collective, collectives, replica_groups
 from ridgeline.hlo.memory import ProgramMemory, read_memory
@@ -26,6 +27,8 @@ from ridgeline.hlo.proto import instruction_names, read_module
 from ridgeline.hlo.roofline import Kernel, kernels
 
 HLO_SUFFIX = ".hlo.txt"
+MAX_HLO_BYTES = 1 << 30
+"""Largest text of a compiled program that is read."""
 
 
 @dataclass
@@ -147,9 +150,9 @@ def _in_traces(
     found: dict[int | None, Program] = {}
     for host in hosts:
         named: dict[str, list[Program]] = {}
-        with host.path.open("rb") as file:
+        with open_regular(host.path) as file:
 
-            def read(span: tuple[int, int], what: object, file: BinaryIO = file) -> Program | None:
+            def read(span: tuple[int, int], what: object, file: IO[bytes] = file) -> Program | None:
                 file.seek(span[0])
                 try:
                     data = file.read(span[1] - span[0])
@@ -184,8 +187,8 @@ def _in_traces(
 
 def _text(path: Path, num_devices: int, mesh: Mapping[str, int] | None) -> Program:
     try:
-        return Program(parse(path.read_text()), num_devices, mesh)
-    except (ValueError, OSError) as error:
+        return Program(parse(read_limited(path, MAX_HLO_BYTES).decode()), num_devices, mesh)
+    except ValueError as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 

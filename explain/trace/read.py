@@ -1,7 +1,7 @@
 """Read traces into columns: per host, the operations of its devices and the events of its threads.
 
-NVIDIA and AMD GPUs have their own planes whose `Stream #` lines contain kernels and copies. The CPU backend has none: its operations are
-events of host threads with the statistics `hlo_op` and `device_ordinal` (thread names differ between versions).
+NVIDIA and AMD GPUs have their own planes whose `Stream #` lines contain kernels and copies; those of TPUs: tpu.py. The CPU backend has
+none: its operations are events of host threads with the statistics `hlo_op` and `device_ordinal` (thread names differ between versions).
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ridgeline.configs.errors import UserError
+from ridgeline.explain.trace.allocators import MEMORY_STATS, MemoryEvents, memory_rows, read_memory_events
 from ridgeline.explain.trace.protobuf import Value
+from ridgeline.explain.trace.tpu import tpu_operations
 from ridgeline.explain.trace.wire import MISSING, Line, Plane, Space, read_space
 from ridgeline.rundir.analysis import DeviceFacts
 
-WANTED = frozenset(
+WANTED = MEMORY_STATS | frozenset(
     {"hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal", "correlation_id", "step_num", "name", "tf_op"}
     | {"memcpy_details", "memset_details", "cuda_graph_id", "cuda_graph_exec_id"}
 )
 _DROPPED = re.compile(r"end: |ThreadpoolListener|Wait for |InvokeRendezvous|Rendezvous$|PythonRefManager")
-_DEVICE_PLANE = re.compile(r"/device:GPU:(\d+)")
-_OTHER_DEVICE = re.compile(r"/device:(?!GPU|CPU|CUSTOM)(\w+)")
+_DEVICE_PLANE = re.compile(r"/device:(GPU|TPU):(\d+)\b(?! SparseCore)")
+_OTHER_DEVICE = re.compile(r"/device:(?!GPU|TPU|CPU|CUSTOM)(\w+)")
 _SUFFIX = re.compile(r"-p(\d{5})$")
 
 EPOCH_NS = 10**17
 """Times above this (year 1973) are wall-clock times."""
-Kind = Literal["gpu", "cpu"]
+Kind = Literal["gpu", "tpu", "cpu"]
 
 
 class ProgramKey(NamedTuple):
@@ -119,8 +121,10 @@ class Host:
     devices: list[Device]
     threads: list[Events]
     notes: list[str] = field(default_factory=list)
+    memory_events: MemoryEvents | None = None
+    """None where it has none: XLA's CPU backend, and allocators that record nothing."""
     other_devices: list[str] = field(default_factory=list)
-    """Kinds of devices in the file that are not analyzed, such as `TPU`."""
+    """Kinds of devices in the file that are not analyzed."""
     program_ids: dict[int, int] = field(default_factory=dict)
     """Program id in its file -> id in `ops.program`, where they differ. Processes number their programs by themselves."""
 
@@ -150,13 +154,12 @@ def read_hosts(paths: Sequence[Path]) -> list[Host]:
     """Read the profiles of one capture, one file per process.
 
     Raises:
-      UserError: a file is missing, empty, truncated or not a profile; or no file contains device work, or only that of TPUs.
+      UserError: a file is missing, empty, truncated or not a profile; or no file contains device work, or only that of other devices.
     """
     hosts = [read_host(path, number) for number, path in enumerate(sorted(paths))]
-    gpus = any(len(device.ops) for host in hosts for device in host.devices if host.kind == "gpu")
-    if not gpus and (other := sorted({name for host in hosts for name in host.other_devices})):
-        advice = "use xprof for it (pip install xprof)" if "TPU" in other else "their planes have another layout"
-        raise UserError(f"{paths[0]} is a capture of {', '.join(other)} devices; ridge analyzes GPUs and XLA's CPU backend only: {advice}")
+    known = any(len(device.ops) for host in hosts for device in host.devices if host.kind != "cpu")
+    if not known and (other := sorted({name for host in hosts for name in host.other_devices})):
+        raise UserError(f"{paths[0]} is a capture of {', '.join(other)} devices; ridge analyzes GPUs, TPUs and XLA's CPU backend only")
     if not any(len(device.ops) for host in hosts for device in host.devices):
         raise UserError(f"{paths[0]} contains no device work: the profile was taken while no step ran")
     _match_programs(hosts)
@@ -198,13 +201,13 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
     """Build devices and threads from the lines of a file."""
     name = path.name.removesuffix(".xplane.pb")
     process = _SUFFIX.search(name)
-    gpus = [(int(found.group(1)), plane) for plane in space.planes if (found := _DEVICE_PLANE.search(plane.name))]
+    planes = [(int(found[2]), found[1] == "TPU", plane) for plane in space.planes if (found := _DEVICE_PLANE.search(plane.name))]
     hosts = [plane for plane in space.planes if plane.name.startswith("/host:CPU")]
     host = Host(
         name=name,
         process=int(process.group(1)) if process else number,
         path=path,
-        kind="gpu" if gpus else "cpu",
+        kind="cpu" if not planes else "tpu" if all(is_tpu for _, is_tpu, _ in planes) else "gpu",
         zero_ns=_zero_ns(space),
         strings=space.strings,
         devices=[],
@@ -213,17 +216,21 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
         notes=[f"{name}: the profiler reports: {text.strip()[:300]}" for text in dict.fromkeys(space.problems) if text.strip()],
         other_devices=sorted({found[1] for plane in space.planes if (found := _OTHER_DEVICE.match(plane.name))}),
     )
+    memory = memory_rows(hosts, space.strings)
+    host.memory_events = read_memory_events(memory, space.strings)
     for plane in hosts:
         for line in plane.lines:
-            if not gpus and "hlo_op" in line.stats:
-                rest = line.stats["hlo_op"] == MISSING
-                host.threads.append(_events(line, rest))
-            else:
-                host.threads.append(_events(line, np.ones(len(line.names), bool)))
-        plane.lines = [line for line in plane.lines if not gpus and "hlo_op" in line.stats]  # the rest was copied: free it
+            rest = np.ones(len(line.names), bool)
+            if not planes and "hlo_op" in line.stats:
+                rest &= line.stats["hlo_op"] == MISSING
+            rest[next((rows for other, rows in memory if other is line), [])] = False
+            host.threads.append(_events(line, rest))
+        plane.lines = [line for line in plane.lines if not planes and "hlo_op" in line.stats]  # the rest was copied: free it
     host.threads = [thread for thread in host.threads if len(thread)]
-    if gpus:
-        host.devices = [_gpu(ordinal, plane) for ordinal, plane in sorted(gpus, key=lambda pair: pair[0])]
+    if planes:
+        planes.sort(key=lambda found: found[0])
+        wanted = [(ordinal, plane) for ordinal, is_tpu, plane in planes if is_tpu == (host.kind == "tpu")]
+        host.devices = [_accelerator(ordinal, plane, host) for ordinal, plane in wanted]
     else:
         host.devices = _cpus(hosts)
     return host
@@ -236,10 +243,14 @@ def _zero_ns(space: Space) -> int:
     return space.base_ns + next((int(p.stats["profile_start_time"]) for p in space.planes if "profile_start_time" in p.stats), 0)
 
 
-def _gpu(ordinal: int, plane: Plane) -> Device:
-    """Return the kernels and copies of a GPU. Lines other than streams repeat them in another form, or belong to the profiler."""
+def _accelerator(ordinal: int, plane: Plane, host: Host) -> Device:
+    """Return the kernels and copies of a GPU, or the operations of a TPU. Other lines repeat them in another form, or belong to the
+    profiler."""
     streams = [line for line in plane.lines if line.name.startswith("Stream")]
-    lines = streams or [line for line in plane.lines if line.name == "XLA Ops"]
+    if host.kind == "tpu":
+        lines = tpu_operations(plane, host.strings)
+    else:
+        lines = streams or [line for line in plane.lines if line.name == "XLA Ops"]
     plane.lines = []
     return Device(ordinal, _ops(lines, [np.ones(len(line.names), bool) for line in lines]), _facts(plane.stats))
 
@@ -255,14 +266,16 @@ def _facts(stats: Mapping[str, Value]) -> DeviceFacts | None:
         return str(stats[key]) if stats.get(key) else None
 
     cores, memory, clock_khz = number("core_count"), number("memory_size"), number("clock_rate")
+    tpu_gb_per_s, tpu_teraflops = number("peak_hbm_bw_gigabytes_per_second"), number("peak_teraflops_per_second")
     minor = stats.get("compute_cap_minor", 0)
     found = DeviceFacts(
         vendor=text("device_vendor"),
-        model=text("gpu_device_name"),
+        model=text("gpu_device_name") or text("device_type_string"),
         cores=None if cores is None else int(cores),
         clock_hz=None if clock_khz is None else clock_khz * 1e3,
         memory_bytes=None if memory is None else int(memory),
-        memory_bandwidth_bytes_per_s=number("memory_bandwidth"),
+        memory_bandwidth_bytes_per_s=number("memory_bandwidth") or (None if tpu_gb_per_s is None else tpu_gb_per_s * 1e9),
+        peak_flops=None if tpu_teraflops is None else tpu_teraflops * 1e12,
         compute_capability=None if "compute_cap_major" not in stats else f"{stats['compute_cap_major']}.{minor}",
     )
     return None if found == DeviceFacts() else found
@@ -279,13 +292,7 @@ def _cpus(planes: list[Plane]) -> list[Device]:
 
 def _ops(lines: list[Line], masks: list[np.ndarray]) -> Ops:
     def stat(*keys: str) -> np.ndarray:
-        columns = []
-        for line, mask in zip(lines, masks, strict=True):
-            column = np.full(len(line.names), MISSING, np.int32)
-            for key in keys:
-                if key in line.stats:
-                    column = np.where(column == MISSING, line.stats[key], column)  # widens the type where needed
-            columns.append(column[mask])
+        columns = [line.stat(*keys)[mask] for line, mask in zip(lines, masks, strict=True)]
         return np.concatenate(columns) if columns else np.zeros(0, np.int64)
 
     def own(values: list[np.ndarray]) -> np.ndarray:

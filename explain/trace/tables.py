@@ -25,6 +25,11 @@ def tables(analysis: Analysis) -> dict[str, list[dict[str, Any]]]:
     found["memory_timeline"] = [
         {"module": each.module, "position": n, **_row(at)} for each in analysis.memory for n, at in enumerate(each.timeline)
     ]
+    found["allocators"] = [_row(each, leave_out=("peak", "held", "timeline")) | _row(each.peak) for each in analysis.allocators]
+    found["allocator_timeline"] = [
+        {"host": each.host, "allocator": each.allocator, **_row(at)} for each in analysis.allocators for at in each.timeline
+    ]
+    found["held_memory"] = [{"host": each.host, "allocator": each.allocator, **_row(h)} for each in analysis.allocators for h in each.held]
     for name in ("components", "operations", "matmuls", "collectives", "message_sizes", "stragglers"):
         found[name] = [_row(each) for each in getattr(analysis, name)]
     return {name: rows for name, rows in found.items() if rows}

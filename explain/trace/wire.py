@@ -10,6 +10,7 @@ The schema is XSpace of openxla/xla, xla/tsl/profiler/protobuf/xplane.proto.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import open_regular
 from ridgeline.explain.trace.protobuf import Value, decode_stat, map_entry, module_entry
 from ridgeline.hlo.protobuf import Buffer, Damaged, decode_text, fields, varint, varints
 
@@ -25,7 +27,10 @@ BATCH_BYTES = 8 << 20
 MISSING = -1
 """Value of a statistic that an event does not have."""
 
-__all__ = ["MISSING", "Damaged", "Line", "Plane", "Space", "parse_space", "read_space"]
+SHARES, MILLION = frozenset({"fragmentation"}), 10**6
+"""Statistics between 0 and 1, which are kept in millionths."""
+
+__all__ = ["MILLION", "MISSING", "Damaged", "Line", "Plane", "Space", "parse_space", "read_space"]
 
 
 @dataclass
@@ -41,6 +46,14 @@ class Line:
     """int64 [n]."""
     stats: dict[str, np.ndarray]
     """Statistic -> int32 or int64 [n]; texts are indices into Plane.strings; MISSING where an event has none."""
+
+    def stat(self, *keys: str) -> np.ndarray:
+        """Return a statistic of every event: the first of several that an event has, else MISSING."""
+        column = np.full(len(self.names), MISSING, np.int32)
+        for key in keys:
+            if key in self.stats:
+                column = np.where(column == MISSING, self.stats[key], column)  # widens the type where needed
+        return column
 
 
 @dataclass
@@ -80,7 +93,7 @@ def read_space(path: Path, wanted: frozenset[str], drop: Callable[[str], bool]) 
       UserError: the file is missing, empty, truncated or not a profile.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if not path.stat().st_size:
                 raise UserError(f"{path} is empty: the profile was not written")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -303,17 +316,17 @@ class _Events:
             kind = data[after[here]]
             value, end = varints(data, after[here] + 1)
             value = np.where(kind == _REFERENCE, _mapped(np.where(kind == _REFERENCE, value, 0), self._reference), value)
-            odd = (end != stop[here]) | ~np.isin(kind, (_REFERENCE, _UNSIGNED, _SIGNED))
+            odd = (end != stop[here]) | ~np.isin(kind, (_REFERENCE, _UNSIGNED, _SIGNED)) | (name in SHARES)
             for index in np.flatnonzero(odd).tolist():
                 at = here[index]
-                value[index] = self._value(raw[start[at] : stop[at]])
+                value[index] = self._value(raw[start[at] : stop[at]], name)
             found[name] = (rows[here], value)
         for at in np.flatnonzero(~usual).tolist():  # fields in another order: allowed, but no known writer does it
             stat_key, _ = decode_stat(raw[start[at] : stop[at]], self._stats)
             name = self._stats.get(stat_key, "")
             if name in self.wanted:
                 more = found.get(name, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
-                value = np.array([self._value(raw[start[at] : stop[at]])])
+                value = np.array([self._value(raw[start[at] : stop[at]], name)])
                 found[name] = (np.append(more[0], rows[at]), np.append(more[1], value))
         return found
 
@@ -327,9 +340,13 @@ class _Events:
             self._references[key] = self._strings(self._stats.get(key, ""))
         return self._references[key]
 
-    def _value(self, stat: bytes) -> int:
-        """Decode one statistic: texts become string indices, hashes keep their bits."""
+    def _value(self, stat: bytes, name: str) -> int:
+        """Decode one statistic: texts become string indices, hashes keep their bits, shares become millionths."""
         _, value = decode_stat(stat, self._stats)
+        if isinstance(value, float) and not math.isfinite(value):
+            return MISSING
+        if name in SHARES and not isinstance(value, str):
+            return round(min(max(value, 0), 1) * MILLION)
         number = self._strings(value) if isinstance(value, str) else int(value)
         return (number + 2**63) % 2**64 - 2**63
 

@@ -291,8 +291,8 @@ def ancestors(proc: Path = Path("/proc")) -> list[str]:
     pid = os.getppid()
     while pid > 0 and len(names) < 100:
         try:
-            names.append((proc / str(pid) / "comm").read_text().strip())
-            pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+            names.append((proc / str(pid) / "comm").read_text(errors="replace").strip())
+            pid = int((proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             break
     return names

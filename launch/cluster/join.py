@@ -251,7 +251,7 @@ def _check_devices(config: Config, infos: Sequence[ProcessInfo]) -> tuple[int, s
         check_devices(config, total)
     except UserError as error:
         each = f"{counts[0]} each" if len(set(counts)) == 1 else "+".join(map(str, counts))
-        return exit_codes.USAGE, f"{str(error).splitlines()[0]}; {len(infos)} processes have {total} devices ({each})"
+        return exit_codes.USAGE, f"{error}; {len(infos)} processes have {total} devices ({each})"
     return None
 
 

@@ -136,8 +136,8 @@ class Link:
             first, self._stopping = not self._stopping, True
         while not first:
             time.sleep(1)
-        print(f"ridge: stopped: {why}; the last good checkpoint is intact", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # nobody may read it: Slurm's step daemon may be what was killed
+            print(f"ridge: stopped: {why}; the last good checkpoint is intact", file=sys.stderr, flush=True)
             sys.stdout.flush()
         self.leave(exit_codes.LOST_PEER, why)
         if self._relay:
@@ -154,6 +154,8 @@ class Link:
         while (message := await connection.receive()) is not None:
             if isinstance(message.get("left"), int):
                 left, why = message["left"], str(message.get("why"))
+                if left not in (*TOGETHER, exit_codes.LOST_PEER):  # it may wait for this process before it ends
+                    await self._report(self._failed(process, left), ERROR_GRACE_S)
             if (end := _peer_end(message.get("end"))) is not None and not self._relay:
                 self._ended(end, GRACE_S)
         connection.close()
@@ -162,14 +164,20 @@ class Link:
             self._changed.notify_all()
         if left in TOGETHER:
             return
-        name = self._names[process]
         if left is None:
-            end = PeerEnd(f"another process of the run is gone: {name} (its connection ended)", True)
+            end = PeerEnd(f"another process of the run is gone: {self._names[process]} (its connection ended)", True)
         elif left == exit_codes.LOST_PEER:
             end = PeerEnd(why, True)  # it has found the loss first
         else:
-            end = PeerEnd(f"another process of the run ended with exit code {left}: {name}", False)
-        first = self._ended(end, GRACE_S + LINGER_S if self._relay else 0.0)
+            end = self._failed(process, left)
+        await self._report(end, GRACE_S + LINGER_S if self._relay else 0.0)
+
+    def _failed(self, process: int, code: int) -> PeerEnd:
+        return PeerEnd(f"another process of the run ended with exit code {code}: {self._names[process]}", False)
+
+    async def _report(self, end: PeerEnd, grace_s: float) -> None:
+        """Note the end of a process; in process 0 also report it to the others."""
+        first = self._ended(end, grace_s)
         if first and self._relay:
             await self._send_all({"end": asdict(end)})
 

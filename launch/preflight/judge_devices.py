@@ -12,6 +12,7 @@ from typing import Any
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.format import format_bytes
 from ridgeline.launch.preflight.checks import CPU_LIMITS, GPU_LIMITS, NETWORK_LIMITS, Check, Expected, Limits, Verdict, judge_rate
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.communication import time_s
@@ -226,8 +227,8 @@ def _judge_axes(by_node: Mapping[str, Sequence[DeviceFacts]], context: DeviceCon
             if series:
                 worst = min(series, key=lambda points: points[-1][2])
                 size, _, rate = worst[-1]
-                small = ", ".join(f"{_bytes(s)}: {t * 1e6:,.0f} us" for s, t, _ in worst[:-1])
-                measured[node] = size, rate, f"{_bytes(size)}; {small}"
+                small = ", ".join(f"{format_bytes(s)}: {t * 1e6:,.0f} us" for s, t, _ in worst[:-1])
+                measured[node] = size, rate, f"{format_bytes(size)}; {small}"
         for node, (size, rate, detail) in measured.items():
             sizes = by_node[node][0].results["mesh"]
             checks.append(
@@ -259,7 +260,3 @@ def _expected_axis_rate(context: DeviceContext, op: str, axis: str, sizes: Mappi
         return Expected(None, str(error))
     cost = time_s(op, size_bytes, group)
     return Expected(cost.bus_bandwidth / 1e9, f"a plan's rate for the cluster file's {cost.bottleneck_link}")
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"

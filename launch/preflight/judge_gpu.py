@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from ridgeline.launch.preflight.checks import Check, Verdict
 from ridgeline.launch.preflight.nvml import GpuFacts, GpuReport, power_capped, throttle_names
 
-GIB = 2**30
+GB = 1e9
 FREE_WARN, FREE_FAIL = 0.97, 0.9
-"""Shares of the device memory that must be free before the job: the driver uses some hundred MiB, another process more."""
+"""Shares of the device memory that must be free before the job: the driver uses some hundred MB, another process more."""
 POWER_WARN = 0.95
 """Share of the default power limit."""
 CHECKS = ("device memory", "ecc", "throttle", "gpu links")
@@ -29,7 +29,7 @@ def judge_gpus(node: str, report: GpuReport) -> list[Check]:
         return [Check(node, name, Verdict.NOT_APPLICABLE, "", "", why) for name in CHECKS]
     gpus = report.gpus
     return [
-        _worst(node, "device memory", gpus, judge_free, "free", lambda gpu: _gib(gpu.memory_free_bytes)),
+        _worst(node, "device memory", gpus, judge_free, "free", lambda gpu: _gb(gpu.memory_free_bytes)),
         _worst(node, "ecc", gpus, judge_ecc, "no uncorrected errors", _ecc_text),
         _worst(node, "throttle", gpus, judge_throttle, "none under load", _throttle_text),
         _worst(node, "gpu links", gpus, judge_links, "all up, at full width", _link_text),
@@ -108,8 +108,8 @@ def judge_links(gpu: GpuFacts) -> Judgment:
     return GOOD
 
 
-def _gib(size: int | None) -> str:
-    return "n/a" if size is None else f"{size / GIB:.1f} GiB free"
+def _gb(size: int | None) -> str:
+    return "n/a" if size is None else f"{size / GB:.1f} GB free"
 
 
 def _ecc_text(gpu: GpuFacts) -> str:

@@ -10,21 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.format import format_bytes
 from ridgeline.launch.preflight.checks import STORAGE_LIMITS, Check, Expected, Verdict, judge_rate
 from ridgeline.launch.preflight.host import DiskFacts, HostFacts
 
-GIB = 2**30
+GB = 1e9
 CLOCK_WARN_S, CLOCK_FAIL_S = 0.5, 10.0
 """Event logs of several nodes are merged by wall clock; offsets of seconds also break file times and credentials (munge)."""
-SHM_WARN_BYTES, SHM_FAIL_BYTES = GIB, 128 << 20
-"""Loader workers and NCCL use it as shared memory; the default of containers is 64 MiB."""
-MEMLOCK_FAIL_BYTES = 4 * GIB
+SHM_WARN_BYTES, SHM_FAIL_BYTES = 1e9, 128e6
+"""Loader workers and NCCL use it as shared memory; the default of containers is 67 MB."""
+MEMLOCK_FAIL_BYTES = 4e9
 """InfiniBand pins its send buffers, gigabytes per process."""
 MEMORY_WARN, MEMORY_FAIL = 0.95, 0.85
 """Shares of the cluster file's memory: firmware reserves a few percent, a lost module is an eighth or more."""
 AVAILABLE_WARN, AVAILABLE_FAIL = 0.5, 0.1
 """Shares of the memory that must be available; other processes use the rest."""
-DISK_WARN_BYTES, DISK_FAIL_BYTES = 20 * GIB, GIB
+DISK_WARN_BYTES, DISK_FAIL_BYTES = 20e9, 1e9
 """Free space of the run directory if the checkpoint size is unknown."""
 CHECKPOINTS_WARN, CHECKPOINTS_FAIL = 4, 2
 """Free space in checkpoints; the previous one is kept until the next is complete."""
@@ -154,15 +155,15 @@ def judge_memory(node: str, fact: HostFacts, cluster: ClusterConfig | None) -> C
     """Judge the memory of the machine, or of its control group, against the cluster file."""
     size = fact.memory_total_bytes if fact.memory_limit_bytes is None else fact.memory_limit_bytes
     limited = fact.memory_limit_bytes is not None
-    measured = f"{size / GIB:.0f} GiB" + (f" (control group; the machine has {fact.memory_total_bytes / GIB:.0f})" if limited else "")
+    measured = f"{size / GB:.0f} GB" + (f" (control group; the machine has {fact.memory_total_bytes / GB:.0f})" if limited else "")
     if cluster is None:
-        return Check(node, "memory", Verdict.NOT_APPLICABLE, measured, "", "no cluster file", value=size / GIB, unit="GiB")
-    share = size / (cluster.memory_per_node_gib * GIB)
+        return Check(node, "memory", Verdict.NOT_APPLICABLE, measured, "", "no cluster file", value=size / GB, unit="GB")
+    share = size / (cluster.memory_per_node_gib * 2**30)
     verdict = Verdict.FAIL if share < MEMORY_FAIL and not limited else Verdict.WARN if share < MEMORY_WARN else Verdict.OK
     fix = "pass --mem=0 for all of the node's memory" if limited else "exclude the node and report it: a memory module may be lost"
     bad = verdict != Verdict.OK
-    expected = f"{cluster.memory_per_node_gib:g} GiB"
-    return Check(node, "memory", verdict, measured, expected, f"{share:.0%} of the cluster file's" * bad, fix * bad, size / GIB, "GiB")
+    expected = f"{cluster.memory_per_node_gib * 2**30 / GB:.0f} GB"
+    return Check(node, "memory", verdict, measured, expected, f"{share:.0%} of the cluster file's" * bad, fix * bad, size / GB, "GB")
 
 
 def judge_available(node: str, fact: HostFacts) -> Check:
@@ -174,42 +175,42 @@ def judge_available(node: str, fact: HostFacts) -> Check:
         node,
         "free memory",
         verdict,
-        f"{fact.memory_available_bytes / GIB:.1f} GiB",
-        f"{AVAILABLE_WARN:.0%} of {fact.memory_total_bytes / GIB:.0f} GiB",
+        f"{fact.memory_available_bytes / GB:.1f} GB",
+        f"{AVAILABLE_WARN:.0%} of {fact.memory_total_bytes / GB:.0f} GB",
         f"{share:.0%} available: other processes use the rest" * bad,
         "look for processes left by other jobs; request --exclusive" * bad,
-        fact.memory_available_bytes / GIB,
-        "GiB",
+        fact.memory_available_bytes / GB,
+        "GB",
     )
 
 
 def judge_shm(node: str, fact: HostFacts) -> Check:
     """Judge the free space of /dev/shm."""
-    expected = f"{SHM_WARN_BYTES / GIB:g} GiB free"
+    expected = f"{SHM_WARN_BYTES / GB:g} GB free"
     fix = "containers: --shm-size or --ipc=host; else remove files left in /dev/shm"
     if fact.shm_free_bytes is None or fact.shm_total_bytes is None:
         return Check(node, "/dev/shm", Verdict.FAIL, "none", expected, "there is no /dev/shm", fix)
     free = fact.shm_free_bytes
     verdict = Verdict.FAIL if free < SHM_FAIL_BYTES else Verdict.WARN if free < SHM_WARN_BYTES else Verdict.OK
     bad = verdict != Verdict.OK
-    measured = f"{free / GIB:.2f} of {fact.shm_total_bytes / GIB:.2f} GiB free"
+    measured = f"{free / GB:.2f} of {fact.shm_total_bytes / GB:.2f} GB free"
     reason = "loader workers and NCCL need it as shared memory" * bad
-    return Check(node, "/dev/shm", verdict, measured, expected, reason, fix * bad, free / GIB, "GiB")
+    return Check(node, "/dev/shm", verdict, measured, expected, reason, fix * bad, free / GB, "GB")
 
 
 def judge_memlock(node: str, fact: HostFacts, context: HostContext) -> Check:
     """Judge the limit of locked memory, which InfiniBand and RoCE need between nodes."""
-    measured = "unlimited" if fact.memlock_bytes is None else f"{fact.memlock_bytes / 2**20:,.0f} MiB"
-    value = None if fact.memlock_bytes is None else fact.memlock_bytes / GIB
+    measured = "unlimited" if fact.memlock_bytes is None else format_bytes(fact.memlock_bytes)
+    value = None if fact.memlock_bytes is None else fact.memlock_bytes / GB
     if context.cluster is None or context.cluster.nic_gb_per_s is None:
         why = "no cluster file" if context.cluster is None else "the cluster file has no network ports (nic_gb_per_s): TCP pins no memory"
-        return Check(node, "memlock", Verdict.NOT_APPLICABLE, measured, "", why, value=value, unit="GiB")
+        return Check(node, "memlock", Verdict.NOT_APPLICABLE, measured, "", why, value=value, unit="GB")
     if fact.memlock_bytes is None:
         return Check(node, "memlock", Verdict.OK, measured, "unlimited")
     failed = fact.memlock_bytes < MEMLOCK_FAIL_BYTES and context.nodes > 1
     reason = "too low for the buffers that InfiniBand pins" if failed else "a limit that InfiniBand may reach"
     fix = "ask the site for LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept=MEMLOCK, or ulimit -l unlimited"
-    return Check(node, "memlock", Verdict.FAIL if failed else Verdict.WARN, measured, "unlimited", reason, fix, value, "GiB")
+    return Check(node, "memlock", Verdict.FAIL if failed else Verdict.WARN, measured, "unlimited", reason, fix, value, "GB")
 
 
 def judge_disk(node: str, fact: HostFacts, context: HostContext, rates: Sequence[float]) -> list[Check]:
@@ -222,9 +223,7 @@ def judge_disk(node: str, fact: HostFacts, context: HostContext, rates: Sequence
         fix = "free space, mount the file system, or choose another run_dir"
         reason = f"{disk.path} cannot be written: {disk.error}"
         return [
-            Check(
-                node, "disk write", Verdict.FAIL, f"{disk.written_bytes / 2**20:.0f} MiB written", "a writable run directory", reason, fix
-            )
+            Check(node, "disk write", Verdict.FAIL, f"{format_bytes(disk.written_bytes)} written", "a writable run directory", reason, fix)
         ]
     one = context.checkpoint_bytes
     warn, fail = (DISK_WARN_BYTES, DISK_FAIL_BYTES) if one is None else (CHECKPOINTS_WARN * one, CHECKPOINTS_FAIL * one)
@@ -250,7 +249,7 @@ def judge_disk(node: str, fact: HostFacts, context: HostContext, rates: Sequence
         peers=[rate / 1e9 for rate in rates],
         limits=STORAGE_LIMITS,
         fix="check the mount of the file system on this node; checkpoints will be slow",
-        detail=f"{disk.written_bytes / 2**20:.0f} MiB, synced",
+        detail=f"{format_bytes(disk.written_bytes)}, synced",
         capped=False,
     )
     return [space, speed]

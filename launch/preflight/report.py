@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ridgeline.configs.files import read_limited
 from ridgeline.launch.preflight.checks import Check, Verdict
 from ridgeline.rundir.jsonl import LineFile, dump_json
 
@@ -121,5 +122,5 @@ def write(report: Report, run_dir: Path, now: datetime, *, restart: int) -> None
 def read_bad_nodes(run_dir: Path) -> dict[str, str]:
     """Return node -> reason (the newest) of a run directory's bad_nodes; empty without one."""
     path = run_dir / BAD_NODES
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = read_limited(path).decode(errors="replace").splitlines() if path.exists() else []
     return {parts[0]: parts[2] for line in lines if len(parts := line.split(" ", 2)) == 3}

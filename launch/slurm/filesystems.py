@@ -25,7 +25,7 @@ class Mount:
 
 def read_mounts() -> list[Mount]:
     """Return the mounts of this machine."""
-    return parse_mounts(Path("/proc/mounts").read_text())
+    return parse_mounts(Path("/proc/mounts").read_text(errors="replace"))
 
 
 def parse_mounts(text: str) -> list[Mount]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.format import format_bytes
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import filesystems
@@ -20,7 +21,6 @@ from ridgeline.planner.parameters import count_parameters
 
 PLAIN_PATH = re.compile(r"[\w/.+@=-]+")
 """Paths that need no quoting in bash, Slurm's filename patterns, and lists of container mounts."""
-GIB = 2**30
 STATE_BYTES_PER_PARAMETER = 12
 """Bytes of a checkpoint per parameter: float32 parameter and two float32 moments (adamw, the largest optimizer)."""
 
@@ -97,16 +97,16 @@ def _memory(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator
         except UserError as error:
             yield Finding(True, str(error))
             return
-    node = cluster.memory_per_node_gib * GIB
+    node = cluster.memory_per_node_gib * 2**30
     if requested is not None and requested > node:
-        yield Finding(True, f"slurm.memory={cluster.slurm.memory} exceeds the {cluster.memory_per_node_gib:g} GiB of a node")
+        yield Finding(True, f"slurm.memory={cluster.slurm.memory} ({format_bytes(requested)}) exceeds the {format_bytes(node)} of a node")
         return
     state = count_parameters(config.model).total * STATE_BYTES_PER_PARAMETER / shape.nodes
     if config.checkpoint.asynchronous and state > (requested or node):
         yield Finding(
             False,
-            f"an asynchronous save copies {state / GIB:.0f} GiB of parameters and optimizer state to each host, which has "
-            f"{(requested or node) / GIB:.0f} GiB: use more nodes or checkpoint.asynchronous=false",
+            f"an asynchronous save copies {format_bytes(state)} of parameters and optimizer state to each host, which has "
+            f"{format_bytes(requested or node)}: use more nodes or checkpoint.asynchronous=false",
         )
     sizes = _sizes(config, shape) if config.compute.remat.policy == "offload" and cluster.device != CPU else None
     if sizes is not None and (reason := refusal(config, sizes, shape.devices_per_node, requested or node)):

@@ -31,6 +31,11 @@ case "$CODE" in
     @{lost}) log "exit code $CODE" ;;
     *) log "exit code $CODE: a rank or a node was lost" ;;
 esac
+# Slurm requeues the job of a lost node while this script may live on there: to requeue again would end the new start.
+case "$INFO" in
+    *" Restarts=${SLURM_RESTART_COUNT:-0} "*|"") ;;
+    *) log "Slurm has requeued this job: not requeued here"; exit "$CODE" ;;
+esac
 if grep -q " Requeue=0 " <<< "$INFO"; then log "requeue is disabled (ridge cancel, or slurm.requeue: false)"; exit "$CODE"; fi
 # RUNNING: also in the grace period of a preemption or of the time limit. TimeLimit: the ranks saved beyond the limit.
 # In any other state the job was cancelled, or Slurm requeues it itself.

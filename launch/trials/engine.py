@@ -19,6 +19,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm.state import FORGOTTEN, JobState, job_states
 from ridgeline.rundir import jobs as job_files
 from ridgeline.rundir.directory import METRICS_FILE
+from ridgeline.rundir.files import Record, read_record
 from ridgeline.rundir.jobs import JobRecord
 from ridgeline.rundir.jsonl import read_last_jsonl
 from ridgeline.rundir.liveness import FINISHED, NOT_STARTED, RUNNING, run_state
@@ -78,6 +79,12 @@ class Status:
         return self.state == FINISHED
 
 
+class FailureRecord(Record):
+    """Why a trial failed; further keys are facts for a reader of the file."""
+
+    reason: str
+
+
 class TrialFiles:
     """The files of the trials in one directory."""
 
@@ -117,13 +124,8 @@ class TrialFiles:
 
     def failure(self, name: str) -> str | None:
         """Return why a trial failed; None without a stored failure. Raises UserError for an unreadable file."""
-        path = self._failure_file(name)
-        try:
-            return str(json.loads(path.read_bytes())["reason"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
+        found = read_record(self._failure_file(name), FailureRecord)
+        return None if found is None else found.reason
 
     def forget_failure(self, name: str) -> None:
         """Remove a stored failure, so that the trial runs again."""
@@ -136,7 +138,7 @@ class TrialFiles:
         """Return the jobs that trained a trial, oldest first; empty without any."""
         if not self.layout.array:
             return _recorded_jobs(self.run_dir(name))
-        return [record for record in _recorded_jobs(self.root) if int(name) in record.details["points"]]
+        return [record for record in _recorded_jobs(self.root) if int(name) in record.points]
 
     def last_states(self, names: Iterable[str], query: Query = job_states) -> dict[str, JobState]:
         """Return the newest job state of every trial that was submitted."""
@@ -149,7 +151,7 @@ class TrialFiles:
         by_index = {int(name): name for name in names}
         for record in _recorded_jobs(self.root):
             for state in query(record.job, record.slurm_cluster):
-                indices = record.details["points"] if state.task is None else [state.task]
+                indices = record.points if state.task is None else [state.task]
                 found |= {by_index[index]: state for index in indices if index in by_index}
         return found
 

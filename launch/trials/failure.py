@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import open_regular
 from ridgeline.launch import exit_codes
 
 TAIL_BYTES = 1 << 16
@@ -43,11 +46,10 @@ def failure_reason(log: Path, code: int) -> str:
 
 def _tail(log: Path) -> list[str]:
     try:
-        with log.open("rb") as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(0, size - TAIL_BYTES))
-            return stream.read().decode(errors="replace").splitlines()
-    except OSError:
+        with open_regular(log) as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return stream.read(TAIL_BYTES).decode(errors="replace").splitlines()
+    except (UserError, OSError):
         return []
 
 

@@ -13,6 +13,7 @@ A point that was interrupted or failed continues its run; a finished one continu
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +30,17 @@ from ridgeline.launch.trials.submission import Submission
 from ridgeline.launch.trials.sweep_file import Point, Sweep
 from ridgeline.rundir import jobs as job_files
 from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.files import Record, read_record
 from ridgeline.rundir.jobs import JobRecord
 
 FILE = "sweep.json"
+
+
+class StoredPoints(Record):
+    """sweep.json."""
+
+    points: tuple[dict[str, Any], ...]
+    """Overrides of each point, in the order of their numbers."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,8 @@ class Result(Status):
 
 
 def is_sweep(directory: Path) -> bool:
-    """Return whether a directory holds a sweep."""
-    return (directory / FILE).is_file()
+    """Return whether a directory holds a sweep, readable or not."""
+    return os.path.lexists(directory / FILE)
 
 
 def point_name(index: int) -> str:
@@ -66,14 +75,10 @@ def point_name(index: int) -> str:
 
 def read_points(directory: Path) -> list[NumberedPoint]:
     """Return the points of a sweep directory. Raises UserError for any other directory."""
-    path = directory / FILE
-    try:
-        stored = json.loads(path.read_bytes())["points"]
-        return [NumberedPoint(index, overrides, directory / point_name(index)) for index, overrides in enumerate(stored)]
-    except FileNotFoundError:
-        raise UserError(f"{directory} is not a sweep directory: {FILE} is missing") from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    stored = read_record(directory / FILE, StoredPoints)
+    if stored is None:
+        raise UserError(f"{directory} is not a sweep directory: {FILE} is missing")
+    return [NumberedPoint(index, overrides, directory / point_name(index)) for index, overrides in enumerate(stored.points)]
 
 
 def numbered(sweep: Sweep) -> list[tuple[NumberedPoint, Point]]:

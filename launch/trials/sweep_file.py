@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping as Environment
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,8 +109,6 @@ def load_sweep(path: Path, environment: Environment[str, str]) -> Sweep:
         if point.key in points:
             raise UserError(f"{chosen[0][2] if chosen else tree.source}: duplicate point {point.key}")
         points[point.key] = point
-    if len(points) > MAX_POINTS:
-        raise UserError(f"{path}: {len(points)} points; at most {MAX_POINTS} are allowed")
     return Sweep(path, config, tuple(points.values()))
 
 
@@ -121,6 +120,7 @@ def _choices(tree: Mapping, config: SweepConfig) -> list[list[_Override]]:
     if config.list:
         items = tree.items["list"]
         assert isinstance(items, Items)
+        _check_count(len(items.items), items.source)
         return [_overrides(item) for item in items.items]
     grid = tree.items["grid"]
     assert isinstance(grid, Mapping)
@@ -130,7 +130,13 @@ def _choices(tree: Mapping, config: SweepConfig) -> list[list[_Override]]:
         if not values.items:
             raise UserError(f"{grid.key_sources[key]}: grid: {key} has no values")
         axes.append([(key, value, value.source) for value in values.items])
+    _check_count(math.prod(map(len, axes)), source_of(tree, ("grid",)))
     return [list(choice) for choice in itertools.product(*axes)]
+
+
+def _check_count(count: int, where: object) -> None:
+    if count > MAX_POINTS:
+        raise UserError(f"{where}: {count:,} points; at most {MAX_POINTS:,} are allowed")
 
 
 def _overrides(node: Node | None) -> list[_Override]:

@@ -1,4 +1,4 @@
-"""Damaged run directories: a small real run, the ways in which its files can be damaged, and the commands that read it.
+"""Damaged files: a small real run, a sweep, a study and what else commands read; the ways to damage them; and the commands.
 
 `python -m tests.cli.damaged --cases 2000 --seed 1` runs a long campaign; tests/cli/test_damaged_runs.py runs a sample.
 """
@@ -126,6 +126,30 @@ def make_run(root: Path) -> None:
         bench_results.write(root / f"bench/{number}.json", found, resolved, made)
 
 
+def make_others(root: Path) -> None:
+    """Beside the run: a sweep with a finished, a failed and a missing point, a study, a cluster and a calibration file."""
+    from ridgeline.rundir.jobs import JobRecord, record_job
+
+    sweep, project = root / "sweep", Path(__file__).parents[2]
+    shutil.copytree(root / "run", sweep / "000", ignore=shutil.ignore_patterns("checkpoints", "profiles", "tensorboard", "slurm"))
+    (sweep / "sweep.json").write_text(json.dumps({"name": "small", "points": [{"seed": seed} for seed in range(3)]}))
+    (sweep / "000/slurm").mkdir()
+    (sweep / "000/slurm/job-13_0.log").write_text("0: loss 5.0\n")
+    (sweep / "failures").mkdir()
+    (sweep / "failures/001.json").write_text(json.dumps({"trial": "001", "reason": "out of memory", "exit_code": 1}))
+    when = "2026-01-02T03:04:05+00:00"
+    record_job(sweep, JobRecord("13", when, kind="sweep", cluster="dgx-h100", submission=1, details={"points": [0]}))
+    grid = {"name": "small", "config": "small.yaml", "directory": str(sweep), "grid": {"seed": [0, 1, 2]}}
+    (root / "sweep.yaml").write_text(json.dumps(grid))
+    shutil.copy(project / "configs/clusters/dgx-h100.yaml", root / "cluster.yaml")
+    point = {"device": "h100-sxm", "dtype": "bfloat16", "m": 4096, "n": 4096, "k": 4096, "tflop_per_s": 600.0, "source": "measured"}
+    link = {"kind": "nvlink", "measured": [[1e6, 10.0], [1e8, 300.0]], "source": "measured"}
+    rates = {"name": "here", "matmul": [point], "links": [link], "host": {"dispatch_us": 100.0}}
+    (root / "calibration.yaml").write_text(json.dumps(rates))
+    code, text = call(["scale", "--from", str(root / "run"), "-o", str(root / "study"), "--warmup", "1"])
+    assert code == 0, text
+
+
 def commands(root: Path) -> list[tuple[str, ...]]:
     """The commands that read the run and write nothing into it."""
     run, other, out = str(root / "run"), str(root / "other"), str(root / "out")
@@ -146,7 +170,43 @@ def commands(root: Path) -> list[tuple[str, ...]]:
         ("report", other, run, "-o", f"{out}.html"),
         ("config", "diff", run, other),
         ("config", "show", f"{run}/config.yaml"),
+        ("runs", str(root)),
+        ("runs", str(root), "--json", "--sort", "loss"),
+        ("scale", "--from", run, "--warmup", "1"),
     ]
+
+
+def model_commands(root: Path) -> list[tuple[str, ...]]:
+    """The commands that load the model of the run."""
+    run = str(root / "run")
+    return [
+        ("evaluate", run),
+        ("generate", run, "--prompt", "x", "--max-tokens", "1"),
+        ("convert", "to-hf", run, str(root / "exported")),
+    ]
+
+
+def other_commands(root: Path) -> dict[str, list[tuple[str, ...]]]:
+    """The commands that read the files beside the run, by the first part of their names."""
+    sweep, study, out = str(root / "sweep"), str(root / "study"), str(root / "out.html")
+    table = ("sweep", f"{sweep}.yaml", "--table")
+    of_sweep = [
+        table,
+        (*table, "--json"),
+        ("sweep", f"{sweep}.yaml", "--local", "--dry-run"),
+        ("status", sweep),
+        ("status", f"{sweep}/000"),
+    ]
+    texts, corpus = str(root / "texts"), str(root / "corpus")
+    return {
+        "sweep": [*of_sweep, ("logs", f"{sweep}/000"), ("runs", sweep)],
+        "sweep.yaml": of_sweep[:3],
+        "study": [("report", study, "-o", out), ("diagnose", study), ("diagnose", study, "--json")],
+        "cluster.yaml": [("plan", str(root / "small.yaml"), "--cluster", str(root / "cluster.yaml"))],
+        "calibration.yaml": [("plan", str(root / "small.yaml"), "--cluster", "dgx-h100", "--calibration", str(root / "calibration.yaml"))],
+        "corpus": [("data", "inspect", corpus), ("data", "prepare", "-i", texts, "--tokenizer", "bytes", "-o", corpus)],
+        "bench": bench_commands(root),
+    }
 
 
 def bench_commands(root: Path) -> list[tuple[str, ...]]:
@@ -159,32 +219,39 @@ def bench_commands(root: Path) -> list[tuple[str, ...]]:
     ]
 
 
-def read_by(root: Path, file: str) -> list[tuple[str, ...]]:
-    """The commands that may read a file."""
-    return bench_commands(root) if file.startswith("bench/") else commands(root)
+def read_by(root: Path, file: str, models: bool) -> list[tuple[str, ...]]:
+    """The commands that may read a file; models: also those that load the model."""
+    place = Path(file)
+    if place.parts[0] == "run":
+        of_model = models and (place.name in ("config.yaml", "run.json") or place.parts[1] in ("checkpoints", "tokenizer"))
+        return [*commands(root), *(model_commands(root) if of_model else [])]
+    return other_commands(root)[place.parts[0]]
 
 
 def damageable(root: Path) -> list[str]:
     """Files that commands read, relative to the root; not the payload of checkpoints."""
-    found = [path for part in ("run", "bench") for path in (root / part).rglob("*") if path.is_file() and not path.is_symlink()]
-    kept = [str(path.relative_to(root)) for path in found]
+    tops = [root / part for part in ("run", *other_commands(root))]
+    found = [path for top in tops for path in (top.rglob("*") if top.is_dir() else [top]) if path.is_file() and not path.is_symlink()]
+    kept = [str(path.relative_to(root)) for path in found if path.suffix != ".array_record" and not path.name.startswith("lock")]
     return sorted(name for name in kept if "/checkpoints/" not in name or (name.endswith((".json",)) and "/state/" not in name))
 
 
-def cases(root: Path, seed: int, only: str = "") -> Iterator[Case]:
-    """Yield drawn cases without end. only: a part of the names of the files to damage."""
+def cases(root: Path, seed: int, only: str = "", models: bool = False) -> Iterator[Case]:
+    """Yield drawn cases without end. only: a part of the names of the files to damage; models: with commands that load the model."""
     source = random.Random(seed)
     files = [name for name in damageable(root) if only in name]
     structured = [name for name in files if name.endswith((".json", ".jsonl", ".yaml"))]
     while True:
         file = source.choice(structured if structured and source.random() < 0.8 else files)
-        command = source.choice(read_by(root, file))
+        command = source.choice(read_by(root, file, models))
         whole = source.random() < 0.25 or file not in structured
-        name, apply = _whole_file(source) if whole else _one_value(root / file, source)
-        yield Case(file, name, apply, command)
+        name, apply = whole_file(source) if whole else _one_value(root / file, source)
+        if not (name == "huge" and command[0] == "logs"):  # which prints it
+            yield Case(file, name, apply, command)
 
 
-def _whole_file(source: random.Random) -> tuple[str, Callable[[Path], None]]:
+def whole_file(source: random.Random) -> tuple[str, Callable[[Path], None]]:
+    """Return a drawn damage of a whole file: its name, and what makes it."""
     noise = source.randbytes(400)
     share, where = source.random(), source.random()
 
@@ -224,6 +291,8 @@ def _whole_file(source: random.Random) -> tuple[str, Callable[[Path], None]]:
             ("null", written(b"null\n")),
             ("an empty mapping", written(b"{}\n")),
             ("a long line", written(b"x" * 1_000_000 + b"\n")),
+            ("huge", lambda path: os.truncate(path, 4 << 30)),  # sparse
+            ("utf-16", lambda path: (path.write_bytes(path.read_bytes().decode("latin-1").encode("utf-16")), None)[1]),
             ("directory", replaced(lambda path: path.mkdir())),
             ("FIFO", replaced(lambda path: os.mkfifo(path))),
             ("endless device", replaced(lambda path: path.symlink_to("/dev/zero"))),
@@ -296,9 +365,10 @@ def problem(root: Path, case: Case) -> str | None:
         return _judge(root, case)
     finally:
         if path.is_dir() and not path.is_symlink():
-            path.rmdir()
+            shutil.rmtree(path)
         path.unlink(missing_ok=True)
         path.write_bytes(data)
+        shutil.rmtree(root / "exported", ignore_errors=True)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
@@ -335,16 +405,16 @@ def _judge(root: Path, case: Case) -> str | None:
         return raised
     lines = errors.strip().splitlines()
     if code == 2:
-        if not lines[0].startswith("ridge: error: ") or not all(line.startswith((f"  {root}", "  and ")) for line in lines[1:]):
-            return f"not one line: {lines}"  # a config has one line per problem, each with its file
+        errors_in = [line for line in lines if line.startswith("ridge: error: ")]
+        if len(errors_in) != 1 or lines[-1] != errors_in[0]:
+            return f"not one line: {lines}"
         if max(map(len, lines)) > 1500:
             return f"a line of {max(map(len, lines))} characters"
         # The values are valid, and the answer is no.
-        about_content = ("A comparison changes one thing", "has no log yet", "must be positive and finite")
-        if not any(words in lines[0] for words in about_content) and not any(
-            str(root / part) in lines[0] for part in ("run", "other", "bench")
-        ):
-            return f"does not name the file: {lines[0]}"
+        about_content = ("A comparison changes one thing", "has no log yet", "must be positive and finite", "unknown device")
+        elsewhere = case.file == "sweep.yaml" and case.damage.startswith("directory")  # the file names another directory
+        if not elsewhere and not any(words in lines[-1] for words in about_content) and str(root) not in lines[-1]:
+            return f"does not name the file: {lines[-1]}"
     elif code != 0:
         return f"exit code {code}: {errors[:200]}"
     return None
@@ -360,12 +430,13 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         root = arguments.root or Path(made)
-        if not (root / "bench").exists():
+        if not (root / "study").exists():
             make_run(root)
+            make_others(root)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         found: Counter[str] = Counter()
         start_s = time.monotonic()
-        for index, case in enumerate(cases(root, arguments.seed, arguments.only)):
+        for index, case in enumerate(cases(root, arguments.seed, arguments.only, models=True)):
             if index >= arguments.cases:
                 break
             if (what := problem(root, case)) is not None:

@@ -116,12 +116,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], line: str, 
     assert captured.err.count("\n") == 1
 
 
-def test_further_problems_follow_indented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_further_problems_are_listed_in_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["config", "show", "x.yaml", "seed=-1", "trainer.log_every=0"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("ridge: error: override ")
-    assert len(lines) == 2
-    assert lines[1].startswith("  override ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ridge: error: override 'seed=-1': seed: ")
+    assert line.endswith(" (and 1 more: override 'trainer.log_every=0': trainer.log_every)")
+
+
+def test_a_newline_in_an_error_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["config", "show", "no\nsuch.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no\\nsuch.yaml" in line
 
 
 def test_a_user_error_anywhere_is_one_line_unless_debugging(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

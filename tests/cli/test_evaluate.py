@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         YAML().dump(config, stream)
     assert run(["train", str(directory / "config.yaml")]) == DONE
     return directory
+
+
+def test_greedy_text_is_the_same_on_one_device_and_on_several(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The same checkpoint under another mesh: on 8 devices `tensor` and `fsdp` shard every matmul."""
+    texts = {}
+    for mesh, devices in (("fsdp=1", 1), ("tensor=2 fsdp=4", 8)):
+        changed = shutil.copytree(trained / "run", tmp_path / str(devices))
+        config = (changed / "config.yaml").read_text()
+        section = "".join(f"  {item.replace('=', ': ')}\n" for item in mesh.split())
+        names = [item.split("=")[0] for item in mesh.split()]
+        kept = re.sub(rf"(?m)^  ({'|'.join(names)}): .*\n", "", config)
+        (changed / "config.yaml").write_text(kept.replace("\nmesh:\n", f"\nmesh:\n{section}"))
+        capsys.readouterr()
+        prompts = ["--prompt", "import os", "--prompt", "def f(x):\n    return"]
+        assert run(["generate", str(changed), *prompts, "--temperature", "0", "--max-tokens", "24", "--json"]) == DONE
+        rows = json.loads(capsys.readouterr().out)
+        assert rows[0]["devices"].startswith(f"{devices} CPU device")
+        texts[devices] = [row["text"] for row in rows]
+    assert texts[1] == texts[8]
+    assert all(texts[1])
 
 
 def answer(capsys: pytest.CaptureFixture, *arguments: str) -> dict:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 
+import click
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ridgeline.cli.fitted import fitted
+from ridgeline.cli.main import ridge
 from ridgeline.cli.tables import Column, print_table, text_table
 from tests.terminal import on_terminal
 
@@ -72,6 +76,49 @@ def test_the_tables_of_a_command_fit_a_real_terminal(columns: int) -> None:
     table = [line for line in shown.lines if "microbatches" in line or "tokens/s/device" in line]
     assert (len(table) == 1) == (columns == 200)
     assert all(len(line) <= columns for line in table)
+    assert not shown.wrapped  # lines of text are wrapped between words
+
+
+def words(shown: str) -> set[str]:
+    return set(shown.replace("\\\n", " ").split())
+
+
+def commands(group: click.Group, name: str) -> Iterator[tuple[str, click.Command]]:
+    for each in group.list_commands(click.Context(group, info_name=name)):
+        command = group.get_command(click.Context(group), each)
+        assert command is not None
+        yield f"{name} {each}", command
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{name} {each}")
+
+
+def test_help_breaks_no_word_at_80_columns() -> None:
+    for name, command in commands(ridge, "ridge"):
+        contexts = [click.Context(command, info_name=name, terminal_width=width, max_content_width=width) for width in (80, 9999)]
+        narrow, wide = (command.get_help(context) for context in contexts)
+        assert words(narrow) == words(wide), name
+        assert max(map(len, narrow.splitlines())) <= 80, name
+
+
+@given(
+    st.lists(st.text("ab-/", min_size=1, max_size=30), min_size=1, max_size=30), st.integers(0, 8), st.sampled_from(["", "ridge ", "$ "])
+)
+@settings(max_examples=60)
+def test_lines_of_text_are_wrapped_between_words_and_commands_can_be_copied(parts: list[str], indent: int, start: str) -> None:
+    line = " " * indent + start + " ".join(parts)
+    lines = fitted(line, 80).split("\n")
+    assert all(len(each) <= 80 for each in lines)
+    assert all(each.startswith(" " * indent) for each in lines)
+    if start:
+        assert all(each.endswith(" \\") for each in lines[:-1])
+        lines = [each.removesuffix(" \\") for each in lines]
+    assert " ".join(" ".join(lines).split()) == " ".join(line.split())
+
+
+def test_an_error_breaks_no_word_on_a_real_terminal() -> None:
+    shown = on_terminal(["-m", "ridgeline", "estimate", "memory", "quickstart"], 80)
+    assert shown.code == 2 and not shown.wrapped
+    assert "devices" in words("\n".join(shown.lines))
 
 
 EVALUATING = """

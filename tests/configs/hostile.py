@@ -144,7 +144,7 @@ def problem(directory: Path, content: bytes) -> str | None:
         return f"not an error line: {lines[0]}"
     if code == 2 and max(map(len, lines)) > 2200:
         return f"a line of {max(map(len, lines))} characters"
-    if code == 2 and len(lines) > 6:
+    if code == 2 and len(lines) > 1:
         return f"{len(lines)} lines"
     if code == 2 and "config.yaml" not in lines[0]:
         return f"does not name the file: {lines[0][:300]}"

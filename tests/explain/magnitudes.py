@@ -13,7 +13,7 @@ from typing import Any
 
 from ridgeline.explain.diagnosis.facts import Facts
 from ridgeline.explain.diagnosis.rules import diagnose
-from ridgeline.rundir.analysis import DeviceStep
+from ridgeline.rundir.analysis_times import DeviceStep
 
 
 @dataclass(frozen=True)

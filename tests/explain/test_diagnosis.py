@@ -29,7 +29,8 @@ from ridgeline.explain.report.page import render
 from ridgeline.explain.report.run import read_run
 from ridgeline.explain.study.analysis import BATCH_SIZE, Point, analyze
 from ridgeline.explain.summary import format_summary, summarize
-from ridgeline.rundir.analysis import Analysis, Collective, Component, DeviceStep, DeviceTotal, HostActivity, Step, Sync
+from ridgeline.rundir.analysis import Analysis, Collective, Component, HostActivity, Sync
+from ridgeline.rundir.analysis_times import DeviceStep, DeviceTotal, Step
 from ridgeline.rundir.bench_results import RESULTS, write
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.events import Event, EventLog
@@ -241,6 +242,13 @@ def test_a_healthy_run_has_no_findings():
 def test_the_planted_constraint_is_named_first(rule):
     found = [finding.rule for finding in diagnose(replace(HEALTHY, **PLANTED[rule]))]
     assert found[:1] == [rule]
+
+
+@pytest.mark.parametrize("other", ["steps lost to failures", "exposed communication", "memory near the limit"])
+def test_a_training_that_fails_comes_before_every_loss_of_time(other):
+    found = [finding.rule for finding in diagnose(replace(HEALTHY, **PLANTED[other], **PLANTED["loss spikes"]))]
+    assert found[0] == "loss spikes"
+    assert other in found[1:]
 
 
 def test_every_rule_has_a_planted_case():

@@ -10,6 +10,7 @@ import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.explain.report.charts import Series, line_chart, short, stacked_bars, thinned, ticks
+from ridgeline.explain.report.memory import memory_section
 from ridgeline.explain.report.page import render, verdict
 from ridgeline.explain.report.run import read_run
 from ridgeline.explain.trace.analysis import analyze
@@ -17,11 +18,15 @@ from ridgeline.explain.trace.capture import find_capture
 from ridgeline.explain.trace.load import load_profile
 from ridgeline.explain.trace.publish import publish
 from ridgeline.planner.hardware import hardware
+from ridgeline.rundir.analysis import Analysis
+from ridgeline.rundir.analysis_memory import LiveBuffer, ProgramMemory
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.rundir.events import event_file
 from tests.explain import xspace
 from tests.explain.xspace import gpu, host, kernel, write
 from tests.rundir.test_goodput import Script, healthy, killed_and_resumed
+
+EMPTY = Analysis("capture", None, None, [], None, [], [], {}, {}, [], [], [], [], {}, [])
 
 
 def run_json(path, name, devices=8):
@@ -201,7 +206,8 @@ def profiled_run(tmp_path_factory):
     ops = [kernel("gemm", 100 * s, 100 * s + 60, "dot.1") for s in range(2)]
     talk = [kernel("ncclDevKernel_AllReduce", 100 * s + 50, 100 * s + 90, "all-reduce.1") for s in range(2)]
     planes = [gpu(n, {"Stream #1(Kernel)": ops, "Stream #2(Kernel)": talk}) for n in range(4)]
-    planes.append(host({"python": [xspace.step(7, 0, 100), xspace.step(8, 100, 200)]}))
+    talk = [xspace.event("MemoryAllocation", at, at, **allocated(at)) for at in (10, 20, 110)]
+    planes.append(host({"python": [xspace.step(7, 0, 100), xspace.step(8, 100, 200)], "allocator": talk}))
     capture = path / "tensorboard" / "plugins" / "profile" / "steps0000007-0000008"
     write(capture / "node.xplane.pb", planes)
     (capture / "jit_train_step.hlo.txt").write_text((Path(__file__).parent / "trace_gpu.hlo.txt").read_text())
@@ -209,6 +215,12 @@ def profiled_run(tmp_path_factory):
     found = find_capture(capture)
     publish(found, analyze(load_profile(found, hardware=hardware("h100-sxm"))))
     return path
+
+
+def allocated(at):
+    """The statistics of an allocation of 1 GB at a moment, with 2 GB allocated before the capture; its texts are hostile."""
+    state = {"allocator_name": "GPU_0_<bfc>", "bytes_allocated": 10**9 * (3 + at // 20), "bytes_available": 70 * 10**9}
+    return state | {"allocation_bytes": 10**9, "addr": at, "tf_op": "jit_<step>", "data_type": 14, "shape": "[8,<4>]"}
 
 
 def rows_of(page, heading):
@@ -230,6 +242,30 @@ def test_the_inside_of_a_step_sums_and_stands_under_the_roofline(profiled_run):
     assert page.count("<circle cx") >= 2
     kind, axes, *_ = rows_of(page, "Communication, per step and device")[1]
     assert (kind, axes) == ("all-reduce", "?")  # pairs of four devices whose mesh is not known
+
+
+def test_tables_by_shape_size_and_allocator_are_folded_and_escaped(profiled_run):
+    page = render([read_run(profiled_run)])
+    matmuls = rows_of(page, "<summary>Matmuls by shape, per step and device (1 shape)")
+    assert matmuls[1][:5] == ["bf16", "1", "1024", "1024", "1024"]
+    memory = page.split("<h3>Memory</h3>", 1)[1].split("<h3>Hosts</h3>")[0]
+    assert "<summary>allocator GPU_0_&lt;bfc&gt;: 8 GB of 78 GB at 110 us</summary>" in memory
+    assert memory.count("<svg") == 1 and memory.count("<details>") == memory.count("</details>")
+    assert rows_of(memory, "<svg")[1] == ["node", "GPU_0_&lt;bfc&gt;", "8", "78"]
+    assert ["jit_&lt;step&gt;", "bf16[8,&lt;4&gt;]", "3", "3"] in rows_of(memory, "78</td>")
+    assert ["allocated before the capture", "", "", "5"] in rows_of(memory, "78</td>")
+    assert "<step>" not in page and "<bfc>" not in page
+
+
+def test_the_memory_of_a_program_is_drawn_over_its_schedule_with_its_peak():
+    live = [LiveBuffer(f"fusion.{n}", "mlp", "forward", 1e9 * size) for n, size in enumerate((1, 5, 2))]
+    one = {"module": "jit_<f>", "arguments_bytes": 2e9, "outputs_bytes": 0.5e9, "constants_bytes": 0.0, "temporaries_bytes": 6e9}
+    program = ProgramMemory(**one, peak_bytes=7.5e9, peak_at=live[1], largest=live[1:2], timeline=live)
+    page = "".join(memory_section(replace(EMPTY, memory=[program])))
+    assert "<summary>jit_&lt;f&gt; takes 7.5 GB per device at fusion.1 (mlp forward)</summary>" in page
+    assert len(re.findall(r'polyline points="([^"]*)"', page)[0].split()) == 3
+    assert rows_of(page, "<svg")[1] == ["jit_&lt;f&gt;", "2", "0.5", "6", "7.5", "fusion.1 (mlp forward)"]
+    assert memory_section(EMPTY) == []
 
 
 def test_the_plan_is_compared_term_by_term_with_the_largest_difference(profiled_run):

@@ -245,6 +245,18 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
     doubled = {op for op, names in kernels.items() if np.gcd.reduce([names.count(n) for n in set(names)]) > 1}
     if len(doubled) < 2:  # where most instructions launch all their kernels twice, nothing in a trace shows it
         assert found == expected
+    bare = report_of(tmp_path / "bare", gpu(0, {STREAM: events}))  # without HLO the names of the kernels remain
+    assert {o["op"]: o["runs"] for o in bare["operations"] if o["op"] not in doubled} == {
+        op: count for op, count in expected.items() if op not in doubled
+    }
+
+
+@pytest.mark.parametrize(("module", "taken"), [("jit_train_step", True), ("jit_other", False)])
+def test_a_program_of_another_name_is_not_joined_by_its_number(tmp_path, module, taken):
+    """XLA numbers programs per backend: two backends of one process may use a number twice."""
+    events = [event("add", 10 * i, 10 * i + 9, hlo_op="before", hlo_module=module, program_id=7) for i in range(LAYERS)]
+    (before,) = report_of(tmp_path, gpu(0, {STREAM: events}), metadata({7: ATTENTION}))["operations"]
+    assert (before["bytes"] is not None) == taken
 
 
 def test_collectives_of_several_kernels_count_once_and_are_listed_by_size(tmp_path):

@@ -19,7 +19,8 @@ from ridgeline.explain.trace.load import load_profile
 from ridgeline.explain.trace.publish import publish
 from ridgeline.observe.profiler import Profiler
 from ridgeline.planner.hardware import hardware
-from ridgeline.rundir.analysis import DeviceTotal, read_analysis
+from ridgeline.rundir.analysis import read_analysis
+from ridgeline.rundir.analysis_times import DeviceTotal
 from ridgeline.rundir.directory import RunDir
 from tests.explain.xspace import gpu, host, kernel, step, write
 

@@ -131,7 +131,7 @@ def test_a_machine_short_of_everything_is_named_with_each_reason(tmp_path: Path,
     failed = {name for name, check in found.items() if check["verdict"] == "fail"}
     assert failed == {"devices", "cores", "memory", "disk space"}
     assert (found["devices"]["measured"], found["devices"]["expected"]) == ("1 cpu", "4")
-    assert (found["memlock"]["measured"], found["memlock"]["verdict"]) == ("1 MiB", "warn")
+    assert (found["memlock"]["measured"], found["memlock"]["verdict"]) == ("1.05 MB", "warn")
     assert all(found[name]["fix"] for name in failed)
     bad = read_bad_nodes(tmp_path / "run")
     assert list(bad) == ["gpu7"]
@@ -144,7 +144,7 @@ def test_a_run_directory_that_takes_no_data_is_unfit(tmp_path: Path, cpus: Path)
 
     code, report, _ = alone("--cluster", cpus, "--run-dir", tmp_path / "run", "--node", "n0", before=lower)
     assert code == BAD_NODE
-    assert report["unfit"]["n0"].startswith("disk write: 1 MiB written: ")
+    assert report["unfit"]["n0"].startswith("disk write: 1.05 MB written: ")
     assert "File too large" in report["unfit"]["n0"]
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
 

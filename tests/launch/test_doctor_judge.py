@@ -11,13 +11,14 @@ from ridgeline.launch.preflight.checks import GPU_LIMITS, Check, Expected, Verdi
 from ridgeline.launch.preflight.host import HostFacts
 from ridgeline.launch.preflight.judge_devices import DeviceContext, DeviceFacts, judge_devices, judge_joint
 from ridgeline.launch.preflight.judge_gpu import judge_gpus
-from ridgeline.launch.preflight.judge_host import GIB, HostContext, judge_hosts
+from ridgeline.launch.preflight.judge_host import HostContext, judge_hosts
 from ridgeline.launch.preflight.judge_processes import judge_joint_failures
 from ridgeline.launch.preflight.nvml import GpuFacts, GpuReport, merge_load, visible
 from ridgeline.launch.preflight.probe_runner import ProbeOutcome
 from ridgeline.launch.preflight.report import conclude
 from ridgeline.planner.calibration import load_calibration
 
+GIB = 2**30
 NODES = ("n0", "n1", "n2", "n3")
 DGX = load_cluster("dgx-h100").config
 H100 = "NVIDIA H100 80GB HBM3"

@@ -113,6 +113,21 @@ def test_an_error_of_one_process_leaves_the_others_time_for_their_own() -> None:
     )
 
 
+def test_an_error_is_reported_before_its_process_has_ended() -> None:
+    """JAX's shutdown waits for the other processes: the one that failed does not end before they do."""
+    begin = time.monotonic()
+    first, second = run([WAIT, "link.leave(1); time.sleep(60)"])
+    assert (first[0], second[0]) == (exit_codes.LOST_PEER, 1)
+    assert "ended with exit code 1: process 1 on node1" in first[1]
+    assert time.monotonic() - begin < 20
+
+
+def test_a_process_whose_output_nobody_reads_ends_with_its_code() -> None:
+    lose = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); os.dup2(1, 2); "
+    (code, _), (killed, _) = run([lose + WAIT, "time.sleep(0.2); os.kill(os.getpid(), 9)"])
+    assert (code, killed) == (exit_codes.LOST_PEER, -9)
+
+
 def test_a_process_that_waits_for_a_lost_one_at_its_end_keeps_its_exit_code() -> None:
     first, second = run(["link.leave(75); time.sleep(60)", "time.sleep(0.2); os.kill(os.getpid(), 9)"])
     assert (first[0], second[0]) == (75, -9)

@@ -72,7 +72,7 @@ def test_a_sound_job_on_the_local_cluster_may_write_anywhere() -> None:
         ({"time": "3-0"}, r"--time 3-00:00:00 .* mn5-acc, 2-00:00:00 \(slurm.max_time\)"),
         ({"time": "5"}, r"--time 00:05:00 .* 300 s .*\(slurm.signal_grace_s\)"),
         ({"cluster_set": ("slurm.max_time=two days",)}, r"slurm.max_time 'two days' .*\(MINUTES, .*"),
-        ({"cluster_set": ("slurm.memory=481G",)}, r"slurm.memory=481G .* 480 GiB of a node"),
+        ({"cluster_set": ("slurm.memory=481G",)}, r"slurm.memory=481G .* 515 GB of a node"),
         ({"cluster_set": ("slurm.memory=all",)}, r"slurm.memory 'all' .*480G.*"),
         ({"cluster_set": ("slurm.tasks_per_node=3", "slurm.cores_per_device=null")}, r"4 devices per node .* 3 tasks"),
         ({"overrides": ("mesh.fsdp=4",)}, r"mesh.fsdp=4 does not match 8 devices; set mesh.data=2 or mesh.fsdp=8"),
@@ -128,7 +128,7 @@ def test_a_save_that_may_exceed_the_grace_is_a_warning() -> None:
 def test_host_memory_must_hold_the_copy_of_an_asynchronous_save() -> None:
     found = warnings(large("models/llama-3.1-405b", 8))
     # 405.85e9 x 12 bytes / 8 nodes
-    assert any("567 GiB" in line and "480 GiB" in line and "checkpoint.asynchronous=false" in line for line in found)
+    assert any("609 GB" in line and "515 GB" in line and "checkpoint.asynchronous=false" in line for line in found)
 
 
 def test_virtual_devices_must_make_up_the_node() -> None:

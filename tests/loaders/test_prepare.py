@@ -206,6 +206,19 @@ def test_a_damaged_finished_shard_is_made_again(source: Path, tmp_path: Path) ->
     assert tree_digests(tmp_path / "out") == tree_digests(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("file_format", ["auto", "text"])
+def test_an_output_within_the_input_is_no_input(tmp_path: Path, file_format: str) -> None:
+    """`--input . --output data/x`: neither the end of the same run nor a second one reads the shards."""
+    (tmp_path / "a.txt").write_text("one text")
+    settings = PrepareSettings((tmp_path,), tmp_path / "data" / "x", "bytes", options=InputOptions(format=file_format))
+    first = prepare(settings, workers=1)
+    before = tree_digests(settings.output)
+    again = prepare(settings, workers=1)
+    assert [made.documents for made in first.sets] == [1]
+    assert again.already_done
+    assert tree_digests(settings.output) == before
+
+
 def test_a_complete_corpus_is_reported_and_not_changed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(source, tmp_path / "out", shards=3)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}

@@ -91,7 +91,7 @@ def test_special_tokens_spelt_out_in_text_stay_text(tokenizers: dict[str, Tokeni
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_copy_is_the_same_tokenizer(tokenizers: dict[str, Tokenizer], kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizers[kind]
-    tokenizer.save_copy(tmp_path / "copy")
+    tokenizer.save(tmp_path / "copy")
     for again in (load_tokenizer(tmp_path / "copy", kind), load_tokenizer(tmp_path / "copy")):
         assert (again.kind, again.sha256, again.vocab_size) == (kind, tokenizer.sha256, tokenizer.vocab_size)
         assert (again.bos_id, again.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)

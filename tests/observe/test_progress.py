@@ -1,6 +1,7 @@
 """What training shows: a live line on a real (pseudo) terminal, plain lines elsewhere, and the same lines in train.log."""
 
 import io
+import os
 import re
 from pathlib import Path
 
@@ -40,6 +41,30 @@ def test_each_log_step_is_one_line_with_loss_speed_and_time_left():
     assert first == "step 10/100  loss 3.2500  12.3k tokens/s  step 20.1 ms  MFU 41.2%"
     assert second == first.replace("10/100", "20/100") + "  eta 1m20s"
     assert note == "step 20: saved"
+
+
+@pytest.mark.parametrize("lost", ["reader", "disk"])
+def test_output_that_is_lost_ends_no_run(tmp_path, lost):
+    if lost == "disk":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+    stream = os.fdopen(writing, "w")
+    progress = build_progress(100, stream=stream)
+    progress.keep(tmp_path / "train.log")
+    for step in range(10, 60, 10):
+        progress.update(step, METRICS)
+    with progress.phase("compiling"):
+        progress.note("step 50: saved")
+    progress.close()
+    assert [line.split("  ")[1] for line in (tmp_path / "train.log").read_text().splitlines()][-2] == "step 50: saved"
+    if lost == "reader":
+        print("what others print is lost too", file=stream, flush=True)
+        stream.close()
+    else:
+        os.dup2(os.open(tmp_path / "room", os.O_WRONLY | os.O_CREAT), stream.fileno())
+        stream.close()
 
 
 def test_time_left_after_a_resume_counts_only_this_starts_pace():

@@ -189,13 +189,30 @@ class SlurmCluster:
         """Start the daemon of one node."""
         self._daemon(name, ["slurmd", "-D", "-N", name])
 
-    def stop_node(self, name: str) -> None:
-        """Simulate a crash of a node: kill its daemon and every process of its steps at once."""
+    def stop_node(self, name: str, *, processes: bool = True) -> None:
+        """Simulate a crash of a node: kill its daemon and every process of its steps at once.
+
+        processes: False leaves the steps alive, as when only the daemon dies or the network fails.
+        """
         self._end(name, signal.SIGKILL)
+        if not processes:
+            return
         # step daemons first, so that none reports the end of its tasks
         for pid in self._processes_on(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def kill_step_daemon(self, name: str, job: str) -> None:
+        """Kill the daemon of a job's first step on one node; its tasks, and the daemon of the node, live on."""
+        (daemon,) = [pid for pid in self._processes_on(name) if f"[{job}.0]".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(daemon, signal.SIGKILL)
+
+    def kill_batch_shell(self, job: str) -> None:
+        """Kill the shell that runs a job's script; the daemon of its step lives on."""
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for name in NODES for pid in self._processes_on(name)}
+        (daemon,) = [pid for pid, command in commands.items() if f"[{job}.batch]".encode() in command]
+        (shell,) = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
+        os.kill(int(shell), signal.SIGKILL)
 
     def _processes_on(self, name: str) -> list[int]:
         """Return the step daemons and tasks of a node, identified by Slurm's variables."""

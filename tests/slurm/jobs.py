@@ -97,7 +97,8 @@ class Run:
 
     def codes(self) -> list[int]:
         """Return the exit codes of srun, by start, as the job script recorded them."""
-        return [json.loads(line)["exit_code"] for line in (self.directory / "attempts.jsonl").read_text().splitlines()]
+        file = self.directory / "attempts.jsonl"
+        return [json.loads(line)["exit_code"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def prepare_corpus(directory: Path) -> Path:
@@ -170,12 +171,14 @@ def submit(
     cluster: Sequence[str] = (),
     overrides: Sequence[str] = (),
     programs: Path | None = None,
+    hold: bool = True,
 ) -> Run:
     """Submit a run with `ridge submit`.
 
-    pace_s: a pause per step of a run that will be disturbed: its first start does not end before it was. programs: the compilation cache.
+    pace_s: a pause per step of a run that will be disturbed; with `hold` its first start does not end before SIGTERM. programs: the
+    compilation cache.
     """
-    python = interpreter(directory, name, strikes, pace_s or 0.0, None if pace_s is None else steps - 2)
+    python = interpreter(directory, name, strikes, pace_s or 0.0, None if pace_s is None or not hold else steps - 2)
     settings = [f"software.python={python}", *cluster]
     told = slurm.run(
         RIDGE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeline.launch.exit_codes import DONE, HANG, LOST_PEER
+from ridgeline.launch.exit_codes import DONE, HANG, LOST_PEER, PREEMPTED, TAKEN_OVER
 from tests.slurm import jobs
 
 STEPS, PACE_S = jobs.STEPS, 0.05
@@ -65,6 +66,24 @@ def test_a_node_that_goes_down_is_replaced(slurm: Any, tmp_path: Path, corpus: P
     jobs.assert_bitwise_equal(run.arrays(), reference)
 
 
+def test_a_requeued_run_stops_the_one_that_lives_on_behind_lost_node_daemons(
+    slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays
+) -> None:
+    run = jobs.submit(slurm, tmp_path, corpus, "fenced", steps=STEPS, pace_s=PACE_S, cluster=[WAIT], programs=programs)
+    run.reaches(30)
+    first, old = run.nodes(), jobs.ranks(run)
+    for node in first:
+        slurm.stop_node(node, processes=False)
+    run.finishes()
+    assert run.restarts() == 1
+    assert not set(first) & set(run.nodes())
+    assert len(old) == 2 and not [pid for pid in old.values() if Path(f"/proc/{pid}").exists()]
+    assert jobs.lines_about(run.log, f"task 0: Exited with exit code {TAKEN_OVER}"), run.log
+    restarted = next(index for index, event in enumerate(run.events()) if event.restart == 1)
+    assert {event.restart for event in run.events()[restarted:]} == {1}  # the first start wrote nothing more
+    jobs.assert_bitwise_equal(run.arrays(), reference)
+
+
 def test_a_rank_that_never_comes_is_named_by_its_host(slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays) -> None:
     overrides = ["runtime.rendezvous_timeout_s=30"]
     strikes = [["start", "never", 1]]
@@ -77,4 +96,30 @@ def test_a_rank_that_never_comes_is_named_by_its_host(slurm: Any, tmp_path: Path
     assert LOST_PEER in jobs.codes_said(run.log)
     assert jobs.lines_about(run.log, f"^0: ridge: stopped: .*{first[1]}"), run.log
     assert run.codes()[-1] == DONE
+    jobs.assert_bitwise_equal(run.arrays(), reference)
+
+
+def test_a_killed_step_daemon_costs_no_step(slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays) -> None:
+    """Its rank lives on, and nobody reads what it prints. srun waits for the daemon for WAIT_S and KillWait after the other rank's end."""
+    run = jobs.submit(slurm, tmp_path, corpus, "daemon", steps=STEPS, pace_s=0.1, hold=False, cluster=[WAIT], programs=programs)
+    run.reaches(30)
+    slurm.kill_step_daemon(run.nodes()[0], run.job)
+    slurm.until(lambda: run.step() == STEPS, 60, f"the last step\n{run.log}")
+    begin_s = time.monotonic()
+    run.finishes()
+    print(f"the job ended {time.monotonic() - begin_s:.0f} s after the run")
+    assert (run.restarts(), run.codes()) == (0, [DONE])
+    assert (run.directory / "train.log").read_text().splitlines()[-1].endswith(f"finished at step {STEPS}")
+    jobs.assert_bitwise_equal(run.arrays(), reference)
+
+
+def test_a_signal_to_the_script_alone_reaches_the_ranks(
+    slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays
+) -> None:
+    run = jobs.submit(slurm, tmp_path, corpus, "script", steps=STEPS, pace_s=PACE_S, programs=programs)
+    run.reaches(30)
+    slurm.run("scancel", "--batch", "--signal=TERM", run.job)
+    run.finishes()
+    assert (run.restarts(), run.codes()) == (1, [PREEMPTED, DONE])
+    run.nothing_was_lost()
     jobs.assert_bitwise_equal(run.arrays(), reference)

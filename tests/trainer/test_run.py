@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ridgeline.rundir.metrics import metric
 from ridgeline.rundir.phases import phases
 from ridgeline.rundir.recompilation import recompilations
 from ridgeline.rundir.startup import startup_parts
+from ridgeline.trainer.checkpoint import integrity
 from ridgeline.trainer.failures import NumericalFailure
 from ridgeline.trainer.loop import Loop
 from ridgeline.trainer.pretrained import load_model
@@ -148,6 +150,73 @@ def test_a_command_that_trains_nothing_writes_nothing(
         with pytest.raises(UserError):
             train(make_config(corpus, own.directory, **changed), command=["test"], from_step=from_step)
     assert contents(own.directory) == before
+
+
+def sealed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return what changes the metadata of a step and seals it again, as a start with another config or another version would have."""
+
+    def apply(step: Path) -> None:
+        metadata = json.loads((step / "metadata.json").read_text())
+        change(metadata)
+        (step / "metadata.json").write_text(json.dumps(metadata))
+        sizes = integrity.list_files(step)
+        integrity.write_manifest(step, {name: integrity.FileDigest(sizes[name], integrity.sha256_file(step / name)) for name in sizes})
+
+    return apply
+
+
+def cut_payload(step: Path) -> None:
+    largest = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size - 1)
+
+
+def rename_run(step: Path) -> None:
+    record = step.parents[1] / "run.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "id": "another"}))
+
+
+def replace_by_another_directory(step: Path) -> None:
+    shutil.rmtree(step)
+    (step.parent / "ridge-checkpoints.json").unlink(missing_ok=True)
+    (step.parent / "thesis.tex").write_text("mine")
+
+
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (sealed(lambda metadata: next(iter(metadata["arrays"].values()))["shape"].append(3)), r"step_00000006 does not fit this config"),
+    (sealed(lambda metadata: metadata["config"]["model"].update(norm_eps=0.5)), r"with the changed config: model\.norm_eps"),
+    (sealed(lambda metadata: metadata.update(tokenizer="0" * 64)), "the data's tokenizer"),
+    (sealed(lambda metadata: metadata.update(step=3)), "no good checkpoint in .*of step 3"),
+    (cut_payload, "no good checkpoint in .*step 6 is damaged: .* bytes, not .*step 4 is damaged"),
+    (lambda step: (step / "integrity.json").write_text("{}"), "no good checkpoint in .*was altered"),
+    (lambda step: (step / "metadata.json").write_text("{}"), r"no good checkpoint in .*metadata\.json"),
+    (rename_run, "no good checkpoint in .*it is of the run"),
+    (lambda step: step.rename(f"{step}.bad-sha256"), "no good checkpoint in .*set aside earlier"),
+    (replace_by_another_directory, "is not a checkpoint directory of ridge"),
+]
+"""What is done to every step, and how the start is refused."""
+
+
+def test_a_refused_start_writes_nothing(corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]) -> None:
+    """Refused by the checkpoints, the config, or the model that it starts from: bytes and times of all files and directories stay."""
+
+    def refused(match: str, run_dir: Path, **sections: Any) -> None:
+        before = contents(run_dir) if run_dir.exists() else None
+        with pytest.raises(UserError, match=match) as error:
+            train(make_config(corpus, run_dir, **{"trainer": {"steps": STEPS + 2}, **sections}), command=["test"])
+        assert "\n" not in str(error.value)
+        assert (contents(run_dir) if run_dir.exists() else None) == before, match
+
+    source = whole[0].directory
+    for number, (damage, match) in enumerate(DAMAGE):
+        shutil.copytree(source, tmp_path / str(number))
+        for step in sorted((tmp_path / str(number) / "checkpoints").glob("step_*")):
+            damage(step)
+        refused(match, tmp_path / str(number))
+    refused(r"model\.embed_dim: 16 -> 32", source, model={"embed_dim": 32})
+    refused("belongs to the run", source, name="another")
+    refused(r"the config differs from the model in .*model\.embed_dim", tmp_path / "new", init_from=str(source), model={"embed_dim": 32})
+    refused("contains no model", tmp_path / "new", init_from=str(corpus))
+    refused("no good checkpoint in .* bytes, not", tmp_path / "new", init_from=str(tmp_path / "4"))
 
 
 def kept_lines(config: Config) -> list[str]:

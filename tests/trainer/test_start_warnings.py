@@ -12,9 +12,11 @@ import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config, LoggingConfig
+from ridgeline.loaders.overlap import overlap, sample
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.observe.writers import check_writers
 from ridgeline.trainer.prepare import start_warnings
+from tests.loaders.token_corpora import random_docs, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +84,33 @@ def test_wandb_without_a_login_is_one_line_before_the_compile(monkeypatch: Any, 
     with pytest.raises(UserError, match=message) as error:
         check_writers(LoggingConfig(wandb_project="p"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("held", "shards", "pack", "share"),
+    [(range(60), 3, None, "100%"), (range(60), 2, 64, "100%"), (range(40, 100), 2, None, "33%"), (range(60, 100), 2, None, None)],
+)
+def test_documents_are_found_in_other_shards_orders_and_rows(
+    tmp_path: Path, held: range, shards: int, pack: int | None, share: str | None
+) -> None:
+    docs = [doc for doc in random_docs(3, 200) if len(doc.tokens) > 17][:100]
+    write_corpus(tmp_path / "train", [docs[:60]], record_tokens=1 << 14)
+    chosen = [docs[number] for number in held][::-1]
+    write_corpus(tmp_path / "held", [chosen[part::shards] for part in range(shards)], pack_length=pack, record_tokens=1 << 14)
+    data = {"train": [{"path": tmp_path / "train"}]}
+    lines = start_warnings(Config.model_validate({"data": data, "evaluation": {"sets": {"v": tmp_path / "held"}}}))
+    expected = f"warning: evaluation.sets.v shares about {share} of its documents with the training corpus {tmp_path / 'train'}"
+    assert [line.startswith(expected) for line in lines] == [True] * (share is not None), lines
+
+
+def test_what_is_read_of_large_corpora_is_bounded_and_the_share_is_estimated(tmp_path: Path) -> None:
+    """A third of the documents of the held-out set are in the training corpus, of which a tenth is read; then the time is over."""
+    docs = random_docs(0, 6000, longest=80, vocab_size=5000)
+    train = write_corpus(tmp_path / "train", [docs[:2000], docs[2000:5000]], vocab_size=5000, record_tokens=1024)
+    held = write_corpus(tmp_path / "held", [docs[4500:]], vocab_size=5000, record_tokens=1024)
+    part = sample(tmp_path / "train", train, 60.0, limit_tokens=train.tokens // 10)
+    assert 0.09 < part.read_share <= 0.101
+    found = overlap(sample(tmp_path / "held", held, 60.0), part)
+    assert found.share == pytest.approx(1 / 3, abs=0.12) and found.documents < 1500
+    ticks = iter(range(1000))
+    assert sample(tmp_path / "train", train, 2.0, clock=lambda: next(ticks)).read_share < 0.5

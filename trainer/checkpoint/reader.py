@@ -169,15 +169,51 @@ def newest_step(checkpoints: Path) -> int | None:
     dirs.check_ours(checkpoints)
     run = run_id(checkpoints)
     for step in reversed(dirs.complete_steps(checkpoints)):
-        path = dirs.step_dir(checkpoints, step)
         try:
-            manifest = integrity.read_manifest(path)
-            intact = METADATA in manifest and not integrity.check_digests(path, manifest, [METADATA], threads=1)
-            if intact and misplaced(read_metadata(path), step, run) is None:
-                return step
-        except (integrity.ManifestDamage, DamagedError):
+            _sealed_metadata(checkpoints, step, run)
+        except DamagedError:
             continue
+        return step
     return None
+
+
+def check_startable(checkpoints: Path, wanted: int | None = None) -> dict[str, Any] | None:
+    """Return the metadata of the step that a start would restore, by all but the payload; None for a run without checkpoints.
+
+    Process 0; nothing is changed. wanted: the step to restore; None: the newest good one. Raises UserError as `restore`, with the damage of
+    each step, where no step is good.
+    """
+    dirs.check_ours(checkpoints)
+    complete, run, problems = dirs.complete_steps(checkpoints), run_id(checkpoints), []
+    for step in [wanted] if wanted is not None else complete[::-1]:
+        try:
+            return _sealed_metadata(checkpoints, step, run, listing=True)
+        except DamagedError as error:
+            problems.append(f"checkpoint of step {step} is damaged: {error}")
+    if not problems and (aside := dirs.damaged_steps(checkpoints)):
+        problems.append(f"only damaged ones set aside earlier: {', '.join(aside)}")
+    if problems:
+        raise UserError(f"no good checkpoint in {checkpoints}: {'; '.join(problems)}")
+    return None
+
+
+def _sealed_metadata(checkpoints: Path, step: int, run: str | None, *, listing: bool = False) -> dict[str, Any]:
+    """Return the verified metadata.json of a step. listing: compare the names and sizes of all files, too. Raises DamagedError."""
+    path = dirs.step_dir(checkpoints, step)
+    try:
+        manifest = integrity.read_manifest(path)
+    except integrity.ManifestDamage as error:
+        raise DamagedError([Damage("manifest", integrity.MANIFEST, str(error))]) from None
+    damage = integrity.check_listing(path, manifest) if listing else []
+    if METADATA not in manifest:
+        damage.append(Damage("missing", METADATA))
+    damage = damage or integrity.check_digests(path, manifest, [METADATA], threads=1)
+    if damage:
+        raise DamagedError(damage)
+    metadata = read_metadata(path)
+    if problem := misplaced(metadata, step, run):
+        raise DamagedError([problem])
+    return metadata
 
 
 def error_text(error: BaseException) -> str:
