@@ -28,7 +28,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.rules import check_devices
 from ridgeline.planner.calibration import load_calibration
-from ridgeline.planner.hardware import hardware
+from ridgeline.planner.hardware import check_block_scaled, hardware
 from ridgeline.planner.layouts import Layout
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.search import evaluate
@@ -40,21 +40,26 @@ MODELS = [
 ]
 CLUSTERS = {"dgx-h100": 4, "dgx-h200": 2, "dgx-a100": 2, "dgx-b200": 1, "mn5-acc": 2, "gb200-nvl72": 1}
 """Cluster -> how often it is drawn."""
+MATMULS = {"fp8": 2, "fp8_delayed": 2, "mxfp8": 1, "nvfp4": 1}
+"""precision.matmul -> how often it is drawn, of 16."""
 KNOBS: dict[str, list[tuple[tuple[str, ...], int]]] = {
     "remat": [
         (("compute.remat.policy=none",), 2),
         (("compute.remat.policy=attention-only",), 2),
         (("compute.remat.policy=dots",), 2),
-        (("compute.remat.policy=names",), 2),
+        (("compute.remat.policy=names", "compute.remat.names=[query,key,value,attention_out]"), 1),
+        (("compute.remat.policy=names", "compute.remat.names=[mlp_gate,mlp_up]"), 1),
         (("compute.remat.policy=full",), 3),
-        (("compute.remat.policy=offload",), 1),
+        (("compute.remat.policy=offload", "compute.remat.names=[block_input]"), 1),
+        (("compute.remat.policy=offload", "compute.remat.names=[query,mlp_up]"), 1),
     ],
+    "attention": [((), 8), (("compute.attention.backend=pallas",), 1)],
     "packing": [(("data.document_masking=false",), 2), ((), 1)],
-    "matmul": [((), 5), (("precision.matmul=fp8",), 1), (("precision.matmul=fp8_delayed",), 1)],
+    "matmul": [((), 10), *(((f"precision.matmul={kind}",), weight) for kind, weight in MATMULS.items())],
     "params": [((), 4), (("precision.params=bfloat16", "precision.stochastic_rounding=true"), 1)],
     "gradients": [((), 3), (("precision.gradients=bfloat16",), 1)],
     "moments": [((), 3), (("precision.moments=bfloat16",), 1), (("precision.moments=int8",), 1)],
-    "optimizer": [((), 5), (("optimizer.kind=muon",), 1), (("optimizer.kind=lion",), 1), (("optimizer.kind=sgd",), 1)],
+    "optimizer": [((), 5), *(((f"optimizer.kind={kind}",), 1) for kind in ("muon", "lion", "sgd", "adafactor"))],
     "loss_chunk": [((), 4), (("compute.loss_chunk=4096",), 1), (("compute.loss_chunk=8192",), 1)],
     "tensor_overlap": [((), 4), (("compute.tensor_overlap=ring",), 1)],
 }
@@ -90,7 +95,7 @@ def draw(rng: random.Random) -> dict[str, Any] | None:
         picked = rng.choices([given for given, _ in options], [weight for _, weight in options])[0]
         if knob == "optimizer" and any("moments=int8" in other for other in overrides):
             picked = ()
-        settings[knob] = " ".join(item.split("=")[-1] for item in picked[:1]) or "default"
+        settings[knob] = " ".join(item.split("=")[-1] for item in picked if "stochastic" not in item) or "default"
         overrides += picked
     row = {"model": model, "cluster": cluster_name, "nodes": nodes, "devices": devices, "overrides": overrides}
     row |= {"knobs": {**settings, "microbatches": str(micro), "tensor": str(tensor), "fsdp=1": str(sizes["fsdp"] == 1), "model": model,
@@ -98,6 +103,8 @@ def draw(rng: random.Random) -> dict[str, Any] | None:
     try:
         config = load(f"models/{model}", overrides).config
         check_devices(config, devices)
+        if config.precision.block_scaled is not None:
+            check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
         machine = Machine(cluster, load_calibration(None), devices)
         layout = Layout(data, sizes["fsdp"], tensor, micro, config.compute.remat)
         memory = memory_per_device(config, sizes, gpu=True)

@@ -45,6 +45,25 @@ def json_option(function: Function) -> Function:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(function)
 
 
+def software_option(function: Function) -> Function:
+    """Add `--software` as the parameter `software`."""
+    return click.option(
+        "--software",
+        default="ridgeline",
+        show_default=True,
+        metavar="NAME",
+        help="Training software whose step time is predicted (planner/software.yaml): ridgeline, maxtext, megatron, torch-compile, ...",
+        shell_complete=complete_software,
+    )(function)
+
+
+def complete_software(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the names that `--software` takes and that begin with what was typed."""
+    from ridgeline.planner.software import software_names
+
+    return [CompletionItem(name) for name in software_names() if name.startswith(incomplete)]
+
+
 def made_with(devices: str, step: int | None, config_sha256: str | None) -> str:
     """Return the line that names the devices, the checkpoint and the config of a result."""
     of = "" if step is None else f", step {step}"

@@ -56,11 +56,15 @@ def check_config(config: Config) -> list[Problem]:
 def check_devices(config: Config, num_devices: int) -> dict[str, int]:
     """Return axis -> size on `num_devices` devices. Raises UserError when mesh, model or batch do not divide over them."""
     sizes = resolve_sizes(config.mesh, num_devices)
-    problems = [*_divisibility(config, sizes), *_batch(config, sizes)]
-    if problems:
+    if problems := layout_problems(config, sizes):
         first, *others = problems
         raise first_of(f"{first.keys[0]}: {first.message} (on {num_devices} devices)", [problem.keys[0] for problem in others])
     return sizes
+
+
+def layout_problems(config: Config, sizes: dict[str, int]) -> list[Problem]:
+    """Return why model and batch do not divide over a mesh of these sizes; empty when they do."""
+    return [*_divisibility(config, sizes), *_batch(config, sizes)]
 
 
 def model_problems(model: ModelConfig) -> list[Problem]:
@@ -72,7 +76,7 @@ def fit_devices(config: Config, num_devices: int) -> Config:
     """Return the config with the largest mesh of at most `num_devices` devices that its own mesh, model and batch allow."""
     for mesh in smaller_meshes(config.mesh, num_devices):
         fitted = config.model_copy(update={"mesh": mesh})
-        if not [*_divisibility(fitted, mesh.sizes), *_batch(fitted, mesh.sizes)]:
+        if not layout_problems(fitted, mesh.sizes):
             return fitted
     raise AssertionError("one device always fits")
 

@@ -43,7 +43,9 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         kept = [(2, cut), (gathered, stream), (2 + normed + packed, q), (2 + normed, k), (gates, hidden)]
         return [*kept, (1, local.softmax_bytes), (1, _scores_saved(local, backend))] if policy == "none" else kept
     if policy == "dots":
-        return [(2, cut), (1, q), (2, k), (gates, hidden)]
+        # a ring's matmul with a scattered result is one matmul per chunk, and each is kept
+        scattered = local.tensor if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0
+        return [(2 + scattered, cut), (1, q), (2, k), (gates, hidden)]
     names = set(config.compute.remat.names) if policy == "names" else set()
     names -= set() if local.model.gated_mlp else {"mlp_gate"}
     names -= set() if backend in TAGS_STATISTICS else {"attention_lse"}
@@ -114,11 +116,13 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
-    between = local.tensor > 1 and local.rows > 1
+    between = local.tensor > 1 and local.rows > 1 and local.config.compute.tensor_overlap == "gather"
     if between and policy in ("none", "attention-only"):
         relaid = layers * local.stream_bytes
     elif between and policy != "dots" and local.fsdp > 1 and overlap:
         relaid = layers * local.cut_stream_bytes
+    if local.config.precision.block_scaled is not None and policy == "none":
+        relaid += layers * local.query_bytes  # attention results, for blocks along the tokens
     if backend in ("xla", "reference") and policy == "none":
         relaid += layers * score_bytes(local, 4)
     return relaid
@@ -129,6 +133,18 @@ def mask_bytes(local: LocalSizes, backend: str) -> int:
     if not local.config.data.document_masking or backend in ("chunked", "pallas"):
         return 0
     return local.tokens * local.config.data.seq_len * (local.compute_itemsize if backend == "cudnn" else 1)
+
+
+def padding_bytes(local: LocalSizes, backend: str, *, forward: bool) -> int:
+    """Return the bytes of what sets cuDNN's results for padding to zero in packed rows (models/attention/cudnn.py).
+
+    XLA moves both operands of the select out of the loop over layers: zeros [R, T, N/t, H] for the whole step, and booleans of the same
+    shape until the forward pass ends, or to the end where attention is not recomputed.
+    """
+    if not (local.config.data.document_masking and backend == "cudnn"):
+        return 0
+    to_the_end = local.config.compute.remat.policy == "none"
+    return local.query_bytes + (local.query_bytes // local.compute_itemsize if forward or to_the_end else 0)
 
 
 def attention_workspace(local: LocalSizes, backend: str) -> Component:

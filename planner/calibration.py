@@ -27,6 +27,7 @@ from ridgeline.planner.calibration_file import DTYPE_BYTES, CalibrationFile, rea
 from ridgeline.planner.hardware import Hardware
 from ridgeline.planner.layer_costs import LayerPoint, LayerShape, find_point
 from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.software import DEFAULT_SOFTWARE, Software, software
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Output tiles of the large kernels of cuBLAS and CUTLASS since Ampere; the best fitting one is used."""
@@ -73,6 +74,8 @@ class Calibration:
 
     name: str
     file: CalibrationFile
+    software: Software = field(default_factory=software)
+    """Training software whose steps are predicted; the rates above are those of kernels in isolation."""
     _rates: dict[tuple[object, ...], float] = field(default_factory=dict, compare=False, repr=False)
 
     def matmul_flops_per_s(self, device: Hardware, dtype: str, m: int, n: int, k: int) -> float:
@@ -152,10 +155,13 @@ class Calibration:
         return list(dict.fromkeys([*(point.source for point in measured), *(curve.source for curve in file.links)]))
 
 
-def load_calibration(path: str | Path | None = None) -> Calibration:
-    """Load the shipped calibration, or a file of `ridge calibrate` merged over it. Raises UserError with file and line."""
+def load_calibration(path: str | Path | None = None, software_name: str = DEFAULT_SOFTWARE) -> Calibration:
+    """Load the shipped calibration, or a file of `ridge calibrate` merged over it.
+
+    `software_name`: an entry of planner/software.yaml. Raises UserError with file and line, or with the nearest name.
+    """
     file = read_with_shipped(None if path is None else Path(path))
-    return Calibration(file.name, file)
+    return Calibration(file.name, file, software(software_name))
 
 
 def intensity_flops_per_byte(dtype: str, m: int, n: int, k: int) -> float:

@@ -19,12 +19,8 @@ from ridgeline.planner.flops import mean_keys_per_query
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, attention_backend
 from ridgeline.planner.optimizer_state import optimizer_plugin
+from ridgeline.planner.software import Software
 
-IN_STEP_SHARE = 0.89
-"""Rate of matmuls and attention inside a training step over their rate in isolation: clocks fall under sustained load, kernels wait for
-each other, and the slowest device determines the time. This constant is fitted to whole runs: the two MaxText figures of
-planner/published.yaml, whose software (JAX, XLA, scanned layers) is closest to this project's. All other published runs are predicted
-with it."""
 ATTENTION_FORWARD_SHARE = 0.25
 """Forward share of the time of fused attention: the backward kernel does 2.5 times the work at 0.85 of the rate."""
 PALLAS_SHARE = 0.57
@@ -73,10 +69,11 @@ class Kernels:
     local: LocalSizes
     device: Hardware
     calibration: Calibration
-    elementwise_passes: float = 1.0
-    """Bytes of a layer's elementwise kernels over those of fused kernels."""
-    transposed_gradients: bool = True
-    """Whether gradients that fsdp shards along their last dim are transposed for their reduction, as XLA does in this project's step."""
+
+    @property
+    def software(self) -> Software:
+        """The training software whose step is predicted."""
+        return self.calibration.software
 
     @property
     def dtype(self) -> str:
@@ -95,7 +92,9 @@ class Kernels:
 
     def matmul_s(self, m: int, n: int, k: int, dtype: str | None = None) -> float:
         """Return the time of an [M, K] x [K, N] matmul."""
-        return 2.0 * m * n * k / self.calibration.matmul_flops_per_s(self.device, dtype or self.dtype, m, n, k) / IN_STEP_SHARE
+        used = dtype or self.dtype
+        rate = self.calibration.matmul_flops_per_s(self.device, used, m, n, k)
+        return 2.0 * m * n * k / rate / self.software.in_step_share(used, self.device)
 
     def memory_s(self, size: float) -> float:
         """Return the time to read or write this many bytes of device memory."""
@@ -117,7 +116,7 @@ class Kernels:
         return (
             Work(compute)
             + attention * ATTENTION_FORWARD_SHARE
-            + Work(0.0, self.memory_s(self.elementwise_passes * self._elementwise_forward()))
+            + Work(0.0, self.memory_s(self.software.elementwise_passes * self._elementwise_forward() + self._quantize()))
         )
 
     def layer_backward(self) -> Work:
@@ -128,7 +127,8 @@ class Kernels:
             compute += self.matmul_s(m, k, n, self.layer_dtype) + self.matmul_s(k, n, m, self.layer_dtype)
             compute += self.matmul_s(m, n, k, self.forward_dtype) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
-        return Work(compute) + attention + Work(0.0, self.memory_s(self.elementwise_passes * self._elementwise_backward(again)))
+        moved = self.software.elementwise_passes * self._elementwise_backward(again) + 2 * self._quantize()
+        return Work(compute) + attention + Work(0.0, self.memory_s(moved))
 
     def _attention_again(self, again: Recomputed) -> bool:
         """Whether the backward pass recomputes attention; with named values also if the backend does not tag its softmax statistics."""
@@ -142,16 +142,17 @@ class Kernels:
         length, backend = local.config.data.seq_len, attention_backend(local.config, gpu=self.device.tensor_cores)
         keys = mean_keys_per_query(length, model.sliding_window)
         flops = 12.0 * keys * model.num_heads * model.head_width * local.tokens / local.tensor
+        in_step = self.software.in_step_share(self.dtype, self.device)
         if backend in ("cudnn", "pallas"):
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
-            rate *= PALLAS_SHARE if backend == "pallas" else 1.0
+            rate *= PALLAS_SHARE if backend == "pallas" else self.software.attention_share(self.device)
             mask = MASK_PASSES * local.tokens * keys * local.compute_itemsize * model.num_heads / local.tensor
             masked = backend == "cudnn" and local.config.data.document_masking
-            return Work(flops / rate / IN_STEP_SHARE, self.memory_s(mask) if masked else 0.0)
+            return Work(flops / rate / in_step, self.memory_s(mask) if masked else 0.0)
         seen = keys if backend == "chunked" else length
         scores = local.tokens * seen * model.num_heads / local.tensor * 4
         rate = self.calibration.matmul_flops_per_s(self.device, self.dtype, length, length, model.head_width)
-        return Work(flops * seen / keys / rate / IN_STEP_SHARE, self.memory_s(SCORE_PASSES * scores))
+        return Work(flops * seen / keys / rate / in_step, self.memory_s(SCORE_PASSES * scores))
 
     def embedding(self) -> Work:
         """Return the token lookup, and the scatter of its gradient into a zeroed table."""
@@ -172,7 +173,8 @@ class Kernels:
     def optimizer(self) -> Work:
         """Return the gradient norm and the update of the parameters on the device."""
         local, kind = self.local, self.local.config.optimizer.kind
-        work = Work(0.0, self.memory_s(update_bytes(local, transposed=self.transposed_gradients and local.fsdp > 1)))
+        moved = update_bytes(local, transposed=self.software.transposed_gradients and local.fsdp > 1)
+        work = Work(0.0, self.memory_s(moved / (local.data if self.software.shards_update else 1)))
         if (plugin := optimizer_plugin(kind)) is not None and plugin.flops_per_parameter:
             peak = self.device.peak_flops["float32"]
             return work + Work(plugin.flops_per_parameter * local.parameters / peak)
@@ -190,7 +192,7 @@ class Kernels:
     def accumulate(self) -> Work:
         """Return the addition of one microbatch's gradients to their sum."""
         local = self.local
-        many = local.config.trainer.accumulation > 1
+        many = local.config.trainer.accumulation > 1 and not self.software.accumulates_in_matmuls
         return Work(0.0, self.memory_s(3 * local.parameters * local.gradient_itemsize) if many else 0.0)
 
     def stacks(self) -> Work:
@@ -202,13 +204,7 @@ class Kernels:
         """Return the bytes of two norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights."""
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
-        return (
-            10 * local.cut_stream_bytes
-            + 2 * (local.query_bytes + local.key_bytes)
-            + (gates + 1) * local.hidden_bytes
-            + self._casts()
-            + self._quantize()
-        )
+        return 10 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (gates + 1) * local.hidden_bytes + self._casts()
 
     def _elementwise_backward(self, again: Recomputed) -> float:
         """Return the bytes of the gradients of the forward pass's elementwise work, of weight gradients and of recomputation.
@@ -219,9 +215,11 @@ class Kernels:
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
         size: float = 12 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (2 * gates + 2) * local.hidden_bytes
-        size += 8 * local.gathered_layer_weights + 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
-        size += self._casts() + 2 * self._quantize()
-        if self.transposed_gradients and local.fsdp > 1:
+        size += 8 * local.gathered_layer_weights
+        if not self.software.accumulates_in_matmuls:
+            size += 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
+        size += self._casts()
+        if self.software.transposed_gradients and local.fsdp > 1:
             size += 8 * (local.mlp_matrix + local.query_matrix)
         if again.inputs:
             size += 10 * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes

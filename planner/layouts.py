@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.rules import check_devices, divisors
+from ridgeline.configs.rules import divisors, layout_problems
 from ridgeline.configs.schema import MESH_AXES, Config, MeshConfig, RematConfig
 
 MEMORY_LADDER = (
@@ -85,10 +85,8 @@ def meshes(config: Config, devices: int) -> Iterator[Mesh]:
 
 def refusal(config: Config, layout: Layout) -> str | None:
     """Return the rule that a layout breaks (configs/rules.py); None when it is valid."""
-    try:
-        check_devices(layout.apply(config), layout.devices)
-    except UserError as error:
-        return str(error).splitlines()[0].removesuffix(f" (on {layout.devices} devices)")
+    for problem in layout_problems(layout.apply(config), layout.sizes):
+        return f"{problem.keys[0]}: {problem.message}"
     return None
 
 

@@ -21,6 +21,11 @@ from ridgeline.planner.peak_memory import StepMemory
 
 FRAGMENTATION = 0.01
 """Fraction of the temporary bytes that XLA's heap placement loses: 0 to 5 % in the compiled cases, usually 1 %."""
+MARGIN = 0.02
+"""Fraction of the temporary bytes that is kept free in every plan: where XLA places buffers in its heap is not predicted."""
+MARGINS = {"microbatches": 0.01, "compute.tensor_overlap=ring": 0.02, "8-bit matmuls": 0.02, "optimizer.kind=muon": 0.05}
+"""Setting -> further fraction of the temporary bytes that is kept free, where compiled steps exceeded the plan by more than MARGIN
+(`make bench-memory`; table in docs/guides/planning.md)."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """Driver context and modules of one process on an H100 (0.5 to 0.8 GB in nvidia-smi before the first allocation)."""
 NCCL_BYTES_PER_COMMUNICATOR = 200 * 2**20
@@ -34,7 +39,7 @@ class MemoryEstimate:
     """Bytes that one device needs for a step."""
 
     components: dict[str, Component]
-    """Components at the peak, the runtime's own memory included; their sum is `total_bytes`."""
+    """Components at the peak, the margin and the runtime's own memory included; their sum is `total_bytes`."""
     peak_at: str
     """Point of the step with the peak, as in planner/peak_memory.py: loss, backward pass, optimizer, ..."""
     bytes_at: dict[str, int] = field(default_factory=dict)
@@ -42,13 +47,13 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """All of it, the runtime's own memory included: what must fit into the device."""
+        """All of it, the margin and the runtime's own memory included: what must fit into the device."""
         return sum(component.bytes for component in self.components.values())
 
     @property
     def compiled_bytes(self) -> int:
         """Arguments plus temporaries: what the compiler reports for the step."""
-        return self.total_bytes - self.components["runtime_reserve"].bytes
+        return self.total_bytes - self.components["runtime_reserve"].bytes - self.components["margin"].bytes
 
     @property
     def argument_bytes(self) -> int:
@@ -91,10 +96,28 @@ def memory_per_device(
         "fragmentation": Component(
             int(FRAGMENTATION * totals[peak]), f"{FRAGMENTATION:.0%} of the temporary bytes, lost to heap placement"
         ),
+        "margin": _margin(local, totals[peak], gpu),
         "runtime_reserve": state["runtime_reserve"],
     }
-    fixed = sum(part.bytes for part in state.values())
+    fixed = sum(part.bytes for part in state.values()) + components["margin"].bytes
     return MemoryEstimate(components, peak, {name: fixed + int(total * (1 + FRAGMENTATION)) for name, total in totals.items()})
+
+
+def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
+    """Return what is kept free because the plan is not exact, by the settings for which it is less so. Nothing without a GPU."""
+    config = local.config
+    if not gpu:
+        return Component(0, "none: not a GPU")
+    uses = {
+        "microbatches": config.trainer.accumulation > 1,
+        "compute.tensor_overlap=ring": local.tensor > 1 and config.compute.tensor_overlap == "ring",
+        "8-bit matmuls": config.precision.matmul != "compute",
+        "optimizer.kind=muon": config.optimizer.kind == "muon",
+    }
+    used = {name: MARGINS[name] for name, applies in uses.items() if applies}
+    share = MARGIN + sum(used.values())
+    text = f"{share:.0%} of the temporary bytes: {MARGIN:.0%} always" + "".join(f", {part:.0%} for {name}" for name, part in used.items())
+    return Component(int(share * temporary_bytes), f"{text}; kept free because compiled sizes differ from planned ones")
 
 
 TEMPORARY = (

@@ -87,7 +87,11 @@ def overlap_share(compiled_bytes: int, argument_bytes: int, device_bytes: int) -
 
 
 def exposed_s(
-    communication: Iterable[Communication], compute_s: Mapping[str, float], eta: float = ETA, faster: Mapping[str, float] | None = None
+    communication: Iterable[Communication],
+    compute_s: Mapping[str, float],
+    eta: float = ETA,
+    faster: Mapping[str, float] | None = None,
+    tensor_overlap: float = 0.0,
 ) -> dict[str, float]:
     """Return the seconds of exposed communication of a step, by kind of link.
 
@@ -96,6 +100,7 @@ def exposed_s(
       compute_s: phase (forward, backward) -> seconds of compute of all layers, with which communication of that phase overlaps.
       eta: fraction of the shorter of the two that is overlapped.
       faster: kind of link -> hypothetical speed-up, default 1.
+      tensor_overlap: fraction of the gathers and scatters over tensor that the software overlaps with the matmuls around them.
     """
     speed = faster or {}
     overlappable: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
@@ -103,8 +108,9 @@ def exposed_s(
     exposed: dict[str, float] = {}
     for item in communication:
         into = hops[item.planned.phase] if item.in_ring else overlappable[item.planned.phase] if item.overlappable else exposed
+        visible = 1.0 - tensor_overlap if item.planned.where == "layer" and item.planned.axes == ("tensor",) else 1.0
         for kind, seconds in item.by_kind().items():
-            into[kind] = into.get(kind, 0.0) + seconds / speed.get(kind, 1.0)
+            into[kind] = into.get(kind, 0.0) + visible * seconds / speed.get(kind, 1.0)
     for phase, compute in compute_s.items():
         total = sum(overlappable[phase].values())
         remaining = 1.0 - eta * min(compute, total) / total if total else 0.0

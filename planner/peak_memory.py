@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes
+from ridgeline.configs.remat import POLICIES
+from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, padding_bytes, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes
 
 COMBINED_BYTES = 30 * 2**20
 """XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
 STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
+
+GRAMS_PER_MATRIX = {False: 2.15, True: 2.9}
+"""Whether fsdp shards -> Gram matrices of a matrix that are live in Muon's update when `tensor` shards the matrices."""
 
 Components = dict[str, Component]
 
@@ -47,6 +51,8 @@ class StepMemory:
         }
         if self.overlap:
             points["end of the backward pass"] = self.end_of_backward()
+        if self.combined and self.local.fsdp > 1:
+            points["last layer of the backward pass"] = self.last_layer()
         if self.local.config.optimizer.kind == "muon":
             points["orthogonalization"] = self.orthogonalization()
         return points
@@ -63,6 +69,14 @@ class StepMemory:
         """Whether microbatches run in a loop."""
         return self.local.config.trainer.accumulation > 1
 
+    @property
+    def stack_itemsize(self) -> int:
+        """Bytes of an element of the gradients that the backward pass stacks over layers.
+
+        A gradient leaves the scan over layers in its parameter's dtype (models/matmul), and is converted to precision.gradients after.
+        """
+        return self.local.parameter_itemsize
+
     def layout_copies(self) -> int:
         """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
 
@@ -73,7 +87,7 @@ class StepMemory:
         if local.fsdp == 1:
             return 0
         copies = local.model.num_layers * (local.mlp_matrix + local.query_matrix) // local.fsdp * local.parameter_itemsize
-        return copies + (local.table // local.fsdp * 4 if self.in_loop else 0)
+        return copies + (local.table // local.fsdp * local.parameter_itemsize if self.in_loop else 0)
 
     def accumulated(self) -> Component:
         """Return the sum of gradients over microbatches."""
@@ -91,15 +105,21 @@ class StepMemory:
     def zeroed_table(self) -> int:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
 
-        It does so in a loop of microbatches, and without overlap when the gradient is not float32. The scheduler delays it until after
-        the layers when it overlaps collectives one at a time, but not when several run at once.
+        It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed
+        in a loop of microbatches, and before Pallas kernels outside of one. Else see `last_layer`.
         """
         local = self.local
-        delayed = self.overlap and not (self.combined and local.fsdp > 1)
-        early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients and not delayed) or (
-            local.gradient_itemsize != 4 and not self.overlap
-        )
+        if self.overlap:
+            kept = local.config.compute.remat.policy == "none" and self.separate_table_gradients
+            early = self.combined and local.fsdp > 1 and local.tensor == 1 and (kept if self.in_loop else self.backend == "pallas")
+        else:
+            early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
         return local.table * local.gradient_itemsize if early else 0
+
+    def turned_gradients(self) -> int:
+        """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""
+        local = self.local
+        return (local.mlp_matrix + local.query_matrix) * local.gradient_itemsize if self.combined and local.fsdp > 1 else 0
 
     def unembedding_gradient(self) -> Component:
         """Return the gradient of the unembedding during the backward pass of the layers."""
@@ -121,7 +141,8 @@ class StepMemory:
         logits = tokens * vocab * (4 + local.compute_itemsize)
         zeroed = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // local.fsdp
         if self.overlap:
-            zeroed = local.layer_matrices
+            # By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after the loss.
+            zeroed = local.layer_matrices if self.combined or local.gradient_itemsize == self.stack_itemsize else 0
         return {
             "activations": self.saved,
             "parameter_copies": Component(
@@ -130,11 +151,14 @@ class StepMemory:
                 + (", and the gathered weights of the last layer" if self.overlap else ""),
             ),
             "gradients": Component(
-                zeroed * local.gradient_itemsize + self.zeroed_table(),
+                zeroed * self.stack_itemsize + self.zeroed_table(),
                 "gradient buffers that are zeroed before the loss, long before they are filled",
             ),
             "accumulated_gradients": self.accumulated(),
-            "attention_workspace": Component(mask_bytes(local, self.backend), "mask of packed documents"),
+            "attention_workspace": Component(
+                mask_bytes(local, self.backend) + padding_bytes(local, self.backend, forward=True),
+                "mask of packed documents and of padding",
+            ),
             "working_activations": Component(
                 3 * local.stream_bytes + local.cut_stream_bytes, "final hidden states, their gradient and the last block's output"
             ),
@@ -144,22 +168,24 @@ class StepMemory:
             ),
         }
 
-    def backward(self, *, relaid: int, late: bool) -> Components:
+    def backward(self, *, relaid: int, late: bool, at_end: int = 0) -> Components:
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
 
         relaid: bytes of a saved value that is copied to another layout. late: gradients of the previous layer are still being reduced.
+        at_end: further bytes at the end of the layer.
         """
         local = self.local
-        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer()
+        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(at_end)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
-        gradients = (local.layer_matrices + local.vectors) * local.gradient_itemsize
+        gradients = (local.layer_matrices + local.vectors) * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
         reducing = local.gathered_layer_weights * local.gradient_itemsize if late and self.reduced else 0
+        reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
             "gradients": Component(
                 gradients + self.zeroed_table(),
-                f"of the layers, {local.config.precision.gradients}, sharded as the parameters",
+                f"of the layers, {local.config.precision.params}, sharded as the parameters",
             ),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(
@@ -172,7 +198,9 @@ class StepMemory:
                 f"backward pass of one layer, with its peak in {where}"
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
-            "attention_workspace": Component(workspace, attention_workspace(local, self.backend).assumption),
+            "attention_workspace": Component(
+                workspace + padding_bytes(local, self.backend, forward=False), attention_workspace(local, self.backend).assumption
+            ),
             "loss": self.unembedding_gradient(),
             "collective_buffers": Component(
                 waiting + reducing,
@@ -181,19 +209,59 @@ class StepMemory:
             ),
         }
 
-    def _peak_in_layer(self) -> tuple[str, int, int, int, int, int]:
+    def last_layer(self) -> Components:
+        """Return what is live in the backward pass of the first layer, which comes last.
+
+        XLA takes it out of the loop over layers, gathers nothing for a next one, and zeroes the embedding's unsharded gradient in its MLP.
+        What the MLPs saved is freed before. At its end the gradients of both tables have been reduced.
+        """
+        local = self.local
+        tables = 2 * local.table // local.fsdp * local.gradient_itemsize
+        point = self.backward(relaid=0, late=False, at_end=self.turned_gradients() + tables)
+        mlp = sum(count * size for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
+        kept = Component(
+            self.saved.bytes - local.model.num_layers * mlp, "of attention, and inputs of the blocks; those of the MLPs are freed"
+        )
+        copies = point["parameter_copies"]
+        gradients = point["loss"].bytes + local.table * local.gradient_itemsize - self.zeroed_table()
+        return point | {
+            "activations": kept,
+            "parameter_copies": Component(
+                copies.bytes - self.next_layer_weights(), copies.assumption.replace(", also those of the next layer", "")
+            ),
+            "loss": Component(gradients, "unsharded gradients of unembedding and embedding"),
+        }
+
+    def _peak_in_layer(self, more: int) -> tuple[str, int, int, int, int, int]:
         """Return the point of a layer's backward pass with most memory, and there: hidden activations, streams, gathered weights, gradients
         before their reduction, and attention's workspace."""
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
         waiting = local.gathered_layer_weights * local.gradient_itemsize if self.reduced else 2 * local.mlp_matrix * 4
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
+        recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         at_mlp = 4 if local.config.compute.remat.policy in ("full", "names", "offload") else 3
+        if self.overlap and recomputes and local.fsdp * local.tensor == 1:
+            at_mlp += 2 if local.model.gated_mlp else 1  # nothing to gather: the next layer is recomputed early
+        padded = local.query_bytes if recomputes and padding_bytes(local, self.backend, forward=False) else 0
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
+        # 8-bit matmuls: the gradient of a hidden activation in both layouts, one byte each
+        quantized = 2 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
+        if local.config.precision.block_scaled is not None:
+            # blocks along the other dim are made of a transposed copy, in float32: twice in the compute dtype, once in float32
+            quantized = 2 * hidden + 4 * hidden // local.compute_itemsize
+        down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined else 0
         points = (
-            ("its MLP", at_mlp * hidden, STREAMS_IN_FLIGHT * stream, 2 * local.mlp_matrix * local.compute_itemsize, 0, mask),
+            (
+                "its MLP",
+                at_mlp * hidden + quantized,
+                STREAMS_IN_FLIGHT * stream + padded,
+                2 * local.mlp_matrix * local.compute_itemsize,
+                down,
+                mask,
+            ),
             ("its attention", 3 * hidden, 6 * stream, 0, 0, attention),
-            ("its end", hidden, at_end * stream, 0, waiting, mask),
+            ("its end", hidden, at_end * stream, 0, waiting + more, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
 
@@ -210,7 +278,7 @@ class StepMemory:
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
             "gradients": Component(
-                (local.layer_matrices + local.vectors) * local.gradient_itemsize, "of the layers, sharded as the parameters"
+                (local.layer_matrices + local.vectors) * self.stack_itemsize, "of the layers, sharded as the parameters"
             ),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
@@ -228,7 +296,7 @@ class StepMemory:
         local = self.local
         whole = 4 * local.table
         both = whole if local.model.tie_embeddings else whole // local.fsdp
-        gradients = (local.layer_matrices + local.vectors) * local.gradient_itemsize
+        gradients = (local.layer_matrices + local.vectors) * self.stack_itemsize
         return {
             "gradients": Component(gradients + both, "of the layers and of the unembedding"),
             "accumulated_gradients": self.accumulated(),
@@ -242,13 +310,31 @@ class StepMemory:
         if local.fsdp > 1:
             copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.query_matrix) // local.fsdp
         return {
-            "gradients": Component(local.parameters * local.gradient_itemsize, f"all, {local.config.precision.gradients}"),
+            "gradients": Component(
+                local.parameters * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
+                f"all, {local.config.precision.gradients if self.in_loop else local.config.precision.params}",
+            ),
             "parameter_copies": Component(copies, "transposes between the layouts of gradients and parameters"),
         }
 
     def orthogonalization(self) -> Components:
-        """Return what is live in Muon's update: stacks of unsharded matrices."""
-        local = self.local
-        whole = 4 * 4 * local.model.num_layers * (local.mlp_matrix + local.query_matrix)
-        gathered = Component(whole, "Muon: stacks of unsharded float32 matrices, gathered for the orthogonalization")
-        return {**self.optimizer(), "collective_buffers": gathered}
+        """Return what is live in Muon's update: stacks of unsharded matrices and of their Gram matrices [D, D].
+
+        All layers and matrices are orthogonalized together. Gram matrices are sums over `tensor`, and XLA starts those of all matrices at
+        once: GRAMS_PER_MATRIX of each are live (compiled steps of 1B and 13B models).
+        """
+        local, model = self.local, self.local.model
+        matrices = 4 * (local.mlp_matrix + local.query_matrix) if local.fsdp > 1 or local.tensor == 1 else 0
+        if local.tensor > 1:
+            sides = [model.mlp_dim] * (3 if model.gated_mlp else 2) + [model.num_heads * model.head_width] * 2
+            sides += [model.kv_heads * model.head_width] * 2
+            squares = sum(min(model.embed_dim, side) ** 2 for side in sides)
+            grams = int(GRAMS_PER_MATRIX[local.fsdp > 1] * squares / local.fsdp)
+        else:
+            grams = model.embed_dim**2
+        return {
+            "gradients": Component(4 * local.parameters, "all, float32"),
+            "collective_buffers": Component(
+                4 * model.num_layers * (matrices + grams), "Muon: stacks of unsharded float32 matrices and of their Gram matrices"
+            ),
+        }

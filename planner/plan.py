@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +13,54 @@ from ridgeline.configs.schema import Config
 from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.config_changes import ChunkChange, larger_loss_chunk, lower_precision_state
+from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layouts import Layout, dividing_nodes
 from ridgeline.planner.overlap import Communication
+from ridgeline.planner.ranges import Range, step_range
 from ridgeline.planner.scaling import ScalingRow, scaling_table, worth_until
-from ridgeline.planner.search import Candidate, Limits, Objective, Scale, capacity_bytes, ranked, search, search_scale, within
+from ridgeline.planner.search import Candidate, Limits, Objective, Rejection, Scale, capacity_bytes, ranked, search, search_scale, within
 from ridgeline.planner.step_time import Machine
 
 LARGEST_SUGGESTION = 4096
 """Largest number of nodes that is tried when looking for a layout that fits."""
 MOST_TRIED = 24
 """Numbers of nodes that are tried for it."""
+COMPILED_ABOVE = 0.9
+"""Share of the usable memory above which the best layout is compiled, where that is possible: plans are exact to a few per cent."""
+MOST_COMPILED = 6
+"""Layouts that are compiled at most until one fits."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What the compiler found for a layout that was the best one so far."""
+
+    candidate: Candidate
+    needed_bytes: int | None
+    """Memory of a device that the compiled step needs, the runtime's own memory included; None: it could not be compiled."""
+    capacity_bytes: int
+    problem: str = ""
+    """Why it could not be compiled."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device holds it; None: unknown."""
+        return None if self.needed_bytes is None else self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def sentence(self) -> str:
+        """Planned and compiled bytes, and whether they fit."""
+        memory, layout = self.candidate.memory, self.candidate.layout
+        name = f"{layout.text()}, {layout.accumulation} x, {layout.remat.policy}"
+        planned = f"{memory.total_bytes / 1e9:.1f} GB planned"
+        if self.needed_bytes is None:
+            return f"{name}: {planned}; not compiled: {self.problem}"
+        verdict = "fits" if self.fits else "does not fit"
+        return f"{name}: {planned}, {self.needed_bytes / 1e9:.1f} GB compiled: {verdict} in {self.capacity_bytes / 1e9:.1f} GB"
+
+
+Compiler = Callable[[Candidate], int]
+"""Returns the bytes of a device that the compiled step of a layout needs. Raises UserError when it cannot be compiled."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +88,13 @@ class Plan:
     """Up to which number of nodes more nodes are worth it, and why."""
     loss_chunk: ChunkChange | None
     """A larger chunk of the cross-entropy that would make the best layout faster; None: none would."""
+    compiled: tuple[Compilation, ...] = ()
+    """The layouts that were compiled, in this order; all but the last were refused."""
+
+    @property
+    def range(self) -> Range:
+        """The range of every predicted time, rate and cost."""
+        return step_range(self.config, hardware(self.cluster.device), self.calibration.software)
 
     @property
     def capacity_bytes(self) -> int:
@@ -67,21 +112,34 @@ def make_plan(
     objective: Objective = "time",
     limits: Limits = Limits(),  # noqa: B008 - frozen
     top: int = 3,
+    compiler: Compiler | None = None,
+    compiled_above: float = COMPILED_ABOVE,
 ) -> Plan:
     """Search the node counts, rank what fits and explain the choice.
 
-    `tokens` of the run; None: trainer.steps * data.batch_size * data.seq_len. The global batch stays as configured.
+    `tokens` of the run; None: trainer.steps * data.batch_size * data.seq_len. The global batch stays as configured. With a `compiler`, the
+    best layout is compiled where it is planned to need more than `compiled_above` of the usable memory; if it does not fit, the next one is
+    tried.
     Raises UserError when nothing fits or divides, or nothing is within the limits; the message has the shortfall and the nearest choice.
     """
     tokens = tokens or float(config.trainer.steps) * config.data.batch_size * config.data.seq_len
     if limits.budget_usd is not None:
         _check_priced(cluster, calibration)
     scales = search(config, cluster, calibration, nodes, tokens)
-    if not any(scale.candidates for scale in scales):
-        raise _nothing_fits(config, cluster, calibration, scales, tokens)
-    chosen = _distinct(ranked(scales, objective, limits), top)
-    if not chosen:
-        raise _outside_limits(scales, limits, tokens)
+    compiled: list[Compilation] = []
+    while True:
+        if not any(scale.candidates for scale in scales):
+            raise _nothing_fits(config, cluster, calibration, scales, tokens)
+        chosen = _distinct(ranked(scales, objective, limits), top)
+        if not chosen:
+            raise _outside_limits(scales, limits, tokens)
+        capacity = capacity_bytes(Machine(cluster, calibration, chosen[0].step.devices))
+        if compiler is None or chosen[0].memory.total_bytes <= compiled_above * capacity or len(compiled) == MOST_COMPILED:
+            break
+        compiled.append(_compile(compiler, chosen[0], capacity))
+        if compiled[-1].fits is not False:
+            break
+        _refuse(scales, compiled[-1])
     machines = {c.nodes: Machine(cluster, calibration, c.step.devices) for c in chosen}
     rows = scaling_table(scales, limits)
     worth_nodes, worth = worth_until(rows, objective)
@@ -101,7 +159,24 @@ def make_plan(
         worth_nodes=worth_nodes,
         worth=worth,
         loss_chunk=larger_loss_chunk(chosen[0], machines[chosen[0].nodes]),
+        compiled=tuple(compiled),
     )
+
+
+def _compile(compiler: Compiler, candidate: Candidate, capacity: int) -> Compilation:
+    try:
+        return Compilation(candidate, compiler(candidate), capacity)
+    except UserError as error:
+        return Compilation(candidate, None, capacity, str(error))
+
+
+def _refuse(scales: Sequence[Scale], refused: Compilation) -> None:
+    """Move a candidate that the compiler refused to the rejections of its scale."""
+    candidate = refused.candidate
+    scale = next(scale for scale in scales if candidate in scale.candidates)
+    scale.candidates.remove(candidate)
+    short = (refused.needed_bytes or 0) - refused.capacity_bytes
+    scale.rejections.append(Rejection(candidate.nodes, candidate.layout.mesh, candidate.layout.remat.policy, refused.sentence, short))
 
 
 def _distinct(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
@@ -209,13 +284,18 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "config": plan.config.name,
         "cluster": plan.cluster.name,
         "calibration": plan.calibration.name,
+        "software": plan.calibration.software.name,
+        "range": plan.range.share,
+        "range_from": plan.range.basis,
         "tokens": plan.tokens,
         "objective": plan.objective,
         "budget_usd": plan.limits.budget_usd,
         "deadline_days": plan.limits.deadline_days,
         "capacity_bytes": plan.capacity_bytes,
         "candidates": [
-            candidate_json(candidate) | {"binds": bound.sentence, "binding_ceiling": bound.ceiling, "gain_if_doubled": bound.gain}
+            candidate_json(candidate)
+            | ranges_json(candidate, plan.range)
+            | {"binds": bound.sentence, "binding_ceiling": bound.ceiling, "gain_if_doubled": bound.gain}
             for candidate, bound in zip(plan.best, plan.bottlenecks, strict=True)
         ],
         "alternatives": [dict_of(alternative) for alternative in plan.alternatives],
@@ -224,6 +304,21 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "worth_until_nodes": plan.worth_nodes,
         "worth": plan.worth,
         "loss_chunk": None if plan.loss_chunk is None else dict_of(plan.loss_chunk),
+        "compiled": [_compilation_json(compilation) for compilation in plan.compiled],
+    }
+
+
+def _compilation_json(compilation: Compilation) -> dict[str, Any]:
+    candidate = compilation.candidate
+    return {
+        "nodes": candidate.nodes,
+        "mesh": candidate.layout.sizes,
+        "accumulation": candidate.layout.accumulation,
+        "remat": candidate.layout.remat.policy,
+        "planned_bytes": candidate.memory.total_bytes,
+        "compiled_bytes": compilation.needed_bytes,
+        "fits": compilation.fits,
+        "problem": compilation.problem,
     }
 
 
@@ -267,6 +362,20 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "energy_kwh": run.energy_kwh,
         "device_energy_kwh": run.device_energy_kwh,
     }
+
+
+def ranges_json(candidate: Candidate, around: Range) -> dict[str, list[float] | None]:
+    """Return the lower and upper end of each time, rate and cost of a candidate; null where it has none."""
+    step, run = candidate.step, candidate.run
+    times = {"step_s": step.step_s, "wall_days": run.wall_days, "wall_device_hours": run.wall_device_hours}
+    times |= {"days": run.days, "device_hours": run.device_hours}
+    rates = {"tokens_per_s": step.tokens_per_s, "tokens_per_s_per_device": step.tokens_per_s_per_device}
+    costs = {"cost_usd": run.cost_usd, "wall_cost_usd": run.wall_cost_usd}
+    return (
+        {f"{key}_range": list(around.around(value)) for key, value in times.items()}
+        | {f"{key}_range": list(around.around_rate(value)) for key, value in rates.items()}
+        | {f"{key}_range": None if value is None else list(around.around(value)) for key, value in costs.items()}
+    )
 
 
 def communication_json(item: Communication) -> dict[str, Any]:

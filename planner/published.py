@@ -1,11 +1,16 @@
 """Predictions for published runs: the error of the cost model against measurements of others.
 
-python -m ridgeline.planner.published        # the table of docs/PLANNED_VS_PUBLISHED.md
+python -m ridgeline.planner.published            # docs/PLANNED_VS_PUBLISHED.md
+python -m ridgeline.planner.published ranges     # planner/ranges.csv: the errors by class, from which planner.ranges takes its ranges
 """
 
 from __future__ import annotations
 
+import csv
+import functools
 import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,127 +21,292 @@ from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, MeshConfig, ModelConfig, RematConfig, TrainerConfig
 from ridgeline.planner.calibration import load_calibration
-from ridgeline.planner.memory import memory_per_device
-from ridgeline.planner.step_time import Machine, step_parts
+from ridgeline.planner.hardware import hardware
+from ridgeline.planner.ranges import ANY, FIELDS, precision_class
+from ridgeline.planner.software import software, software_names
+from ridgeline.planner.step_time import Machine, StepEstimate, step_parts
 
-RUNS = Path(__file__).with_name("published.yaml")
-AIM = 0.15
-"""Relative error that the model aims for."""
-EAGER_PASSES = 3.0
-"""Elementwise bytes of PyTorch's eager kernels under autocast over those of fused bfloat16 kernels: each operation is a separate pass, and
-norms, residual adds and their gradients stay in float32. Fitted once to the eager runs of planner/published.yaml."""
+RUNS = Path(__file__).with_name("published.csv")
+SOURCES = Path(__file__).with_name("published.yaml")
+LONG = 16_384
+"""Tokens of a row from which it counts as long."""
+TO_EXPLAIN = 0.15
+"""Error of a held-out run from which the page explains it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of planner/published.csv (columns: planner/published.yaml)."""
+
+    source: str
+    model: str
+    cluster: str
+    device: str
+    devices: int
+    mesh: str
+    rows: int
+    accumulation: int
+    seq_len: int
+    matmul: str
+    remat: str
+    software: str
+    tokens_per_s: float
+    """Measured, of one device."""
+    sets: bool
+    """Whether it set a constant."""
+
+    @property
+    def name(self) -> str:
+        """The model, without the directory of its preset."""
+        return self.model.removeprefix("models/")
+
+    @property
+    def dtype(self) -> str:
+        """Inputs of the layers' matmuls."""
+        return "bfloat16" if self.matmul == "compute" else self.matmul
+
+    @property
+    def layout(self) -> str:
+        """Mesh, microbatches and recomputation."""
+        remat = f"keeps {self.remat.replace('+', ', ')}" if "+" in self.remat else self.remat
+        return f"{self.mesh.replace(' ', ' x ')}, {self.accumulation} x {self.rows} rows of {self.seq_len:,}, {remat}"
 
 
 @dataclass(frozen=True)
 class Prediction:
     """One published run and its prediction."""
 
-    name: str
-    source: str
-    differs: str
-    cluster: str
-    devices: int
-    layout: str
-    published: float
-    """Measured tokens per second and device."""
-    predicted: float
-    """Predicted tokens per second and device."""
-    mfu: float
-    """Predicted MFU, in the convention of planner.flops."""
-    memory_bytes: int
-    ceilings: dict[str, float]
-    """Ceiling -> fraction of the predicted step."""
+    run: Run
+    step: StepEstimate
+
+    @property
+    def predicted(self) -> float:
+        """Predicted tokens per second and device."""
+        return self.step.tokens_per_s_per_device
 
     @property
     def error(self) -> float:
         """Relative error: 0.1 is 10 % too fast."""
-        return self.predicted / self.published - 1
+        return self.predicted / self.run.tokens_per_s - 1
 
 
-def predictions() -> list[Prediction]:
-    """Predict every run of planner/published.yaml."""
-    table = YAML(typ="safe").load(RUNS)
-    return [_predict(run, table["models"]) for run in table["runs"]]
+@functools.cache
+def published_runs() -> tuple[Run, ...]:
+    """Return every run of planner/published.csv."""
+    with RUNS.open() as file:
+        return tuple(_run(line) for line in csv.DictReader(file))
 
 
-def run_config(run: dict[str, Any], models: dict[str, Any]) -> tuple[Config, dict[str, int]]:
+def _run(line: dict[str, str]) -> Run:
+    cluster, _, device = line["cluster"].partition("/")
+    device = device or load_cluster(cluster).config.device
+    values: dict[str, Any] = {key: line[key] for key in ("source", "model", "mesh", "matmul", "remat", "software")}
+    values |= {key: int(line[key]) for key in ("devices", "rows", "accumulation", "seq_len")}
+    return Run(**values, cluster=cluster, device=device, tokens_per_s=float(line["tokens_per_s"]), sets=line["sets"] == "sets")
+
+
+@functools.cache
+def _documents() -> dict[str, Any]:
+    found: dict[str, Any] = YAML(typ="safe").load(SOURCES)
+    return found
+
+
+def run_config(run: Run) -> tuple[Config, dict[str, int]]:
     """Return the config of a published run and its mesh sizes."""
-    own = models.get(run["model"])
-    base = Config(model=ModelConfig(**own)) if own else load(run["model"]).config
-    sizes = dict.fromkeys(MESH_AXES, 1) | {axis: run.get(axis, 1) for axis in ("data", "fsdp", "tensor")}
-    accumulation = run.get("accumulation", 1)
-    remat = RematConfig(policy=run["remat"], names=run.get("remat_names", []))
-    rows = run["rows"] * accumulation * sizes["data"] * sizes["fsdp"]
+    base = _base(run.model)
+    sizes = dict.fromkeys(MESH_AXES, 1) | {axis: int(size) for axis, size in (part.split("=") for part in run.mesh.split())}
+    remat = RematConfig(policy="names", names=run.remat.split("+")) if "+" in run.remat else RematConfig(policy=run.remat)
+    rows = run.rows * run.accumulation * sizes["data"] * sizes["fsdp"]
     return base.model_copy(
         update={
-            "mesh": MeshConfig(**sizes),
-            "trainer": TrainerConfig(accumulation=accumulation),
-            "data": DataConfig(seq_len=run["seq_len"], batch_size=rows, document_masking=False),
-            "compute": base.compute.model_copy(update={"remat": remat, "scan_layers": run.get("scan_layers", False)}),
+            "mesh": MeshConfig.model_validate(sizes),
+            "trainer": TrainerConfig(accumulation=run.accumulation),
+            "data": DataConfig(seq_len=run.seq_len, batch_size=rows, document_masking=False),
+            "compute": base.compute.model_copy(update={"remat": remat, "scan_layers": False}),
+            "precision": base.precision.model_copy(update={"matmul": run.matmul}),
         }
     ), sizes
 
 
-def _predict(run: dict[str, Any], models: dict[str, Any]) -> Prediction:
-    config, sizes = run_config(run, models)
-    machine = Machine(load_cluster(run["cluster"]).config, load_calibration(), run["devices"])
-    step = step_parts(
-        config, sizes, machine, elementwise_passes=EAGER_PASSES if run.get("eager") else 1.0, transposed_gradients=False
-    ).assemble()
-    mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    eager = ", eager" if run.get("eager") else ""
-    return Prediction(
-        name=run["name"],
-        source=run["source"],
-        differs=run["differs"],
-        cluster=run["cluster"],
-        devices=run["devices"],
-        layout=f"{mesh}, {config.trainer.accumulation} x {run['rows']} rows of {run['seq_len']}, {run['remat']}{eager}",
-        published=float(run["tokens_per_s"]),
-        predicted=step.tokens_per_s_per_device,
-        mfu=step.mfu,
-        memory_bytes=memory_per_device(config, sizes).total_bytes,
-        ceilings={name: seconds / step.step_s for name, seconds in step.breakdown_s.items()},
-    )
+@functools.cache
+def _base(model: str) -> Config:
+    own = _documents()["models"].get(model)
+    return Config(model=ModelConfig(**own)) if own else load(model).config
+
+
+@functools.cache
+def predictions() -> tuple[Prediction, ...]:
+    """Predict every published run."""
+    return tuple(Prediction(run, _predict(run)) for run in published_runs())
+
+
+def _predict(run: Run) -> StepEstimate:
+    config, sizes = run_config(run)
+    cluster = load_cluster(run.cluster, [f"device={run.device}"]).config
+    return step_parts(config, sizes, Machine(cluster, load_calibration(None, run.software), run.devices)).assemble()
+
+
+def held_out() -> list[Prediction]:
+    """Return the runs that set no constant."""
+    return [found for found in predictions() if not found.run.sets]
+
+
+# Errors by class.
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The relative errors of some runs."""
+
+    runs: int
+    median: float
+    p90: float
+    worst: float
+
+    @classmethod
+    def of(cls, found: Iterable[Prediction]) -> Errors:
+        """Summarize the absolute errors of runs, of which there is at least one."""
+        errors = sorted(abs(each.error) for each in found)
+        return cls(len(errors), statistics.median(errors), errors[min(len(errors) - 1, int(0.9 * len(errors)))], errors[-1])
+
+    def cells(self) -> str:
+        """Return the cells of a Markdown table."""
+        return f"{self.runs} | {self.median:.1%} | {self.p90:.1%} | {self.worst:.1%} |"
+
+
+def ranges_csv() -> str:
+    """Return planner/ranges.csv: errors of the held-out runs by software, generation of the device and precision, and of all together."""
+    classes: dict[tuple[str, str, str], list[Prediction]] = {}
+    for found in held_out():
+        generation, precision = hardware(found.run.device).generation or ANY, precision_class(run_config(found.run)[0].precision)
+        for key in (
+            (found.run.software, generation, precision),
+            (found.run.software, ANY, precision),
+            (ANY, generation, precision),
+            (ANY, ANY, ANY),
+        ):
+            classes.setdefault(key, []).append(found)
+    lines = [",".join(FIELDS)]
+    for key, members in sorted(classes.items()):
+        errors = Errors.of(members)
+        longest = max(each.run.seq_len for each in members)
+        lines.append(f"{','.join(key)},{errors.runs},{longest},{errors.median:.4f},{errors.p90:.4f},{errors.worst:.4f}")
+    return "\n".join(lines) + "\n"
+
+
+# The page.
+
+INTRODUCTION = """\
+# Predictions for published runs
+
+Generated by `python -m ridgeline.planner.published > docs/PLANNED_VS_PUBLISHED.md`; a test compares the two. The runs are in
+`planner/published.csv`, their models and sources in `planner/published.yaml`. No run has a setting of its own: the same formulas and the
+shipped calibration predict all. Each training software has one entry in `planner/software.yaml` (`--software` of `ridge plan` and
+`ridge estimate step`), whose constants were fitted to the runs marked *sets*. All other runs are held out: they set nothing.
+
+Tokens/s are per GPU. A positive error is a prediction that is too fast.
+"""
 
 
 def markdown() -> str:
     """Return docs/PLANNED_VS_PUBLISHED.md."""
-    rows = predictions()
-    errors = [abs(row.error) for row in rows]
-    within = sum(error <= AIM for error in errors)
-    left_out = YAML(typ="safe").load(RUNS)["left_out"]
+    found, tests = predictions(), held_out()
+    sources = len({_documents()["sources"][each.run.source]["project"] for each in found})
+    devices = [each.run.devices for each in found]
+    errors = Errors.of(tests)
     lines = [
-        "# Predictions for published runs",
-        "",
-        "Generated by `python -m ridgeline.planner.published > docs/PLANNED_VS_PUBLISHED.md`; a test compares the two. Runs, sources and",
-        "assumptions are in `planner/published.yaml`. No row has a setting of its own: the same formulas and the shipped calibration",
-        "predict all. Two constants are fitted to whole runs: `planner.kernels.IN_STEP_SHARE`, to the MaxText figures, is used for all",
-        "rows; `planner.published.EAGER_PASSES` is one number for all software that does not fuse elementwise kernels (marked eager),",
-        "fitted to these rows.",
-        "",
-        f"{within} of {len(rows)} predictions are within {AIM:.0%}; the median error is {statistics.median(errors):.0%}, the largest"
-        f" {max(errors):.0%}.",
-        "Tokens/s are per GPU. A positive error is a prediction that is too fast.",
-        "",
-        "| run | GPUs, cluster | layout | published | predicted | error | MFU | compute / memory / links |",
-        "|---|---|---|---:|---:|---:|---:|---|",
+        INTRODUCTION,
+        f"{len(found)} runs from {sources} projects, 1 to {max(devices):,} GPUs. Of the {errors.runs} held out, the median error is"
+        f" {errors.median:.1%}, the 90th percentile {errors.p90:.1%}, the largest {errors.worst:.1%}.",
+        *_classes(tests),
+        *_scaling(found),
+        *_worst(tests),
+        *_table(found),
+        *_left_out(),
     ]
-    for row in rows:
-        links = sum(share for name, share in row.ceilings.items() if name in ("nvlink", "network"))
-        predicted = float(f"{row.predicted:.3g}")
-        lines.append(
-            f"| {row.name} | {row.devices} {row.cluster} | {row.layout} | {row.published:,.0f} | {predicted:,.0f} | {row.error:+.0%} |"
-            f" {row.mfu:.0%} | {row.ceilings['compute']:.0%} / {row.ceilings['hbm'] + row.ceilings['optimizer']:.0%} / {links:.0%} |"
-        )
-    lines += ["", "## Sources, and differences from this project's step", ""]
-    for source, differs in dict.fromkeys((row.source, row.differs) for row in rows):
-        named = ", ".join(dict.fromkeys(row.name for row in rows if (row.source, row.differs) == (source, differs)))
-        lines.append(f"* {named}: {source}. {differs[0].upper()}{differs[1:]}.")
-    lines += ["", "## Published figures left out", ""]
-    lines += [f"* {item['what']}: {item['why']}." for item in left_out]
     return "\n".join(lines) + "\n"
 
 
+def _classes(tests: Sequence[Prediction]) -> list[str]:
+    """Return the tables of errors by class, and those of the runs that set constants."""
+    head = ["| {} | held out | median | p90 | worst | set constants | worst of these |", "|---|---:|---:|---:|---:|---:|---:|"]
+    groups: dict[str, Callable[[Run], str]] = {
+        "software": lambda run: run.software,
+        "device": lambda run: run.device,
+        "matmuls": lambda run: run.dtype.removesuffix("_delayed"),
+        "tokens a row": lambda run: "16,384 and more" if run.seq_len >= LONG else "up to 8,192",
+        "GPUs": lambda run: "1 to 8" if run.devices <= 8 else "9 to 128" if run.devices <= 128 else "129 to 2,048",
+    }
+    lines = ["", "## Errors by class", ""]
+    for title, key in groups.items():
+        lines += [head[0].format(title), head[1]]
+        for name in sorted({key(each.run) for each in tests}, key=lambda name: (name[0].isdigit() and len(name), name)):
+            setting = [each for each in predictions() if each.run.sets and key(each.run) == name]
+            fitted = f"{len(setting)} | {max(abs(each.error) for each in setting):.1%} |" if setting else "0 | |"
+            lines.append(f"| {name} | {Errors.of(each for each in tests if key(each.run) == name).cells()} {fitted}")
+        lines.append("")
+    lines += ["| software | what | constants set by |", "|---|---|---|"]
+    return lines + [f"| {each.name} | {each.description} | {each.source} |" for each in map(software, software_names())]
+
+
+def _scaling(found: Sequence[Prediction]) -> list[str]:
+    """Return how throughput per GPU falls with their number, published and predicted."""
+    lines = ["", "## What scale costs", "", *_documents()["scale"], ""]
+    lines += ["| run | GPUs | published, % of the fewest GPUs | predicted |", "|---|---|---|---|"]
+    for series in _documents()["series"]:
+        members = [each for each in found if all(getattr(each.run, key) == value for key, value in series.items())]
+        members.sort(key=lambda each: each.run.devices)
+        first = members[0]
+        published = " / ".join(f"{each.run.tokens_per_s / first.run.tokens_per_s:.0%}".rstrip("%") for each in members)
+        predicted = " / ".join(f"{each.predicted / first.predicted:.0%}".rstrip("%") for each in members)
+        counts = " / ".join(f"{each.run.devices:,}" for each in members)
+        lines.append(f"| {first.run.name} {first.run.dtype} ({first.run.source}) | {counts} | {published} | {predicted} |")
+    return lines
+
+
+def _worst(tests: Sequence[Prediction]) -> list[str]:
+    """Return the held-out runs with the largest errors, with what their recipes explain."""
+    lines = ["", f"## Held-out runs off by more than {TO_EXPLAIN:.0%}", ""]
+    for each in sorted(tests, key=lambda each: -abs(each.error)):
+        if abs(each.error) > TO_EXPLAIN:
+            run = each.run
+            lines.append(f"* {each.error:+.0%} {run.name}, {run.devices} {run.device}, {run.layout} ({run.source}): {explanation(run)}.")
+    return lines
+
+
+def explanation(run: Run) -> str:
+    """Return what explains the error of a run: the first entry of `explained` whose keys it meets."""
+    for entry in _documents()["explained"]:
+        if all(getattr(run, key) == value for key, value in entry.items() if key != "why"):
+            return str(entry["why"])
+    return "not explained"
+
+
+def _table(found: Sequence[Prediction]) -> list[str]:
+    """Return every run by source."""
+    lines = ["", "## Runs", ""]
+    for name, source in _documents()["sources"].items():
+        lines += [f"### {name}", "", f"{source['address']}. {source['differs']}.", ""]
+        lines += [
+            "| run | GPUs | layout | matmuls | software | published | predicted | error | MFU | |",
+            "|---|---|---|---|---|---:|---:|---:|---:|---|",
+        ]
+        for each in found:
+            run = each.run
+            if run.source == name:
+                lines.append(
+                    f"| {run.name} | {run.devices} {run.device} | {run.layout} | {run.dtype} | {run.software} |"
+                    f" {run.tokens_per_s:,.0f} | {float(f'{each.predicted:.3g}'):,.0f} | {each.error:+.0%} | {each.step.mfu:.0%} |"
+                    f" {'sets' if run.sets else ''} |"
+                )
+        lines.append("")
+    return lines[:-1]
+
+
+def _left_out() -> list[str]:
+    items = [f"* {item['what']}: {item['why']}." for item in _documents()["left_out"]]
+    return ["", "## Published figures left out", "", *items]
+
+
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(ranges_csv() if sys.argv[1:] == ["ranges"] else markdown(), end="")

@@ -9,8 +9,8 @@ exposed communication, or than its input data can be read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.schema import Config
@@ -26,6 +26,8 @@ from ridgeline.planner.links import Fabric
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.overlap import Communication, exposed_s, overlap_share
+from ridgeline.planner.software import Software
+from ridgeline.planner.stragglers import slowest_over_mean
 
 HOST_INPUT_TOKENS_PER_S = 20e6
 """Tokens per second and host of the input pipeline where the calibration has none: a quarter of what two cores read (docs/LOG.md)."""
@@ -97,6 +99,8 @@ class StepParts:
     peak_flops: float
     eta: float
     """Fraction of the shorter of compute and communication that is overlapped with the longer (planner.overlap)."""
+    tensor_overlap: float = 0.0
+    """Fraction of the communication over tensor that is overlapped with the matmuls around it (planner.software)."""
     measured: LayerPoint | None = None
     """Measurement that the time of recomputation is from; None: it is counted by formulas."""
     recompute_s: float | None = None
@@ -112,9 +116,11 @@ class StepParts:
             return Work(work.compute_s / speed["compute"], work.memory_s / speed["hbm"])
 
         forward, backward, rest = scaled(self.forward), scaled(self.backward), scaled(self.rest)
-        exposed = exposed_s(self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed)
+        exposed = exposed_s(
+            self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed, self.tensor_overlap
+        )
         copies_s = self.host_copy_s / speed.get("pcie", 1.0)
-        if exposed_copies_s := sum(max(0.0, copies_s - work.seconds) for work in (forward, backward)):
+        if exposed_copies_s := sum(max(0.0, copies_s - each.seconds) for each in (forward, backward)):
             exposed["pcie"] = exposed.get("pcie", 0.0) + exposed_copies_s
         breakdown = {
             "compute": forward.compute_s + backward.compute_s + rest.compute_s,
@@ -147,15 +153,11 @@ def step_parts(
     machine: Machine,
     *,
     memory: MemoryEstimate | None = None,
-    elementwise_passes: float = 1.0,
-    transposed_gradients: bool = True,
 ) -> StepParts:
     """Return computation and communication of one step (arguments as in `step_time`).
 
     Args:
       memory: `memory_per_device` of the same config and mesh, from which the overlap follows; None: it is computed.
-      elementwise_passes: bytes of a layer's elementwise kernels over those of fused kernels; above 1 for software that does not fuse.
-      transposed_gradients: with the transposes of gradients of this project's step (planner.kernels).
     """
     local = LocalSizes.of(config, sizes)
     memory = memory or memory_per_device(config, sizes, gpu=machine.device.tensor_cores)
@@ -165,26 +167,40 @@ def step_parts(
     if measured is not None:
         again_s = measured.again_s(config.compute.remat, local.tokens)
     counted = local if again_s is None else LocalSizes.of(without_recompute(config), sizes)
-    kernels = Kernels(counted, machine.device, machine.calibration, elementwise_passes, transposed_gradients)
+    kernels = Kernels(counted, machine.device, machine.calibration)
     again = _recompute(again_s or 0.0) * layers
-    planned = compiled_collectives(config, sizes, gpu=machine.device.name != "cpu")
+    planned = _as_run(compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"), machine.calibration.software, repeats)
+    slowest = slowest_over_mean(local.devices) if machine.device.tensor_cores else 1.0
     offloaded = offloaded_bytes(local) * repeats
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
     return StepParts(
         config=config,
         devices=local.devices,
-        forward=kernels.layer_forward() * layers + copies,
-        backward=kernels.layer_backward() * layers + again + copies,
-        rest=(kernels.embedding() + kernels.loss() + kernels.stacks() + kernels.accumulate()) * repeats,
-        optimizer=kernels.optimizer(),
+        forward=(kernels.layer_forward() * layers + copies) * slowest,
+        backward=(kernels.layer_backward() * layers + again + copies) * slowest,
+        rest=(kernels.embedding() + kernels.loss() + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
+        optimizer=kernels.optimizer() * slowest,
         communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
         host_input_s=host_input_s(local, machine),
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
         host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
+        tensor_overlap=machine.calibration.software.tensor_overlap,
         eta=overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes),
         peak_flops=machine.device.peak_flops[kernels.dtype],
     )
+
+
+def _as_run(planned: Sequence[PlannedCollective], software: Software, microbatches: int) -> list[PlannedCollective]:
+    """Return the collectives of the step as software runs it that may reduce gradients over `data` only once."""
+    if not software.reduces_once:
+        return list(planned)
+    return [
+        replace(item, count=max(1, item.count // microbatches))
+        if item.where == "layer" and item.kind == "all-reduce" and item.axes == ("data",) and not item.replicated
+        else item
+        for item in planned
+    ]
 
 
 def _recompute(seconds: float) -> Work:

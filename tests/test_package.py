@@ -15,7 +15,7 @@ from ridgeline import PACKAGE
 from ridgeline.rundir.provenance import PACKAGES
 
 ROOT = PACKAGE.parent
-SUFFIXES = (".py", ".yaml", ".sh", ".bash", ".in", ".css", ".js", ".html")
+SUFFIXES = (".py", ".yaml", ".csv", ".sh", ".bash", ".in", ".css", ".js", ".html")
 
 
 def run(*arguments: str | Path, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ TRAFFIC_TOLERANCE = 0.01
 MEMORY_TOLERANCE = 0.05
 """Relative differences up to these agree with the plan; the memory model is tested to this accuracy."""
 OPTIMIZER = "optimizer"
-_NOT_TEMPORARY = ("parameters", "moments", "batch", "runtime_reserve", "fragmentation")
+_NOT_TEMPORARY = ("parameters", "moments", "batch", "runtime_reserve", "margin", "fragmentation")
 
 
 @dataclass(frozen=True)

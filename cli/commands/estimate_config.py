@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.options import COUNT, WHOLE, complete_key, config_arguments
+from ridgeline.cli.options import COUNT, WHOLE, complete_key, config_arguments, software_option
 from ridgeline.cli.printing.estimate import Result, print_results, result_options
 
 if TYPE_CHECKING:
@@ -172,19 +172,28 @@ def _config_memory(
 @click.option("--cluster", required=True, help="Cluster: the name of a shipped one, or a YAML file.")
 @click.option("--nodes", type=WHOLE, help="Number of nodes [default: as many as the mesh needs].")
 @click.option("--calibration", help="Calibration file from `ridge calibrate` [default: published rates].")
+@software_option
 @result_options
 def step(
-    config: str, overrides: tuple[str, ...], cluster: str, nodes: int | None, calibration: str | None, explain: bool, as_json: bool
+    config: str,
+    overrides: tuple[str, ...],
+    cluster: str,
+    nodes: int | None,
+    calibration: str | None,
+    software: str,
+    explain: bool,
+    as_json: bool,
 ) -> None:
     """Estimate the time of one train step of CONFIG with its own layout, by the resource that limits each part."""
     from ridgeline.planner.calibration import load_calibration
     from ridgeline.planner.hardware import hardware
     from ridgeline.planner.memory import memory_per_device
+    from ridgeline.planner.ranges import step_range
     from ridgeline.planner.step_time import step_time
 
     resolved, site, sizes = _place(config, overrides, None, cluster, nodes)
     assert site is not None
-    factors = load_calibration(calibration)
+    factors = load_calibration(calibration, software)
     found = step_time(resolved, sizes, site, factors)
     device = hardware(site.device)
     need, capacity = memory_per_device(resolved, sizes, gpu=device.tensor_cores), int(device.memory_bytes * site.utilisation_cap)
@@ -194,6 +203,9 @@ def step(
             " (ridge estimate memory); the time is that of a device with enough memory",
             err=True,
         )
+    around = step_range(resolved, device, factors.software)
+    low_s, high_s = around.around(found.step_s)
+    low_rate, high_rate = around.around_rate(found.tokens_per_s_per_device)
     mfu = None if device.nominal else found.mfu
     flops = "model FLOPs (planner.flops) / (step_s * devices * datasheet peak)"
     print_results(
@@ -205,6 +217,8 @@ def step(
                 "compute + device memory + exposed communication + optimizer, or host input",
                 "planner/step_time.py",
             ),
+            Result("step_s_low", low_s, "s", "step_s * (1 - range)", around.basis),
+            Result("step_s_high", high_s, "s", "step_s * (1 + range)", around.basis),
             *(
                 Result(f"{name}_s", seconds, "s", CEILINGS.get(name, "exposed communication on this kind of link"))
                 for name, seconds in found.breakdown_s.items()
@@ -212,10 +226,14 @@ def step(
             Result("mfu", mfu, "share", flops, "PaLM, arXiv 2204.02311, appendix B"),
             Result("tokens_per_s", found.tokens_per_s, "tokens/s", "batch_size * seq_len / step_s"),
             Result("tokens_per_s_per_device", found.tokens_per_s_per_device, "tokens/s", "tokens_per_s / devices"),
+            Result("tokens_per_s_per_device_low", low_rate, "tokens/s", "tokens_per_s_per_device / (1 + range)", around.basis),
+            Result("tokens_per_s_per_device_high", high_rate, "tokens/s", "tokens_per_s_per_device / (1 - range)", around.basis),
+            Result("range", around.share, "share", around.basis),
             Result("devices", found.devices),
             Result("mesh", " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"),
             Result("fits", need.total_bytes <= capacity, "", "memory per device (ridge estimate memory) <= usable memory"),
             Result("calibration", factors.name),
+            Result("software", factors.software.name),
         ],
         as_json=as_json,
         explain=explain,

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import config_arguments, json_option, parse_counts
+from ridgeline.cli.options import config_arguments, json_option, parse_counts, software_option
 from ridgeline.cli.tables import print_json
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
     from ridgeline.configs.cluster import ClusterConfig
     from ridgeline.configs.schema import Config
-    from ridgeline.planner.plan import Plan
+    from ridgeline.planner.plan import Compiler, Plan
+    from ridgeline.planner.search import Candidate
 GB = 1e9
 
 
@@ -42,7 +43,14 @@ GB = 1e9
 @click.option("--tokens", type=click.FloatRange(min=1), help="Tokens of the run [default: trainer.steps x batch size x sequence length].")
 @click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of layouts to print.")
 @click.option("--calibration", metavar="FILE", help="Calibration file from `ridge calibrate` [default: published rates].")
+@software_option
 @click.option("--write", metavar="FILE", type=click.Path(path_type=Path), help="Write a config with the best layout, based on CONFIG.")
+@click.option(
+    "--compile/--no-compile",
+    "compiles",
+    default=None,
+    help="Compile the best layout, and the next if it does not fit [default: above 90% of the memory, where the extra 'aot' is installed].",
+)
 @json_option
 def plan(
     config: str,
@@ -55,18 +63,21 @@ def plan(
     tokens: float | None,
     top: int,
     calibration: str | None,
+    software: str,
     write: Path | None,
+    compiles: bool | None,
     as_json: bool,
 ) -> None:
     """Find the best layout of CONFIG on a cluster: mesh, number of microbatches and rematerialization policy.
 
     Prints the best layouts with memory, step time and cost; the bottleneck; why common alternatives are slower; and the best layout for
-    each node count with its parallel efficiency. The global batch size stays as configured. Needs neither a GPU nor JAX.
+    each node count with its parallel efficiency. The global batch size stays as configured. Needs neither a GPU nor JAX. Where the best
+    layout needs more than 90 % of the memory and the packages of `ridge compile` are installed, it is compiled (10 to 60 s).
     """
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.load import load
     from ridgeline.planner.calibration import load_calibration
-    from ridgeline.planner.plan import make_plan, plan_json
+    from ridgeline.planner.plan import COMPILED_ABOVE, make_plan, plan_json
     from ridgeline.planner.search import Limits
 
     resolved = load(config, overrides).config
@@ -74,12 +85,14 @@ def plan(
     made = make_plan(
         resolved,
         site,
-        load_calibration(calibration),
+        load_calibration(calibration, software),
         node_counts(nodes, resolved, site),
         tokens=tokens,
         objective=objective,  # type: ignore[arg-type]  # click.Choice allows only these literals
         limits=Limits(budget_usd, deadline_days),
         top=top,
+        compiler=None if compiles is False else layout_compiler(resolved, site, required=compiles is True),
+        compiled_above=0.0 if compiles else COMPILED_ABOVE,
     )
     if write is not None:
         write_layout(write, config, overrides, made)
@@ -91,6 +104,36 @@ def plan(
         print_plan(made)
         if write is not None:
             print(f"\nwritten: {write} (ridge compile {write} --cluster {cluster} --nodes {made.best[0].nodes} verifies it)")
+
+
+def layout_compiler(config: Config, cluster: ClusterConfig, *, required: bool) -> Compiler | None:
+    """Return what compiles a layout of a config as a run on the cluster would; None where packages are missing.
+
+    Raises UserError for missing packages where it is `required`.
+    """
+    from dataclasses import replace
+
+    from ridgeline.cli.progress import print_progress
+    from ridgeline.launch.environment import run_flags
+    from ridgeline.trainer.aot.compile import Request, check_packages, compile_ahead
+
+    try:
+        check_packages()
+    except UserError:
+        if required:
+            raise
+        return None
+
+    def needed_bytes(candidate: Candidate) -> int:
+        layout, memory = candidate.layout, candidate.memory
+        planned = f"planned {memory.total_bytes / GB:.1f} GB"
+        print_progress(f"compiling {layout.text()}, {layout.accumulation} x, {layout.remat.policy} for {cluster.device} ({planned})")
+        chosen = layout.apply(config)
+        flags, level = run_flags(chosen, cluster.device)
+        compiled = compile_ahead(replace(Request.on(chosen, cluster, candidate.nodes), xla_flags=flags, optimization_level=level))
+        return compiled.peak_bytes + memory.components["runtime_reserve"].bytes
+
+    return needed_bytes
 
 
 def node_counts(text: str, config: Config, cluster: ClusterConfig) -> list[int]:

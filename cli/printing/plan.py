@@ -9,6 +9,7 @@ from ridgeline.planner.economics import price_text
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.plan import Plan
 from ridgeline.planner.search import Candidate
+from ridgeline.planner.software import DEFAULT_SOFTWARE
 
 GB = 1e9
 
@@ -19,9 +20,13 @@ def print_plan(made: Plan) -> None:
     data = made.config.data
     print(
         f"{made.config.name}: {data.batch_size:,} rows of {data.seq_len:,} tokens per step, {made.tokens:.4g} tokens;"
-        f" cluster {made.cluster.name} ({made.cluster.device}), rates: {made.calibration.name}\n"
+        f" cluster {made.cluster.name} ({made.cluster.device}), rates: {made.calibration.name}"
+        f"{_software(made)}\n"
     )
     _print_candidates(made)
+    for compilation in made.compiled:
+        print(f"\n{compilation.sentence}.")
+    print(f"\n{_range_sentence(made)}")
     print(f"\n{made.bottlenecks[0].sentence}\n")
     if best.parts.measured is not None:
         print(f"{best.parts.measured.sentence()}\n")
@@ -48,6 +53,23 @@ def print_plan(made: Plan) -> None:
         print()
         _print_scaling(made)
     print(f"\n{_run_sentence(made, best)}")
+
+
+def _software(made: Plan) -> str:
+    name = made.calibration.software.name
+    return "" if name == DEFAULT_SOFTWARE else f"; software: {name}"
+
+
+def _range_sentence(made: Plan) -> str:
+    """Return the range of the best layout's time and cost, and what it follows from."""
+    best, around = made.best[0], made.range
+    step, days, hours = (around.around(value) for value in (best.step.step_s, best.run.wall_days, best.run.wall_device_hours))
+    parts = [f"{step[0]:.3g} to {step[1]:.3g} s per step", f"{days[0]:.3g} to {days[1]:.3g} days"]
+    parts.append(f"{hours[0]:,.0f} to {hours[1]:,.0f} device-hours")
+    if best.run.wall_cost_usd is not None:
+        low, high = around.around(best.run.wall_cost_usd)
+        parts.append(f"{low:,.0f} to {high:,.0f} USD")
+    return f"range of the best layout, +-{around.share:.0%}: {', '.join(parts)} ({around.basis})"
 
 
 def _print_candidates(made: Plan) -> None:

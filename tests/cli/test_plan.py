@@ -48,6 +48,18 @@ def test_json_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["nodes"] for row in made["scaling"]] == [1, 2] and made["scaling"][0]["efficiency"] == 1
     assert all(rejection["reason"] for rejection in made["rejected"])
     assert made["worth"]
+    for key in ("step_s", "tokens_per_s", "tokens_per_s_per_device", "wall_days", "wall_device_hours", "wall_cost_usd"):
+        low, high = made["candidates"][0][f"{key}_range"]
+        value = made["candidates"][0].get(key, low)
+        assert low <= value <= high and high / low == pytest.approx((1 + made["range"]) / (1 - made["range"])) and made["range_from"]
+
+
+def test_the_step_of_other_software_has_its_own_time_and_range(capsys: pytest.CaptureFixture[str]) -> None:
+    own, other = (json.loads(run(capsys, "--json", "--software", name)) for name in ("ridgeline", "composer"))
+    assert (own["software"], other["software"]) == ("ridgeline", "composer")
+    assert other["candidates"][0]["step_s"] > own["candidates"][0]["step_s"] and other["range"] > own["range"]
+    assert "software: composer" in run(capsys, "--software", "composer") and "range of the best layout" in run(capsys)
+    assert "did you mean 'megatron'" in refused(capsys, *COMMAND, "--software", "megatorn")
 
 
 def test_the_page_has_the_bottleneck_the_cost_and_the_reasons_against_other_layouts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from ridgeline.planner.memory import memory_per_device
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
 from tests.trainer.gpu_models import cluster
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = json.loads((Path(__file__).parent / "compiled_steps_overlap.json").read_text())["cases"]
 AGAIN = {"models/llama-3.2-1b": 8, "models/llama-3.1-70b": 1024}
 """Model -> devices of its first row in the table on so many."""
@@ -41,6 +44,33 @@ def test_rows_compiled_again_equal_the_table_and_are_within_five_percent_of_the_
         assert result.temp_bytes == pytest.approx(case["temp_bytes"], rel=0.02)
         planned = memory_per_device(config, result.mesh, overlap=True, combined=False).compiled_bytes
         assert planned == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.05)
+
+
+DRAWN = 3
+SAME_FLAGS = ("remat", "packing", "params", "moments", "loss_chunk")
+"""Knobs of the sampler that do not change XLA's flags, so that one process compiles all."""
+
+
+@pytest.mark.slow
+def test_steps_drawn_over_every_knob_take_what_is_planned(monkeypatch):
+    """A few of what `make bench-memory` draws by the hundred: four layers of a 1B model on eight H100, one or two microbatches."""
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    from plan_vs_compile import KNOBS
+
+    rng = random.Random(13)
+    configs = []
+    for number in range(DRAWN):
+        shape = ("model.num_layers=4", "data.seq_len=4096", "data.batch_size=64", "mesh.fsdp=8", f"trainer.accumulation={1 + number % 2}")
+        drawn = [item for knob in SAME_FLAGS for item in rng.choices(*zip(*KNOBS[knob], strict=True))[0]]
+        configs.append(load("models/llama-3.2-1b", (*shape, "precision.compute=bfloat16", *drawn)).config)
+    ((flags, level),) = {run_flags(config, "h100-sxm") for config in configs}
+    requests = [Request.on(config, cluster(), 1, xla_flags=flags, optimization_level=level) for config in configs]
+    for config, result in zip(configs, compile_many(requests), strict=True):
+        assert isinstance(result, Compiled), result
+        planned = memory_per_device(config, result.mesh)
+        error = (result.argument_bytes + result.temp_bytes) / planned.compiled_bytes - 1
+        assert abs(error) < 0.08, (error, config.compute, config.precision)
+        assert result.peak_bytes <= planned.total_bytes
 
 
 NARROW = ("precision.params=bfloat16", "precision.stochastic_rounding=true", "precision.moments=int8", "precision.gradients=bfloat16")

@@ -18,6 +18,7 @@ from ridgeline.planner.advice import alternatives, bottleneck
 from ridgeline.planner.layouts import Layout, accumulations, meshes, remat_choices
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.overlap import ETA
+from ridgeline.planner.plan import make_plan, plan_json
 from ridgeline.planner.search import Limits, capacity_bytes, evaluate, ranked, search, search_scale, within
 from ridgeline.planner.step_time import Machine, step_time
 from tests.planner.clusters import CALIBRATION, cluster, config, links
@@ -215,3 +216,38 @@ def test_a_config_with_its_own_sharding_rules_is_not_guessed_about():
     model = load("models/llama-3.1-8b", ["mesh.rules={kv_heads: []}"]).config
     with pytest.raises(UserError, match=r"mesh\.rules.*default sharding rules"):
         search(model, load_cluster("dgx-h100").config, CALIBRATION, [1], TOKENS)
+
+
+# The best layout compiled.
+
+
+def test_a_best_layout_near_capacity_is_compiled_and_the_next_one_is_tried_if_it_is_refused():
+    """The issue's layout: planned to fit closely, refused by the compiler."""
+    made, model = load_cluster("dgx-h100").config, load("models/qwen3-8b", ["data.batch_size=128", "data.seq_len=4096"]).config
+    best_two = [c.layout for c in make_plan(model, made, CALIBRATION, [1], tokens=TOKENS, top=2).best]
+    asked = []
+
+    def compiler(candidate):
+        asked.append(candidate.layout)
+        return 10**12 if len(asked) == 1 else 10**9
+
+    plan = make_plan(model, made, CALIBRATION, [1], tokens=TOKENS, compiler=compiler, compiled_above=0.0)
+    refused, taken = plan.compiled
+    assert asked[0] == best_two[0] == refused.candidate.layout and refused.fits is False
+    assert plan.best[0] is taken.candidate and taken.fits and plan.best[0].layout != best_two[0]
+    assert "does not fit in 80.7 GB" in refused.sentence and "1.0 GB compiled: fits" in taken.sentence
+    assert any(rejection.reason == refused.sentence for scale in plan.scales for rejection in scale.rejections)
+    assert [row["fits"] for row in plan_json(plan)["compiled"]] == [False, True]
+
+
+def test_only_a_best_layout_near_capacity_is_compiled_and_a_failed_compile_leaves_the_plan():
+    made, model = load_cluster("dgx-h100").config, load("models/qwen3-8b", ["data.batch_size=128", "data.seq_len=4096"]).config
+
+    def broken(candidate):
+        raise UserError("the compiler failed")
+
+    below = make_plan(model, made, CALIBRATION, [1], tokens=TOKENS, compiler=broken, compiled_above=1.0)
+    assert below.compiled == ()
+    above = make_plan(model, made, CALIBRATION, [1], tokens=TOKENS, compiler=broken, compiled_above=0.0)
+    assert above.best[0].layout == below.best[0].layout and above.compiled[0].fits is None
+    assert "not compiled: the compiler failed" in above.compiled[0].sentence

@@ -1,0 +1,87 @@
+"""Training software whose steps can be predicted (planner/software.yaml): its efficiency relative to kernels measured in isolation.
+
+The shipped calibration has the rates of single kernels. What a step makes of them depends on the software: which attention kernel it runs,
+whether it fuses elementwise kernels, how fast its matmuls run inside a step. `--software` selects an entry; the default is this project.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+
+from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.section import Fraction, Name, PositiveFloat, Section
+from ridgeline.planner.hardware import Hardware
+
+FILE = Path(__file__).with_name("software.yaml")
+DEFAULT_SOFTWARE = "ridgeline"
+
+
+class Software(Section):
+    """One entry of planner/software.yaml."""
+
+    name: Name
+    """Name, as `--software` takes it."""
+    description: str
+    """What it is, and which versions were measured."""
+    source: str
+    """What set the constants below."""
+    like: str | None = None
+    """The software whose published runs validate it; None: its own."""
+    in_step: dict[str, dict[str, Fraction]]
+    """Device or generation (`default`: any other) -> dtype of the matmul inputs -> rate of matmuls and attention inside a step over their
+    rate in isolation: clocks fall under sustained load and kernels wait for each other. Without an entry float4 has the share of float8,
+    others that of bfloat16."""
+    attention: dict[str, PositiveFloat] = {}
+    """Device or generation -> rate of its attention kernel over the calibrated one; without an entry: 1."""
+    elementwise_passes: PositiveFloat = 1.0
+    """Bytes of a layer's elementwise kernels over those of fused bfloat16 kernels. In eager software each operation is a pass, and norms,
+    residual adds and their gradients stay in float32."""
+    transposed_gradients: bool = False
+    """Whether gradients that fsdp shards along their last dim are transposed for their reduction, as XLA does in this project's step."""
+
+    accumulates_in_matmuls: bool = False
+    """Whether matmuls add gradients of weights to their sum over microbatches, which other software adds in passes of its own."""
+    reduces_once: bool = False
+    """Whether gradients are reduced over `data` once per step instead of once per microbatch."""
+    shards_update: bool = False
+    """Whether the update is sharded over `data` (ZeRO stage 1)."""
+    tensor_overlap: Fraction = 0.0
+    """Fraction of the communication over `tensor` that is overlapped with the matmuls around it."""
+
+    def in_step_share(self, dtype: str, device: Hardware) -> float:
+        """Return the rate of matmuls of this dtype inside a step over their rate in isolation."""
+        shares = next(self.in_step[key] for key in (device.name, device.generation, "default") if key in self.in_step)
+        narrow = shares.get("float8", shares["bfloat16"]) if dtype == "float4" else shares["bfloat16"]
+        return shares.get(dtype, narrow)
+
+    def attention_share(self, device: Hardware) -> float:
+        """Return the rate of its attention kernel over the calibrated one."""
+        return next((self.attention[key] for key in (device.name, device.generation) if key in self.attention), 1.0)
+
+
+@functools.cache
+def software_names() -> list[str]:
+    """Return the names that `--software` takes, the default first."""
+    return list(_entries())
+
+
+@functools.cache
+def software(name: str = DEFAULT_SOFTWARE) -> Software:
+    """Return an entry by name. Raises UserError with the nearest name."""
+    entries = _entries()
+    if name not in entries:
+        raise unknown_name("software", name, list(entries))
+    try:
+        return Software.model_validate({"name": name} | entries[name])
+    except ValidationError as error:
+        raise UserError(f"{FILE.name}: {name}: {error}") from None
+
+
+@functools.cache
+def _entries() -> dict[str, dict[str, object]]:
+    entries: dict[str, dict[str, object]] = YAML(typ="safe").load(FILE)
+    return entries
