@@ -143,8 +143,7 @@ class ProgramCache:
         from jax.experimental.serialize_executable import deserialize_and_load
 
         try:
-            if not path.exists():
-                return None
+            path.stat()
             with open_regular(path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
@@ -154,6 +153,8 @@ class ProgramCache:
                 raise ValueError("it is damaged")
             program, in_tree, out_tree = pickle.loads(content)
             compiled = deserialize_and_load(program, in_tree, out_tree, execution_devices=self._devices)
+        except FileNotFoundError:
+            return None
         except Exception as error:  # any error: the program can be compiled instead
             self._log(f"{path} cannot be loaded and is compiled: {_text(error)}")
             return None

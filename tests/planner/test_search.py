@@ -203,6 +203,19 @@ def test_the_bottleneck_is_the_ceiling_whose_doubling_helps_most():
     assert bottleneck(roomy, Machine(cluster(), CALIBRATION, 8)).ceiling == "compute"
 
 
+def test_the_advice_claims_that_nothing_is_recomputed_only_where_that_is_so():
+    """Also where keeping more would bring nothing: every policy, each with the layouts that compute limits."""
+    machine = Machine(cluster(), CALIBRATION, 8)
+    scale = search_scale(config(rows=512, length=8192), machine.cluster, CALIBRATION, 1, TOKENS)
+    seen = {}
+    for candidate in scale.candidates:
+        policy = candidate.layout.remat.policy
+        claimed = "Nothing is recomputed" in bottleneck(candidate, machine).sentence
+        assert not claimed or policy == "none"
+        seen.setdefault(policy, set()).add(claimed)
+    assert len(seen) > 2 and True in seen["none"]
+
+
 def test_obvious_alternatives_lose_with_a_reason_or_are_no_worse():
     model, made = config(rows=128), cluster()
     scale = search_scale(model, made, CALIBRATION, 4, TOKENS)

@@ -38,6 +38,12 @@ def digest(root: Path) -> str:
     return found.hexdigest()
 
 
+def copy_if_there(source: str, target: str) -> None:
+    """Copy a file, unless another thread has removed it since it was listed (a lock of a library's save)."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copy2(source, target)
+
+
 class Camera:
     """Copies a directory before each change of it."""
 
@@ -77,7 +83,7 @@ class Camera:
     def _take(self, empty: Path | None = None) -> Path | None:
         image = self._target / f"{len(self.images):03d}" / self._root.name
         if self._root.exists():
-            shutil.copytree(self._root, image)
+            shutil.copytree(self._root, image, copy_function=copy_if_there)
         else:
             image.parent.mkdir()
         if empty is not None:
