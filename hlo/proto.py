@@ -55,6 +55,15 @@ def read_module(data: bytes) -> Module:
     return Module(name, with_derived_trip_counts(read), entry, sources)
 
 
+def module_name(data: bytes) -> str:
+    """Return the name of the module of an HloProto, "" where it has none. Raises Damaged."""
+    for number, _, begin, end in fields(data, 0, len(data)):
+        for inner, _, first, last in fields(data, begin, end) if number == 1 else ():
+            if inner == 1:
+                return decode_text(data, first, last)
+    return ""
+
+
 def instruction_names(data: bytes) -> dict[int, str]:
     """Return the names of all instructions of an HloProto by id. Raises Damaged."""
     found: dict[int, str] = {}

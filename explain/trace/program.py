@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from ridgeline.hlo.collectives import Collective, collectives, replica_groups
 from ridgeline.hlo.memory import ProgramMemory, read_memory
 from ridgeline.hlo.module import Instruction, Module
 from ridgeline.hlo.parse import parse
-from ridgeline.hlo.proto import instruction_names, read_module
+from ridgeline.hlo.proto import instruction_names, module_name, read_module
 from ridgeline.hlo.roofline import Kernel, kernels
 
 HLO_SUFFIX = ".hlo.txt"
@@ -143,19 +143,21 @@ def _in_traces(
 ) -> dict[int | None, Program]:
     """Return the modules in the traces by program id. Hosts of one run have the same programs: the first that has one is read.
 
-    Some versions of XLA number the programs that ran and the saved modules apart (CPU, jax 0.12). A module of another name than the
-    program's is not taken; then the only module with the program's name is.
+    Some versions of XLA number the programs that ran and the saved modules apart (CPU, jax 0.12): a module of another name than the
+    program's is not taken, and a program without a module takes the only other module of its name, if no other program could.
     """
     wanted = {key.program_id: key for key in ran}
     found: dict[int | None, Program] = {}
     for host in hosts:
-        named: dict[str, list[Program]] = {}
         with open_regular(host.path) as file:
 
-            def read(span: tuple[int, int], what: object, file: IO[bytes] = file) -> Program | None:
+            def content(span: tuple[int, int], file: IO[bytes] = file) -> bytes:
                 file.seek(span[0])
+                return file.read(span[1] - span[0])
+
+            def read(span: tuple[int, int], what: object, content: Callable[[tuple[int, int]], bytes] = content) -> Program | None:
                 try:
-                    data = file.read(span[1] - span[0])
+                    data = content(span)
                     program = Program(read_module(data), num_devices, mesh, read_memory(data, instruction_names(data)))
                     program.read_all()
                 except (ValueError, LookupError, RecursionError, StopIteration) as error:
@@ -163,26 +165,30 @@ def _in_traces(
                     return None
                 return program
 
-            unread = dict(host.modules)
+            others: list[tuple[int, int]] = []
             for own, span in host.modules.items():
-                number = host.program_ids.get(own, own)
-                if number in found or number not in wanted:
-                    continue
-                del unread[own]
-                if (program := read(span, wanted[number].module or number)) is None:
-                    continue
-                if wanted[number].module in ("", program.module.name):
+                key = wanted.get(number := host.program_ids.get(own, own))
+                if key is None or key.module not in ("", _name(content(span)) or key.module):
+                    others.append(span)
+                elif number not in found and (program := read(span, key.module or number)) is not None:
                     found[number] = program
-                else:
-                    named.setdefault(program.module.name, []).append(program)
-            if named:
-                for own, span in unread.items():
-                    if (program := read(span, own)) is not None:
-                        named.setdefault(program.module.name, []).append(program)
-                for wanted_id, key in wanted.items():
-                    if wanted_id not in found and len(same := named.get(key.module, [])) == 1:
-                        found[wanted_id] = same[0]
+            missing = Counter(key.module for number, key in wanted.items() if number not in found and key.module)
+            named = [(span, _name(content(span))) for span in others] if missing else []
+            for key in wanted.values():
+                spans = [span for span, name in named if name == key.module]
+                if key.program_id in found or not missing[key.module] == len(spans) == 1:
+                    continue
+                if (program := read(spans[0], key.module)) is not None:
+                    found[key.program_id] = program
     return found
+
+
+def _name(data: bytes) -> str | None:
+    """Return the name of a module; None for one that is damaged."""
+    try:
+        return module_name(data)
+    except ValueError:
+        return None
 
 
 def _text(path: Path, num_devices: int, mesh: Mapping[str, int] | None) -> Program:

@@ -2,11 +2,14 @@
 
 NVIDIA and AMD GPUs have their own planes whose `Stream #` lines contain kernels and copies; those of TPUs: tpu.py. The CPU backend has
 none: its operations are events of host threads with the statistics `hlo_op` and `device_ordinal` (thread names differ between versions).
+An operation that goes on in the thread pool after its event, such as a large dot, ends at its marker `end: NAME`.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +28,11 @@ WANTED = MEMORY_STATS | frozenset(
     {"hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal", "correlation_id", "step_num", "name", "tf_op"}
     | {"memcpy_details", "memset_details", "cuda_graph_id", "cuda_graph_exec_id"}
 )
-_DROPPED = re.compile(r"end: |ThreadpoolListener|Wait for |InvokeRendezvous|Rendezvous$|PythonRefManager")
+_DROPPED = re.compile(r"ThreadpoolListener|Wait for |InvokeRendezvous|Rendezvous$|PythonRefManager")
+_END = "end: "
+"""The CPU backend's marker that an operation has ended; it has no statistics."""
+_PAUSE_PS = 20_000_000
+"""Operations of a thread with less than 20 us between them run one after another."""
 _DEVICE_PLANE = re.compile(r"/device:(GPU|TPU):(\d+)\b(?! SparseCore)")
 _OTHER_DEVICE = re.compile(r"/device:(?!GPU|TPU|CPU|CUSTOM)(\w+)")
 _SUFFIX = re.compile(r"-p(\d{5})$")
@@ -217,10 +224,13 @@ def build_host(space: Space, path: Path, number: int = 0) -> Host:
         other_devices=sorted({found[1] for plane in space.planes if (found := _OTHER_DEVICE.match(plane.name))}),
     )
     memory = memory_rows(hosts, space.strings)
+    markers = [number for number, text in enumerate(space.strings) if text.startswith(_END)]
+    if not planes:
+        _extend_to_markers([line for plane in hosts for line in plane.lines], space.strings)
     host.memory_events = read_memory_events(memory, space.strings)
     for plane in hosts:
         for line in plane.lines:
-            rest = np.ones(len(line.names), bool)
+            rest = ~np.isin(line.names, markers)
             if not planes and "hlo_op" in line.stats:
                 rest &= line.stats["hlo_op"] == MISSING
             rest[next((rows for other, rows in memory if other is line), [])] = False
@@ -281,11 +291,71 @@ def _facts(stats: Mapping[str, Value]) -> DeviceFacts | None:
     return None if found == DeviceFacts() else found
 
 
+def _extend_to_markers(lines: Sequence[Line], strings: Sequence[str]) -> None:
+    """Let operations of the CPU backend end at their markers.
+
+    Most markers follow their operation on its thread at once. The others belong to operations that went on in the thread pool: a thread
+    ends one of them, runs the operations that it could not run before, one after another, and writes the marker behind these. So an
+    operation went on to the first of them, or to its marker, if the thread was in no operation for a quarter of that time. Markers do not
+    contain the device: those of one name are taken in order of time, so two devices of a process may exchange ends; an operation ends at
+    the latest where its device begins it again.
+    """
+    ids = {text: number for number, text in enumerate(strings)}
+    marked = {number: ids[name] for number, text in enumerate(strings) if text.startswith(_END) and (name := text[len(_END) :]) in ids}
+    if not marked:
+        return
+    op_of = np.full(len(strings), MISSING, np.int64)
+    op_of[list(marked)] = list(marked.values())
+    running: dict[int, list[tuple[int, int, Line, int]]] = {}  # operation -> end of its event, device, line, row
+    markers: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)  # operation -> marker, end, end of the thread's one before
+    for line in lines:
+        is_op, device = line.stat("hlo_op") != MISSING, _ordinals(line)
+        rows = np.flatnonzero(is_op | (op_of[line.names] != MISSING))
+        rows = rows[np.lexsort((is_op[rows], line.start_ps[rows]))]
+        names, ops = line.names[rows], is_op[rows]
+        at_once = np.zeros(len(rows), bool)
+        at_once[:-1] = ops[:-1] & ~ops[1:] & (op_of[names[1:]] == names[:-1])
+        for row in rows[ops & ~at_once].tolist():
+            end = int(line.start_ps[row] + line.duration_ps[row])
+            running.setdefault(int(line.names[row]), []).append((end, int(device[row]), line, row))
+        starts, ends = line.start_ps[rows[ops]], line.start_ps[rows[ops]] + line.duration_ps[rows[ops]]
+        apart = np.concatenate([[True], starts[1:] - ends[:-1] >= _PAUSE_PS])[: len(starts)]
+        first = np.maximum.accumulate(np.where(apart, np.arange(len(starts)), 0))  # of the operations run one after another
+        for row, last in zip(rows[~ops & ~np.roll(at_once, 1)], (np.cumsum(ops) - 1)[~ops & ~np.roll(at_once, 1)].tolist(), strict=True):
+            marker = int(line.start_ps[row])
+            behind = last >= 0 and marker - ends[last] < _PAUSE_PS
+            before = int(first[last]) - 1 if behind else last
+            end = int(starts[first[last]]) if behind else marker
+            markers[int(op_of[line.names[row]])].append((marker, end, int(ends[before]) if before >= 0 else 0))
+    begins: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of an operation on a device
+    for line in lines:
+        rows = np.flatnonzero(np.isin(line.names, list(running)) & (line.stat("hlo_op") != MISSING))
+        for op, ordinal, start in zip(line.names[rows].tolist(), _ordinals(line)[rows].tolist(), line.start_ps[rows].tolist(), strict=True):
+            begins[op, ordinal].append(start)
+    for each in begins.values():
+        each.sort()
+    for op, operations in running.items():
+        written = iter(sorted(markers[op]))
+        for end, ordinal, line, row in sorted(operations, key=lambda ended: ended[:2]):
+            found = next((marker for marker in written if marker[0] >= end), None)
+            if found is None:
+                break
+            _, went_on_to, before = found
+            if went_on_to <= end or went_on_to - max(end, before) < (went_on_to - end) / 4:
+                continue
+            later = bisect.bisect_left(begins[op, ordinal], end)
+            line.duration_ps[row] = min([went_on_to, *begins[op, ordinal][later : later + 1]]) - line.start_ps[row]
+
+
+def _ordinals(line: Line) -> np.ndarray:
+    return line.stats.get("device_ordinal", np.zeros(len(line.names), np.int64))
+
+
 def _cpus(planes: list[Plane]) -> list[Device]:
     """Return the operations of the CPU backend by device: events with an `hlo_op`."""
     lines = [line for plane in planes for line in plane.lines if "hlo_op" in line.stats]
     masks = [line.stats["hlo_op"] != MISSING for line in lines]
-    ordinals = [line.stats.get("device_ordinal", np.zeros(len(line.names), np.int64)) for line in lines]
+    ordinals = [_ordinals(line) for line in lines]
     present = sorted({int(n) for mask, column in zip(masks, ordinals, strict=True) for n in np.unique(column[mask])})
     return [Device(max(n, 0), _ops(lines, [mask & (column == n) for mask, column in zip(masks, ordinals, strict=True)])) for n in present]
 

@@ -172,10 +172,21 @@ def slow_link(bytes_per_s: float) -> Any:
 
 def paced(seconds: float, start_s: float = 0.0) -> Any:
     """A step takes at least this long, whatever it computes, and the start takes `start_s` longer: a larger model's, at no cost."""
+    import jax
+
     from ridgeline.trainer import run
     from ridgeline.trainer.loop import Loop
 
-    pace = _before(Loop, "_read_pending", lambda self: time.sleep(seconds) if self._pending is not None else None)
+    last_s = 0.0
+
+    def wait(self: Any) -> None:
+        nonlocal last_s
+        if self._pending is not None:
+            jax.block_until_ready(self._pending.metrics)
+            time.sleep(max(0.0, last_s + seconds - time.monotonic()))
+            last_s = time.monotonic()
+
+    pace = _before(Loop, "_read_pending", wait)
     start = _before(run, "check_data", lambda config: time.sleep(start_s))
     stack = contextlib.ExitStack()
     stack.enter_context(pace)

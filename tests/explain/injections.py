@@ -186,9 +186,9 @@ WAITING = (
         Run(f"rows-{n}", f"{TINY} trainer.steps=15 trainer.log_every=3 data.batch_size={n}", "slow_rows", {"seconds": 0.05})
         for n in (4, 8, 16)
     ),
-    paced("fixed-1", 0.08, start_s=8),
-    paced("fixed-2", 0.04, devices=2, start_s=8),
-    paced("fixed-4", 0.02, devices=4, start_s=8),
+    paced("fixed-1", 0.12, start_s=30),
+    paced("fixed-2", 0.06, devices=2, start_s=30),
+    paced("fixed-4", 0.03, devices=4, start_s=30),
     paced("dear-1", 0.8, start_s=2),
     paced("dear-2", 0.4, devices=2, start_s=2),
     paced("dear-4", 0.2, devices=4, start_s=2),
@@ -204,7 +204,7 @@ WAITING = (
 PROCESSES = {1: 2, 2: 1, 4: 1}
 """Number of devices -> processes that share what waits."""
 PAIR = (
-    "mesh.data=2 mesh.fsdp=1 model.embed_dim=64 model.mlp_dim=256 data.batch_size=64 trainer.steps=13 profiler.start_step=6 "
+    "mesh.data=2 mesh.fsdp=1 model.embed_dim=64 model.mlp_dim=256 data.batch_size=128 trainer.steps=13 profiler.start_step=6 "
     "profiler.num_steps=6"
 )
 PAIRS = (
@@ -244,7 +244,7 @@ CASES = (
     Case("a link that the kernel paces to 1.5 MB/s", "link slower than planned", ("slow-link",), MEASURED),
     Case("a source of 20 rows/s at three batch sizes", "throughput flat as the batch grows", ("rows-4", "rows-8", "rows-16")),
     Case("one sequence per step, and 16", "batch too small", ("small-batch", "larger-batch")),
-    Case("a start of 8 s at three scales", "fixed overheads at scale", ("fixed-1", "fixed-2", "fixed-4")),
+    Case("a start of 30 s at three scales", "fixed overheads at scale", ("fixed-1", "fixed-2", "fixed-4")),
     Case("4 devices on 2 cores", "parallel efficiency falls", ("strong-1", "strong-4")),
     Case(
         "two sizes, the same communication",

@@ -1,5 +1,8 @@
 """The step ledger on hand-written traces with answers worked out by hand (times in microseconds)."""
 
+import random
+from collections import defaultdict
+
 import pytest
 
 from ridgeline.explain.trace.analysis import analyze
@@ -125,6 +128,44 @@ def test_nested_thunks_of_the_cpu_backend_count_by_their_parts(tmp_path):
     first, second = report_of(tmp_path, [host(threads)])["devices"]  # over their own spans, as nothing marks steps
     assert micro(first) == (20, 10, 6, 6, 1, 3)  # the while itself is nothing: from 12 to 14 and from 19 on the device idles
     assert micro(second) == (18, 18, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_operation_of_the_cpu_backend_goes_on_to_its_marker(tmp_path, seed):
+    """A device runs drawn operations on one thread; some return at once and go on in the pool, whose threads write their markers."""
+    draw = random.Random(seed)
+    lines = {f"tf_XLAEigen/{thread}": [] for thread in range(3)}
+    busy, now, ended = {0: [], 1: []}, {0: 0, 1: 0}, defaultdict(int)
+    for device in [0, 1, *draw.choices([0, 1], k=draw.randrange(5, 40))]:
+        name = f"{draw.choice(['dot', 'copy_fusion'])}.{device}{draw.randrange(3)}"
+        start = max(now[device], ended[name]) + draw.randrange(0, 5)
+        now[device] = start + draw.randrange(1, 5)
+        goes_on = draw.choice([0, 0, draw.randrange(1, 20)])
+        ended[name] = now[device] + goes_on
+        stats = {"hlo_op": name, "hlo_module": "jit_f", "program_id": 1, "run_id": 5, "device_ordinal": device}
+        lines[f"tf_XLAEigen/{device}"].append(event(name, start, now[device], **stats))
+        lines[f"tf_XLAEigen/{2 if goes_on else device}"].append(event(f"end: {name}", ended[name], ended[name]))
+        busy[device].append((start, ended[name]))
+    report = report_of(tmp_path, [host({**lines, "python": [event("PjitFunction(f)", 0, 1)]})])
+    covered = [{n for start, end in busy[device] for n in range(start, end)} for device in (0, 1)]
+    spans = [max(at) + 1 - min(at) for at in covered]
+    assert [micro(device)[::5] for device in report["devices"]] == [(span, span - len(at)) for span, at in zip(spans, covered, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "ledger"),
+    [
+        ([("fusion.2", 10, 12), ("fusion.3", 12, 13)], (13, 13, 0, 0, 0, 0)),  # the dot went on to 10, where another thread ended it
+        ([("all-reduce.2", 1, 12), ("fusion.3", 12, 13)], (13, 2, 11, 11, 0, 0)),  # its thread was in a collective, not in the dot
+        ([], (13, 13, 0, 0, 0, 0)),
+    ],
+)
+def test_a_marker_behind_the_operations_that_waited_is_late(tmp_path, waiting, ledger):
+    stats = {"hlo_module": "jit_f", "program_id": 1, "run_id": 5, "device_ordinal": 0}
+    other = [event(name, start, end, hlo_op=name, **stats) for name, start, end in waiting]
+    lines = {"tf_XLAEigen/1": [event("dot.1", 0, 1, hlo_op="dot.1", **stats)], "tf_XLAEigen/2": [*other, event("end: dot.1", 13, 13)]}
+    report = report_of(tmp_path, [host({**lines, "python": [event("PjitFunction(f)", 0, 1)]})])
+    assert micro(report["devices"][0]) == ledger
 
 
 def test_the_idle_time_is_split_by_what_the_host_did(tmp_path):

@@ -13,6 +13,8 @@ from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import find_capture
 from ridgeline.explain.trace.load import load_profile
 from ridgeline.explain.trace.perfetto import trace_events
+from ridgeline.explain.trace.program import read_programs
+from ridgeline.explain.trace.read import read_host
 from ridgeline.planner.hardware import hardware
 from ridgeline.rundir.analysis import to_json
 from tests.explain.xspace import event, gpu, host, kernel, metadata, step, write
@@ -197,6 +199,23 @@ def test_the_hlo_in_a_capture_of_ours_gives_what_the_text_beside_it_gives(captur
     key = lambda o: (o["op"], o["flops"], o["bytes"], o["phase"], o["component"], o["source"])  # noqa: E731
     mine = [key(o) for o in with_text["operations"] if o["module"] == "jit_toy_step"]
     assert mine == [key(o) for o in beside["operations"] if o["module"] == "jit_toy_step"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_program_is_found_by_its_name_where_its_number_is_of_no_module_or_of_another(capture_dir, tmp_path, seed):
+    """XLA on the CPU numbers the programs that ran and the saved modules apart (jax 0.12)."""
+    (file,) = capture_dir.glob("*.xplane.pb")
+    host, rng = read_host(file), random.Random(seed)
+    expected = read_programs([host], tmp_path, 1, None).by_key
+    (step,) = [key for key in expected if key.module == "jit_toy_step"]
+    host.modules[-1] = host.modules.pop(step.program_id)
+    others = [number for number in host.modules if number != -1]
+    numbers = rng.sample([*others, step.program_id], len(others)) if seed % 2 else rng.sample(range(10**6, 10**7), len(others))
+    host.modules = {-1: host.modules[-1]} | {new: host.modules[old] for new, old in zip(numbers, others, strict=True)}
+    found = read_programs([host], tmp_path, 1, None)
+    assert found.by_key[step].opcodes == expected[step].opcodes and not found.notes
+    host.modules[-2] = host.modules[-1]
+    assert step not in read_programs([host], tmp_path, 1, None).by_key  # two modules have its name
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import defaultdict
 
 import jax
 import pytest
@@ -110,21 +111,36 @@ def test_kernel_times_equal_those_of_xprof(trace):
     assert ours == {name: xprof[name] for name in ours}
 
 
-def test_a_real_capture_is_as_busy_as_its_raw_events(capture_dir):
-    """Nested thunks and `end:` markers of the CPU backend left out, each stretch counted once."""
-    (path,) = capture_dir.glob("*.xplane.pb")
-    spans = []
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        for line in plane.lines:
-            for e in line.events:
-                op = str(dict(e.stats).get("hlo_op", ""))
-                if op and not e.name.startswith("end: ") and not re.match(r"(while|call|conditional)(?![a-z])", op):
-                    spans.append((e.start_ns, e.end_ns))
+def busy_s(spans):
+    """The length of the union of (start, end) in nanoseconds, in seconds."""
     busy_ns, reach = 0.0, 0.0
     for start, end in sorted(spans):
         busy_ns += max(0.0, end - max(start, reach))
         reach = max(reach, end)
+    return busy_ns / 1e9
+
+
+def test_a_real_capture_is_as_busy_as_its_raw_events(capture_dir):
+    """Nested thunks of the CPU backend are left out, each stretch counts once. Markers `end:` lengthen operations that go on in the thread
+    pool; markers behind an operation that was over add less than if every operation went on to its marker."""
+    (path,) = capture_dir.glob("*.xplane.pb")
+    spans, markers = defaultdict(list), defaultdict(list)
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        for line in plane.lines:
+            for e in line.events:
+                op = str(dict(e.stats).get("hlo_op", ""))
+                if e.name.startswith("end: "):
+                    markers[e.name.removeprefix("end: ")].append(e.start_ns)
+                elif op and not re.match(r"(while|call|conditional)(?![a-z])", op):
+                    spans[e.name].append((e.start_ns, e.end_ns))
+    least_s = busy_s(span for name in spans for span in spans[name])
+    marked = {name: len(markers[name]) == len(found) for name, found in spans.items()}
+    assert sum(marked.values()) > len(spans) / 2
+    most_s = busy_s(
+        (start, max(end, marker))
+        for name, found in spans.items()
+        for (start, end), marker in zip(sorted(found), sorted(markers[name]) if marked[name] else [0.0] * len(found), strict=True)
+    )
     (device,) = to_json(analyze(load_profile(find_capture(capture_dir))))["devices"]
     ours_s = device["compute_s"] + device["exposed_communication_s"] + device["exposed_copy_s"]
-    assert ours_s == pytest.approx(busy_ns / 1e9, rel=1e-3)
-    assert ours_s > 0
+    assert 0 < least_s * 0.999 <= ours_s <= most_s * 1.001

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -312,14 +312,26 @@ def children() -> set[int]:
 def interrupted_start(number: signal.Signals, delay_s: float, start: Callable[[], object]) -> list[int]:
     """Send this process a signal some time after `start` begins; return the processes that `start` leaves behind."""
     before = children()
+    for handled in (signal.SIGINT, signal.SIGTERM):  # the signal may arrive before `start` handles it
+        signal.signal(handled, signal.default_int_handler)
     sender = threading.Timer(delay_s, os.kill, (os.getpid(), number))
-    sender.start()
     with contextlib.suppress(KeyboardInterrupt):
+        sender.start()
         start()
     sender.join()
     return sorted(children() - before)
 
 
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    """Restore the handlers of the two signals after a test."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signal_handlers")
 def test_a_signal_while_processes_start_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = ["sleep", "60"]
     monkeypatch.setattr(trials, "command", lambda file, processes: sleep)
@@ -330,4 +342,4 @@ def test_a_signal_while_processes_start_leaves_none_behind(tmp_path: Path, monke
         assert not interrupted_start(number, draw.uniform(0, 0.004), lambda: trials.run_each([trial], lambda text: None))
         delay_s = draw.uniform(0, 0.01)
         assert not interrupted_start(number, delay_s, lambda: codes.append(local.Group([sleep] * 3, [{}] * 3).wait(grace_s=1).code))
-    assert len(codes) == 40 and all(codes)
+    assert len(codes) > 20 and all(codes)
