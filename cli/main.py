@@ -47,6 +47,7 @@ _ESTIMATE: Table = {
     "step": ("ridgeline.cli.commands.estimate_config:step", "Time of a train step, by limiting resource."),
     "collective": ("ridgeline.cli.commands.estimate_collective:collective", "Time of one collective (alpha-beta model)."),
     "run": ("ridgeline.cli.commands.estimate_run:run", "Duration, device-hours and cost of a run, or its MFU."),
+    "budget": ("ridgeline.cli.commands.estimate_run:budget", "Model size and tokens that a budget buys."),
     "pipeline": ("ridgeline.cli.commands.estimate_run:pipeline", "Step time and bubble of a pipeline."),
     "checkpoint": ("ridgeline.cli.commands.estimate_run:checkpoint", "Optimal checkpoint interval for a failure rate."),
     "ridge": ("ridgeline.cli.commands.estimate_run:ridge", "Balance of compute and communication (roofline)."),

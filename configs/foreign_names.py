@@ -61,7 +61,7 @@ FOREIGN_NAMES = {
         "precision.compute": "dtype bf16 fp16 mixed_precision mixed_precision_param compute_dtype activation_dtype precision",
         "precision.params": "weight_dtype param_dtype params_dtype",
         "precision.matmul": "quantization fp8 float8 fp8_recipe",
-        "mesh.fsdp": "fsdp_parallelism ici_fsdp_parallelism dcn_fsdp_parallelism data_parallel_shard_degree dp_shard zero_stage fsdp_size",
+        "mesh.fsdp": "fsdp_parallelism ici_fsdp_parallelism dcn_fsdp_parallelism data_parallel_shard_degree dp_shard fsdp_size",
         "mesh.data": "data_parallelism ici_data_parallelism dcn_data_parallelism data_parallel_replicate_degree dp dp_replicate",
         "mesh.tensor": "tp tensor_parallel tensor_parallelism "
         "ici_tensor_parallelism tensor_parallel_degree tensor_model_parallel_size tp_size",

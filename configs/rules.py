@@ -225,11 +225,19 @@ def _mesh(config: Config) -> Iterator[Problem]:
             yield Problem((f"mesh.{axis}",), "must be at least 1, or -1 for the remaining devices, got 0")
         elif size != 1 and axis in ("pipeline", "context", "expert"):
             yield Problem((f"mesh.{axis}",), f"only 1 is supported, got {size} (data, fsdp and tensor may be larger)")
+    if config.mesh.zero_stage and config.optimizer.kind == "muon":
+        yield Problem(
+            ("mesh.zero_stage", "optimizer.kind"), "muon needs whole matrices; set mesh.zero_stage=0, or shard them over mesh.fsdp"
+        )
+    if config.mesh.zero_stage and "embed" in config.mesh.rules:
+        yield Problem(("mesh.zero_stage", "mesh.rules.embed"), "supports only the default rule of `embed`; remove mesh.rules.embed")
 
 
 def _axes_of(config: Config, logical: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], int]:
     """Return the mesh axes of known size that a logical axis is sharded over, and the product of their sizes."""
     axes = tuple(config.mesh.rules.get(logical, SHARDED_OVER[logical]))
+    if logical == "embed" and config.mesh.zero_stage:
+        axes += ("data",)
     known = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
     return known, math.prod(sizes[axis] for axis in known)
 

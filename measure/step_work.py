@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import load_calibration
-from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, matmul_weights, recomputed
+from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, matmul_weights, muon_layers, recomputed
 from ridgeline.planner.flops import mean_keys_per_query
 from ridgeline.planner.hardware import hardware, matmul_dtype
 from ridgeline.planner.kernels import ATTENTION_FORWARD_SHARE, Kernels
@@ -152,11 +152,11 @@ def _unembedding(local: LocalSizes, dtype: str) -> Iterator[Matmul]:
 
 
 def _muon(local: LocalSizes, gpu: bool) -> Iterator[Matmul]:
-    """Newton-Schulz iterations for every matrix of a layer, divided over its devices: X X', its square, and their matmul with X."""
+    """Newton-Schulz iterations for every matrix of the layers of one device: X X', its square, and their matmul with X."""
     if local.config.optimizer.kind != "muon":
         return
     dtype = "tfloat32" if gpu and local.config.compute.matmul_precision != "highest" else "float32"
-    count = NEWTON_SCHULZ_STEPS * local.model.num_layers / (local.fsdp * local.tensor)
+    count = NEWTON_SCHULZ_STEPS * muon_layers(local.model.num_layers, local.fsdp * local.tensor)
     for name, weights in matmul_weights(local.model).items():
         small = min(local.model.embed_dim, weights // local.model.embed_dim)
         large = weights // small

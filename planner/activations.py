@@ -45,14 +45,16 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
     if policy == "dots":
         # a ring's matmul with a scattered result is one matmul per chunk, and each is kept
         scattered = local.tensor if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0
-        return [(2 + scattered, cut), (1, q), (2, k), (gates, hidden)]
+        # results of 4-bit matmuls are float32 until they are multiplied by the scales of their tensors
+        wide = 4 // local.compute_itemsize if config.precision.matmul == "nvfp4" else 1
+        return [(2 + scattered, cut), (1, wide * q), (2, wide * k), (gates, wide * hidden)]
     names = set(config.compute.remat.names) if policy == "names" else set()
     names -= set() if local.model.gated_mlp else {"mlp_gate"}
     names -= set() if backend in TAGS_STATISTICS else {"attention_lse"}
     named = _named_bytes(local)
     alike = ({"attention_out", "mlp_out"}, {"query", "attention_context"}, {"key", "value"}, {"mlp_gate", "mlp_up"}, {"attention_lse"})
     listed = [(len(group & names), max(named[name] for name in group)) for group in alike]
-    inputs = 0 if config.compute.remat.offloads and "block_input" in config.compute.remat.names else 1
+    inputs = 0 if _offloads_inputs(local) else 1
     return [(inputs + listed[0][0], cut), *listed[1:]]
 
 
@@ -74,6 +76,12 @@ def stacked_bytes(local: LocalSizes, backend: str) -> int:
 def offloaded_bytes(local: LocalSizes) -> int:
     """Return the bytes of one device's microbatch that are kept for the backward pass in host memory."""
     return local.model.num_layers * _listed_bytes(local) if local.config.compute.remat.offloads else 0
+
+
+def _offloads_inputs(local: LocalSizes) -> bool:
+    """Return whether the inputs of the blocks are kept in host memory."""
+    remat = local.config.compute.remat
+    return remat.offloads and "block_input" in remat.names
 
 
 def _listed_bytes(local: LocalSizes) -> int:
@@ -116,10 +124,10 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
-    between = local.tensor > 1 and local.rows > 1 and local.config.compute.tensor_overlap == "gather"
-    if between and policy in ("none", "attention-only"):
+    between, ring = local.tensor > 1 and local.rows > 1, local.config.compute.tensor_overlap == "ring"
+    if between and not ring and policy in ("none", "attention-only"):
         relaid = layers * local.stream_bytes
-    elif between and policy != "dots" and local.fsdp > 1 and overlap:
+    elif between and (ring or policy != "dots") and local.fsdp > 1 and overlap and not _offloads_inputs(local):
         relaid = layers * local.cut_stream_bytes
     if local.config.precision.block_scaled is not None and policy == "none":
         relaid += layers * local.query_bytes  # attention results, for blocks along the tokens

@@ -138,7 +138,8 @@ def alternatives(scale: Scale, machine: Machine) -> list[Alternative]:
         return []
     node = min(machine.cluster.devices_per_node, scale.devices)
     common: dict[str, Callable[[Layout], bool]] = {
-        "data parallel only": lambda x: x.data == scale.devices,
+        "data parallel only": lambda x: x.data == scale.devices and not x.zero_stage,
+        "data parallel with ZeRO stage 2": lambda x: x.data == scale.devices and x.zero_stage == 2,
         "fsdp over everything": lambda x: x.fsdp == scale.devices,
         "fsdp in a node, data across": lambda x: x.fsdp == node and x.tensor == 1,
         "tensor in a node, fsdp across": lambda x: x.tensor == node and x.data == 1,

@@ -3,13 +3,14 @@
 Sharding and models are written to this plan, and tests compare the compiled step with it:
 * parameters are sharded over fsdp and gathered in the compute dtype, in the forward and again in the backward pass; their gradients are
   reduce-scattered over fsdp and then all-reduced over data, in the gradient dtype, once per microbatch;
+  with mesh.zero_stage=2 they are reduce-scattered over data too, and the updated parameters are gathered over data once per step;
 * over tensor, the residual stream is sharded along the sequence; it is gathered before attention and MLP and reduce-scattered after each
   (arXiv 2205.05198); with compute.tensor_overlap=ring each of these is t - 1 permutes of 1/t of it, and inputs that are not kept gathered
   are sent around the ring again in the backward pass;
 * what the backward pass recomputes under compute.remat it also communicates again: the gathers of the inputs over tensor, and the
   reduce-scatter of attention's update (the MLP's update is never recomputed, since no gradient needs it). Parameters are gathered once
   for recomputation and gradients;
-* Muon gathers unsharded matrices for their orthogonalization; every other optimizer works on shards.
+* Muon moves whole matrices to one device each with all-to-alls (trainer/muon.py); every other optimizer works on shards.
 
 Legend: D embed width, F MLP width, N query heads, K key/value heads, H head width.
 """
@@ -22,7 +23,7 @@ from typing import Literal
 
 from ridgeline.configs.schema import MESH_AXES, Config, ModelConfig, RematConfig
 
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_ITEMSIZE = {"float32": 4, "bfloat16": 4, "float16": 2, "float8": 2}
 """Bytes per element in collectives of XLA's CPU backend, which has none in bfloat16 (it moves float32) or float8 (float16)."""
@@ -62,7 +63,7 @@ class PlannedCollective:
 def planned_collectives(config: Config, sizes: Mapping[str, int], *, gpu: bool = True) -> list[PlannedCollective]:
     """List the collectives of one optimizer step on a mesh of these axis sizes, for every compute.remat policy and optimizer.
 
-    Scalars and Adafactor's row and column sums are omitted. Muon's collectives are exact only where `exact_optimizer`.
+    Scalars and Adafactor's row and column sums are omitted.
 
     Args:
       gpu: whether the devices are GPUs; CPU devices move wider elements (CPU_ITEMSIZE).
@@ -76,14 +77,6 @@ def compiled_collectives(config: Config, sizes: Mapping[str, int], *, gpu: bool 
     """Return the planned collectives in the form, number and dtype in which the backend of a GPU or CPU compiles them."""
     planned = planned_collectives(config, sizes, gpu=gpu)
     return as_compiled_for_gpu(planned) if gpu else [as_compiled_for_cpu(item) for item in planned]
-
-
-def exact_optimizer(config: Config, sizes: Mapping[str, int], *, gpu: bool = True) -> bool:
-    """Return whether the collectives of the optimizer are planned exactly: those of Muon on GPUs without tensor parallelism only.
-
-    Elsewhere XLA chooses how to multiply Muon's sharded matrices.
-    """
-    return config.optimizer.kind != "muon" or (gpu and sizes["tensor"] == 1)
 
 
 @dataclass(frozen=True)
@@ -131,6 +124,11 @@ def matmul_weights(model: ModelConfig) -> dict[str, int]:
     return weights | ({"gate": mlp} if model.gated_mlp else {})
 
 
+def muon_layers(layers: int, devices: int) -> int:
+    """Return of how many layers each of these devices orthogonalizes the matrices."""
+    return -(-layers // devices)
+
+
 def as_compiled_for_gpu(planned: Sequence[PlannedCollective]) -> list[PlannedCollective]:
     """Return the collectives that XLA's GPU backend compiles a plan to.
 
@@ -173,6 +171,7 @@ class _Plan:
         self.update_grad = narrow if gpu else self.act
         """Bytes per element of the gradients of attention's and MLP's updates in an all-gather. GPUs quantize before they communicate."""
         self.grad = itemsize[config.precision.gradients]
+        self.master = itemsize[config.precision.params]
         self.stream = self.rows * config.data.seq_len * self.model.embed_dim * self.act
         self.layers = self.model.num_layers * self.micro
         self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
@@ -213,25 +212,26 @@ class _Plan:
         return planned
 
     def optimizer(self) -> list[PlannedCollective]:
-        """Return the collectives of the optimizer: none but for Muon.
+        """Return the collectives of the optimizer: none but for Muon, and of mesh.zero_stage=2.
 
-        Muon, per Newton-Schulz iteration and in float32: two gathers of every MLP matrix and one of its Gram matrix, 1.5 of query and out;
-        the Gram matrices of query, key and value are summed over the sharded dim.
+        Muon, in float32: an all-to-all per mesh axis shards each stack of matrices over its layers, and another one back.
         """
+        model, weights = self.model, matmul_weights(self.model)
+        if self.config.mesh.zero_stage:
+            tables = (1 if model.tie_embeddings else 2) * model.padded_vocab_size * model.embed_dim
+            sharded = (model.num_layers * sum(weights.values()) + tables) // self.tensor
+            sharded += model.max_seq_len * model.embed_dim if model.position == "learned" else 0
+            size = sharded // self.fsdp * self.master
+            return [PlannedCollective("updated parameters", "optimizer", "backward", "all-gather", self.over("data"), size, 1, 1, True)]
         if self.config.optimizer.kind != "muon":
             return []
-        model, weights = self.model, matmul_weights(self.model)
-        mlp = [weights[name] for name in ("gate", "up", "down") if name in weights]
-        gathered = 2 * sum(mlp) + len(mlp) * model.embed_dim**2 + 3 * weights["query"]
-        summed = (model.num_heads * model.head_width) ** 2 + 2 * (model.kv_heads * model.head_width) ** 2
-        repeats = NEWTON_SCHULZ_STEPS * model.num_layers * 4
-        kinds: list[tuple[str, Kind, int]] = [
-            ("matrices to orthogonalize", "all-gather", gathered),
-            ("Gram matrices of projections", "all-reduce", summed),
-        ]
+        stack = 4 * muon_layers(self.model.num_layers, self.fsdp * self.tensor)
         return [
-            PlannedCollective(what, "optimizer", "backward", kind, self.over("fsdp"), repeats * elements // self.tensor, 1)
-            for what, kind, elements in kinds
+            PlannedCollective(
+                f"{name} to orthogonalize", "optimizer", "backward", "all-to-all", self.over(axis), stack * matrix, 2, 1, True
+            )
+            for name, matrix in weights.items()
+            for axis in ("fsdp", "tensor")
         ]
 
     def embedding(self) -> list[PlannedCollective]:
@@ -323,6 +323,8 @@ class _Plan:
             PlannedCollective(what, where, "backward", "reduce-scatter", fsdp, local * grad, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "all-reduce", data, local // self.fsdp * grad, count, 1, by_hand),
         ]
+        if self.config.mesh.zero_stage:
+            planned[3] = replace(planned[3], kind="reduce-scatter", by_hand=False)
         return planned if backward_gather else [planned[0], *planned[2:]]
 
     def _replicated_gradient(self, what: str, size: int) -> list[PlannedCollective]:

@@ -45,6 +45,24 @@ class RunEstimate:
     wall_device_hours: float
 
 
+@dataclass(frozen=True)
+class Spot:
+    """Machines that are cheaper because their owner may take them back."""
+
+    price_usd: float
+    """Of a device-hour."""
+    interruptions_per_node_day: float
+
+    def of(self, cluster: ClusterConfig) -> ClusterConfig:
+        """Return the cluster at the spot price, where an interruption of a node costs as much as its failure: rates add."""
+        failures = 24 / (cluster.node_mtbf_hours or DEFAULT_NODE_MTBF_HOURS)
+        rate = failures + self.interruptions_per_node_day
+        return cluster.model_copy(update={"price_per_device_hour_usd": self.price_usd, "node_mtbf_hours": 24 / rate})
+
+    def __str__(self) -> str:
+        return f"${self.price_usd:,.2f} per device-hour (spot, {self.interruptions_per_node_day:g} interruptions per node and day)"
+
+
 def price_usd(cluster: ClusterConfig, device: Hardware) -> float | None:
     """Return the price of one device-hour in US dollars: the cluster's, else the catalog's; None when neither has one."""
     return cluster.price_per_device_hour_usd if cluster.price_per_device_hour_usd is not None else device.price_per_hour_usd

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ridgeline.planner.activations import TAGS_STATISTICS, stacked_bytes
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, matmul_weights, recomputed
+from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, matmul_weights, muon_layers, recomputed
 from ridgeline.planner.flops import mean_keys_per_query
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, attention_backend
@@ -174,7 +174,7 @@ class Kernels:
         """Return the gradient norm and the update of the parameters on the device."""
         local, kind = self.local, self.local.config.optimizer.kind
         moved = update_bytes(local, transposed=self.software.transposed_gradients and local.fsdp > 1)
-        work = Work(0.0, self.memory_s(moved / (local.data if self.software.shards_update else 1)))
+        work = Work(0.0, self.memory_s(moved / (local.data if self.software.shards_update or local.config.mesh.zero_stage else 1)))
         if (plugin := optimizer_plugin(kind)) is not None and plugin.flops_per_parameter:
             peak = self.device.peak_flops["float32"]
             return work + Work(plugin.flops_per_parameter * local.parameters / peak)
@@ -187,7 +187,7 @@ class Kernels:
             flops = NEWTON_SCHULZ_STEPS * (4.0 * small * small * large + 2.0 * small**3)
             dtype = "tfloat32" if "tfloat32" in self.device.peak_flops else "float32"
             seconds += flops / self.calibration.matmul_flops_per_s(self.device, dtype, small, large, small)
-        return work + Work(seconds * local.model.num_layers / (local.fsdp * local.tensor))
+        return work + Work(seconds * muon_layers(local.model.num_layers, local.fsdp * local.tensor))
 
     def accumulate(self) -> Work:
         """Return the addition of one microbatch's gradients to their sum."""

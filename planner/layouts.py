@@ -1,13 +1,13 @@
 """Layouts of a step on a number of devices: mesh, microbatches and rematerialization, for the configured global batch.
 
 The mesh also determines the sharding of the optimizer state: `fsdp` shards parameters, gradients and moments (ZeRO stage 3), `data`
-replicates them, and both together are hybrid sharding.
+replicates them or, with mesh.zero_stage=2, shards gradients and moments, and both together are hybrid sharding (HSDP).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.rules import divisors, layout_problems
@@ -15,6 +15,7 @@ from ridgeline.configs.schema import MESH_AXES, Config, MeshConfig, RematConfig
 
 MEMORY_LADDER = (
     RematConfig(policy="none"),
+    RematConfig(policy="attention-only"),
     RematConfig(policy="dots"),
     RematConfig(policy="names", names=["query", "key", "value", "attention_out"]),
     RematConfig(policy="full"),
@@ -34,6 +35,8 @@ class Layout:
     tensor: int
     accumulation: int = 1
     remat: RematConfig = MEMORY_LADDER[0]
+    zero_stage: int = 0
+    """As mesh.zero_stage."""
 
     @property
     def devices(self) -> int:
@@ -51,12 +54,13 @@ class Layout:
         return {axis: size for axis, size in self.sizes.items() if size > 1}
 
     def text(self) -> str:
-        """Return the mesh as text, e.g. `data=4 x fsdp=8`."""
-        return " x ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
+        """Return the mesh as text, e.g. `data=4 x fsdp=8`, and the ZeRO stage of `data`."""
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
+        return f"{mesh}, zero_stage={self.zero_stage}" if self.zero_stage else mesh
 
     def apply(self, config: Config) -> Config:
         """Return the config with this layout."""
-        mesh = config.mesh.model_copy(update=self.sizes)
+        mesh = config.mesh.model_copy(update={**self.sizes, "zero_stage": self.zero_stage})
         trainer = config.trainer.model_copy(update={"accumulation": self.accumulation})
         compute = config.compute.model_copy(update={"remat": self.remat})
         return config.model_copy(update={"mesh": mesh, "trainer": trainer, "compute": compute})
@@ -71,7 +75,8 @@ class Mesh:
 
 
 def meshes(config: Config, devices: int) -> Iterator[Mesh]:
-    """Yield every factorization of the devices over data, fsdp and tensor, with the rule it breaks, if any.
+    """Yield every factorization of the devices over data, fsdp and tensor, with the rule it breaks, if any; with several devices on data
+    also with mesh.zero_stage=2, where it is valid.
 
     `tensor` is at most the number of query heads, which it shards.
     """
@@ -81,6 +86,9 @@ def meshes(config: Config, devices: int) -> Iterator[Mesh]:
         for fsdp in divisors(devices // tensor):
             layout = Layout(devices // tensor // fsdp, fsdp, tensor)
             yield Mesh(layout, refusal(config, layout))
+            zero = replace(layout, zero_stage=2)
+            if layout.data > 1 and config.optimizer.kind != "muon" and refusal(config, zero) is None:
+                yield Mesh(zero, None)
 
 
 def refusal(config: Config, layout: Layout) -> str | None:

@@ -43,6 +43,11 @@ class LocalSizes:
         """Devices of the mesh."""
         return self.data * self.fsdp * self.tensor
 
+    @property
+    def of_state(self) -> LocalSizes:
+        """Sizes of gradients, optimizer state and its update, which mesh.zero_stage=2 also shards over data."""
+        return LocalSizes(self.config, 1, int(self.fsdp) * int(self.data), int(self.tensor)) if self.config.mesh.zero_stage else self
+
     @cached_property
     def rows(self) -> int:
         """Rows of one microbatch on one device (R)."""

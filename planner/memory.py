@@ -23,7 +23,13 @@ FRAGMENTATION = 0.01
 """Fraction of the temporary bytes that XLA's heap placement loses: 0 to 5 % in the compiled cases, usually 1 %."""
 MARGIN = 0.02
 """Fraction of the temporary bytes that is kept free in every plan: where XLA places buffers in its heap is not predicted."""
-MARGINS = {"microbatches": 0.01, "compute.tensor_overlap=ring": 0.02, "8-bit matmuls": 0.02, "optimizer.kind=muon": 0.05}
+MARGINS = {
+    "microbatches": 0.01,
+    "8-bit matmuls": 0.02,
+    "mesh.tensor": 0.02,
+    "compute.remat.policy=offload": 0.02,
+    "mesh.zero_stage=2": 0.02,
+}
 """Setting -> further fraction of the temporary bytes that is kept free, where compiled steps exceeded the plan by more than MARGIN
 (`make bench-memory`; table in docs/guides/planning.md)."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
@@ -82,7 +88,12 @@ def memory_per_device(
       overlap: compiled with the latency-hiding scheduler, as for GPUs (JAX_OPTIMIZATION_LEVEL=O1); false: XLA's default flags.
       combined: collectives are combined and overlapped as in a run (launch/environment.py); false: by XLA's defaults.
     """
-    local = LocalSizes.of(config, sizes)
+    return memory_of(LocalSizes.of(config, sizes), sizes, gpu=gpu, overlap=overlap, combined=combined)
+
+
+def memory_of(local: LocalSizes, sizes: Mapping[str, int], *, gpu: bool, overlap: bool = True, combined: bool = True) -> MemoryEstimate:
+    """As `memory_per_device`, from the sizes on one device."""
+    config = local.config
     state = _state(local, sizes, gpu)
     backend = attention_backend(config, gpu=gpu)
     points = StepMemory(local, backend, overlap and gpu, overlap and gpu and combined, saved_activations(local, backend)).points()
@@ -110,14 +121,21 @@ def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
         return Component(0, "none: not a GPU")
     uses = {
         "microbatches": config.trainer.accumulation > 1,
-        "compute.tensor_overlap=ring": local.tensor > 1 and config.compute.tensor_overlap == "ring",
         "8-bit matmuls": config.precision.matmul != "compute",
-        "optimizer.kind=muon": config.optimizer.kind == "muon",
+        "mesh.tensor": local.tensor > 1,
+        "compute.remat.policy=offload": config.compute.remat.offloads,
+        "mesh.zero_stage=2": config.mesh.zero_stage == 2,
     }
     used = {name: MARGINS[name] for name, applies in uses.items() if applies}
     share = MARGIN + sum(used.values())
     text = f"{share:.0%} of the temporary bytes: {MARGIN:.0%} always" + "".join(f", {part:.0%} for {name}" for name, part in used.items())
     return Component(int(share * temporary_bytes), f"{text}; kept free because compiled sizes differ from planned ones")
+
+
+def _moments(local: LocalSizes) -> Component:
+    """Return the optimizer state."""
+    size, assumption = optimizer_state(local.of_state)
+    return Component(size, f"{assumption}, and over data (mesh.zero_stage=2)" if local.config.mesh.zero_stage else assumption)
 
 
 TEMPORARY = (
@@ -145,7 +163,7 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
             local.parameters * local.parameter_itemsize,
             f"{config.precision.params} master weights, sharded over fsdp and tensor; norms replicated",
         ),
-        "moments": Component(*optimizer_state(local)),
+        "moments": _moments(local),
         "batch": Component(arrays * rows * config.data.seq_len * 4, f"{arrays} int32 or float32 arrays of the step's rows"),
         "runtime_reserve": Component(
             CUDA_CONTEXT_BYTES + groups * NCCL_BYTES_PER_COMMUNICATOR if gpu else HOST_PROCESS_BYTES,

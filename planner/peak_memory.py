@@ -13,15 +13,13 @@ from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, padding_bytes, relaid_bytes, saved_arrays
+from ridgeline.planner.collectives import matmul_weights, muon_layers
 from ridgeline.planner.local import LocalSizes
 
 COMBINED_BYTES = 30 * 2**20
 """XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
 STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
-
-GRAMS_PER_MATRIX = {False: 2.15, True: 2.9}
-"""Whether fsdp shards -> Gram matrices of a matrix that are live in Muon's update when `tensor` shards the matrices."""
 
 Components = dict[str, Component]
 
@@ -60,6 +58,11 @@ class StepMemory:
     # Used at several points.
 
     @property
+    def sharded(self) -> LocalSizes:
+        """Sizes of reduced gradients: as the parameters', with mesh.zero_stage=2 also sharded over data."""
+        return self.local.of_state
+
+    @property
     def reduced(self) -> bool:
         """Whether gradients of layers are reduced over devices."""
         return self.local.fsdp * self.local.data > 1
@@ -93,7 +96,7 @@ class StepMemory:
         """Return the sum of gradients over microbatches."""
         if not self.in_loop:
             return Component(0, "one microbatch: no sum is kept")
-        size = self.local.parameters * self.local.gradient_itemsize
+        size = self.sharded.parameters * self.local.gradient_itemsize
         assumption = f"sum over {self.local.config.trainer.accumulation} microbatches, {self.local.config.precision.gradients}"
         return Component(size, assumption)
 
@@ -124,8 +127,16 @@ class StepMemory:
     def unembedding_gradient(self) -> Component:
         """Return the gradient of the unembedding during the backward pass of the layers."""
         if self.local.config.compute.reduces_unembedding_first:
-            return Component(4 * self.local.table // self.local.fsdp, "float32 gradient of the unembedding, reduced before the layers")
-        return Component(4 * self.local.table, "unsharded float32 gradient of the unembedding, reduced only after the layers")
+            return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
+        return Component(
+            4 * self.local.table + self.half_reduced_table(),
+            "unsharded float32 gradient of the unembedding, reduced only after the layers"
+            + ("; once more as fsdp shards it" if self.half_reduced_table() else ""),
+        )
+
+    def half_reduced_table(self) -> int:
+        """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2)."""
+        return 4 * self.local.table // self.local.fsdp if self.local.config.mesh.zero_stage else 0
 
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next layer, which overlap gathers early."""
@@ -138,11 +149,18 @@ class StepMemory:
         """Return what is live in the loss: all saved activations and one chunk of logits."""
         local = self.local
         tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
-        logits = tokens * vocab * (4 + local.compute_itemsize)
+        logits, gradient = tokens * vocab * (4 + local.compute_itemsize), 4 * table
+        if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
+            logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
         zeroed = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // local.fsdp
+        policy = local.config.compute.remat.policy
         if self.overlap:
             # By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after the loss.
-            zeroed = local.layer_matrices if self.combined or local.gradient_itemsize == self.stack_itemsize else 0
+            zeroed = self.sharded.layer_matrices if self.combined or local.gradient_itemsize == self.stack_itemsize else 0
+            if policy == "offload" or (policy == "full" and local.fsdp == 1):
+                zeroed = 0  # they are zeroed after the loss
+        # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
+        early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
         return {
             "activations": self.saved,
             "parameter_copies": Component(
@@ -160,10 +178,12 @@ class StepMemory:
                 "mask of packed documents and of padding",
             ),
             "working_activations": Component(
-                3 * local.stream_bytes + local.cut_stream_bytes, "final hidden states, their gradient and the last block's output"
+                3 * local.stream_bytes + local.cut_stream_bytes + early,
+                "final hidden states, their gradient and the last block's output"
+                + ("; attention of the last layer, recomputed" if early else ""),
             ),
             "loss": Component(
-                logits + local.compute_itemsize * table + 4 * self.local.table,
+                logits + local.compute_itemsize * table + gradient + self.half_reduced_table(),
                 f"logits of {tokens:,} tokens in float32 and their gradient, the gathered unembedding and its unsharded float32 gradient",
             ),
         }
@@ -177,7 +197,7 @@ class StepMemory:
         local = self.local
         where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(at_end)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
-        gradients = (local.layer_matrices + local.vectors) * self.stack_itemsize
+        gradients = (self.sharded.layer_matrices + local.vectors) * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
         reducing = local.gathered_layer_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
@@ -216,7 +236,7 @@ class StepMemory:
         What the MLPs saved is freed before. At its end the gradients of both tables have been reduced.
         """
         local = self.local
-        tables = 2 * local.table // local.fsdp * local.gradient_itemsize
+        tables = 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
         point = self.backward(relaid=0, late=False, at_end=self.turned_gradients() + tables)
         mlp = sum(count * size for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
         kept = Component(
@@ -240,16 +260,18 @@ class StepMemory:
         waiting = local.gathered_layer_weights * local.gradient_itemsize if self.reduced else 2 * local.mlp_matrix * 4
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
+        gates = 2 if local.model.gated_mlp else 1
         at_mlp = 4 if local.config.compute.remat.policy in ("full", "names", "offload") else 3
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
-            at_mlp += 2 if local.model.gated_mlp else 1  # nothing to gather: the next layer is recomputed early
+            at_mlp += gates  # nothing to gather: the next layer is recomputed early
         padded = local.query_bytes if recomputes and padding_bytes(local, self.backend, forward=False) else 0
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
         # 8-bit matmuls: the gradient of a hidden activation in both layouts, one byte each
         quantized = 2 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
         if local.config.precision.block_scaled is not None:
-            # blocks along the other dim are made of a transposed copy, in float32: twice in the compute dtype, once in float32
-            quantized = 2 * hidden + 4 * hidden // local.compute_itemsize
+            # gradients of gate and up, in blocks along both dims: twice in float32, transposed, and twice in one byte; the input of down,
+            # transposed and twice in one byte
+            quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined else 0
         points = (
             (
@@ -261,6 +283,8 @@ class StepMemory:
                 mask,
             ),
             ("its attention", 3 * hidden, 6 * stream, 0, 0, attention),
+            # attention may run before the gradients of the MLP's weights
+            ("its attention", at_mlp * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
@@ -278,7 +302,7 @@ class StepMemory:
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
             "gradients": Component(
-                (local.layer_matrices + local.vectors) * self.stack_itemsize, "of the layers, sharded as the parameters"
+                (self.sharded.layer_matrices + local.vectors) * self.stack_itemsize, "of the layers, sharded as the parameters"
             ),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
@@ -296,7 +320,7 @@ class StepMemory:
         local = self.local
         whole = 4 * local.table
         both = whole if local.model.tie_embeddings else whole // local.fsdp
-        gradients = (local.layer_matrices + local.vectors) * self.stack_itemsize
+        gradients = (self.sharded.layer_matrices + local.vectors) * self.stack_itemsize
         return {
             "gradients": Component(gradients + both, "of the layers and of the unembedding"),
             "accumulated_gradients": self.accumulated(),
@@ -306,35 +330,27 @@ class StepMemory:
     def optimizer(self) -> Components:
         """Return what is live in the update."""
         local = self.local
-        copies = 2 * 4 * local.table // local.fsdp
+        copies = 2 * 4 * local.table // self.sharded.fsdp
         if local.fsdp > 1:
-            copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.query_matrix) // local.fsdp
+            copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.query_matrix) // self.sharded.fsdp
         return {
             "gradients": Component(
-                local.parameters * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
+                self.sharded.parameters * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
                 f"all, {local.config.precision.gradients if self.in_loop else local.config.precision.params}",
             ),
             "parameter_copies": Component(copies, "transposes between the layouts of gradients and parameters"),
         }
 
     def orthogonalization(self) -> Components:
-        """Return what is live in Muon's update: stacks of unsharded matrices and of their Gram matrices [D, D].
+        """Return what is live in Muon's update (trainer/muon.py).
 
-        All layers and matrices are orthogonalized together. Gram matrices are sums over `tensor`, and XLA starts those of all matrices at
-        once: GRAMS_PER_MATRIX of each are live (compiled steps of 1B and 13B models).
+        XLA starts the all-to-alls of all stacks of matrices at once: each is there before and after one.
         """
         local, model = self.local, self.local.model
-        matrices = 4 * (local.mlp_matrix + local.query_matrix) if local.fsdp > 1 or local.tensor == 1 else 0
-        if local.tensor > 1:
-            sides = [model.mlp_dim] * (3 if model.gated_mlp else 2) + [model.num_heads * model.head_width] * 2
-            sides += [model.kv_heads * model.head_width] * 2
-            squares = sum(min(model.embed_dim, side) ** 2 for side in sides)
-            grams = int(GRAMS_PER_MATRIX[local.fsdp > 1] * squares / local.fsdp)
-        else:
-            grams = model.embed_dim**2
+        stacks = muon_layers(model.num_layers, local.fsdp * local.tensor) * sum(matmul_weights(model).values())
         return {
-            "gradients": Component(4 * local.parameters, "all, float32"),
+            "gradients": Component(4 * (local.parameters - local.layer_matrices), "of tables and norms, float32"),
             "collective_buffers": Component(
-                4 * model.num_layers * (matrices + grams), "Muon: stacks of unsharded float32 matrices and of their Gram matrices"
+                2 * 4 * stacks, "Muon: stacks of whole float32 matrices of a share of the layers, before and after an all-to-all"
             ),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.config_changes import ChunkChange, larger_loss_chunk, lower_precision_state
+from ridgeline.planner.economics import Spot, price_text
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layouts import Layout, dividing_nodes
 from ridgeline.planner.overlap import Communication
@@ -90,6 +91,12 @@ class Plan:
     """A larger chunk of the cross-entropy that would make the best layout faster; None: none would."""
     compiled: tuple[Compilation, ...] = ()
     """The layouts that were compiled, in this order; all but the last were refused."""
+    spot: Spot | None = None
+
+    @property
+    def price(self) -> str:
+        """The price of a device-hour and where it is from."""
+        return price_text(self.cluster, hardware(self.cluster.device)) if self.spot is None else str(self.spot)
 
     @property
     def range(self) -> Range:
@@ -114,6 +121,7 @@ def make_plan(
     top: int = 3,
     compiler: Compiler | None = None,
     compiled_above: float = COMPILED_ABOVE,
+    spot: Spot | None = None,
 ) -> Plan:
     """Search the node counts, rank what fits and explain the choice.
 
@@ -122,6 +130,7 @@ def make_plan(
     tried.
     Raises UserError when nothing fits or divides, or nothing is within the limits; the message has the shortfall and the nearest choice.
     """
+    cluster = cluster if spot is None else spot.of(cluster)
     tokens = tokens or float(config.trainer.steps) * config.data.batch_size * config.data.seq_len
     if limits.budget_usd is not None:
         _check_priced(cluster, calibration)
@@ -160,7 +169,21 @@ def make_plan(
         worth=worth,
         loss_chunk=larger_loss_chunk(chosen[0], machines[chosen[0].nodes]),
         compiled=tuple(compiled),
+        spot=spot,
     )
+
+
+def best_first(plans: Mapping[str, Plan]) -> list[str]:
+    """Return the names of plans of one run on several clusters, best first for their objective; without a price last, by device-hours."""
+
+    def key(name: str) -> tuple[float, ...]:
+        best = plans[name].best[0]
+        run = best.run
+        cost = math.inf if run.wall_cost_usd is None else run.wall_cost_usd
+        first = {"time": run.wall_days, "cost": cost, "efficiency": -best.step.tokens_per_s_per_device}[plans[name].objective]
+        return first, cost, run.wall_device_hours
+
+    return sorted(plans, key=key)
 
 
 def _compile(compiler: Compiler, candidate: Candidate, capacity: int) -> Compilation:
@@ -184,7 +207,7 @@ def _distinct(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
     found: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
         layout = candidate.layout
-        found.setdefault((candidate.nodes, layout.data, layout.fsdp, layout.tensor, layout.remat.policy), candidate)
+        found.setdefault((candidate.nodes, layout.data, layout.fsdp, layout.tensor, layout.zero_stage, layout.remat.policy), candidate)
         if len(found) == top:
             break
     return list(found.values())
@@ -268,6 +291,11 @@ def _outside_limits(scales: list[Scale], limits: Limits, tokens: float) -> UserE
             in_time = ranked(scales, "cost", replace(limits, budget_usd=None))
             if in_time:
                 parts.append(f"the cheapest within the deadline ({_where(in_time[0])}) {within(in_time[0], limits)}")
+    if limits.device_hours is not None:
+        least = min((c for scale in scales for c in scale.candidates), key=lambda c: c.run.wall_device_hours)
+        over, hours = within(least, Limits(device_hours=limits.device_hours)), least.run.wall_device_hours
+        paid = f"; the limit is enough for {tokens * limits.device_hours / hours:.3g} of {tokens:.3g} tokens" if over else ""
+        parts.append(f"the one with the fewest device-hours ({_where(least)}) {over or 'is within the limit'}{paid}")
     return UserError("nothing meets the limits: " + "; ".join(parts))
 
 
@@ -291,6 +319,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "objective": plan.objective,
         "budget_usd": plan.limits.budget_usd,
         "deadline_days": plan.limits.deadline_days,
+        "device_hours_limit": plan.limits.device_hours,
+        "spot": None if plan.spot is None else dict_of(plan.spot),
         "capacity_bytes": plan.capacity_bytes,
         "candidates": [
             candidate_json(candidate)
@@ -313,6 +343,7 @@ def _compilation_json(compilation: Compilation) -> dict[str, Any]:
     return {
         "nodes": candidate.nodes,
         "mesh": candidate.layout.sizes,
+        "zero_stage": candidate.layout.zero_stage,
         "accumulation": candidate.layout.accumulation,
         "remat": candidate.layout.remat.policy,
         "planned_bytes": candidate.memory.total_bytes,
@@ -334,6 +365,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "nodes": candidate.nodes,
         "devices": step.devices,
         "mesh": layout.sizes,
+        "zero_stage": layout.zero_stage,
         "microbatch": candidate.microbatch,
         "accumulation": layout.accumulation,
         "remat": layout.remat.policy,
@@ -352,6 +384,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "steps": run.steps,
         "days": run.days,
         "device_hours": run.device_hours,
+        "wall_device_hours": run.wall_device_hours,
         "cost_usd": run.cost_usd,
         "wall_days": run.wall_days,
         "wall_cost_usd": run.wall_cost_usd,

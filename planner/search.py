@@ -56,10 +56,11 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on money and time; None: no limit."""
+    """Limits on money, time and device-hours, failures included; None: no limit."""
 
     budget_usd: float | None = None
     deadline_days: float | None = None
+    device_hours: float | None = None
 
 
 @dataclass
@@ -127,6 +128,11 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
     """Yield the layouts of a mesh that fit, and for each rematerialization policy without one the reason."""
     capacity = capacity_bytes(machine)
     counts = accumulations(config, mesh.layout)
+    stage = mesh.layout.zero_stage
+
+    def named(reason: str) -> str:
+        return f"mesh.zero_stage={stage}: {reason}" if stage else reason
+
     layer = machine.calibration.layer(machine.device, LocalSizes.of(mesh.layout.apply(config), mesh.layout.sizes))
     for remat in remat_choices(config, [] if layer is None else [cost.remat for cost in layer.policies]):
         if remat.offloads and not machine.device.tensor_cores:
@@ -146,13 +152,13 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
                 if timed == TIMED_PER_MESH:
                     break
         if least is None:
-            yield Rejection(nodes, mesh.layout.mesh, remat.policy, reason)
+            yield Rejection(nodes, mesh.layout.mesh, remat.policy, named(reason))
         elif not timed:
             reason = (
                 f"needs at least {least / 1e9:.1f} GB per device, {(least - capacity) / 1e9:.1f} GB more than the {capacity / 1e9:.1f} GB"
                 " a run may use"
             )
-            yield Rejection(nodes, mesh.layout.mesh, remat.policy, reason, least - capacity)
+            yield Rejection(nodes, mesh.layout.mesh, remat.policy, named(reason), least - capacity)
 
 
 def within(candidate: Candidate, limits: Limits) -> str | None:
@@ -164,6 +170,9 @@ def within(candidate: Candidate, limits: Limits) -> str | None:
     if limits.budget_usd is not None and run.wall_cost_usd is not None and run.wall_cost_usd > limits.budget_usd:
         over = run.wall_cost_usd / limits.budget_usd
         return f"costs ${run.wall_cost_usd:,.0f}, {over:.2g} times the budget of ${limits.budget_usd:,.0f}"
+    if limits.device_hours is not None and run.wall_device_hours > limits.device_hours:
+        over = run.wall_device_hours / limits.device_hours
+        return f"takes {run.wall_device_hours:,.0f} device-hours, {over:.2g} times the limit of {limits.device_hours:,.0f}"
     return None
 
 

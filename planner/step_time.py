@@ -197,7 +197,7 @@ def _as_run(planned: Sequence[PlannedCollective], software: Software, microbatch
         return list(planned)
     return [
         replace(item, count=max(1, item.count // microbatches))
-        if item.where == "layer" and item.kind == "all-reduce" and item.axes == ("data",) and not item.replicated
+        if item.where == "layer" and item.kind in ("all-reduce", "reduce-scatter") and item.axes == ("data",) and not item.replicated
         else item
         for item in planned
     ]

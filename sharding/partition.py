@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.rules import LogicalAxes, Rules, matrix_sides
 
 FSDP_AXIS = "fsdp"
+DATA_AXIS = "data"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class Partitioner:
 
     mesh: Mesh | AbstractMesh
     rules: Rules = field(default_factory=Rules)
+    zero_stage: int = 0
+    """As mesh.zero_stage."""
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh, config: MeshConfig) -> Partitioner:
+        """Return the partitioner of a mesh section. Raises UserError for sharding rules that are not valid."""
+        return cls(mesh, Rules.from_config(config), config.zero_stage)
 
     @classmethod
     def single(cls) -> Partitioner:
@@ -50,6 +58,14 @@ class Partitioner:
         """Return the sharding of a full copy on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @property
+    def of_state(self) -> Partitioner:
+        """Return the partitioner of gradients and optimizer state: from ZeRO stage 2 on also sharded over `data`.
+
+        The shard of a device is part of its shard of the parameter, so that only the updated parameters are communicated.
+        """
+        return self if self.zero_stage == 0 else replace(self, rules=replace(self.rules, embed=(*self.rules.embed, DATA_AXIS)))
+
     def batch_sharding(self) -> NamedSharding:
         """Return the sharding of a [B, T] batch array."""
         return self.sharding(("batch", "seq"))
@@ -60,12 +76,13 @@ class Partitioner:
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
     def gather_param(self, w: jax.Array, *axes: str | None) -> jax.Array:
-        """Return a parameter gathered over `fsdp` (ZeRO stage 3) and still sharded over `tensor`; its gradient is sharded over both."""
+        """Return a parameter gathered over `fsdp` (ZeRO stage 3) and still sharded over `tensor`; its gradient is sharded over both,
+        and over `data` as the optimizer state."""
         sharded = self.sharding(axes, w.shape, "parameter")
         if self.mesh.size == 1:
             return w
         gathered = NamedSharding(self.mesh, self.rules.spec(axes, without=(FSDP_AXIS,)))
-        return _gather(w, sharded, gathered)
+        return _gather(w, sharded, gathered, self.of_state.sharding(axes, w.shape, "gradient"))
 
     def axis_size(self, logical: str | None) -> int:
         """Return the number of shards of a logical axis on this mesh."""
@@ -83,19 +100,21 @@ class Partitioner:
                 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding, of_gradient: NamedSharding) -> jax.Array:
     # Constrained on both sides: otherwise XLA may gather before the preceding cast, in the wider dtype.
     return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(w, sharded), gathered)
 
 
-def _gather_forward(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding) -> tuple[jax.Array, None]:
-    return _gather(w, sharded, gathered), None
+def _gather_forward(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding, of_gradient: NamedSharding) -> tuple[jax.Array, None]:
+    return _gather(w, sharded, gathered, of_gradient), None
 
 
-def _gather_backward(sharded: NamedSharding, gathered: NamedSharding, residuals: None, grad: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(
+    sharded: NamedSharding, gathered: NamedSharding, of_gradient: NamedSharding, residuals: None, grad: jax.Array
+) -> tuple[jax.Array]:
     # Constraining the cotangent, not the sum of microbatches, lets XLA reduce-scatter each layer's gradient where it is computed.
-    return (jax.lax.with_sharding_constraint(grad, sharded),)
+    return (jax.lax.with_sharding_constraint(grad, of_gradient),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

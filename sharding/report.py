@@ -58,7 +58,7 @@ def sharding_report(partitioner: Partitioner, params: Any, axes: Any, opt_state:
     """
     rows: list[ParameterRow] = []
     jax.tree_util.tree_map_with_path(lambda path, leaf, of: rows.append(_row(partitioner, path_name(path), leaf, of)), params, axes)
-    shardings = optimizer_state_shardings(partitioner, opt_state, params, axes)
+    shardings = optimizer_state_shardings(partitioner.of_state, opt_state, params, axes)
     moments = sum(
         _bytes(_local_shape(partitioner, leaf.shape, sharding.spec), leaf.dtype)
         for leaf, sharding in zip(jax.tree.leaves(opt_state), jax.tree.leaves(shardings), strict=True)

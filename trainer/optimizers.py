@@ -2,14 +2,15 @@
 
 * The learning rate is an argument of `update`, not a counter in the state: after a resume it depends only on the step.
 * Rules compute in float32: gradients and parameters are cast first, so second moments are float32 for any `precision.params`.
-* A stacked `layers` dim is never part of a matrix: Adafactor runs once per layer, Muon treats it as a batch, decay masks ignore it.
+* A stacked `layers` dim is never part of a matrix: Adafactor and Muon run once per layer, decay masks ignore it.
 * Decoupled weight decay is scaled by the learning rate in every rule. Gradient clipping is part of the step, which computes the norm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ import optax
 from ridgeline.configs import plugins
 from ridgeline.configs.schema import OptimizerConfig, PrecisionConfig
 from ridgeline.planner.optimizer_state import OptimizerPlugin
+from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import matrix_sides
 from ridgeline.trainer.low_precision import scale_by_eight_bit_adam
+from ridgeline.trainer.muon import scale_by_muon
 
 Tree = Any
 LogicalAxes = tuple[str | None, ...]
@@ -34,13 +37,18 @@ MUON_RMS = 0.2
 """Muon updates are scaled to AdamW's usual root mean square, so that one learning rate serves both (arXiv 2502.16982, equation 4)."""
 
 
-def build_optimizer(optimizer: OptimizerConfig, precision: PrecisionConfig, param_axes: Tree) -> optax.GradientTransformationExtraArgs:
+def build_optimizer(
+    optimizer: OptimizerConfig, precision: PrecisionConfig, param_axes: Tree, partitioner: Partitioner | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Return the update rule for parameters with these logical axes (the parameter tree with a tuple of names per array).
 
+    `partitioner` shards the parameters; None: they are on one device.
     Its `update` takes the keywords `learning_rate` (float32 scalar) and `key` (for moments in 8 bits) and returns float32 updates.
     Raises UserError for an unknown kind.
     """
-    build: Rule = OPTIMIZERS.get(optimizer.kind) or plugins.load("optimizers", optimizer.kind, OptimizerPlugin, OPTIMIZERS).rule
+    build: Rule | None = partial(_muon, partitioner=partitioner) if optimizer.kind == "muon" else OPTIMIZERS.get(optimizer.kind)
+    if build is None:
+        build = plugins.load("optimizers", optimizer.kind, OptimizerPlugin, OPTIMIZERS).rule
     rule = build(optimizer, jnp.dtype(precision.moments), param_axes)
     return _in_float32(optax.chain(rule, _scale_by_learning_rate()))
 
@@ -106,26 +114,23 @@ def _lion(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> opta
     return optax.chain(optax.scale_by_lion(config.b1, config.b2, mu_dtype=moments), _decayed_weights(config, param_axes))
 
 
-def _muon(config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree) -> optax.GradientTransformation:
+def _muon(
+    config: OptimizerConfig, moments: jnp.dtype, param_axes: Tree, partitioner: Partitioner | None = None
+) -> optax.GradientTransformation:
     """Muon with momentum b1 on matrices (arXiv 2502.16982), AdamW on everything else, both at the same learning rate."""
-
-    def numbers(axes: LogicalAxes) -> optax.contrib.MuonDimensionNumbers:
-        inputs, outputs = matrix_sides(axes)
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
-
-    dimension_numbers = lambda params: _map_axes(numbers, param_axes, params)  # noqa: E731
+    sides = lambda params: _map_axes(matrix_sides, param_axes, params)  # noqa: E731
     matrices = optax.chain(
-        optax.contrib.scale_by_muon(beta=config.b1, mu_dtype=moments, weight_dimension_numbers=dimension_numbers),
-        optax.stateless(lambda updates, params: jax.tree.map(_scale_to_muon_rms, updates, dimension_numbers(updates))),
+        scale_by_muon(config.b1, moments, lambda params: _map_axes(lambda axes: axes, param_axes, params), partitioner),
+        optax.stateless(lambda updates, params: jax.tree.map(_scale_to_muon_rms, updates, sides(updates))),
     )
     rules = {"muon": matrices, "adam": optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=moments)}
     labels = lambda params: _map_axes(lambda axes: "muon" if uses_muon(axes) else "adam", param_axes, params)  # noqa: E731
     return optax.chain(optax.partition(rules, labels), _decayed_weights(config, param_axes))
 
 
-def _scale_to_muon_rms(update: jax.Array, numbers: optax.contrib.MuonDimensionNumbers) -> jax.Array:
+def _scale_to_muon_rms(update: jax.Array, sides: Sequence[tuple[int, ...]]) -> jax.Array:
     """Scale an orthogonal [m, n] matrix, whose root mean square is 1/sqrt(max(m, n)), to MUON_RMS."""
-    larger = max(math.prod(update.shape[dim] for dim in side) for side in numbers)
+    larger = max(math.prod(update.shape[dim] for dim in side) for side in sides)
     return MUON_RMS * math.sqrt(larger) * update
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ridgeline.configs.schema import Config
 from ridgeline.hlo.collectives import Collective
-from ridgeline.planner.collectives import PlannedCollective, compiled_collectives, exact_optimizer
+from ridgeline.planner.collectives import compiled_collectives
 from ridgeline.planner.memory import MemoryEstimate
 from ridgeline.rundir.records import MemoryRow, TrafficRow
 
@@ -17,7 +17,6 @@ SMALL_BYTES = 1 << 18
 TRAFFIC_TOLERANCE = 0.01
 MEMORY_TOLERANCE = 0.05
 """Relative differences up to these agree with the plan; the memory model is tested to this accuracy."""
-OPTIMIZER = "optimizer"
 _NOT_TEMPORARY = ("parameters", "moments", "batch", "runtime_reserve", "margin", "fragmentation")
 
 
@@ -26,7 +25,7 @@ class Traffic:
     """Collectives of one kind over the same axes, inside the layers or outside, planned and compiled."""
 
     where: str
-    """layer, once, all (both), or OPTIMIZER: what is communicated in the optimizer, where its plan is not exact."""
+    """layer, once or all (both)."""
     kind: str
     axes: tuple[str, ...]
     planned_bytes: float
@@ -40,8 +39,8 @@ class Traffic:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is small or within the tolerance; always where the plan is not exact."""
-        return self.where == OPTIMIZER or abs(self.excess_bytes) <= max(SMALL_BYTES, TRAFFIC_TOLERANCE * self.planned_bytes)
+        """Whether the difference is small or within the tolerance."""
+        return abs(self.excess_bytes) <= max(SMALL_BYTES, TRAFFIC_TOLERANCE * self.planned_bytes)
 
 
 def payload_bytes(collective: Collective) -> int:
@@ -51,15 +50,14 @@ def payload_bytes(collective: Collective) -> int:
 
 def compare_traffic(config: Config, sizes: Mapping[str, int], found: Sequence[Collective], *, gpu: bool = True) -> list[Traffic]:
     """Add up planned and compiled bytes by kind and axes, inside the layers and outside them. `gpu`: whether the devices are GPUs."""
-    exact = exact_optimizer(config, sizes, gpu=gpu)
     loops = config.model.num_layers * config.trainer.accumulation
     planned: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
     compiled: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
     for item in compiled_collectives(config, sizes, gpu=gpu):
-        planned[_where_planned(item, exact), item.kind, item.axes] += float(item.bytes) * item.count
+        planned["layer" if item.where == "layer" else "once", item.kind, item.axes] += float(item.bytes) * item.count
     for c in found:
         if payload_bytes(c) > 0:
-            compiled[_where(c, loops, exact), c.kind, c.axes or ("?",)] += payload_bytes(c) * c.count
+            compiled["layer" if c.count == loops else "once", c.kind, c.axes or ("?",)] += payload_bytes(c) * c.count
     merged = _merge_places(planned, compiled)
     return [Traffic(where, kind, axes, p, c) for (where, kind, axes), (p, c) in sorted(merged.items())]
 
@@ -70,26 +68,12 @@ def _merge_places(
     """Pair planned and compiled bytes. Where "layer" and "once" do not agree (XLA peels or unrolls a loop) they are added up as "all"."""
     result: dict[tuple[str, str, tuple[str, ...]], tuple[float, float]] = {}
     for kind, axes in sorted({key[1:] for key in (*planned, *compiled)}):
-        parts = {w: (planned.get((w, kind, axes), 0.0), compiled.get((w, kind, axes), 0.0)) for w in ("layer", "once", OPTIMIZER)}
-        if any(update := parts.pop(OPTIMIZER)):
-            result[OPTIMIZER, kind, axes] = update
+        parts = {w: (planned.get((w, kind, axes), 0.0), compiled.get((w, kind, axes), 0.0)) for w in ("layer", "once")}
         if all(abs(p - c) <= max(SMALL_BYTES, TRAFFIC_TOLERANCE * p) for p, c in parts.values()):
             result.update({(w, kind, axes): pair for w, pair in parts.items() if any(pair)})
         else:
             result["all", kind, axes] = (sum(p for p, _ in parts.values()), sum(c for _, c in parts.values()))
     return result
-
-
-def _where_planned(item: PlannedCollective, exact: bool) -> str:
-    if item.where == "optimizer" and not exact:
-        return OPTIMIZER
-    return "layer" if item.where == "layer" else "once"
-
-
-def _where(collective: Collective, loops: int, exact: bool) -> str:
-    if not exact and "optimizer/" in collective.op_name:  # the scope of trainer/step.py
-        return OPTIMIZER
-    return "layer" if collective.count == loops else "once"
 
 
 def unplanned(config: Config, sizes: Mapping[str, int], found: Sequence[Collective], traffic: Sequence[Traffic]) -> list[Collective]:
@@ -153,8 +137,6 @@ def traffic_rows(traffic: Sequence[Traffic], found: Sequence[Collective]) -> lis
 
 
 def _explain(row: Traffic, found: Sequence[Collective]) -> str:
-    if row.where == OPTIMIZER:
-        return "the plan is approximate: XLA chooses how to multiply the optimizer's sharded matrices"
     if row.agrees:
         return "as planned"
     if row.excess_bytes < 0:

@@ -17,7 +17,6 @@ from ridgeline.loaders.overlap import Sample, overlap, sample
 from ridgeline.loaders.shard_hashes import verify
 from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
 from ridgeline.sharding.partition import Partitioner
-from ridgeline.sharding.rules import Rules
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.schedules import build_schedule
 from ridgeline.trainer.state import ModelSpec, TrainState, abstract_state, init_program, model_spec
@@ -51,9 +50,9 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
     precision = config.compute.matmul_precision
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     mesh = build_mesh(config.mesh, devices, node)
-    partitioner = Partitioner(mesh, Rules.from_config(config.mesh))
+    partitioner = Partitioner.of(mesh, config.mesh)
     spec = model_spec(config, partitioner)
-    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes, partitioner)
     schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
     abstract = abstract_state(config, spec, optimizer, partitioner)
     step = make_train_step(spec, config, optimizer, schedule, partitioner)

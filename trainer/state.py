@@ -103,7 +103,7 @@ def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTra
     shardings = TrainState(
         step=replicated,
         params=spec.param_shardings,
-        opt_state=optimizer_state_shardings(partitioner, shapes.opt_state, spec.abstract_params, spec.param_axes),
+        opt_state=optimizer_state_shardings(partitioner.of_state, shapes.opt_state, spec.abstract_params, spec.param_axes),
         amax=jax.tree.map(lambda _: replicated, shapes.amax),
         skipped=replicated,
         bad_in_a_row=replicated,

@@ -57,6 +57,7 @@ def make_train_step(
     """Return the pure step (state, batch [B, T]) -> (state, scalar metrics); the caller jits it and donates the state."""
     accumulation = config.trainer.accumulation
     grad_dtype = jnp.dtype(config.precision.gradients)
+    of_state = partitioner.of_state
 
     def microbatch_gradient(params: Tree, recent: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, Tree, Metrics]:
         def objective(params: Tree, recent: Tree) -> tuple[jax.Array, Metrics]:
@@ -65,7 +66,8 @@ def make_train_step(
             return (sums.nats + sums.z) / total_weight, means
 
         (_, means), (grads, now) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(params, recent)
-        return jax.tree.map(lambda g: g.astype(grad_dtype), grads), now, means
+        grads = jax.tree.map(lambda g: g.astype(grad_dtype), grads)
+        return constrain_params(grads, spec, of_state) if partitioner.zero_stage else grads, now, means
 
     def gradient(params: Tree, recent: Tree, batch: Batch) -> tuple[Tree, Tree, Metrics, jax.Array]:
         weight = jnp.sum(batch["weights"], dtype=jnp.float32)
@@ -88,7 +90,7 @@ def make_train_step(
         least = jax.tree.map(jnp.zeros_like, recent)
         # XLA on GPUs unrolls a loop with a known trip count, which keeps the activations of two microbatches alive: hide the count.
         count = jax.lax.optimization_barrier(jnp.int32(accumulation))
-        grads, now, means = jax.lax.fori_loop(0, count, body, (constrain_params(zeros, spec, partitioner), least, nothing))
+        grads, now, means = jax.lax.fori_loop(0, count, body, (constrain_params(zeros, spec, of_state), least, nothing))
         return grads, now, means, weight
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -100,16 +102,21 @@ def make_train_step(
             if config.optimizer.clip_norm is not None:
                 scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+            old_params = state.params
+            if partitioner.zero_stage:
+                old_params, grads = (constrain_params(tree, spec, of_state) for tree in (old_params, grads))
             learning_rate = schedule(state.step)
             key, rounding = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, learning_rate=learning_rate, key=key)
+            updates, opt_state = optimizer.update(grads, state.opt_state, old_params, learning_rate=learning_rate, key=key)
             apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
-            params = apply(state.params, updates)
+            params = apply(old_params, updates)
             # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
             amax = jax.tree.map(lambda steps, newest: jnp.concatenate([newest[..., None], steps[..., :-1]], -1), state.amax, now)
             params, opt_state, amax = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), (params, opt_state, amax), (state.params, state.opt_state, state.amax)
+                lambda new, old: jnp.where(finite, new, old), (params, opt_state, amax), (old_params, state.opt_state, state.amax)
             )
+            if partitioner.zero_stage:  # constrained on both sides: gathered once, after the choice
+                params = constrain_params(constrain_params(params, spec, of_state), spec, partitioner)
         bad = jnp.where(finite, 0, 1).astype(jnp.int32)
         new_state = TrainState(
             step=state.step + 1,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ridgeline.cli.options import COUNT, WHOLE, complete_key, config_arguments, software_option
-from ridgeline.cli.printing.estimate import Result, print_results, result_options
+from ridgeline.cli.printing.estimate import Result, formula_results, print_results, print_symbols, result_options
 
 if TYPE_CHECKING:
     from ridgeline.configs.cluster import ClusterConfig
@@ -135,6 +135,7 @@ def _classic_state(params: float, policy: str, zero: int | None, shards: int | N
 def _config_memory(
     config: str, overrides: tuple[str, ...], devices: int | None, cluster: str | None, nodes: int | None, explain: bool, as_json: bool
 ) -> None:
+    from ridgeline.planner.formulas import memory_formulas
     from ridgeline.planner.hardware import hardware
     from ridgeline.planner.memory import memory_per_device
 
@@ -142,10 +143,11 @@ def _config_memory(
     device = None if site is None else hardware(site.device)
     need = memory_per_device(resolved, sizes, gpu=device is None or device.tensor_cores)
     capacity = None if site is None or device is None else int(device.memory_bytes * site.utilisation_cap)
+    components, symbols = memory_formulas(resolved, sizes, gpu=device is None or device.tensor_cores)
     results = [
         Result("per_device_bytes", need.total_bytes, "bytes", "sum of the components at peak memory", "planner/memory.py"),
-        *(Result(name, part.bytes, "bytes", part.assumption) for name, part in need.components.items()),
-        Result("fullest_moment", need.peak_at),
+        *formula_results(components),
+        Result("fullest_moment", need.peak_at, "", "the point of the step with the largest sum of components"),
         Result("mesh", " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"),
     ]
     if capacity is not None:
@@ -164,7 +166,13 @@ def _config_memory(
             Result("components", need.bytes_by_component()),
             Result("assumptions", {name: part.assumption for name, part in need.components.items()}),
         ]
+        if explain:
+            results += [Result("formulas", {formula.name: formula.text or formula.meaning for formula in components})]
+            results += [Result("symbols", {symbol.name: {"value": symbol.value, "meaning": symbol.meaning} for symbol in symbols})]
     print_results(results, as_json=as_json, explain=explain)
+    if explain and not as_json:
+        print()
+        print_symbols(symbols)
 
 
 @click.command()
@@ -186,6 +194,7 @@ def step(
 ) -> None:
     """Estimate the time of one train step of CONFIG with its own layout, by the resource that limits each part."""
     from ridgeline.planner.calibration import load_calibration
+    from ridgeline.planner.formulas import LINK_TERM, STEP_TERMS
     from ridgeline.planner.hardware import hardware
     from ridgeline.planner.memory import memory_per_device
     from ridgeline.planner.ranges import step_range
@@ -219,10 +228,7 @@ def step(
             ),
             Result("step_s_low", low_s, "s", "step_s * (1 - range)", around.basis),
             Result("step_s_high", high_s, "s", "step_s * (1 + range)", around.basis),
-            *(
-                Result(f"{name}_s", seconds, "s", CEILINGS.get(name, "exposed communication on this kind of link"))
-                for name, seconds in found.breakdown_s.items()
-            ),
+            *(Result(f"{name}_s", seconds, "s", STEP_TERMS.get(name, LINK_TERM)) for name, seconds in found.breakdown_s.items()),
             Result("mfu", mfu, "share", flops, "PaLM, arXiv 2204.02311, appendix B"),
             Result("tokens_per_s", found.tokens_per_s, "tokens/s", "batch_size * seq_len / step_s"),
             Result("tokens_per_s_per_device", found.tokens_per_s_per_device, "tokens/s", "tokens_per_s / devices"),
@@ -239,15 +245,6 @@ def step(
         explain=explain,
         more={"breakdown_s": found.breakdown_s},
     )
-
-
-CEILINGS = {
-    "compute": "matmuls and attention at their calibrated rates",
-    "hbm": "elementwise operations: bytes / achieved device memory bandwidth",
-    "optimizer": "memory traffic of gradients, parameters and moments",
-    "bubble": "idle pipeline stages",
-    "host_input": "waiting for rows from the host",
-}
 
 
 def _place(

@@ -1,4 +1,4 @@
-"""`ridge estimate run|pipeline|checkpoint|ridge|batch`: calculators that need no config."""
+"""`ridge estimate run|budget|pipeline|checkpoint|ridge|batch`: calculators that need no config."""
 
 from __future__ import annotations
 
@@ -64,6 +64,56 @@ def run(
             Result("device_hours", cost.device_hours, "h", "seconds * devices / 3600"),
             Result("cost_usd", cost.cost_usd, "USD", "device_hours * price_per_hour; without restarts and idle time"),
             Result("energy_kwh", cost.energy_kwh, "kWh", "device_hours * device_power_w / 1000; devices only"),
+        ],
+        as_json=as_json,
+        explain=explain,
+    )
+
+
+@click.command()
+@click.option("--device-hours", type=COUNT, help="Device-hours of the run.")
+@click.option("--usd", type=USD, help="Money for the run, instead of --device-hours.")
+@click.option("--price-per-hour", type=USD, help="Price of one device per hour, USD; with --usd.")
+@click.option("--peak-flops", type=FLOP_PER_S, required=True, help="Dense datasheet peak of one device for the dtype, such as 989T.")
+@click.option("--mfu", type=SHARE, required=True, help="Model FLOPs utilization, such as 0.45 or 45%: that of `ridge plan` or of a run.")
+@click.option("--params", type=COUNT, help="Active parameters of the model [default: those of least loss].")
+@result_options
+def budget(
+    device_hours: float | None,
+    usd: float | None,
+    price_per_hour: float | None,
+    peak_flops: float,
+    mfu: float,
+    params: float | None,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    """Estimate the model size and tokens that a budget buys at the least loss, or the tokens for a given model."""
+    from ridgeline.configs.errors import UserError
+    from ridgeline.planner.calculators.compute_optimal import budget_flops, purchase
+
+    if (device_hours is None) == (usd is None):
+        raise UserError("give exactly one of --device-hours and --usd")
+    if (usd is None) != (price_per_hour is None):
+        raise UserError("--usd and --price-per-hour need each other")
+    hours = device_hours
+    if usd is not None and price_per_hour is not None:
+        hours = usd / price_per_hour
+    assert hours is not None
+    found = purchase(budget_flops(device_hours=hours, peak_flops=peak_flops, mfu=mfu), params)
+    law = "Besiroglu et al., arXiv 2404.10102, equation 3"
+    hoffmann = "Hoffmann et al., arXiv 2203.15556, section 3.3"
+    print_results(
+        [
+            Result("device_hours", hours, "h", "device_hours, or usd / price_per_hour; without restarts and idle time"),
+            Result("flops", found.flops, "FLOP", "device_hours * 3600 * peak_flops * mfu"),
+            Result("params", found.params, "", "G * (flops/6)^0.5126, unless given; G = (alpha*A / (beta*B))^(1/(alpha+beta))", hoffmann),
+            Result("tokens", found.tokens, "", "flops / (6 * params)", KAPLAN),
+            Result("tokens_per_param", found.tokens_per_param, "", "tokens / params"),
+            Result("loss", found.loss, "nats/token", "1.8172 + 482.01/params^0.3478 + 2085.43/tokens^0.3658", law),
+            Result("optimal_params", found.optimal_params, "", "params of least loss for these flops", hoffmann),
+            Result("optimal_tokens", found.optimal_tokens, "", "flops / (6 * optimal_params)", KAPLAN),
+            Result("extra_compute", found.extra_compute, "share", "flops beyond those of an optimal model with this loss"),
         ],
         as_json=as_json,
         explain=explain,

@@ -177,6 +177,7 @@ def add_layout(settings: dict[str, Any], made: Plan) -> dict[str, Any]:
     if layout.remat.policy in ("names", "offload"):
         remat["names"] = list(layout.remat.names)
     mesh = {axis: size for axis, size in layout.sizes.items() if size != 1} or {"fsdp": 1}
+    mesh |= {"zero_stage": layout.zero_stage} if layout.zero_stage else {}
     return settings | {
         "mesh": {"fsdp": 1} | mesh,
         "compute": {"remat": remat},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from ridgeline.configs.errors import UserError
 if TYPE_CHECKING:
     from ridgeline.configs.cluster import ClusterConfig
     from ridgeline.configs.schema import Config
+    from ridgeline.planner.economics import Spot
     from ridgeline.planner.plan import Compiler, Plan
     from ridgeline.planner.search import Candidate
 GB = 1e9
@@ -22,7 +24,14 @@ GB = 1e9
 
 @click.command()
 @config_arguments
-@click.option("--cluster", "-c", required=True, help="Cluster: the name of a shipped one, or a YAML file.")
+@click.option(
+    "--cluster",
+    "-c",
+    "clusters",
+    required=True,
+    multiple=True,
+    help="Cluster: the name of a shipped one, or a YAML file. Repeat to compare.",
+)
 @click.option(
     "--nodes",
     "-N",
@@ -40,6 +49,12 @@ GB = 1e9
 )
 @click.option("--budget-usd", type=click.FloatRange(min=0, min_open=True), help="Maximum cost in USD, including failures.")
 @click.option("--deadline-days", type=click.FloatRange(min=0, min_open=True), help="Maximum duration in days, including failures.")
+@click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), help="Maximum device-hours, including failures.")
+@click.option(
+    "--spot",
+    metavar="USD@RATE",
+    help="Price of a device-hour, and interruptions per node and day, of machines that may be taken back, such as 1.2@0.5.",
+)
 @click.option("--tokens", type=click.FloatRange(min=1), help="Tokens of the run [default: trainer.steps x batch size x sequence length].")
 @click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of layouts to print.")
 @click.option("--calibration", metavar="FILE", help="Calibration file from `ridge calibrate` [default: published rates].")
@@ -51,59 +66,107 @@ GB = 1e9
     default=None,
     help="Compile the best layout, and the next if it does not fit [default: above 90% of the memory, where the extra 'aot' is installed].",
 )
+@click.option("--explain", is_flag=True, help="Also print the formulas of the best layout's memory, step time and cost.")
 @json_option
 def plan(
     config: str,
     overrides: tuple[str, ...],
-    cluster: str,
+    clusters: tuple[str, ...],
     nodes: str,
     objective: str,
     budget_usd: float | None,
     deadline_days: float | None,
+    device_hours: float | None,
+    spot: str | None,
     tokens: float | None,
     top: int,
     calibration: str | None,
     software: str,
     write: Path | None,
     compiles: bool | None,
+    explain: bool,
     as_json: bool,
 ) -> None:
     """Find the best layout of CONFIG on a cluster: mesh, number of microbatches and rematerialization policy.
 
-    Prints the best layouts with memory, step time and cost; the bottleneck; why common alternatives are slower; and the best layout for
-    each node count with its parallel efficiency. The global batch size stays as configured. Needs neither a GPU nor JAX. Where the best
-    layout needs more than 90 % of the memory and the packages of `ridge compile` are installed, it is compiled (10 to 60 s).
+    Begins with three sentences: whether it fits and how, what it costs, and the change that saves most. Tables follow: the best layouts
+    with memory, step time and cost; the bottleneck; why common alternatives are slower; and the best layout for each node count with its
+    parallel efficiency. The global batch size stays as configured. Needs neither a GPU nor JAX. Where the best layout needs more than 90 %
+    of the memory and the packages of `ridge compile` are installed, it is compiled (10 to 60 s).
     """
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.load import load
     from ridgeline.planner.calibration import load_calibration
-    from ridgeline.planner.plan import COMPILED_ABOVE, make_plan, plan_json
+    from ridgeline.planner.formulas import formulas
+    from ridgeline.planner.plan import COMPILED_ABOVE, best_first, make_plan, plan_json
     from ridgeline.planner.search import Limits
 
     resolved = load(config, overrides).config
-    site = load_cluster(cluster).config
-    made = make_plan(
-        resolved,
-        site,
-        load_calibration(calibration, software),
-        node_counts(nodes, resolved, site),
-        tokens=tokens,
-        objective=objective,  # type: ignore[arg-type]  # click.Choice allows only these literals
-        limits=Limits(budget_usd, deadline_days),
-        top=top,
-        compiler=None if compiles is False else layout_compiler(resolved, site, required=compiles is True),
-        compiled_above=0.0 if compiles else COMPILED_ABOVE,
-    )
+    rates = load_calibration(calibration, software)
+    sites = {name: load_cluster(_one_cluster(name)).config for name in dict.fromkeys(clusters)}
+    plans: dict[str, Plan] = {}
+    refused: dict[str, str] = {}
+    for name, site in sites.items():
+        try:
+            plans[name] = make_plan(
+                resolved,
+                site,
+                rates,
+                node_counts(nodes, resolved, site),
+                tokens=tokens,
+                objective=objective,  # type: ignore[arg-type]  # click.Choice allows only these literals
+                limits=Limits(budget_usd, deadline_days, device_hours),
+                top=top,
+                compiler=None if compiles is False else layout_compiler(resolved, site, required=compiles is True),
+                compiled_above=0.0 if compiles else COMPILED_ABOVE,
+                spot=None if spot is None else _spot(spot),
+            )
+        except UserError as error:
+            if len(sites) == 1:
+                raise
+            refused[name] = str(error)
+    if not plans:
+        raise UserError("no cluster can run this: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items()))
+    order = best_first(plans)
+    made = plans[order[0]]
     if write is not None:
         write_layout(write, config, overrides, made)
+    explained = formulas(made) if explain else None
     if as_json:
-        print_json(plan_json(made))
-    else:
-        from ridgeline.cli.printing.plan import print_plan
+        document = plan_json(made) if len(sites) == 1 else {"plans": [plan_json(plans[name]) for name in order], "refused": refused}
+        print_json(document if explained is None else document | {"formulas": explained.to_json()})
+        return
+    from ridgeline.cli.printing.plan import print_comparison, print_formulas, print_plan
 
-        print_plan(made)
-        if write is not None:
-            print(f"\nwritten: {write} (ridge compile {write} --cluster {cluster} --nodes {made.best[0].nodes} verifies it)")
+    if len(sites) > 1:
+        print_comparison([plans[name] for name in order], refused)
+    print_plan(made)
+    if explained is not None:
+        print_formulas(explained)
+    if write is not None:
+        print(f"\nwritten: {write} (ridge compile {write} --cluster {order[0]} --nodes {made.best[0].nodes} verifies it)")
+
+
+def _spot(text: str) -> Spot:
+    """Parse --spot. Raises UserError."""
+    from ridgeline.planner.economics import Spot
+
+    try:
+        price, rate = (float(part) for part in text.split("@"))
+    except ValueError:
+        price = rate = math.nan
+    if not (0 < price < math.inf and 0 <= rate < math.inf):
+        raise UserError(f"--spot {text}: must be USD@RATE, such as 1.2@0.5: $1.20 per device-hour, one interruption of a node in two days")
+    return Spot(price, rate)
+
+
+def _one_cluster(name: str) -> str:
+    """Return the name of one cluster. Raises UserError for several in one: a run has nodes of one kind."""
+    if "," in name and not Path(name).exists():
+        first, *others = name.split(",")
+        again = " ".join(f"-c {other.strip()}" for other in (first, *others))
+        raise UserError(f"--cluster {name}: a run uses nodes of one kind; compare clusters with {again}")
+    return name
 
 
 def layout_compiler(config: Config, cluster: ClusterConfig, *, required: bool) -> Compiler | None:
@@ -162,7 +225,7 @@ def write_layout(path: Path, config: str, overrides: tuple[str, ...], made: Plan
     best = made.best[0]
     layout = best.layout
     settings: dict[str, Any] = {
-        "mesh": layout.sizes,
+        "mesh": {**layout.sizes, **({"zero_stage": layout.zero_stage} if layout.zero_stage else {})},
         "trainer": {"accumulation": layout.accumulation},
         "compute": {"remat": {"policy": layout.remat.policy, "names": list(layout.remat.names)}},
     }

@@ -33,16 +33,15 @@ def shardings(config: str, overrides: tuple[str, ...], devices: int | None, as_j
     from ridgeline.sharding.mesh import abstract_mesh
     from ridgeline.sharding.partition import Partitioner
     from ridgeline.sharding.report import sharding_report
-    from ridgeline.sharding.rules import Rules
     from ridgeline.trainer.optimizers import build_optimizer
     from ridgeline.trainer.state import model_spec
 
     sizes = resolved.mesh.sizes.values()
     devices = devices or (math.prod(sizes) if -1 not in sizes else jax.device_count())
-    partitioner = Partitioner(abstract_mesh(resolved.mesh, devices), Rules.from_config(resolved.mesh))
+    partitioner = Partitioner.of(abstract_mesh(resolved.mesh, devices), resolved.mesh)
     # Attention backend and rematerialization may need the real devices, and do not change the parameters.
     spec = model_spec(resolved.model_copy(update={"compute": ComputeConfig()}), partitioner)
-    optimizer = build_optimizer(resolved.optimizer, resolved.precision, spec.param_axes)
+    optimizer = build_optimizer(resolved.optimizer, resolved.precision, spec.param_axes, partitioner)
     opt_state = jax.eval_shape(optimizer.init, spec.abstract_params)
     report = sharding_report(partitioner, spec.abstract_params, spec.param_axes, opt_state, resolved.precision.gradients)
     mesh = {axis: size for axis, size in partitioner.mesh.shape.items() if size > 1}

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from ridgeline.cli.options import json_option
-from ridgeline.cli.tables import print_json
+from ridgeline.cli.tables import Column, print_json, print_table
+from ridgeline.planner.formulas import Formula
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -30,6 +31,17 @@ class Result:
     """s, bytes, bytes/s, FLOP, FLOP/s, share, USD, h, kWh, ... or empty."""
     formula: str = ""
     source: str = ""
+
+
+def formula_results(formulas: Sequence[Formula]) -> list[Result]:
+    """Return the results of formulas. The formula of a constant is its meaning."""
+    return [Result(f.name, f.value, f.unit, f.text or f.meaning, f.meaning if f.text else "") for f in formulas]
+
+
+def print_symbols(symbols: Sequence[Formula]) -> None:
+    """Print what the symbols of formulas are."""
+    rows = [{"name": s.name, "value": format_value(s.value, s.unit), "meaning": s.meaning} for s in symbols]
+    print_table([Column("name", "symbol"), "value", Column("meaning")], rows)
 
 
 def result_options(function: Function) -> Function:

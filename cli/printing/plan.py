@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ridgeline.cli.printing.estimate import formula_results, print_results, print_symbols
 from ridgeline.cli.tables import Column, print_table
-from ridgeline.planner.economics import price_text
-from ridgeline.planner.hardware import hardware
+from ridgeline.planner.formulas import Formulas
 from ridgeline.planner.plan import Plan
 from ridgeline.planner.search import Candidate
 from ridgeline.planner.software import DEFAULT_SOFTWARE
+from ridgeline.planner.summary import sentences
 
 GB = 1e9
 
@@ -23,6 +25,9 @@ def print_plan(made: Plan) -> None:
         f" cluster {made.cluster.name} ({made.cluster.device}), rates: {made.calibration.name}"
         f"{_software(made)}\n"
     )
+    for sentence in sentences(made):
+        print(sentence)
+    print()
     _print_candidates(made)
     for compilation in made.compiled:
         print(f"\n{compilation.sentence}.")
@@ -53,6 +58,45 @@ def print_plan(made: Plan) -> None:
         print()
         _print_scaling(made)
     print(f"\n{_run_sentence(made, best)}")
+
+
+def print_comparison(plans: Sequence[Plan], refused: Mapping[str, str]) -> None:
+    """Print the best layout of every cluster, best first, and why others have none."""
+    rows = [
+        {"cluster": made.cluster.name, "nodes": made.best[0].nodes, "layout": made.best[0].layout.text()} | _figures(made) for made in plans
+    ]
+    columns = ["cluster", "nodes", "layout", *_FIGURES]
+    print_table(columns, rows, title=f"best layout of each cluster for {plans[0].objective}; +- is the range of times and costs")
+    for name, reason in refused.items():
+        print(f"{name}: {reason}")
+    print()
+
+
+_FIGURES: list[Column | str] = [
+    "cluster",
+    "nodes",
+    "layout",
+    Column("step", "step s", lambda x: f"{x:.4g}"),
+    Column("range", "+-", lambda x: f"{x:.0%}"),
+    Column("days", format=lambda x: f"{x:.4g}"),
+    Column("hours", "device-hours", lambda x: f"{x:,.0f}"),
+    Column("cost", "USD", lambda x: f"{x:,.0f}"),
+]
+
+
+def _figures(made: Plan) -> dict[str, Any]:
+    best = made.best[0]
+    run = best.run
+    return {
+        "cluster": made.cluster.name,
+        "nodes": best.nodes,
+        "layout": best.layout.text(),
+        "step": best.step.step_s,
+        "range": made.range.share,
+        "days": run.wall_days,
+        "hours": run.wall_device_hours,
+        "cost": run.wall_cost_usd,
+    }
 
 
 def _software(made: Plan) -> str:
@@ -166,6 +210,15 @@ def _print_communication(best: Candidate) -> None:
     )
 
 
+def print_formulas(found: Formulas) -> None:
+    """Print the formulas of the best layout, and what their symbols are."""
+    for title, formulas in (("memory at its peak", found.memory), ("step time", found.step), ("run", found.run)):
+        print(f"\nformulas of the best layout: {title}")
+        print_results(formula_results(formulas), as_json=False, explain=True)
+    print()
+    print_symbols(found.symbols)
+
+
 def _print_scaling(made: Plan) -> None:
     rows = []
     for row in made.scaling:
@@ -213,5 +266,5 @@ def _run_sentence(made: Plan, best: Candidate) -> str:
         f" (one every {run.mtbf_hours:,.0f} h); save every {run.checkpoint_interval_s / 60:.0f} minutes"
         f" (blocks training for {pause});"
         f" goodput {run.goodput:.1%}. Energy: {run.device_energy_kwh / 1000:,.1f} MWh of the devices at their power limit,"
-        f" {run.energy_kwh / 1000:,.1f} MWh with the facility's overhead. Price: {price_text(made.cluster, hardware(made.cluster.device))}."
+        f" {run.energy_kwh / 1000:,.1f} MWh with the facility's overhead. Price: {made.price}."
     )

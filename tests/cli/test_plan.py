@@ -54,6 +54,72 @@ def test_json_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
         assert low <= value <= high and high / low == pytest.approx((1 + made["range"]) / (1 - made["range"])) and made["range_from"]
 
 
+def test_explain_adds_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    made = json.loads(run(capsys, "--explain", "--json"))
+    best, symbols = made["candidates"][0], {symbol["name"]: symbol["value"] for symbol in made["formulas"]["symbols"]}
+    for formula in made["formulas"]["memory"]:
+        assert formula["value"] == best["memory_components"][formula["name"]]
+    assert symbols["step_s"] == best["step_s"] and symbols["devices"] == best["devices"]
+    page = run(capsys, "--explain")
+    assert run(capsys) == page.split("\n\nformulas of the best layout")[0] + "\n"
+    assert "    = parameters * parameter_itemsize\n" in page and "\nsymbol " in page
+
+
+def test_the_first_three_sentences_are_those_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    made = json.loads(run(capsys, "--json", "--objective", "cost"))
+    page = run(capsys, "--objective", "cost").splitlines()
+    best, capacity = made["candidates"][0], made["capacity_bytes"]
+    fits, costs, change = page[2:5]
+    assert (
+        fits.startswith(f"Fits on {best['nodes']} node")
+        and f"{best['memory_bytes'] / 1e9:.1f} GB planned of {capacity / 1e9:.1f} GB" in fits
+    )
+    low, high = best["wall_cost_usd_range"]
+    assert costs.startswith(f"Costs ${best['wall_cost_usd']:,.0f} ({low:,.0f} to {high:,.0f}) at $") and "per device-hour" in costs
+    others = [row["cost_usd"] for row in made["scaling"] if row["nodes"] != best["nodes"]]
+    assert change.startswith("No larger loss chunk") or "saves $" in change
+    assert not others or min(others) > 0.99 * best["cost_usd"] or "saves $" in change
+
+
+def test_clusters_are_compared_and_one_that_cannot_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*COMMAND, "-c", "dgx-a100", "-c", "mn5-acc", "--nodes", "1,2", "--objective", "time"]
+    assert cli.run([*arguments, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert {plan["cluster"] for plan in made["plans"]} == {"dgx-h100", "dgx-a100", "mn5-acc"} and not made["refused"]
+    days = [plan["candidates"][0]["wall_days"] for plan in made["plans"]]
+    assert days == sorted(days)
+    alone = json.loads(run(capsys, "--json"))
+    assert next(plan for plan in made["plans"] if plan["cluster"] == "dgx-h100") == alone
+    limit = days[0] * 1.001
+    assert cli.run([*arguments, "--deadline-days", str(limit)]) == 0
+    page = capsys.readouterr().out
+    assert "dgx-a100: nothing meets the limits" in page and page.index("best layout of each cluster") < page.index("Fits on")
+    assert "no cluster can run this: " in refused(capsys, *arguments, "--deadline-days", str(limit / 100))
+
+
+def test_a_run_has_nodes_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nodes of one kind; compare clusters with -c dgx-h100 -c dgx-a100" in refused(capsys, *COMMAND[:2], "-c", "dgx-h100,dgx-a100")
+
+
+def test_a_limit_of_device_hours_holds_and_tells_how_far_it_reaches(capsys: pytest.CaptureFixture[str]) -> None:
+    hours = json.loads(run(capsys, "--json", "--objective", "cost"))["candidates"][0]["wall_device_hours"]
+    assert json.loads(run(capsys, "--json", "--device-hours", str(hours * 1.01)))["candidates"][0]["wall_device_hours"] <= hours * 1.01
+    error = refused(capsys, *COMMAND, "--device-hours", str(hours / 2))
+    assert "2 times the limit" in error and "the limit is enough for" in error
+
+
+def test_a_spot_price_comes_with_its_interruptions(capsys: pytest.CaptureFixture[str]) -> None:
+    usual, calm, rough = (json.loads(run(capsys, "--json", *spot)) for spot in ([], ["--spot", "1@0"], ["--spot", "1@2"]))
+    best, without, often = (made["candidates"][0] for made in (usual, calm, rough))
+    assert without["wall_days"] == best["wall_days"] and without["wall_cost_usd"] == pytest.approx(best["wall_device_hours"])
+    assert often["goodput"] < without["goodput"] and often["wall_cost_usd"] > without["wall_cost_usd"]
+    added = often["expected_failures"] / often["wall_days"] - without["expected_failures"] / without["wall_days"]
+    assert added == pytest.approx(2 * often["nodes"])
+    assert "at $1.00 per device-hour (spot, 2 interruptions per node and day)" in run(capsys, "--spot", "1@2")
+    for wrong in ("1", "1@2@3", "0@1", "1@-1", "x@1", "nan@1"):
+        assert f"--spot {wrong}: must be USD@RATE" in refused(capsys, *COMMAND, "--spot", wrong)
+
+
 def test_the_step_of_other_software_has_its_own_time_and_range(capsys: pytest.CaptureFixture[str]) -> None:
     own, other = (json.loads(run(capsys, "--json", "--software", name)) for name in ("ridgeline", "composer"))
     assert (own["software"], other["software"]) == ("ridgeline", "composer")

@@ -18,7 +18,14 @@ from ridgeline.configs.schema import (
     RematConfig,
     TrainerConfig,
 )
-from ridgeline.planner.collectives import as_compiled_for_cpu, as_compiled_for_gpu, bytes_per_step, planned_collectives, recomputed
+from ridgeline.planner.collectives import (
+    as_compiled_for_cpu,
+    as_compiled_for_gpu,
+    bytes_per_step,
+    matmul_weights,
+    planned_collectives,
+    recomputed,
+)
 
 D, F, N, K, H, V, L = 64, 160, 8, 4, 8, 512, 3
 HERE = Path(__file__).parent
@@ -134,9 +141,14 @@ def test_head_norms_need_the_projections_again_even_where_their_results_are_kept
 
 
 def test_only_muon_communicates_in_the_optimizer():
+    """Whole float32 matrices of a share of the layers, there and back, over each axis that shards them."""
     assert not [item for item in planned_collectives(config(optimizer="lion"), SIZES) if item.where == "optimizer"]
-    planned = [item for item in planned_collectives(config(optimizer="muon"), SIZES) if item.where == "optimizer"]
-    assert {item.kind for item in planned} == {"all-gather", "all-reduce"} and all(item.axes == ("fsdp",) for item in planned)
+    muon = config(optimizer="muon")
+    planned = [item for item in planned_collectives(muon, SIZES) if item.where == "optimizer"]
+    assert {(item.kind, item.axes, item.count) for item in planned} == {("all-to-all", (axis,), 2) for axis in ("fsdp", "tensor")}
+    devices = SIZES["fsdp"] * SIZES["tensor"]
+    layers = -(-muon.model.num_layers // devices)
+    assert sum(item.bytes for item in planned) == 2 * 4 * layers * sum(matmul_weights(muon.model).values())
 
 
 def test_the_gpu_form_joins_axes_of_replicated_gradients_and_sums_over_microbatches_first():

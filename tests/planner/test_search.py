@@ -221,6 +221,7 @@ def test_obvious_alternatives_lose_with_a_reason_or_are_no_worse():
     scale = search_scale(model, made, CALIBRATION, 4, TOKENS)
     found = {alternative.name: alternative for alternative in alternatives(scale, Machine(made, CALIBRATION, 32))}
     assert "more than the" in found["data parallel only"].reason and found["data parallel only"].slower is None
+    assert found["data parallel with ZeRO stage 2"].slower > 0
     assert found["tensor in a node, fsdp across"].slower > 0
     assert all(a.slower is None or a.slower >= 0 for a in found.values())
 

@@ -48,7 +48,7 @@ def abstract_batch(partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
 
 def compile_step(config: Config) -> tuple[str, dict[str, int]]:
     """The whole optimizer step."""
-    partitioner = Partitioner(build_mesh(config.mesh))
+    partitioner = Partitioner.of(build_mesh(config.mesh), config.mesh)
     spec = model_spec(config, partitioner)
     optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
     state = abstract_state(config, spec, optimizer, partitioner)
@@ -60,7 +60,7 @@ def compile_step(config: Config) -> tuple[str, dict[str, int]]:
 
 def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
     """Loss and gradient of one batch."""
-    partitioner = Partitioner(build_mesh(config.mesh))
+    partitioner = Partitioner.of(build_mesh(config.mesh), config.mesh)
     spec = model_spec(config, partitioner)
     shardings = param_shardings(partitioner, spec.abstract_params, spec.param_axes)
     params = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), spec.abstract_params, shardings)
@@ -118,18 +118,22 @@ def test_half_precision_compute_gathers_in_half_precision():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "precision"),
+    ("mesh", "precision", "zero"),
     [
-        ((1, 8, 1), {"compute": "bfloat16", "gradients": "bfloat16"}),
-        ((2, 2, 2), {"compute": "bfloat16", "matmul": "fp8"}),
+        ((1, 8, 1), {"compute": "bfloat16", "gradients": "bfloat16"}, 0),
+        ((2, 2, 2), {"compute": "bfloat16", "matmul": "fp8"}, 0),
+        ((2, 2, 2), {}, 2),
     ],
 )
-def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_gradients(mesh, precision):
-    """Clipping, AdamW, the skip of bad steps and the split into microbatches add single numbers only, and fp8 its few scales.
+def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_gradients(mesh, precision, zero):
+    """Clipping, AdamW, the skip of bad steps and the split into microbatches add single numbers only, and fp8 its few scales. With ZeRO
+    stage 2 the updated parameters are gathered.
 
     In every dtype the plan has the bytes that the CPU backend moves, which has no bfloat16 or float8 collectives.
     """
-    config = make_config(*mesh, accumulation=2).model_copy(update={"precision": PrecisionConfig(**precision)})
+    config = make_config(*mesh, accumulation=2)
+    sharding = config.mesh.model_copy(update={"zero_stage": zero})
+    config = config.model_copy(update={"precision": PrecisionConfig(**precision), "mesh": sharding})
     text, mesh_shape = compile_step(config)
     moved = budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in collectives(text, mesh_shape) if array_bytes(c))
     planned = budget(((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, mesh_shape, gpu=False))

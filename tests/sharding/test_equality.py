@@ -1,5 +1,6 @@
 """Every way of laying 8 devices out over data, fsdp and tensor trains as one device does."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,6 @@ from ridgeline.configs.schema import (
 )
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
-from ridgeline.sharding.rules import Rules
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.state import abstract_state, init_state, model_spec
 from ridgeline.trainer.step import make_train_step
@@ -31,15 +31,17 @@ FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 
 BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5
 
 
-def make_config(data: int, fsdp: int, tensor: int, accumulation: int = 1, rules: dict | None = None, **model) -> Config:
+def make_config(
+    data: int, fsdp: int, tensor: int, accumulation: int = 1, rules: dict | None = None, optimizer: str = "adamw", zero: int = 0, **model
+) -> Config:
     sizes = {"vocab_size": VOCAB, "num_layers": 2, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_dim": 64}
     return Config(
         model=ModelConfig(**{**sizes, "max_seq_len": SEQ, **model}),
         compute=ComputeConfig(attention=AttentionConfig(backend="chunked", chunk=8), loss_chunk=16),
         precision=PrecisionConfig(compute="float32"),
-        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor, rules=rules or {}),
+        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor, rules=rules or {}, zero_stage=zero),
         data=DataConfig(batch_size=BATCH, seq_len=SEQ),
-        optimizer=OptimizerConfig(kind="adamw"),
+        optimizer=OptimizerConfig(kind=optimizer),
         trainer=TrainerConfig(accumulation=accumulation),
     )
 
@@ -68,16 +70,16 @@ def remember_gradient() -> optax.GradientTransformation:
 
 def prepared(config: Config, devices) -> tuple[Partitioner, Any, optax.GradientTransformation, Any]:
     """Partitioner, model, optimizer and abstract state of a config."""
-    partitioner = Partitioner(build_mesh(config.mesh, devices), Rules.from_config(config.mesh))
+    partitioner = Partitioner.of(build_mesh(config.mesh, devices), config.mesh)
     spec = model_spec(config, partitioner)
     optimizer = optax.chain(remember_gradient(), build_optimizer(config.optimizer, config.precision, spec.param_axes))
     return partitioner, spec, optimizer, abstract_state(config, spec, optimizer, partitioner)
 
 
 @cache
-def first_state(model: str) -> Any:
+def first_state(model: str, optimizer: str) -> Any:
     """Made on one device and put on every mesh: that each would make the same is for test_partition.py to show."""
-    config = make_config(1, 1, 1).model_copy(update={"model": ModelConfig.model_validate_json(model)})
+    config = make_config(1, 1, 1, optimizer=optimizer).model_copy(update={"model": ModelConfig.model_validate_json(model)})
     _, spec, optimizer, abstract = prepared(config, jax.devices()[:1])
     return jax.device_get(init_state(config, spec, optimizer, abstract))
 
@@ -85,7 +87,9 @@ def first_state(model: str) -> Any:
 def run(config: Config, devices) -> tuple[list[float], dict]:
     """Losses and gradient norms of STEPS steps, and the gradient of the first one on the host."""
     partitioner, spec, optimizer, abstract = prepared(config, devices)
-    state = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), first_state(config.model.model_dump_json()), abstract)
+    state = jax.tree.map(
+        lambda x, leaf: jax.device_put(x, leaf.sharding), first_state(config.model.model_dump_json(), config.optimizer.kind), abstract
+    )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
@@ -99,8 +103,8 @@ def run(config: Config, devices) -> tuple[list[float], dict]:
 
 
 @cache
-def reference(**model) -> tuple[list[float], dict]:
-    return run(make_config(1, 1, 1, **model), jax.devices()[:1])
+def reference(**settings) -> tuple[list[float], dict]:
+    return run(make_config(1, 1, 1, **settings), jax.devices()[:1])
 
 
 def compare(found, expected) -> None:
@@ -125,6 +129,19 @@ def test_losses_and_gradients_equal_one_device(data, fsdp, tensor):
 @pytest.mark.parametrize(("data", "fsdp", "tensor"), [(2, 2, 2), (1, 8, 1)])
 def test_two_microbatches_equal_one_device_and_one_batch(data, fsdp, tensor):
     compare(run(make_config(data, fsdp, tensor, accumulation=2), jax.devices()), reference())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulation", "optimizer"), [((8, 1, 1), 1, "adafactor"), ((2, 2, 2), 2, "adamw")], ids=["data", "all axes, microbatches"]
+)
+def test_gradients_and_state_sharded_over_data_equal_one_device(mesh, accumulation, optimizer):
+    """ZeRO stage 2: the state and the remembered gradient have 1/data of the bytes per device."""
+    config = make_config(*mesh, accumulation, optimizer=optimizer, zero=2)
+    compare(run(config, jax.devices()), reference(optimizer=optimizer))
+    _, _, _, abstract = prepared(config, jax.devices())
+    gradient, param = (tree["blocks"]["mlp"]["up"] for tree in (abstract.opt_state[0], abstract.params))
+    whole, part = (math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in (param, gradient))
+    assert whole == mesh[0] * part
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class Run:
         devices = int(np.prod(list(mesh.values()), dtype=int))
         self.partitioner = Partitioner(build_mesh(config.mesh, jax.devices()[:devices]), Rules.from_config(config.mesh))
         self.spec = model_spec(config, self.partitioner)
-        self.optimizer = build_optimizer(config.optimizer, config.precision, self.spec.param_axes)
+        self.optimizer = build_optimizer(config.optimizer, config.precision, self.spec.param_axes, self.partitioner)
         self.abstract = abstract_state(config, self.spec, self.optimizer, self.partitioner)
         self.config = config
         schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)

@@ -1,5 +1,7 @@
 """Update rules: against a hand-written reference, on a quadratic, per layer, and sharded."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,12 @@ import pytest
 from ridgeline.configs.choices import OPTIMIZERS as NAMES
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import MeshConfig, OptimizerConfig, PrecisionConfig
+from ridgeline.hlo.collectives import collectives
+from ridgeline.hlo.parse import parse
+from ridgeline.planner.collectives import muon_layers
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, param_shardings
+from ridgeline.trainer.muon import scale_by_muon
 from ridgeline.trainer.optimizers import OPTIMIZERS, build_optimizer, decays, uses_muon
 
 D, N, H, F, V, L = 128, 8, 16, 256, 160, 2
@@ -135,6 +141,19 @@ def test_muon_updates_are_orthogonal_per_layer_in_the_matrix_view():
             assert singular.max() < 1.4
 
 
+def test_muon_equals_optax():
+    """One layer at a time, against optax.contrib.scale_by_muon over all of them, with its state."""
+    dims = {"query": ((1,), (2, 3)), "out": ((1, 2), (3,)), "gate": ((1,), (2,))}
+    axes, gradients = {name: AXES["layers"][name] for name in dims}, {name: random_params(1)["layers"][name] for name in dims}
+    numbers = {name: optax.contrib.MuonDimensionNumbers(*sides) for name, sides in dims.items()}
+    theirs = optax.contrib.scale_by_muon(beta=0.9, weight_dimension_numbers=numbers)
+    ours = scale_by_muon(0.9, jnp.dtype("float32"), lambda params: axes, None)
+    states = [rule.init(gradients) for rule in (theirs, ours)]
+    for _ in range(2):
+        (expected, states[0]), (found, states[1]) = (rule.update(gradients, s) for rule, s in zip((theirs, ours), states, strict=True))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), (expected, states[0]), (found, states[1]))
+
+
 @pytest.mark.parametrize("kind", NAMES)
 def test_stacking_layers_does_not_change_the_update(kind):
     """Two stacked layers move as two single ones."""
@@ -187,10 +206,10 @@ def test_update_without_a_learning_rate_is_an_error():
 @pytest.mark.parametrize("kind", NAMES)
 def test_sharded_update_equals_the_unsharded_one(kind):
     partitioner = Partitioner(build_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
-    rule = build_optimizer(config(kind), PrecisionConfig(), AXES)
+    one, rule = (build_optimizer(config(kind), PrecisionConfig(), AXES, given) for given in (None, partitioner))
     params, grads, rate = random_params(0), random_params(1), jnp.float32(0.1)
 
-    def two_steps(params, grads):
+    def two_steps(rule, params, grads):
         state = rule.init(params)
         for _ in range(2):
             updates, state = rule.update(grads, state, params, learning_rate=rate)
@@ -200,9 +219,27 @@ def test_sharded_update_equals_the_unsharded_one(kind):
     abstract = jax.eval_shape(lambda: random_params(0))
     shardings = param_shardings(partitioner, abstract, AXES)
     state_shardings = optimizer_state_shardings(partitioner, jax.eval_shape(rule.init, abstract), abstract, AXES)
-    expected = jax.jit(two_steps)(params, grads)
-    sharded = jax.jit(two_steps, in_shardings=(shardings, shardings), out_shardings=(shardings, state_shardings))(
+    expected = jax.jit(partial(two_steps, one))(params, grads)
+    sharded = jax.jit(partial(two_steps, rule), in_shardings=(shardings, shardings), out_shardings=(shardings, state_shardings))(
         *jax.device_put((params, grads), (shardings, shardings))
     )
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(expected)[0], jax.tree.leaves(sharded), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+def test_muon_moves_every_stack_over_every_axis_and_back():
+    """No matrix is gathered: two all-to-alls per axis move the float32 matrices of a share of the layers (planner/collectives.py)."""
+    partitioner = Partitioner(build_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    rule = build_optimizer(config("muon"), PrecisionConfig(), AXES, partitioner)
+    abstract = jax.eval_shape(lambda: random_params(0))
+    params = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract,
+        param_shardings(partitioner, abstract, AXES),
+    )
+    update = jax.jit(lambda grads, params: rule.update(grads, rule.init(params), params, learning_rate=jnp.float32(1.0))[0])
+    found = collectives(parse(update.lower(params, params).compile().as_text()), dict(partitioner.mesh.shape))
+    moved = {axes: sum(c.total_bytes for c in found if c.kind == "all-to-all" and c.axes == (axes,)) for axes in ("fsdp", "tensor")}
+    weights = D * N * H * 2 + D * F
+    assert moved == dict.fromkeys(("fsdp", "tensor"), 2 * 4 * muon_layers(L, 4) * weights)
+    assert sum(c.total_bytes for c in found if c.kind != "all-to-all") < 4 * weights / 10

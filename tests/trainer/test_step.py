@@ -61,7 +61,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         partitioner = Partitioner.single()
         self.spec = model_spec(config, partitioner)
-        optimizer = build_optimizer(config.optimizer, config.precision, self.spec.param_axes)
+        optimizer = build_optimizer(config.optimizer, config.precision, self.spec.param_axes, partitioner)
         schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
         self.state: TrainState = init_state(config, self.spec, optimizer, abstract_state(config, self.spec, optimizer, partitioner))
         self.step = jax.jit(make_train_step(self.spec, config, optimizer, schedule, partitioner), compiler_options=QUICK_COMPILE)

@@ -23,6 +23,7 @@ from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.links import Fabric
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.step_time import host_bytes_per_s
+from ridgeline.planner.stragglers import slowest_over_mean
 from ridgeline.trainer.aot.compile import Compiled, Request
 from ridgeline.trainer.plan_comparison import SMALL_BYTES, Traffic, compare_traffic, memory_rows, traffic_rows, unplanned
 from ridgeline.trainer.plan_record import compiled_collective, overlapped, source_text
@@ -125,17 +126,27 @@ def _simulate(
     found: Sequence[Collective],
     dtype: str,
 ) -> Schedule:
-    """Simulate the schedule with calibrated rates: matmuls as cubes of the same FLOPs, collectives over the links that their axes span."""
-    fabric = Fabric.from_cluster(cluster, rates, num_devices=request.devices)
-    bandwidth = rates.memory_bytes_per_s(request.device)
+    """Simulate the schedule at the rates of the plan (planner/kernels.py), on the slowest of the devices.
+
+    Matmuls have their own shape, or several in one kernel that of a cube; collectives run over the links that their axes span.
+    """
+    fabric, device, model = Fabric.from_cluster(cluster, rates, num_devices=request.devices), request.device, request.config.model
+    bandwidth = rates.memory_bytes_per_s(device)
+    slowest = slowest_over_mean(request.devices) if device.tensor_cores else 1.0
+
+    def flops_per_s(kernel: Kernel) -> float:
+        if kernel.category == "attention":
+            rate = rates.attention_flops_per_s(device, dtype, request.config.data.seq_len, model.head_width)
+            return rate * rates.software.attention_share(device) * rates.software.in_step_share(dtype, device)
+        reads, side = arithmetic(kernel, dtype), max(1, round((kernel.flops / 2) ** (1 / 3)))
+        shape = (kernel.matmul.m, kernel.matmul.n, kernel.matmul.k) if kernel.matmul else (side, side, side)
+        return rates.matmul_flops_per_s(device, reads, *shape) * rates.software.in_step_share(reads, device)
 
     def kernel_s(kernel: Kernel) -> float:
         if kernel.host_copy:
             return kernel.bytes / 2 / host_bytes_per_s(request.device, rates)
-        side = max(1, round((kernel.flops / 2) ** (1 / 3)))
-        reads = arithmetic(kernel, dtype)
-        compute_s = kernel.flops / rates.matmul_flops_per_s(request.device, reads, side, side, side) if kernel.flops else 0.0
-        return max(compute_s, kernel.bytes / bandwidth)
+        compute_s = kernel.flops / flops_per_s(kernel) if kernel.flops else 0.0
+        return slowest * max(compute_s, kernel.bytes / bandwidth)
 
     def collective_s(collective: Collective) -> float:
         axes = collective.axes if collective.axes is not None else tuple(axis for axis, size in compiled.mesh.items() if size > 1)
