@@ -50,8 +50,9 @@ class LiveGoodput:
         self._before, self._window = dict(self.seconds), dict(self.seconds)
 
     def observe(self, kind: str, mono_s: float, fields: Mapping[str, Any]) -> None:
-        """Add one event of this process (EventLog.observer)."""
+        """Add one event of this process (EventLog.observer). Another thread may have written a later one before it."""
         with self._lock:
+            late_s, before = max(0.0, self.mono_s - mono_s), self._category()
             self._advance(mono_s)
             if kind == "phase_start":
                 parent = self._open.get(fields["parent"])
@@ -62,6 +63,8 @@ class LiveGoodput:
                 self._carve(fields)
             elif kind == "hang" and "silent_s" in fields:
                 self._move(float(fields["silent_s"]), self._category(), "hang")
+            if kind in ("phase_start", "phase_end"):
+                self._move(late_s, before, self._category())
 
     def _category(self) -> str:
         inner = max(self._open.values(), key=lambda p: (p.start_s, p.depth), default=None)

@@ -15,7 +15,7 @@ PRICE_PER_S = 0.5
 TIMES = st.integers(0, 40).map(lambda n: n / 8)  # exact in binary: nothing is lost to rounding
 HAPPENINGS = st.one_of(
     st.tuples(st.just("log"), TIMES, TIMES),
-    st.tuples(st.sampled_from(["evaluation", "save", "profile"]), TIMES, TIMES),
+    st.tuples(st.sampled_from(["evaluation", "save", "profile", "overtaken"]), TIMES, TIMES),
 )
 
 
@@ -44,6 +44,12 @@ def start(run_dir, wall_s, start_step, happenings):
                 script.wait(0.5)
         elif what == "save":
             script.phase("save", inside_s, step=step)
+        elif what == "overtaken":  # a phase starts and ends before events that another thread has written
+            emit_ahead(script, inside_s)
+            with script.log.phase("save", step=step):
+                script.wait(inside_s + time_s)
+                emit_ahead(script, time_s)
+            script.wait(time_s)
         elif what == "profile":
             script.log.total("profile", min(inside_s, time_s), step=step)
         else:
@@ -51,6 +57,13 @@ def start(run_dir, wall_s, start_step, happenings):
             script.log.emit("step", step=step, loss=1.0, tokens=step * 10.0)
             yield live.metrics(), ledger_of(run_dir)
     script.kill()
+
+
+def emit_ahead(script, ahead_s):
+    """Write an event of a later time."""
+    script.wait(ahead_s)
+    script.log.emit("device_state", devices=[])
+    script.wait(-ahead_s)
 
 
 def agrees(metrics, ledger):
