@@ -97,16 +97,19 @@ def draw(rng: random.Random) -> dict[str, Any] | None:
             picked = ()
         settings[knob] = " ".join(item.split("=")[-1] for item in picked if "stochastic" not in item) or "default"
         overrides += picked
+    # Drawn apart, so that seeds give the other knobs that they gave before this one.
+    zero_stage = 2 if data > 1 and "optimizer.kind=muon" not in overrides and random.Random(str(overrides)).random() < 0.5 else 0
+    overrides.append(f"mesh.zero_stage={zero_stage}")
     row = {"model": model, "cluster": cluster_name, "nodes": nodes, "devices": devices, "overrides": overrides}
     row |= {"knobs": {**settings, "microbatches": str(micro), "tensor": str(tensor), "fsdp=1": str(sizes["fsdp"] == 1), "model": model,
-                      "seq_len": str(seq_len), "device": cluster_name}}  # fmt: skip
+                      "seq_len": str(seq_len), "device": cluster_name, "zero_stage": str(zero_stage)}}  # fmt: skip
     try:
         config = load(f"models/{model}", overrides).config
         check_devices(config, devices)
         if config.precision.block_scaled is not None:
             check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
         machine = Machine(cluster, load_calibration(None), devices)
-        layout = Layout(data, sizes["fsdp"], tensor, micro, config.compute.remat)
+        layout = Layout(data, sizes["fsdp"], tensor, micro, config.compute.remat, zero_stage)
         memory = memory_per_device(config, sizes, gpu=True)
         candidate = evaluate(config, layout, memory, machine, 1e12, nodes)
     except (UserError, ValueError):

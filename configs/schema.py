@@ -228,7 +228,7 @@ class MeshConfig(Section):
     """Expert parallelism. Only 1 is supported."""
     zero_stage: Literal[0, 2] = 0
     """What `data` shards besides the batch. 0: nothing. 2: gradients, optimizer state and its update (ZeRO stage 2, arXiv 1910.02054); the
-    updated parameters are gathered once per step. Stage 3 is `fsdp`; stage 1 would move and keep more than stage 2."""
+    updated parameters are gathered once per step. Stage 3 is `fsdp`; stage 1 would keep more and move no less."""
     rules: dict[str, list[str]] = {}
     """Changes to the sharding rules: logical axis -> mesh axes, [] for replicated (defaults: sharding/rules.py)."""
 

@@ -249,17 +249,21 @@ class _Plan:
         return [*planned, *self._positions()]
 
     def _positions(self) -> list[PlannedCollective]:
-        """Return the collectives of learned positions: tensor shards their tokens, not their table."""
+        """Return the collectives of learned positions: tensor shards their tokens, not their table.
+
+        With mesh.zero_stage=2 their gradient is scattered over data only where nothing is summed over tensor.
+        """
         if self.model.position != "learned":
             return []
         whole = self.model.max_seq_len * self.model.embed_dim
-        rest = self.over("data", "tensor")
+        scattered = self.config.mesh.zero_stage == 2 and self.tensor == 1
+        rest = () if scattered else self.over("data", "tensor")
         planned = self._parameters("positions", "embed", whole * self.tensor, self.micro, by_hand=True, backward_gather=False)
-        gathered = [item for item in planned if item.kind != "all-reduce"]
+        gathered = [item for item in planned if item.kind != "all-reduce" and (scattered or item.axes != self.over("data"))]
         summed = PlannedCollective(
             "positions", "embed", "backward", "all-reduce", rest, whole // self.fsdp * self.grad, self.micro, 1, True
         )
-        return [*gathered, replace(summed, summed=True)]
+        return [*gathered, replace(summed, summed=not self.config.mesh.zero_stage)]
 
     def loss(self) -> list[PlannedCollective]:
         """Return the collectives of final norm, unembedding and cross-entropy, whose gradients are computed in the forward pass."""

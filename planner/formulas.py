@@ -10,8 +10,8 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partialmethod
+from typing import Any, ClassVar
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.schema import Config
@@ -64,29 +64,14 @@ class Traced(int):
             return 0
         return Traced.of(value, f"{_operand(a, operator)} {operator} {_operand(b, operator, right=True)}", operator)
 
-    def __add__(self, other: object) -> Any:
-        return self._with(other, "+")
-
-    def __radd__(self, other: object) -> Any:
-        return self._with(other, "+", left=False)
-
-    def __sub__(self, other: object) -> Any:
-        return self._with(other, "-")
-
-    def __rsub__(self, other: object) -> Any:
-        return self._with(other, "-", left=False)
-
-    def __mul__(self, other: object) -> Any:
-        return self._with(other, "*")
-
-    def __rmul__(self, other: object) -> Any:
-        return self._with(other, "*", left=False)
-
-    def __floordiv__(self, other: object) -> Any:
-        return self._with(other, "//")
-
-    def __rfloordiv__(self, other: object) -> Any:
-        return self._with(other, "//", left=False)
+    __add__ = partialmethod(_with, operator="+")
+    __radd__ = partialmethod(_with, operator="+", left=False)
+    __sub__ = partialmethod(_with, operator="-")
+    __rsub__ = partialmethod(_with, operator="-", left=False)
+    __mul__ = partialmethod(_with, operator="*")
+    __rmul__ = partialmethod(_with, operator="*", left=False)
+    __floordiv__ = partialmethod(_with, operator="//")
+    __rfloordiv__ = partialmethod(_with, operator="//", left=False)
 
 
 def _operand(value: Any, operator: str, *, right: bool = False) -> str:
@@ -110,12 +95,25 @@ class _Model:
 class _Sizes(LocalSizes):
     """Sizes on one device as symbols."""
 
+    prefix: ClassVar[str] = ""
+
     def __getattribute__(self, name: str) -> Any:
-        return _symbol(super().__getattribute__(name), name)
+        return _symbol(super().__getattribute__(name), super().__getattribute__("prefix") + name)
 
     @property
     def model(self) -> Any:
         return _Model(self.config.model)
+
+    @property
+    def of_state(self) -> LocalSizes:
+        own = LocalSizes(self.config, int(self.data), int(self.fsdp), int(self.tensor)).of_state
+        return _StateSizes(self.config, own.data, own.fsdp, own.tensor) if self.config.mesh.zero_stage else self
+
+
+class _StateSizes(_Sizes):
+    """Those of gradients and optimizer state, where they are sharded over more devices."""
+
+    prefix: ClassVar[str] = "state_"
 
 
 def _symbol(value: Any, name: str) -> Any:
@@ -163,6 +161,9 @@ def memory_formulas(config: Config, sizes: Mapping[str, int], *, gpu: bool) -> t
 
 
 def _meaning(name: str, local: LocalSizes) -> Formula:
+    if name.startswith(_StateSizes.prefix):
+        same = _meaning(name.removeprefix(_StateSizes.prefix), local.of_state)
+        return Formula(name, same.value, "", name, f"{same.meaning} For gradients and optimizer state, sharded over data too.")
     described = LocalSizes.__dict__.get(name)
     if isinstance(described, property | cached_property):
         function = described.fget if isinstance(described, property) else described.func

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ridgeline.configs.schema import Config, ModelConfig
@@ -46,7 +46,7 @@ class LocalSizes:
     @property
     def of_state(self) -> LocalSizes:
         """Sizes of gradients, optimizer state and its update, which mesh.zero_stage=2 also shards over data."""
-        return LocalSizes(self.config, 1, int(self.fsdp) * int(self.data), int(self.tensor)) if self.config.mesh.zero_stage else self
+        return replace(self, data=1, fsdp=self.fsdp * self.data) if self.config.mesh.zero_stage else self
 
     @cached_property
     def rows(self) -> int:

@@ -42,12 +42,12 @@ def _costs(plan: Plan) -> str:
     best, around = plan.best[0], plan.range
     run = best.run
     low, high = around.around(run.wall_device_hours)
-    hours = f"{run.wall_device_hours:,.0f} device-hours ({low:,.0f} to {high:,.0f})"
+    hours = f"{_number(run.wall_device_hours)} device-hours ({_number(low)} to {_number(high)})"
     time = f"{run.wall_days:.3g} days at {best.step.step_s:.4g} s per step"
     if run.wall_cost_usd is None:
         return f"Costs {hours}, {time}; {plan.price}."
     low, high = around.around(run.wall_cost_usd)
-    return f"Costs ${run.wall_cost_usd:,.0f} ({low:,.0f} to {high:,.0f}) at {plan.price}: {hours}, {time}."
+    return f"Costs ${_number(run.wall_cost_usd)} ({_number(low)} to {_number(high)}) at {plan.price}: {hours}, {time}."
 
 
 def _change(plan: Plan) -> str:
@@ -77,5 +77,9 @@ def _cost(candidate: Candidate) -> float:
 def _money(plan: Plan, share: float) -> str:
     run = plan.best[0].run
     if run.wall_cost_usd is None:
-        return f"{share * run.wall_device_hours:,.0f} device-hours"
-    return f"${share * run.wall_cost_usd:,.0f}"
+        return f"{_number(share * run.wall_device_hours)} device-hours"
+    return f"${_number(share * run.wall_cost_usd)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

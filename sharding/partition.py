@@ -76,13 +76,12 @@ class Partitioner:
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
     def gather_param(self, w: jax.Array, *axes: str | None) -> jax.Array:
-        """Return a parameter gathered over `fsdp` (ZeRO stage 3) and still sharded over `tensor`; its gradient is sharded over both,
-        and over `data` as the optimizer state."""
+        """Return a parameter gathered over `fsdp` (ZeRO stage 3) and still sharded over `tensor`; its gradient is sharded over both."""
         sharded = self.sharding(axes, w.shape, "parameter")
         if self.mesh.size == 1:
             return w
         gathered = NamedSharding(self.mesh, self.rules.spec(axes, without=(FSDP_AXIS,)))
-        return _gather(w, sharded, gathered, self.of_state.sharding(axes, w.shape, "gradient"))
+        return _gather(w, sharded, gathered)
 
     def axis_size(self, logical: str | None) -> int:
         """Return the number of shards of a logical axis on this mesh."""
@@ -100,21 +99,19 @@ class Partitioner:
                 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding, of_gradient: NamedSharding) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding) -> jax.Array:
     # Constrained on both sides: otherwise XLA may gather before the preceding cast, in the wider dtype.
     return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(w, sharded), gathered)
 
 
-def _gather_forward(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding, of_gradient: NamedSharding) -> tuple[jax.Array, None]:
-    return _gather(w, sharded, gathered, of_gradient), None
+def _gather_forward(w: jax.Array, sharded: NamedSharding, gathered: NamedSharding) -> tuple[jax.Array, None]:
+    return _gather(w, sharded, gathered), None
 
 
-def _gather_backward(
-    sharded: NamedSharding, gathered: NamedSharding, of_gradient: NamedSharding, residuals: None, grad: jax.Array
-) -> tuple[jax.Array]:
+def _gather_backward(sharded: NamedSharding, gathered: NamedSharding, residuals: None, grad: jax.Array) -> tuple[jax.Array]:
     # Constraining the cotangent, not the sum of microbatches, lets XLA reduce-scatter each layer's gradient where it is computed.
-    return (jax.lax.with_sharding_constraint(grad, of_gradient),)
+    return (jax.lax.with_sharding_constraint(grad, sharded),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -58,7 +58,13 @@ def sharding_report(partitioner: Partitioner, params: Any, axes: Any, opt_state:
     """
     rows: list[ParameterRow] = []
     jax.tree_util.tree_map_with_path(lambda path, leaf, of: rows.append(_row(partitioner, path_name(path), leaf, of)), params, axes)
-    shardings = optimizer_state_shardings(partitioner.of_state, opt_state, params, axes)
+    of_state = partitioner.of_state
+    gradients = jax.tree.map(
+        lambda leaf, of: _bytes(_local_shape(partitioner, leaf.shape, of_state.spec(of, leaf.shape, "gradient")), gradient_dtype),
+        params,
+        axes,
+    )
+    shardings = optimizer_state_shardings(of_state, opt_state, params, axes)
     moments = sum(
         _bytes(_local_shape(partitioner, leaf.shape, sharding.spec), leaf.dtype)
         for leaf, sharding in zip(jax.tree.leaves(opt_state), jax.tree.leaves(shardings), strict=True)
@@ -68,7 +74,7 @@ def sharding_report(partitioner: Partitioner, params: Any, axes: Any, opt_state:
         parameters=sum(math.prod(row.shape) for row in rows),
         parameter_bytes=sum(row.bytes for row in rows),
         parameter_bytes_per_device=sum(row.bytes_per_device for row in rows),
-        gradient_bytes_per_device=sum(_bytes(row.local_shape, gradient_dtype) for row in rows),
+        gradient_bytes_per_device=sum(jax.tree.leaves(gradients)),
         optimizer_bytes_per_device=moments,
     )
 

@@ -45,7 +45,7 @@ def scale_by_muon(
         now = optax.tree.bias_correction(updates, beta, count)
         momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
         orthogonal = partial(orthogonalized, state.ns_coeffs, partitioner)
-        result = jax.tree.map(lambda axes, x: orthogonal(axes, x), axes_of(momentum), momentum, is_leaf=lambda x: type(x) is tuple)
+        result = jax.tree.map(orthogonal, axes_of(momentum), momentum, is_leaf=lambda x: type(x) is tuple)
         return result, optax.contrib.MuonState(count=count, mu=optax.tree.cast(mu, dtype), ns_coeffs=state.ns_coeffs)
 
     return optax.GradientTransformation(optax.contrib.scale_by_muon(beta=beta, mu_dtype=dtype).init, update)

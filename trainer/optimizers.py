@@ -46,9 +46,8 @@ def build_optimizer(
     Its `update` takes the keywords `learning_rate` (float32 scalar) and `key` (for moments in 8 bits) and returns float32 updates.
     Raises UserError for an unknown kind.
     """
-    build: Rule | None = partial(_muon, partitioner=partitioner) if optimizer.kind == "muon" else OPTIMIZERS.get(optimizer.kind)
-    if build is None:
-        build = plugins.load("optimizers", optimizer.kind, OptimizerPlugin, OPTIMIZERS).rule
+    rules = OPTIMIZERS | {"muon": partial(_muon, partitioner=partitioner)}  # the only one that communicates
+    build: Rule = rules.get(optimizer.kind) or plugins.load("optimizers", optimizer.kind, OptimizerPlugin, OPTIMIZERS).rule
     rule = build(optimizer, jnp.dtype(precision.moments), param_axes)
     return _in_float32(optax.chain(rule, _scale_by_learning_rate()))
 

@@ -55,6 +55,58 @@ def make_train_step(
     spec: ModelSpec, config: Config, optimizer: optax.GradientTransformation, schedule: Schedule, partitioner: Partitioner
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return the pure step (state, batch [B, T]) -> (state, scalar metrics); the caller jits it and donates the state."""
+    gradient, of_state = _make_gradient(spec, config, partitioner), partitioner.of_state
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, now, means, weight = gradient(state.params, jax.tree.map(partial(recent_magnitudes, partitioner), state.amax), batch)
+        now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards, once per step
+        with jax.named_scope("optimizer"):
+            grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+            finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+            if config.optimizer.clip_norm is not None:
+                scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
+                grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+            old_params = constrain_params(state.params, spec, of_state) if partitioner.zero_stage else state.params
+            learning_rate = schedule(state.step)
+            key, rounding = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
+            updates, opt_state = optimizer.update(grads, state.opt_state, old_params, learning_rate=learning_rate, key=key)
+            apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
+            params = apply(old_params, updates)
+            # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
+            amax = jax.tree.map(lambda steps, newest: jnp.concatenate([newest[..., None], steps[..., :-1]], -1), state.amax, now)
+            params, opt_state, amax = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (params, opt_state, amax), (old_params, state.opt_state, state.amax)
+            )
+            if partitioner.zero_stage:  # constrained on both sides: gathered once, after the choice
+                params = constrain_params(constrain_params(params, spec, of_state), spec, partitioner)
+        bad = jnp.where(finite, 0, 1).astype(jnp.int32)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            amax=amax,
+            skipped=state.skipped + bad,
+            bad_in_a_row=(state.bad_in_a_row + 1) * bad,
+            rng=state.rng,
+        )
+        metrics = {
+            **means,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "weight": weight,
+            "skipped": new_state.skipped,
+            "bad_in_a_row": new_state.bad_in_a_row,
+        }
+        return new_state, metrics
+
+    return train_step
+
+
+def _make_gradient(
+    spec: ModelSpec, config: Config, partitioner: Partitioner
+) -> Callable[[Tree, Tree, Batch], tuple[Tree, Tree, Metrics, jax.Array]]:
+    """Return the function of parameters, recent magnitudes and a batch that gives its gradient, summed over microbatches, the magnitudes of
+    its matmuls, mean losses and its weight."""
     accumulation = config.trainer.accumulation
     grad_dtype = jnp.dtype(config.precision.gradients)
     of_state = partitioner.of_state
@@ -93,51 +145,7 @@ def make_train_step(
         grads, now, means = jax.lax.fori_loop(0, count, body, (constrain_params(zeros, spec, of_state), least, nothing))
         return grads, now, means, weight
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, now, means, weight = gradient(state.params, jax.tree.map(partial(recent_magnitudes, partitioner), state.amax), batch)
-        now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards, once per step
-        with jax.named_scope("optimizer"):
-            grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-            finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
-            if config.optimizer.clip_norm is not None:
-                scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
-                grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-            old_params = state.params
-            if partitioner.zero_stage:
-                old_params, grads = (constrain_params(tree, spec, of_state) for tree in (old_params, grads))
-            learning_rate = schedule(state.step)
-            key, rounding = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
-            updates, opt_state = optimizer.update(grads, state.opt_state, old_params, learning_rate=learning_rate, key=key)
-            apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
-            params = apply(old_params, updates)
-            # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
-            amax = jax.tree.map(lambda steps, newest: jnp.concatenate([newest[..., None], steps[..., :-1]], -1), state.amax, now)
-            params, opt_state, amax = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), (params, opt_state, amax), (old_params, state.opt_state, state.amax)
-            )
-            if partitioner.zero_stage:  # constrained on both sides: gathered once, after the choice
-                params = constrain_params(constrain_params(params, spec, of_state), spec, partitioner)
-        bad = jnp.where(finite, 0, 1).astype(jnp.int32)
-        new_state = TrainState(
-            step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
-            amax=amax,
-            skipped=state.skipped + bad,
-            bad_in_a_row=(state.bad_in_a_row + 1) * bad,
-            rng=state.rng,
-        )
-        metrics = {
-            **means,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "weight": weight,
-            "skipped": new_state.skipped,
-            "bad_in_a_row": new_state.bad_in_a_row,
-        }
-        return new_state, metrics
-
-    return train_step
+    return gradient
 
 
 def recent_magnitudes(partitioner: Partitioner, steps: jax.Array) -> jax.Array:

@@ -90,7 +90,7 @@ def budget(
 ) -> None:
     """Estimate the model size and tokens that a budget buys at the least loss, or the tokens for a given model."""
     from ridgeline.configs.errors import UserError
-    from ridgeline.planner.calculators.compute_optimal import budget_flops, purchase
+    from ridgeline.planner.calculators.compute_optimal import ALPHA, BETA, ENTROPY, A, B, budget_flops, purchase
 
     if (device_hours is None) == (usd is None):
         raise UserError("give exactly one of --device-hours and --usd")
@@ -101,16 +101,22 @@ def budget(
         hours = usd / price_per_hour
     assert hours is not None
     found = purchase(budget_flops(device_hours=hours, peak_flops=peak_flops, mfu=mfu), params)
-    law = "Besiroglu et al., arXiv 2404.10102, equation 3"
+    exponent, law = BETA / (ALPHA + BETA), "Besiroglu et al., arXiv 2404.10102, equation 3"
     hoffmann = "Hoffmann et al., arXiv 2203.15556, section 3.3"
     print_results(
         [
             Result("device_hours", hours, "h", "device_hours, or usd / price_per_hour; without restarts and idle time"),
             Result("flops", found.flops, "FLOP", "device_hours * 3600 * peak_flops * mfu"),
-            Result("params", found.params, "", "G * (flops/6)^0.5126, unless given; G = (alpha*A / (beta*B))^(1/(alpha+beta))", hoffmann),
+            Result(
+                "params",
+                found.params,
+                "",
+                f"G * (flops/6)^{exponent:.4f}, unless given; G = (alpha*A / (beta*B))^(1/(alpha+beta))",
+                hoffmann,
+            ),
             Result("tokens", found.tokens, "", "flops / (6 * params)", KAPLAN),
             Result("tokens_per_param", found.tokens_per_param, "", "tokens / params"),
-            Result("loss", found.loss, "nats/token", "1.8172 + 482.01/params^0.3478 + 2085.43/tokens^0.3658", law),
+            Result("loss", found.loss, "nats/token", f"{ENTROPY} + {A}/params^{ALPHA} + {B}/tokens^{BETA}", law),
             Result("optimal_params", found.optimal_params, "", "params of least loss for these flops", hoffmann),
             Result("optimal_tokens", found.optimal_tokens, "", "flops / (6 * optimal_params)", KAPLAN),
             Result("extra_compute", found.extra_compute, "share", "flops beyond those of an optimal model with this loss"),

@@ -104,6 +104,7 @@ def plan(
     resolved = load(config, overrides).config
     rates = load_calibration(calibration, software)
     sites = {name: load_cluster(_one_cluster(name)).config for name in dict.fromkeys(clusters)}
+    machines = None if spot is None else _spot(spot)
     plans: dict[str, Plan] = {}
     refused: dict[str, str] = {}
     for name, site in sites.items():
@@ -119,12 +120,12 @@ def plan(
                 top=top,
                 compiler=None if compiles is False else layout_compiler(resolved, site, required=compiles is True),
                 compiled_above=0.0 if compiles else COMPILED_ABOVE,
-                spot=None if spot is None else _spot(spot),
+                spot=machines,
             )
         except UserError as error:
-            if len(sites) == 1:
-                raise
             refused[name] = str(error)
+    if not plans and len(reasons := set(refused.values())) == 1:
+        raise UserError(*reasons)
     if not plans:
         raise UserError("no cluster can run this: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items()))
     order = best_first(plans)

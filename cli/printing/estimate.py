@@ -5,13 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ridgeline.cli.options import json_option
 from ridgeline.cli.tables import Column, print_json, print_table
-from ridgeline.planner.formulas import Formula
+
+if TYPE_CHECKING:
+    from ridgeline.planner.formulas import Formula
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

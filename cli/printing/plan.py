@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.printing.estimate import formula_results, print_results, print_symbols
 from ridgeline.cli.tables import Column, print_table
-from ridgeline.planner.formulas import Formulas
 from ridgeline.planner.plan import Plan
 from ridgeline.planner.search import Candidate
 from ridgeline.planner.software import DEFAULT_SOFTWARE
 from ridgeline.planner.summary import sentences
+
+if TYPE_CHECKING:
+    from ridgeline.planner.formulas import Formulas
 
 GB = 1e9
 
@@ -62,11 +64,8 @@ def print_plan(made: Plan) -> None:
 
 def print_comparison(plans: Sequence[Plan], refused: Mapping[str, str]) -> None:
     """Print the best layout of every cluster, best first, and why others have none."""
-    rows = [
-        {"cluster": made.cluster.name, "nodes": made.best[0].nodes, "layout": made.best[0].layout.text()} | _figures(made) for made in plans
-    ]
-    columns = ["cluster", "nodes", "layout", *_FIGURES]
-    print_table(columns, rows, title=f"best layout of each cluster for {plans[0].objective}; +- is the range of times and costs")
+    title = f"best layout of each cluster for {plans[0].objective}; +- is the range of times and costs"
+    print_table(_FIGURES, [_figures(made) for made in plans], title=title)
     for name, reason in refused.items():
         print(f"{name}: {reason}")
     print()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -155,9 +155,8 @@ def _in_traces(
                 file.seek(span[0])
                 return file.read(span[1] - span[0])
 
-            def read(span: tuple[int, int], what: object, content: Callable[[tuple[int, int]], bytes] = content) -> Program | None:
+            def read(data: bytes, what: object) -> Program | None:
                 try:
-                    data = content(span)
                     program = Program(read_module(data), num_devices, mesh, read_memory(data, instruction_names(data)))
                     program.read_all()
                 except (ValueError, LookupError, RecursionError, StopIteration) as error:
@@ -168,9 +167,10 @@ def _in_traces(
             others: list[tuple[int, int]] = []
             for own, span in host.modules.items():
                 key = wanted.get(number := host.program_ids.get(own, own))
-                if key is None or key.module not in ("", _name(content(span)) or key.module):
+                data = b"" if key is None or number in found else content(span)
+                if key is None or (data and key.module not in ("", _name(data) or key.module)):
                     others.append(span)
-                elif number not in found and (program := read(span, key.module or number)) is not None:
+                elif data and (program := read(data, key.module or number)) is not None:
                     found[number] = program
             missing = Counter(key.module for number, key in wanted.items() if number not in found and key.module)
             named = [(span, _name(content(span))) for span in others] if missing else []
@@ -178,7 +178,7 @@ def _in_traces(
                 spans = [span for span, name in named if name == key.module]
                 if key.program_id in found or not missing[key.module] == len(spans) == 1:
                     continue
-                if (program := read(spans[0], key.module)) is not None:
+                if (program := read(content(spans[0]), key.module)) is not None:
                     found[key.program_id] = program
     return found
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ridgeline.cli import main as cli
+from ridgeline.cli.commands.init import add_layout
+from ridgeline.cli.commands.plan import write_layout
+from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.load import load
+from ridgeline.planner.calibration import load_calibration
+from ridgeline.planner.plan import make_plan
 
 COMMAND = ["plan", "models/llama-3.2-1b", "--cluster", "dgx-h100", "--nodes", "1,2", "data.batch_size=64", "data.seq_len=2048"]
 CANDIDATE_KEYS = {
@@ -66,8 +74,8 @@ def test_explain_adds_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_first_three_sentences_are_those_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    made = json.loads(run(capsys, "--json", "--objective", "cost"))
-    page = run(capsys, "--objective", "cost").splitlines()
+    made = json.loads(run(capsys, "--json", "--objective", "cost", "--tokens", "1e12"))
+    page = run(capsys, "--objective", "cost", "--tokens", "1e12").splitlines()
     best, capacity = made["candidates"][0], made["capacity_bytes"]
     fits, costs, change = page[2:5]
     assert (
@@ -79,6 +87,17 @@ def test_the_first_three_sentences_are_those_of_the_tables(capsys: pytest.Captur
     others = [row["cost_usd"] for row in made["scaling"] if row["nodes"] != best["nodes"]]
     assert change.startswith("No larger loss chunk") or "saves $" in change
     assert not others or min(others) > 0.99 * best["cost_usd"] or "saves $" in change
+    few = re.search(r"Costs \$([0-9.]+) .* ([0-9.]+) device-hours", run(capsys, "--tokens", "1e8"))
+    assert few is not None and float(few[2]) * 2.95 == pytest.approx(float(few[1]), rel=0.01)  # three figures, however small
+
+
+def test_the_change_with_the_largest_saving_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--nodes", "1,2,4,8", "--tokens", "1e12", "--objective", "time")
+    made = json.loads(run(capsys, *arguments, "--json"))
+    best = made["candidates"][0]
+    savings = [1 - row["cost_usd"] / best["cost_usd"] for row in made["scaling"] if row["nodes"] != best["nodes"]]
+    assert len(savings) == 3 and min(savings) < max(savings) - 0.01
+    assert f"({max(savings):.1%})" in run(capsys, *arguments).splitlines()[4]
 
 
 def test_clusters_are_compared_and_one_that_cannot_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,8 +112,29 @@ def test_clusters_are_compared_and_one_that_cannot_is_named(capsys: pytest.Captu
     limit = days[0] * 1.001
     assert cli.run([*arguments, "--deadline-days", str(limit)]) == 0
     page = capsys.readouterr().out
+    assert page.splitlines()[1].split() == ["cluster", "nodes", "layout", "step", "s", "+-", "days", "device-hours", "USD"]
     assert "dgx-a100: nothing meets the limits" in page and page.index("best layout of each cluster") < page.index("Fits on")
     assert "no cluster can run this: " in refused(capsys, *arguments, "--deadline-days", str(limit / 100))
+    for wrong in (["--spot", "x"], ["--nodes", "1-x"]):
+        assert refused(capsys, *arguments, *wrong) == refused(capsys, *COMMAND, *wrong)  # not once per cluster
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_estimate_step_prints_the_step_time_of_the_plan(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best five layouts of drawn runs, thirty together."""
+    draw = random.Random(seed)
+    model, site = draw.choice(["llama-3.2-1b", "llama-3.1-8b", "qwen3-8b"]), draw.choice(["dgx-h100", "mn5-acc", "dgx-a100", "dgx-b200"])
+    run_of = [f"models/{model}", f"data.batch_size={draw.choice([128, 512])}", f"data.seq_len={draw.choice([2048, 4096])}"]
+    run_of += [f"data.document_masking={draw.choice(['true', 'false'])}", "--cluster", site]
+    assert cli.run(["plan", *run_of, "--nodes", str(draw.choice([2, 4, 16])), "--top", "5", "--no-compile", "--json"]) == 0
+    candidates = json.loads(capsys.readouterr().out)["candidates"]
+    assert len(candidates) == 5
+    for candidate in candidates:
+        layout = [f"mesh.{axis}={size}" for axis, size in candidate["mesh"].items()]
+        layout += [f"mesh.zero_stage={candidate['zero_stage']}", f"trainer.accumulation={candidate['accumulation']}"]
+        layout += [f"compute.remat.policy={candidate['remat']}", f"compute.remat.names=[{','.join(candidate['remat_names'])}]"]
+        assert cli.run(["estimate", "step", *run_of, "--nodes", str(candidate["nodes"]), *layout, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step_s"] == candidate["step_s"]
 
 
 def test_a_run_has_nodes_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +195,17 @@ def test_the_written_layout_loads_and_keeps_config_and_overrides(capsys: pytest.
     assert config.trainer.accumulation == made["accumulation"] and config.compute.remat.policy == made["remat"]
     assert "planned with" in target.read_text()
     assert "exists already" in refused(capsys, *COMMAND, "--write", str(target))
+
+
+def test_a_written_layout_keeps_its_zero_stage(tmp_path: Path) -> None:
+    config, target = "models/llama-3.2-1b", tmp_path / "planned.yaml"
+    overrides = ("data.batch_size=64", "data.seq_len=2048")
+    made = make_plan(load(config, overrides).config, load_cluster("dgx-h100").config, load_calibration(), [1])
+    made = replace(made, best=[candidate for candidate in made.best if candidate.layout.zero_stage])
+    write_layout(target, config, overrides, made)
+    written = load(target).config.mesh
+    assert written.zero_stage == 2 and written.sizes == made.best[0].layout.sizes
+    assert add_layout({"trainer": {}}, made)["mesh"]["zero_stage"] == 2
 
 
 def test_a_layout_can_be_written_on_top_of_the_users_own_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -47,6 +47,17 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused(capsys):
     assert "mesh.fsdp=8 does not match 16 devices; set mesh.data=2 or mesh.fsdp=16" in capsys.readouterr().err
 
 
+def test_zero_stage_2_shards_gradients_and_optimizer_state_over_data_as_fsdp_would(capsys):
+    reports = []
+    for mesh in (["mesh.data=8", "mesh.fsdp=1", "mesh.zero_stage=2"], ["mesh.fsdp=8"], ["mesh.data=8", "mesh.fsdp=1"]):
+        assert run(["shardings", "models/llama-3.2-1b", *mesh, "--devices", "8", "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    zero, fsdp, data = reports
+    for part in ("gradient", "optimizer"):
+        assert zero[f"{part}_bytes_per_device"] == fsdp[f"{part}_bytes_per_device"] < data[f"{part}_bytes_per_device"]
+    assert zero["parameter_bytes_per_device"] == data["parameter_bytes_per_device"]
+
+
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
 def test_every_optimizer_can_be_reported(kind, capsys):
     assert run(["shardings", "models/llama-3.2-1b", f"optimizer.kind={kind}", "--devices", "8", "--json"]) == 0

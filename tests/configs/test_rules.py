@@ -52,6 +52,16 @@ CASES = [
     (["mesh.pipeline=2"], "mesh.pipeline: ... got 2 (data, fsdp and tensor may be larger)"),
     (["mesh.context=2"], "mesh.context: ... got 2 (data, fsdp and tensor may be larger)"),
     (["mesh.expert=4"], "mesh.expert: ... got 4 (data, fsdp and tensor may be larger)"),
+    (["mesh.zero_stage=1"], "mesh.zero_stage: must be 0 or 2, got 1"),
+    (["mesh.zero_stage=2", "optimizer.kind=muon"], "mesh.zero_stage: muon needs whole matrices; set mesh.zero_stage=0, or "),
+    (
+        ["mesh.zero_stage=2", "mesh.rules={embed: []}"],
+        "mesh.zero_stage: supports only the default rule of `embed`; remove mesh.rules.embed",
+    ),
+    (
+        ["mesh.zero_stage=2", "mesh.data=3", "data.batch_size=6"],
+        "mesh.data: model.embed_dim=256 does not divide by mesh.data=3 (mesh.data=2 or 4 works, or model.embed_dim=255 or 258 works)",
+    ),
     (
         ["mesh.rules={embed: [fdsp]}"],
         "mesh.rules.embed: unknown mesh axis 'fdsp'; did you mean 'fsdp'? (allowed: context, data, expert, fsdp, pipeline, tensor)",

@@ -157,15 +157,25 @@ def test_an_operation_of_the_cpu_backend_goes_on_to_its_marker(tmp_path, seed):
     [
         ([("fusion.2", 10, 12), ("fusion.3", 12, 13)], (13, 13, 0, 0, 0, 0)),  # the dot went on to 10, where another thread ended it
         ([("all-reduce.2", 1, 12), ("fusion.3", 12, 13)], (13, 2, 11, 11, 0, 0)),  # its thread was in a collective, not in the dot
+        ([("all-reduce.2", 1, 100), ("fusion.3", 130, 131)], (131, 2, 99, 99, 0, 30)),  # the same, with a pause before what waited
         ([], (13, 13, 0, 0, 0, 0)),
     ],
 )
 def test_a_marker_behind_the_operations_that_waited_is_late(tmp_path, waiting, ledger):
     stats = {"hlo_module": "jit_f", "program_id": 1, "run_id": 5, "device_ordinal": 0}
     other = [event(name, start, end, hlo_op=name, **stats) for name, start, end in waiting]
-    lines = {"tf_XLAEigen/1": [event("dot.1", 0, 1, hlo_op="dot.1", **stats)], "tf_XLAEigen/2": [*other, event("end: dot.1", 13, 13)]}
+    last = waiting[-1][2] if waiting else 13
+    lines = {"tf_XLAEigen/1": [event("dot.1", 0, 1, hlo_op="dot.1", **stats)], "tf_XLAEigen/2": [*other, event("end: dot.1", last, last)]}
     report = report_of(tmp_path, [host({**lines, "python": [event("PjitFunction(f)", 0, 1)]})])
     assert micro(report["devices"][0]) == ledger
+
+
+def test_an_operation_ends_where_its_device_begins_it_again(tmp_path):
+    stats = {"hlo_op": "dot.1", "hlo_module": "jit_f", "program_id": 1, "run_id": 5, "device_ordinal": 0}
+    runs = [event("dot.1", 0, 1, **stats), event("dot.1", 5, 6, **stats)]
+    lines = {"tf_XLAEigen/1": runs, "tf_XLAEigen/2": [event("end: dot.1", 8, 8), event("end: dot.1", 9, 9)]}
+    report = report_of(tmp_path, [host({**lines, "python": [event("PjitFunction(f)", 0, 1)]})])
+    assert [(each["op"], round(each["time_s"] * 1e6, 6)) for each in report["operations"]] == [("dot.1", 9)]
 
 
 def test_the_idle_time_is_split_by_what_the_host_did(tmp_path):

@@ -1,4 +1,4 @@
-"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, three families, twelve layouts."""
+"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, three families, fourteen layouts."""
 
 import math
 from functools import cache
@@ -26,16 +26,19 @@ LAYOUTS = {
     "fsdp16": ("mesh.fsdp=16", "compute.remat.policy=attention-only"),
     "data4-fsdp4": ("mesh.data=4", "mesh.fsdp=4", "compute.remat.policy=full", "trainer.accumulation=2", "data.batch_size=32"),
     "data2-fsdp4-tensor2": ("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2", "compute.remat.policy=dots"),
+    "data8-zero": ("mesh.data=8", "mesh.zero_stage=2"),
+    "data2-fsdp2-tensor2-zero": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "mesh.zero_stage=2", "trainer.accumulation=2"),
     "fsdp4-tensor4": ("mesh.fsdp=4", "mesh.tensor=4", "compute.remat.policy=full", "trainer.accumulation=2"),
 }
 ACCIDENT = "an MLP that nobody cuts"
 LAYOUTS_OF = {
     "llama": (
         *("fsdp8", "fsdp8-dots", "data2-fsdp4", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data4-fsdp4", "data2-fsdp4-tensor2"),
+        "data2-fsdp2-tensor2-zero",
         ACCIDENT,
     ),
     "qwen3": ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data2-fsdp2-tensor2"),
-    "gpt2": ("data8", "fsdp16", "data4-tensor2", "data2-fsdp2-tensor2", "fsdp4-tensor4"),
+    "gpt2": ("data8", "data8-zero", "data2-fsdp2-tensor2-zero", "fsdp16", "data4-tensor2", "data2-fsdp2-tensor2", "fsdp4-tensor4"),
 }
 """Each layout with a family at least, each family with every recomputation, every axis, and microbatches; a compile takes seconds."""
 SCALARS_BYTES = 1024

@@ -22,7 +22,9 @@ def test_the_formulas_of_the_memory_give_its_bytes(seed):
     draw = random.Random(seed)
     sizes = {"data": draw.choice([1, 2, 8]), "fsdp": draw.choice([1, 4, 16]), "tensor": draw.choice([1, 2, 4])}
     accumulation = draw.choice([1, 2, 4])
-    policy, names = draw.choice([("none", []), ("dots", []), ("full", []), ("names", ["query", "mlp_up"]), ("offload", ["block_input"])])
+    listed = [("names", ["query", "mlp_up"]), ("offload", ["block_input"])]
+    policy, names = draw.choice([*((policy, []) for policy in ("none", "attention-only", "dots", "full")), *listed])
+    optimizer = draw.choice(["adamw", "lion", "sgd", "muon", "adafactor"])
     config = load(
         f"models/{draw.choice(MODELS)}",
         [
@@ -32,7 +34,8 @@ def test_the_formulas_of_the_memory_give_its_bytes(seed):
             f"trainer.accumulation={accumulation}",
             f"compute.remat.policy={policy}",
             f"compute.remat.names=[{','.join(names)}]",
-            f"optimizer.kind={draw.choice(['adamw', 'lion', 'sgd', 'muon', 'adafactor'])}",
+            f"optimizer.kind={optimizer}",
+            f"mesh.zero_stage={0 if optimizer == 'muon' else draw.choice([0, 2])}",
             f"precision.gradients={draw.choice(['float32', 'bfloat16'])}",
         ],
     ).config

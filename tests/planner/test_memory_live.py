@@ -53,14 +53,16 @@ SAME_FLAGS = ("remat", "packing", "params", "moments", "loss_chunk")
 
 @pytest.mark.slow
 def test_steps_drawn_over_every_knob_take_what_is_planned(monkeypatch):
-    """A few of what `make bench-memory` draws by the hundred: four layers of a 1B model on eight H100, one or two microbatches."""
+    """A few of what `make bench-memory` draws by the hundred: four layers of a 1B model on eight H100, with one microbatch and fsdp, or
+    with two and ZeRO stage 2."""
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     from plan_vs_compile import KNOBS
 
     rng = random.Random(13)
     configs = []
+    meshes = ("mesh.fsdp=8",), ("mesh.data=4", "mesh.fsdp=2", "mesh.zero_stage=2", "trainer.accumulation=2")
     for number in range(DRAWN):
-        shape = ("model.num_layers=4", "data.seq_len=4096", "data.batch_size=64", "mesh.fsdp=8", f"trainer.accumulation={1 + number % 2}")
+        shape = ("model.num_layers=4", "data.seq_len=4096", "data.batch_size=64", *meshes[number % 2])
         drawn = [item for knob in SAME_FLAGS for item in rng.choices(*zip(*KNOBS[knob], strict=True))[0]]
         configs.append(load("models/llama-3.2-1b", (*shape, "precision.compute=bfloat16", *drawn)).config)
     ((flags, level),) = {run_flags(config, "h100-sxm") for config in configs}
@@ -68,6 +70,7 @@ def test_steps_drawn_over_every_knob_take_what_is_planned(monkeypatch):
     for config, result in zip(configs, compile_many(requests), strict=True):
         assert isinstance(result, Compiled), result
         planned = memory_per_device(config, result.mesh)
+        assert planned.argument_bytes == pytest.approx(result.argument_bytes, rel=1e-3)
         error = (result.argument_bytes + result.temp_bytes) / planned.compiled_bytes - 1
         assert abs(error) < 0.08, (error, config.compute, config.precision)
         assert result.peak_bytes <= planned.total_bytes

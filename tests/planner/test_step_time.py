@@ -211,3 +211,8 @@ def test_a_kept_attention_result_spares_its_computation_only_with_its_statistics
 
     assert backward(["attention_context"]) == backward([])
     assert (backward(["attention_context", "attention_lse"]) == backward([])) == again
+
+
+def test_zero_stage_2_divides_the_update_over_data():
+    plain, sharded = (estimate(Layout(8, 1, 1, zero_stage=stage)) for stage in (0, 2))
+    assert sharded.breakdown_s["optimizer"] == pytest.approx(plain.breakdown_s["optimizer"] / 8)

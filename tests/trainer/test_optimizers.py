@@ -144,12 +144,13 @@ def test_muon_updates_are_orthogonal_per_layer_in_the_matrix_view():
 def test_muon_equals_optax():
     """One layer at a time, against optax.contrib.scale_by_muon over all of them, with its state."""
     dims = {"query": ((1,), (2, 3)), "out": ((1, 2), (3,)), "gate": ((1,), (2,))}
-    axes, gradients = {name: AXES["layers"][name] for name in dims}, {name: random_params(1)["layers"][name] for name in dims}
+    axes = {name: AXES["layers"][name] for name in dims}
+    first, second = ({name: random_params(seed)["layers"][name] for name in dims} for seed in (1, 2))
     numbers = {name: optax.contrib.MuonDimensionNumbers(*sides) for name, sides in dims.items()}
     theirs = optax.contrib.scale_by_muon(beta=0.9, weight_dimension_numbers=numbers)
     ours = scale_by_muon(0.9, jnp.dtype("float32"), lambda params: axes, None)
-    states = [rule.init(gradients) for rule in (theirs, ours)]
-    for _ in range(2):
+    states = [rule.init(first) for rule in (theirs, ours)]
+    for gradients in (first, second, first):
         (expected, states[0]), (found, states[1]) = (rule.update(gradients, s) for rule, s in zip((theirs, ours), states, strict=True))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), (expected, states[0]), (found, states[1]))
 

@@ -123,6 +123,29 @@ def test_a_run_goes_on_bitwise_in_data_and_closely_in_loss_on_another_mesh(
         assert again[step] == pytest.approx(loss, rel=1e-5)
 
 
+def test_a_run_goes_on_with_and_without_its_state_sharded_over_data(
+    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]
+) -> None:
+    """Saved with ZeRO stage 2, restored without; saved without, restored with it."""
+    source, losses = whole
+    zero = {"data": 4, "fsdp": 2, "zero_stage": 2}
+    own = make_config(corpus, tmp_path / "run")
+    for halts, config in (
+        (True, make_config(corpus, tmp_path / "run", mesh=zero, trainer={"stop_after_s": 1e-9})),
+        (True, make_config(corpus, tmp_path / "run", trainer={"stop_after_s": 1e-9})),
+        (False, make_config(corpus, tmp_path / "run", mesh=zero)),
+    ):
+        found = run(config)
+        assert (max(found) < STEPS) == halts
+    assert found.keys() == losses.keys()
+    for step, loss in losses.items():
+        assert found[step] == pytest.approx(loss, rel=1e-5)
+    expected, saved = payload(source), payload(own)
+    assert expected.keys() == saved.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(values, saved[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
 def contents(directory: Path) -> dict[str, tuple[int, bytes]]:
     """Time of change and bytes of every file, and the time of every directory."""
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in (directory, *directory.rglob("*"))}
