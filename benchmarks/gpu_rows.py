@@ -62,10 +62,8 @@ ROWS: tuple[Row, ...] = (
     Row("8b-8k", "llama-3.1-8b", 8192, fit_layers=True, **AMBITION, peer=False),
     Row("8b-4k-fp8", "llama-3.1-8b", 4096, "1.3 x bf16", over=("8b-4k", 1.3), fit_layers=True, leading=True, peer=False,
         overrides=("precision.matmul=fp8",)),
-    Row("1b-8k-packed", "llama-3.2-1b", 8192, "the mask of packed documents costs under 10 %", over=("1b-8k", 0.9), peer=False,
+    Row("1b-8k-packed", "llama-3.2-1b", 8192, "packed documents (Pallas attention) cost under 10 %", over=("1b-8k", 0.9), peer=False,
         overrides=("data.document_masking=true",)),
-    Row("1b-8k-pallas", "llama-3.2-1b", 8192, "the same in Pallas, no slower than cuDNN's mask", over=("1b-8k-packed", 1.0), peer=False,
-        overrides=("data.document_masking=true", "compute.attention.backend=pallas")),
     Row("1b-1k-unrolled", "llama-3.2-1b", 1024, "without the scan's copies: 3 % more", over=("1b-1k", 1.03), peer=False,
         overrides=("compute.scan_layers=false",)),
 )  # fmt: skip

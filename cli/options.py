@@ -19,7 +19,10 @@ FAILED_CHECK = 1
 
 
 def config_arguments(function: Function) -> Function:
-    """Add the arguments `CONFIG [section.key=value]...` as the parameters `config` and `overrides`."""
+    """Add the arguments `CONFIG [section.key=value]...` as the parameters `config` and `overrides`.
+
+    CONFIG: a shipped config by name, a YAML file, or hf:DIR for the model of a Hugging Face directory.
+    """
     function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_key)(function)
     return click.argument("config", metavar="CONFIG", shell_complete=complete_config)(function)
 

@@ -1,15 +1,30 @@
-"""Composition of config files: the files listed in `base:`, and the defaults of the model family."""
+"""Composition of config files: `base:`, the defaults of the model family, and config.json of Hugging Face models."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, nearest, unknown_name
-from ridgeline.configs.yaml_tree import Items, Mapping, Scalar, Source, describe, display_path, merge_mappings, plain, read_file, source_of
+from ridgeline.configs.schema import DataConfig
+from ridgeline.configs.yaml_tree import (
+    Items,
+    Mapping,
+    Scalar,
+    Source,
+    describe,
+    display_path,
+    merge_mappings,
+    parse,
+    plain,
+    read_file,
+    source_of,
+)
 
 PACKAGE = Path(__file__).parent
 """Directory of the shipped configs, in which `base: [models/gpt2]` is found from any working directory."""
@@ -49,8 +64,14 @@ def shipped_names() -> list[str]:
     return sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in files)
 
 
+HUGGING_FACE, HUGGING_FACE_FILE = "hf:", "config.json"
+"""`hf:DIR` is the model of a Hugging Face directory: of its config.json."""
+
+
 def locate(name: str, directory: Path) -> Path | None:
     """Return the file of a config, in `directory` or shipped; the suffix .yaml is optional. None when there is none."""
+    if name.startswith(HUGGING_FACE):
+        return directory / name.removeprefix(HUGGING_FACE) / HUGGING_FACE_FILE  # `read_hugging_face` reports what is missing
     for root in (directory, PACKAGE):
         for candidate in (root / name, root / f"{name}.yaml"):
             if os.path.isfile(candidate):  # False for a name that no file can have
@@ -81,12 +102,30 @@ MAX_FILES = 50
 """Most files of a config, each counted as often as a `base:` names it."""
 
 
+def read_hugging_face(path: Path) -> Mapping:
+    """Return the config of a Hugging Face config.json: its model, with rows no longer than the model's longest.
+
+    Raises UserError for an unsupported architecture or feature, and where the directory or the file is missing.
+    """
+    # The readers are those of the families (models/families), above this package, and import JAX: imported here and only for such a file.
+    reader = importlib.import_module("ridgeline.models.huggingface.convert")
+    model = reader.model_from_hf(reader.read_config(path.parent))
+    tree = {"model": model.model_dump(mode="json")}
+    if model.max_seq_len < DataConfig().seq_len:
+        tree["data"] = {"seq_len": model.max_seq_len}
+    node = parse(json.dumps(tree), Source("file", display_path(path), 1))
+    assert isinstance(node, Mapping)
+    return node
+
+
 def read_with_bases(path: Path, chain: tuple[Path, ...] = (), count: Iterator[int] | None = None) -> Mapping:
     """Read a file merged over its bases. Later bases override earlier ones, and the file overrides all of them.
 
     chain: the files that lead to this one; count: numbers the files.
     """
     resolved = path.resolve()
+    if path.name == HUGGING_FACE_FILE:
+        return read_hugging_face(path)
     tree = read_file(path)
     count = itertools.count() if count is None else count
     base = tree.items.get("base")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import MeshConfig
 
-WORKING_AXES = ("data", "fsdp", "tensor")
+WORKING_AXES = ("data", "fsdp", "context", "tensor", "expert")
 """Mesh axes that may be larger than 1. The others are reserved."""
 _RESERVED = f"only 1 is supported (axes that may be larger: {', '.join(WORKING_AXES)})"
 
@@ -57,7 +57,8 @@ def smaller_meshes(mesh: MeshConfig, num_devices: int) -> Iterator[MeshConfig]:
 
 def _suggestion(sizes: dict[str, int], num_devices: int) -> str:
     """Return the changes of one axis that make the product fit, nearest to the given size first."""
-    working = {axis: size for axis, size in sizes.items() if axis in WORKING_AXES}
+    # `context` is for long rows and `expert` needs a model with experts: they are proposed only where they are used.
+    working = {axis: size for axis, size in sizes.items() if axis in WORKING_AXES and (axis not in ("context", "expert") or size != 1)}
     found: list[tuple[float, str]] = []
     for axis, size in working.items():
         others = math.prod(other for name, other in sizes.items() if name != axis and other != -1)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from ridgeline.configs import plugins
 from ridgeline.configs.choices import CHOICES, PLUGIN_GROUPS, allowed_names
+from ridgeline.configs.context import context_problems
 from ridgeline.configs.errors import UserError, first_of, unknown_name
-from ridgeline.configs.mesh import resolve_sizes, smaller_meshes
+from ridgeline.configs.mesh import WORKING_AXES, resolve_sizes, smaller_meshes
 from ridgeline.configs.remat import remat_problems
-from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, ModelConfig
+from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, ModelConfig, MoEConfig
 
 SHARDED_OVER = {
     "batch": ("data", "fsdp"),
@@ -24,6 +25,8 @@ SHARDED_OVER = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "experts": ("expert",),
+    "expert_embed": ("fsdp",),
 }
 """Logical axis -> mesh axes it is sharded over, unless `mesh.rules` changes it (as in sharding/rules.py)."""
 
@@ -42,9 +45,11 @@ def check_config(config: Config) -> list[Problem]:
     return [
         *_names(config),
         *_model(config),
+        *_experts(config),
         *_mesh(config),
         *_divisibility(config, sizes),
         *_batch(config, sizes),
+        *_context(config, sizes),
         *_compute(config),
         *_precision(config),
         *_steps(config),
@@ -64,7 +69,7 @@ def check_devices(config: Config, num_devices: int) -> dict[str, int]:
 
 def layout_problems(config: Config, sizes: dict[str, int]) -> list[Problem]:
     """Return why model and batch do not divide over a mesh of these sizes; empty when they do."""
-    return [*_divisibility(config, sizes), *_batch(config, sizes)]
+    return [*_divisibility(config, sizes), *_batch(config, sizes), *_context(config, sizes)]
 
 
 def model_problems(model: ModelConfig) -> list[Problem]:
@@ -143,6 +148,7 @@ def _precision(config: Config) -> Iterator[Problem]:
 def _names(config: Config) -> Iterator[Problem]:
     chosen = {
         "compute.attention.backend": config.compute.attention.backend,
+        "compute.attention.context": config.compute.attention.context,
         "optimizer.kind": config.optimizer.kind,
         "schedule.kind": config.schedule.kind,
     }
@@ -178,9 +184,11 @@ def _model(config: Config) -> Iterator[Problem]:
             f"model.embed_dim={model.embed_dim} must be a multiple of model.num_heads={model.num_heads} "
             f"(embed_dim={_multiples(model.embed_dim, model.num_heads)} works, or set model.head_dim)",
         )
-    elif model.position == "rope" and model.head_width % 2:
+    elif model.position == "rope" and (model.rotary_dims % 2 or model.rotary_dims == 0):
         yield Problem(
-            ("model.head_dim", "model.num_heads", "model.embed_dim"), f"rotary embedding needs an even head width, got {model.head_width}"
+            ("model.rotary_fraction", "model.head_dim", "model.num_heads", "model.embed_dim"),
+            "rotary embedding needs an even head width"
+            + (f", got {model.head_width}" if model.rotary_fraction == 1 else f" after model.rotary_fraction, got {model.rotary_dims}"),
         )
     if model.pad_vocab_to is not None and model.pad_vocab_to < model.vocab_size:
         yield Problem(
@@ -191,6 +199,16 @@ def _model(config: Config) -> Iterator[Problem]:
             ("model.sliding_window", "model.max_seq_len"),
             f"must be at most model.max_seq_len={model.max_seq_len}, got {model.sliding_window} (null turns it off)",
         )
+    if model.full_attention_every is not None and (model.sliding_window is None or model.full_attention_every < 2):
+        yield Problem(
+            ("model.full_attention_every", "model.sliding_window"),
+            f"must be at least 2 and needs model.sliding_window, got {model.full_attention_every} (null: all layers are alike)",
+        )
+    if model.local_rope_theta is not None and (model.full_attention_every is None or model.position != "rope"):
+        yield Problem(
+            ("model.local_rope_theta", "model.full_attention_every", "model.position"),
+            "needs model.full_attention_every and model.position=rope (null: one base for all layers)",
+        )
     if config.data.seq_len > model.max_seq_len:
         yield Problem(
             ("data.seq_len", "model.max_seq_len"),
@@ -198,6 +216,50 @@ def _model(config: Config) -> Iterator[Problem]:
             "lower data.seq_len or raise model.max_seq_len",
         )
     yield from _rope(config)
+    if model.moe is not None:
+        yield from _moe(model, model.moe)
+
+
+def _moe(model: ModelConfig, moe: MoEConfig) -> Iterator[Problem]:
+    def problem(key: str, message: str, *others: str) -> Problem:
+        return Problem((f"model.moe.{key}", *(f"model.moe.{other}" for other in others)), message)
+
+    if moe.experts_per_token > moe.experts:
+        yield problem("experts_per_token", f"must be at most model.moe.experts={moe.experts}, got {moe.experts_per_token}", "experts")
+    if moe.dense_layers >= model.num_layers:
+        most = model.num_layers - 1
+        yield problem("dense_layers", f"must be less than model.num_layers={model.num_layers}, got {moe.dense_layers} (at most {most})")
+    if moe.experts % moe.groups:
+        fits = _nearest_text(moe.groups, divisors(moe.experts))
+        yield problem("groups", f"model.moe.experts={moe.experts} does not divide into {moe.groups} groups ({fits} works)", "experts")
+    elif moe.groups_per_token > moe.groups:
+        yield problem("groups_per_token", f"must be at most model.moe.groups={moe.groups}, got {moe.groups_per_token}", "groups")
+    elif (reach := moe.groups_per_token * (moe.experts // moe.groups)) < moe.experts_per_token:
+        least = math.ceil(moe.experts_per_token * moe.groups / moe.experts)
+        yield problem(
+            "groups_per_token",
+            f"{moe.groups_per_token} groups have {reach} experts, fewer than model.moe.experts_per_token={moe.experts_per_token} "
+            f"(groups_per_token={least} works)",
+            "experts_per_token",
+        )
+    if model.mlp_bias:
+        yield Problem(("model.mlp_bias", "model.moe"), "experts have no biases; set model.mlp_bias=false, or model.moe=null")
+
+
+def _experts(config: Config) -> Iterator[Problem]:
+    """Yield the settings outside of the model that do not work with experts, or only with them."""
+    if config.model.moe is None:
+        if config.compute.experts.capacity_factor is not None:
+            yield Problem(("compute.experts.capacity_factor", "model.moe"), "there are no experts: set it to null, or set model.moe")
+        return
+    if config.precision.matmul != "compute":
+        yield Problem(
+            ("precision.matmul", "model.moe"), f"{config.precision.matmul} does not support experts; set precision.matmul=compute"
+        )
+    if config.compute.tensor_overlap == "ring":
+        yield Problem(("compute.tensor_overlap", "model.moe"), "ring does not support experts; set compute.tensor_overlap=gather")
+    if config.optimizer.kind in ("adafactor", "muon"):
+        yield Problem(("optimizer.kind", "model.moe"), f"{config.optimizer.kind} does not support experts; use adamw, lion or sgd")
 
 
 def _rope(config: Config) -> Iterator[Problem]:
@@ -223,8 +285,10 @@ def _mesh(config: Config) -> Iterator[Problem]:
     for axis, size in config.mesh.sizes.items():
         if size == 0:
             yield Problem((f"mesh.{axis}",), "must be at least 1, or -1 for the remaining devices, got 0")
-        elif size != 1 and axis in ("pipeline", "context", "expert"):
-            yield Problem((f"mesh.{axis}",), f"only 1 is supported, got {size} (data, fsdp and tensor may be larger)")
+        elif size != 1 and axis not in WORKING_AXES:
+            yield Problem((f"mesh.{axis}",), f"only 1 is supported, got {size} ({', '.join(WORKING_AXES)} may be larger)")
+        elif size != 1 and axis == "expert" and config.model.moe is None:
+            yield Problem(("mesh.expert", "model.moe"), f"the model has no experts, so only 1 is supported, got {size} (or set model.moe)")
     if config.mesh.zero_stage and config.optimizer.kind == "muon":
         yield Problem(
             ("mesh.zero_stage", "optimizer.kind"), "muon needs whole matrices; set mesh.zero_stage=0, or shard them over mesh.fsdp"
@@ -235,7 +299,9 @@ def _mesh(config: Config) -> Iterator[Problem]:
 
 def _axes_of(config: Config, logical: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], int]:
     """Return the mesh axes of known size that a logical axis is sharded over, and the product of their sizes."""
-    axes = tuple(config.mesh.rules.get(logical, SHARDED_OVER[logical]))
+    logical = "mlp" if logical == "expert_mlp" else logical
+    with_expert = ("expert",) if logical in ("batch", "embed") else ()  # sharding/rules.py, WITH_EXPERTS
+    axes = tuple(config.mesh.rules.get(logical, (*SHARDED_OVER[logical], *with_expert)))
     if logical == "embed" and config.mesh.zero_stage:
         axes += ("data",)
     known = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
@@ -250,11 +316,14 @@ def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
     dims = {
         "heads": ("model.num_heads", model.num_heads),
         "kv_heads": ("model.num_kv_heads", model.kv_heads),
-        "mlp": ("model.mlp_dim", model.mlp_dim),
+        **({"mlp": ("model.mlp_dim", model.mlp_dim)} if model.dense_layers else {}),
         "vocab": ("model.pad_vocab_to" if model.pad_vocab_to else "model.vocab_size", model.padded_vocab_size),
         "embed": ("model.embed_dim", model.embed_dim),
         "residual_seq": ("data.seq_len", config.data.seq_len),
     }
+    if model.moe is not None:
+        dims = {"experts": ("model.moe.experts", model.moe.experts), **dims}
+        dims["expert_mlp"] = ("model.moe.expert_dim" if model.moe.expert_dim else "model.mlp_dim", model.expert_width)
     heads_broken = False  # then the key/value heads do not divide either: one message is enough
     for logical, (key, dim) in dims.items():
         axes, parts = _axes_of(config, logical, sizes)
@@ -293,6 +362,12 @@ def _batch(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
         yield Problem(("evaluation.batch_size", *keys[2:]), f"{evaluation_rows} rows do not divide by {over} ({works} works)")
 
 
+def _context(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
+    if config.compute.attention.context in CHOICES["compute.attention.context"][1]:
+        for keys, message in context_problems(config, sizes):
+            yield Problem(keys, message)
+
+
 def _compute(config: Config) -> Iterator[Problem]:
     compute = config.compute
     if compute.tensor_overlap == "ring" and config.precision.matmul != "compute":
@@ -310,6 +385,16 @@ def _compute(config: Config) -> Iterator[Problem]:
         yield Problem(
             ("compute.scan_unroll", "model.num_layers"),
             f"must divide model.num_layers={config.model.num_layers}, got {compute.scan_unroll} ({fits} works)",
+        )
+    elif compute.scan_layers and config.model.moe is not None and config.model.dense_layers % compute.scan_unroll:
+        yield Problem(
+            ("compute.scan_unroll", "model.moe.dense_layers"),
+            f"must divide model.moe.dense_layers={config.model.dense_layers}, got {compute.scan_unroll} (1 works)",
+        )
+    if compute.attention.backend == "cudnn" and config.data.document_masking:
+        yield Problem(
+            ("compute.attention.backend", "data.document_masking"),
+            "cudnn supports no packed documents; set compute.attention.backend=pallas (auto chooses it), or data.document_masking=false",
         )
     for keys, message in remat_problems(compute.remat.policy, compute.remat.names):
         yield Problem(keys, message)

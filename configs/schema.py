@@ -47,6 +47,41 @@ class RopeScaling(Section):
     """Context length of the original training, in tokens."""
 
 
+class MoEConfig(Section):
+    """A mixture of experts in place of the MLP: a router chooses some of many MLPs (experts) for each token."""
+
+    experts: PositiveInt = 8
+    """Number of routed experts (E)."""
+    experts_per_token: PositiveInt = 2
+    """Routed experts that process each token (top-k)."""
+    expert_dim: PositiveInt | None = None
+    """Hidden width of one expert; null: model.mlp_dim."""
+    shared_experts: NonNegativeInt = 0
+    """Experts that process every token, as one MLP of shared_experts * expert_dim."""
+    dense_layers: NonNegativeInt = 0
+    """Number of first layers that have an MLP of model.mlp_dim instead of experts."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the router's logits to the scores of the experts."""
+    normalize: bool = True
+    """Divide the weights of the chosen experts by their sum."""
+    scale: PositiveFloat = 1.0
+    """Factor of the weights of the chosen experts."""
+    groups: PositiveInt = 1
+    """Groups of neighboring experts; the experts of a token are in `groups_per_token` of them."""
+    groups_per_token: PositiveInt = 1
+    """Groups that are chosen for each token."""
+    group_score: Literal["best", "best_two"] = "best_two"
+    """Score of a group: that of its best expert (DeepSeek V2), or the sum of its best two (DeepSeek V3)."""
+    choice_bias: bool = False
+    """Add a bias per expert to the scores when experts are chosen, not to their weights. The train step changes it by
+    loss.router_bias_rate."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups are chosen before experts."""
+        return self.groups_per_token < self.groups
+
+
 class ModelConfig(Section):
     """The architecture. A checkpoint fixes all of it."""
 
@@ -69,10 +104,15 @@ class ModelConfig(Section):
     """Width of one head (H); null: embed_dim / num_heads."""
     mlp_dim: PositiveInt = 1024
     """Hidden width of the MLP (F)."""
+    moe: MoEConfig | None = None
+    """Mixture of experts; null: every layer has one MLP."""
     max_seq_len: PositiveInt = 2048
     """Longest sequence of the model, in tokens."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization before attention, before the MLP and before the unembedding."""
+    norm: Literal["rmsnorm", "rmsnorm_1p", "layernorm"] = "rmsnorm"
+    """Normalization of the residual stream. rmsnorm_1p: RMSNorm that multiplies by 1 + its weight (Gemma)."""
+    norm_position: Literal["pre", "post", "both"] = "pre"
+    """Norms of a block. pre: before attention and before the MLP. post: of their results, before the residual adds (OLMo 2). both: at the
+    four places (Gemma 2). A norm before the unembedding is there always."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in the normalization."""
     position: Literal["rope", "learned"] = "rope"
@@ -81,6 +121,13 @@ class ModelConfig(Section):
     """Base of the rotary frequencies. The default is that of RoFormer, arXiv 2104.09864."""
     rope_scaling: RopeScaling | None = None
     """Rotary scaling for long contexts; null: none."""
+    local_rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies of layers with the window, which then have no rope_scaling; null: as the layers without it. Needs
+    full_attention_every."""
+    rotary_fraction: Fraction = 1.0
+    """Share of a head's dims that is rotated, from the first (partial rotary embedding)."""
+    rope_interleaved: bool = False
+    """true: dims 2i and 2i + 1 are a pair (GLM). false: dims i and i + half."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     """Activation function of the MLP."""
     gated_mlp: bool = True
@@ -92,11 +139,23 @@ class ModelConfig(Section):
     mlp_bias: bool = False
     """Bias in the MLP projections."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head, as in Qwen3."""
+    """RMSNorm of queries and keys."""
+    qk_norm_dims: Literal["head", "all_heads"] = "head"
+    """Dims of the norms of queries and keys. head: each head, with one scale for all (Qwen3). all_heads: the whole projection (OLMo 2)."""
+    query_pre_attn_scalar: PositiveFloat | None = None
+    """Attention scores are divided by the square root of it; null: the head width."""
+    attention_softcap: PositiveFloat | None = None
+    """Soft-capping of attention scores: softcap * tanh(scores / softcap), before the mask (Gemma 2); null: none."""
+    logit_softcap: PositiveFloat | None = None
+    """Soft-capping of the logits; null: none."""
+    scale_embeddings: bool = False
+    """Multiply token embeddings by sqrt(embed_dim) (Gemma)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output projection (unembedding)."""
     sliding_window: PositiveInt | None = None
     """Number of tokens each token attends to, itself included; null: all earlier tokens."""
+    full_attention_every: PositiveInt | None = None
+    """Every n-th layer attends to all earlier tokens, the layers between have the sliding_window; null: every layer has it."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the normal initialization. Each family's file in models/ documents which parameters use it."""
 
@@ -106,9 +165,47 @@ class ModelConfig(Section):
         return self.num_kv_heads or self.num_heads
 
     @property
+    def expert_width(self) -> int:
+        """Hidden width of one routed expert, with the default resolved."""
+        return (self.moe and self.moe.expert_dim) or self.mlp_dim
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with an MLP: the first ones of a mixture of experts, else all."""
+        return self.num_layers if self.moe is None else self.moe.dense_layers
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts, which follow the dense ones."""
+        return self.num_layers - self.dense_layers
+
+    def without_experts(self, mlp_dim: int | None = None) -> ModelConfig:
+        """Return the model whose layers have an MLP of this width: the dense layers, or (with their width) the shared experts."""
+        return self.model_copy(update={"moe": None, "mlp_dim": mlp_dim or self.mlp_dim})
+
+    @property
     def head_width(self) -> int:
         """Width of one head, with the default resolved."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def layer_period(self) -> int:
+        """Number of layers after which the kinds of layers (with the window, without it) repeat."""
+        return self.full_attention_every or 1
+
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer has the sliding window."""
+        return self.sliding_window is not None and (self.full_attention_every is None or (layer + 1) % self.full_attention_every != 0)
+
+    @property
+    def full_layers(self) -> int:
+        """Number of layers without the sliding window."""
+        return sum(not self.windowed(layer) for layer in range(self.num_layers))
+
+    @property
+    def rotary_dims(self) -> int:
+        """Rotated dims of a head."""
+        return int(self.head_width * self.rotary_fraction)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -120,8 +217,11 @@ class AttentionConfig(Section):
     """The attention implementation. All of them compute the same function."""
 
     backend: str = "auto"
-    """auto, reference, xla, chunked, cudnn or pallas (models/attention). auto: cudnn on a supported GPU, else chunked.
-    pallas: on GPUs, for packed documents without a mask in memory."""
+    """auto, reference, xla, chunked, cudnn or pallas (models/attention). auto, on a supported GPU: cudnn for rows of one document, pallas
+    for packed documents; else chunked. The memory of reference and xla grows with the square of the row length; auto never takes them."""
+    context: str = "auto"
+    """Attention over a sequence sharded over mesh.context: ring (keys and values travel around the devices), all_to_all
+    (each device gets the whole row of some heads; runs any backend), or auto: the one that moves fewer bytes."""
     chunk: PositiveInt = 128
     """chunked backend only: queries and keys per block. 64 to 128 fit a CPU's caches; on a GPU without cuDNN try 512."""
 
@@ -144,6 +244,14 @@ class RematConfig(Section):
         return self.policy == "offload"
 
 
+class ExpertsConfig(Section):
+    """How the experts of model.moe are computed."""
+
+    capacity_factor: PositiveFloat | None = None
+    """Most tokens that each expert processes, over the mean: later tokens of a device's microbatch are dropped and counted. null: no
+    token is dropped."""
+
+
 class ComputeConfig(Section):
     """How the step is computed. May change at any resume."""
 
@@ -151,6 +259,8 @@ class ComputeConfig(Section):
     """The attention implementation."""
     remat: RematConfig = RematConfig()
     """What the backward pass recomputes."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """The experts of model.moe."""
     scan_layers: bool = True
     """Run the layers as a scan over stacked parameters, so that compile time does not grow with depth."""
     scan_unroll: PositiveInt = 1
@@ -225,7 +335,7 @@ class MeshConfig(Section):
     tensor: MeshSize = 1
     """Tensor parallelism, with the residual stream sharded along the sequence between blocks (sequence parallelism)."""
     expert: MeshSize = 1
-    """Expert parallelism. Only 1 is supported."""
+    """Expert parallelism: each device has whole experts of model.moe. The rest of the model uses the axis as a further fsdp axis."""
     zero_stage: Literal[0, 2] = 0
     """What `data` shards besides the batch. 0: nothing. 2: gradients, optimizer state and its update (ZeRO stage 2, arXiv 1910.02054); the
     updated parameters are gathered once per step. Stage 3 is `fsdp`; stage 1 would keep more and move no less."""
@@ -322,6 +432,15 @@ class LossConfig(Section):
 
     z_loss: NonNegativeFloat = 0.0
     """Weight of log(Z)^2 per token, which keeps the logits small (PaLM, arXiv 2204.02311, section 5); 0: off."""
+    load_balance: NonNegativeFloat = 1e-3
+    """model.moe only: weight of the load-balancing loss, summed over layers (Switch, arXiv 2101.03961, equation 4, of each row of tokens);
+    0: off."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """model.moe only: weight of log(Z)^2 of the router's logits per token, summed over layers (ST-MoE, arXiv 2202.08906, equation 5);
+    0: off."""
+    router_bias_rate: NonNegativeFloat = 1e-3
+    """model.moe.choice_bias only: step by which each step raises the bias of experts with less than the mean load and lowers that of the
+    others (arXiv 2408.15664)."""
 
 
 class TrainerConfig(Section):

@@ -151,7 +151,7 @@ def _program(layer: Config, remat: RematConfig, depth: int, *, quick: bool = Fal
         recent = jax.tree.map(partial(recent_magnitudes, partitioner), amax)
 
         def nats_of(params: Tree, recent: Tree) -> jax.Array:
-            return loss_sums(spec, config, partitioner, params, batch, recent).nats
+            return loss_sums(spec, config, partitioner, params, batch, recent)[0].nats
 
         nats, (grads, _) = jax.value_and_grad(nats_of, argnums=(0, 1))(params, recent)
         return nats, jax.tree.map(lambda g: g.astype(config.precision.gradients), grads)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, matmul_weights, muon_layers, recomputed
-from ridgeline.planner.flops import mean_keys_per_query
+from ridgeline.planner.flops import mean_keys_per_layer
 from ridgeline.planner.hardware import hardware, matmul_dtype
 from ridgeline.planner.kernels import ATTENTION_FORWARD_SHARE, Kernels
-from ridgeline.planner.local import LocalSizes, attention_backend
+from ridgeline.planner.local import LocalSizes
 
 Shape = tuple[int, int, int]
 MAX_RESULT_ELEMENTS = 1 << 27
@@ -123,11 +123,11 @@ def _layer_dtypes(config: Config, dtype: str) -> tuple[str, str]:
 def _attention(local: LocalSizes, dtype: str, gpu: bool) -> Iterator[Matmul]:
     """Scores and values: 2 matmuls forward, 4 backward, and the scores again where a fused kernel does not store them."""
     config, model, length = local.config, local.model, local.config.data.seq_len
-    fused = attention_backend(config, gpu=gpu) in ("cudnn", "chunked", "pallas")
-    seen = mean_keys_per_query(length, model.sliding_window) / length if fused else 1.0
+    fused = local.attention_backend(gpu=gpu) in ("cudnn", "chunked", "pallas")
+    seen = mean_keys_per_layer(model, length) / length if fused else 1.0
     whole = local.rows * model.num_heads // local.tensor
     batch = max(1, min(whole, MAX_RESULT_ELEMENTS // (length * max(length, model.head_width))))
-    count = model.num_layers * config.trainer.accumulation * seen * whole / batch
+    count = model.num_layers * config.trainer.accumulation * seen * whole / batch / local.context
     scores, values = (length, length, model.head_width), (length, model.head_width, length)
 
     def matmul(name: str, shape: Shape, times: int, *, counted: bool = True) -> Matmul:

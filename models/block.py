@@ -1,4 +1,4 @@
-"""The default transformer block: pre-norm attention and pre-norm MLP on a residual stream.
+"""The default transformer block: attention and MLP (or experts) on a residual stream, with norms before them, after them or both.
 
 Legend: B batch, T sequence, D embed width.
 """
@@ -12,20 +12,26 @@ from jax.ad_checkpoint import checkpoint_name
 from ridgeline.configs.schema import ModelConfig
 from ridgeline.models.attention.layer import AttendWith, Attention, RotaryTable
 from ridgeline.models.mlp import MLP
-from ridgeline.models.norms import NORMS
+from ridgeline.models.moe.layer import MixtureOfExperts
+from ridgeline.models.norms import NORMS, Norm
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + post_norm(attention(norm(x))), then x + post_norm(mlp(norm(x))), with the norms of model.norm_position."""
 
     def __init__(self, model: ModelConfig, execution: Execution, residual_std: float, make: ParamFactory) -> None:
-        norm = NORMS[model.norm]
-        self.attention_norm = norm(model.embed_dim, model.norm_eps, make, execution.partitioner)
+        def norm(*positions: str) -> Norm | None:
+            wanted = model.norm_position in positions
+            return NORMS[model.norm](model.embed_dim, model.norm_eps, make, execution.partitioner) if wanted else None
+
+        self.attention_norm = norm("pre", "both")
         self.attention = Attention(model, execution, residual_std, make)
-        self.mlp_norm = norm(model.embed_dim, model.norm_eps, make, execution.partitioner)
-        self.mlp = MLP(model, execution, residual_std, make)
+        self.attention_post_norm = norm("post", "both")
+        self.mlp_norm = norm("pre", "both")
+        self.mlp = (MLP if model.moe is None else MixtureOfExperts)(model, execution, residual_std, make)
+        self.mlp_post_norm = norm("post", "both")
         self.partitioner = execution.partitioner
 
     def __call__(
@@ -34,10 +40,16 @@ class Block(nnx.Module):
         """Return the residual stream after the block; `attend_with` as in `Attention`."""
         x_BTD = self._residual(x_BTD, "block_input")
         with jax.named_scope("attention"):
-            x_BTD += self._residual(self.attention(x_BTD, self.attention_norm, rotary, segment_ids_BT, attend_with), "attention_out")
+            update_BTD = self.attention(x_BTD, self.attention_norm or _unchanged, rotary, segment_ids_BT, attend_with)
+            x_BTD += (self.attention_post_norm or _unchanged)(self._residual(update_BTD, "attention_out"))
         with jax.named_scope("mlp"):
-            x_BTD += self._residual(self.mlp(x_BTD, self.mlp_norm), "mlp_out")
+            update_BTD = self.mlp(x_BTD, self.mlp_norm or _unchanged)
+            x_BTD += (self.mlp_post_norm or _unchanged)(self._residual(update_BTD, "mlp_out"))
         return x_BTD
 
     def _residual(self, x_BTD: jax.Array, name: str) -> jax.Array:
         return checkpoint_name(self.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed"), name)
+
+
+def _unchanged(x_BTD: jax.Array) -> jax.Array:
+    return x_BTD

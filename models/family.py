@@ -31,12 +31,19 @@ class Family:
     """Block composition; a subclass where a family is not pre-norm attention + MLP."""
     hf_architecture: str = ""
     """`architectures[0]` in config.json."""
+    hf_model_type: str = ""
+    """`model_type` in config.json, where it is not the family's name."""
     config_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """config.json -> fields of ModelConfig. Raises UserError for what cannot be represented."""
     config_to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
     """ModelConfig -> config.json."""
     tensor_map: Callable[[ModelConfig], Sequence[TensorRule]] | None = None
     """Every tensor of a Hugging Face checkpoint with the parameters it contains, each exactly once."""
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` in config.json."""
+        return self.hf_model_type or self.name
 
 
 @cache

@@ -22,7 +22,8 @@ from flax import nnx
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
-from ridgeline.models.decoder import Decoder
+from ridgeline.models.attention.masks import soft_cap
+from ridgeline.models.decoder import Decoder, num_layers_of
 
 _SLOTS_MULTIPLE = 64
 """Prompts and caches are padded to a multiple of this, so that similar lengths share a compiled program."""
@@ -93,31 +94,43 @@ def advance(decoder: Decoder, cache: Cache, tokens_BT: jax.Array, positions_BT: 
 
     Returns the final-normed hidden states [B, T, D] and the cache with the new keys and values.
     """
-    structure, stacked = nnx.split(decoder.blocks)
-    rotary, window = decoder.rotary(positions_BT), decoder.model.sliding_window
+    model, tables = decoder.model, [decoder.rotary(positions_BT, windowed=windowed) for windowed in (False, True)]
 
-    def block(x_BTD: jax.Array, layer: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
-        parameters, old = layer
+    def block(structure: Any, x_BTD: jax.Array, layer: tuple[Any, Cache, jax.Array]) -> tuple[jax.Array, Cache]:
+        parameters, old, windowed = layer
+        rotary = jax.tree.map(lambda full, local: jnp.where(windowed, local, full), *tables)
+        window = None if model.sliding_window is None else jnp.where(windowed, model.sliding_window, old.key_LBSKH.shape[1])
         updated: list[Cache] = []
 
         def attend_with(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
             rows = jnp.arange(q_BTNH.shape[0])[:, None]
             updated.append(Cache(*(kept.at[rows, positions_BT].set(new) for kept, new in zip(old, (k_BTKH, v_BTKH), strict=True))))
-            return _attend_to_cache(q_BTNH, updated[0], positions_BT, window)
+            return _attend_to_cache(q_BTNH, updated[0], positions_BT, window, model.attention_softcap)
 
         x_BTD = nnx.merge(structure, parameters)(x_BTD, rotary, None, attend_with)
         return x_BTD, updated[0]
 
-    x_BTD, cache = jax.lax.scan(block, decoder.embed(tokens_BT, positions_BT), (stacked, cache))
-    return decoder.normalize(x_BTD), cache
+    x_BTD, layer = decoder.embed(tokens_BT, positions_BT), 0
+    windowed_L = jnp.array([model.windowed(layer) for layer in range(model.num_layers)])
+    caches: list[Cache] = []
+    for blocks in decoder.stacks:
+        structure, stacked = nnx.split(blocks)
+        end = layer + num_layers_of(blocks)
+        of_stack = jax.tree.map(lambda kept, start=layer, end=end: kept[start:end], (cache, windowed_L))
+        x_BTD, new = jax.lax.scan(partial(block, structure), x_BTD, (stacked, *of_stack))
+        caches, layer = [*caches, new], end
+    return decoder.normalize(x_BTD), jax.tree.map(lambda *each: each[0] if len(each) == 1 else jnp.concatenate(each), *caches)
 
 
-def _attend_to_cache(q_BTNH: jax.Array, cache: Cache, positions_BT: jax.Array, window: int | None) -> jax.Array:
+def _attend_to_cache(
+    q_BTNH: jax.Array, cache: Cache, positions_BT: jax.Array, window: jax.Array | None, softcap: float | None
+) -> jax.Array:
     """Attend to the slots up to each query's position; softmax in float32. `cache` is that of one layer, [B, S, K, H]."""
     batch, length, _, width = q_BTNH.shape
     key_BSKH, value_BSKH = cache
     q_BTKGH = q_BTNH.reshape(batch, length, key_BSKH.shape[2], -1, width)
     scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, key_BSKH, preferred_element_type=jnp.float32) * width**-0.5
+    scores_BKGTS = soft_cap(scores_BKGTS, softcap)
     distance_BTS = positions_BT[:, :, None] - jnp.arange(key_BSKH.shape[1])
     visible_BTS = distance_BTS >= 0
     if window is not None:

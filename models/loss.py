@@ -3,7 +3,8 @@
 The sequence is split into chunks. A scan computes the logits of one chunk, its loss and its gradients, so that the backward pass needs no
 logits: it only scales the gradients of the forward pass. The batch dim is not split inside a chunk because it is sharded.
 
-Legend: R row shards (devices over which the batch is sharded), B rows per shard, T sequence, C tokens of a row in one chunk, D embed width,
+Legend: R shards of tokens (rows, and with `context` pieces of rows), B rows per shard, T tokens of a row in a shard, C of them in one
+chunk, D embed width,
 V vocabulary rows.
 """
 
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ridgeline.models.attention.masks import soft_cap
 from ridgeline.models.matmul.dense import matmul
-from ridgeline.sharding.manual import sum_row_shards
+from ridgeline.sharding.manual import sum_token_shards
+from ridgeline.sharding.rules import TOKENS
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
@@ -39,6 +42,7 @@ class _Settings(NamedTuple):
     vocab_size: int
     tokens_per_chunk: int
     z_loss: float
+    softcap: float | None
     partitioner: Partitioner
     reduce_first: bool
 
@@ -53,10 +57,12 @@ def cross_entropy(
     chunk: int,
     z_loss: float,
     partitioner: Partitioner,
+    softcap: float | None = None,
     reduce_first: bool = False,
 ) -> LossSums:
     """Return the summed cross-entropy of targets under softmax(x w), in float32.
 
+    `softcap`: of the logits (model.logit_softcap).
     x [B, T, D] in the compute dtype; w [D, V] the stored (sharded) parameter, cast to x's dtype and gathered here; targets int32, weights
     float32 [B, T]. Columns of w from vocab_size on are padding and get no probability. `chunk` tokens per device have logits at a time.
     `reduce_first`: w's gradient is reduced over devices before x's gradient is used, so that it is not whole in memory during the backward
@@ -66,17 +72,19 @@ def cross_entropy(
     """
     with jax.named_scope("loss"):
         x_BTD = partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
-        shards = partitioner.axis_size("batch")
-        rows, length = targets_BT.shape
-        assert rows % shards == 0, f"{rows} rows over {shards} shards"
-        chunks = -(-length // max(1, chunk // (rows // shards)))
+        rows, pieces = partitioner.axis_size("batch"), partitioner.axis_size("seq")
+        batch, length = targets_BT.shape
+        assert batch % rows == 0 and length % pieces == 0, f"{batch} rows of {length} over {rows} x {pieces} shards"
+        batch, length = batch // rows, length // pieces
+        chunks = -(-length // max(1, chunk // batch))
         per_chunk = -(-length // chunks)
-        settings = _Settings(vocab_size, per_chunk, z_loss, partitioner, reduce_first)
+        settings = _Settings(vocab_size, per_chunk, z_loss, softcap, partitioner, reduce_first)
 
         def split_rows(a: jax.Array) -> jax.Array:
-            padded = jnp.pad(a, [(0, 0), (0, chunks * per_chunk - length)] + [(0, 0)] * (a.ndim - 2))
-            split = padded.reshape(shards, rows // shards, *padded.shape[1:])
-            return partitioner.constrain(split, "batch", *[None] * (split.ndim - 1))
+            split = a.reshape(rows, batch, pieces, length, *a.shape[2:]).swapaxes(1, 2)
+            split = split.reshape(rows * pieces, batch, length, *a.shape[2:])
+            padded = jnp.pad(split, [(0, 0), (0, 0), (0, chunks * per_chunk - length)] + [(0, 0)] * (a.ndim - 2))
+            return partitioner.constrain(padded, TOKENS, *[None] * (padded.ndim - 1))
 
         weights_RBT = split_rows(jax.lax.stop_gradient(weights_BT.astype(jnp.float32)))
         return _cross_entropy(settings, split_rows(x_BTD), w_DV, split_rows(targets_BT), weights_RBT)
@@ -100,7 +108,7 @@ def _chunk_sums(
 ) -> tuple[LossSums, jax.Array, jax.Array]:
     """Return the sums of one chunk per row shard [R], its logits [R, B, C, V] float32 and their log-sum-exp [R, B, C]."""
     logits = jnp.einsum("rbcd,dv->rbcv", x_RBCD, used_DV, preferred_element_type=jnp.float32)
-    logits = settings.partitioner.constrain(logits, "batch", None, None, "act_vocab")
+    logits = soft_cap(settings.partitioner.constrain(logits, TOKENS, None, None, "act_vocab"), settings.softcap)
     if logits.shape[-1] > settings.vocab_size:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_size, logits, jnp.finfo(jnp.float32).min)
     top = jnp.max(logits, axis=-1)
@@ -133,7 +141,7 @@ def _cross_entropy(settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targ
 
 def _zeros(settings: _Settings, x_RBTD: jax.Array) -> LossSums:
     """One sum per row shard: summing over shards inside the loop would communicate in every chunk."""
-    zeros_R = settings.partitioner.constrain(jnp.zeros(x_RBTD.shape[:1], jnp.float32), "batch")
+    zeros_R = settings.partitioner.constrain(jnp.zeros(x_RBTD.shape[:1], jnp.float32), TOKENS)
     return LossSums(*(zeros_R for _ in LossSums._fields))
 
 
@@ -150,20 +158,23 @@ def _forward(
         more, logits, lse = _chunk_sums(settings, x, used_DV, targets, weights)
         probability = jnp.exp(logits - lse[..., None]) * (weights * (1 + 2 * settings.z_loss * lse))[..., None]
         is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-        dlogits = (probability - jnp.where(is_target, weights[..., None], 0)).astype(x.dtype)
+        dlogits = probability - jnp.where(is_target, weights[..., None], 0)
+        if settings.softcap is not None:  # the derivative of tanh is 1 - tanh^2; padding has probability 0
+            dlogits *= 1 - jnp.square(jnp.maximum(logits / settings.softcap, -1))
+        dlogits = dlogits.astype(x.dtype)
         dx = matmul(settings.partitioner, "rbcv,dv->rbcd", dlogits, used_DV)
         dw_RDV += jnp.einsum("rbcd,rbcv->rdv", x, dlogits, preferred_element_type=jnp.float32)
-        dw_RDV = constrain(dw_RDV, "batch", None, "act_vocab")
+        dw_RDV = constrain(dw_RDV, TOKENS, None, "act_vocab")
         dx_RBTD = jax.lax.dynamic_update_slice_in_dim(dx_RBTD, dx, index * settings.tokens_per_chunk, 2)
         return (jax.tree.map(jnp.add, sums, more), dx_RBTD, dw_RDV), None
 
     start = (
         _zeros(settings, x_RBTD),
-        constrain(jnp.zeros_like(x_RBTD), "batch", None, None, None),
-        constrain(jnp.zeros((x_RBTD.shape[0], *w_DV.shape), jnp.float32), "batch", None, "act_vocab"),
+        constrain(jnp.zeros_like(x_RBTD), TOKENS, None, None, None),
+        constrain(jnp.zeros((x_RBTD.shape[0], *w_DV.shape), jnp.float32), TOKENS, None, "act_vocab"),
     )
     (sums_R, dx_RBTD, dw_RDV), _ = jax.lax.scan(body, start, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
-    dw_DV = sum_row_shards(settings.partitioner, dw_RDV, "embed", "vocab").astype(w_DV.dtype)
+    dw_DV = sum_token_shards(settings.partitioner, dw_RDV, "embed", "vocab").astype(w_DV.dtype)
     if settings.reduce_first:
         dx_RBTD, dw_DV = jax.lax.optimization_barrier((dx_RBTD, dw_DV))
     return jax.tree.map(jnp.sum, sums_R), (dx_RBTD, dw_DV)

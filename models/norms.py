@@ -1,6 +1,6 @@
 """Normalization with float32 statistics.
 
-Legend: B batch, T sequence, D the normalized dim (residual stream or one head); any leading dims work.
+Legend: B batch, T sequence, D the normalized dims (residual stream, one head or all heads); any leading dims work.
 """
 
 from __future__ import annotations
@@ -19,25 +19,37 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dim (arXiv 1910.07467); statistics in float32, result in x's dtype."""
+    """x / rms(x) * scale over the last dims, those of the scale (arXiv 1910.07467); statistics in float32, result in x's dtype."""
 
-    def __init__(self, dim: int, eps: float, make: ParamFactory, partitioner: Partitioner, axis: str = "norm") -> None:
-        self.scale = make.constant((dim,), (axis,), 1.0)
+    offset = 0.0
+    """What is added to the stored scale."""
+
+    def __init__(
+        self, dims: int | tuple[int, ...], eps: float, make: ParamFactory, partitioner: Partitioner, axes: tuple[str, ...] = ("norm",)
+    ) -> None:
+        self.scale = make.constant((dims,) if isinstance(dims, int) else dims, axes, 1.0 - self.offset)
         self.eps = eps
         self.partitioner = partitioner
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Normalize the last dim."""
+        """Normalize the last dims."""
         with jax.named_scope("norm"):
-            return _rms_norm(x_BTD, use_param(self.scale, self.partitioner, jnp.dtype(jnp.float32)), self.eps)
+            scale_D = use_param(self.scale, self.partitioner, jnp.dtype(jnp.float32))
+            return _rms_norm(x_BTD, scale_D + self.offset if self.offset else scale_D, self.eps)
+
+
+class RMSNorm1p(RMSNorm):
+    """RMSNorm whose scale is 1 + the stored weight, which weight decay pulls to 1 and not to 0 (Gemma)."""
+
+    offset = 1.0
 
 
 class LayerNorm(nnx.Module):
     """(x - mean) / std * scale + bias over the last dim (arXiv 1607.06450); statistics in float32, result in x's dtype."""
 
-    def __init__(self, dim: int, eps: float, make: ParamFactory, partitioner: Partitioner, axis: str = "norm") -> None:
-        self.scale = make.constant((dim,), (axis,), 1.0)
-        self.bias = make.constant((dim,), (axis,), 0.0)
+    def __init__(self, dim: int, eps: float, make: ParamFactory, partitioner: Partitioner) -> None:
+        self.scale = make.constant((dim,), ("norm",), 1.0)
+        self.bias = make.constant((dim,), ("norm",), 0.0)
         self.eps = eps
         self.partitioner = partitioner
 
@@ -53,7 +65,8 @@ class LayerNorm(nnx.Module):
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     x = x_BTD.astype(jnp.float32)
-    normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    dims = tuple(range(-scale_D.ndim, 0))
+    normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True) + eps)
     return (normed * scale_D).astype(x_BTD.dtype)
 
 
@@ -65,5 +78,6 @@ def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: fl
     return (normed * scale_D + bias_D).astype(x_BTD.dtype)
 
 
-NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+Norm = RMSNorm | LayerNorm
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "rmsnorm_1p": RMSNorm1p, "layernorm": LayerNorm}
 """model.norm -> module."""

@@ -20,6 +20,8 @@ from ridgeline.models.attention.dispatch import SelfAttention
 from ridgeline.models.matmul import CollectiveMatmul, Matmul, platform_of
 from ridgeline.models.matmul.block_scaled import check_mesh as check_block_scaled_mesh
 from ridgeline.models.matmul.fp8 import check_mesh as check_fp8_mesh
+from ridgeline.models.moe.experts import Experts
+from ridgeline.models.moe.grouped_matmul import choose_kernel
 from ridgeline.models.remat import Remat
 from ridgeline.sharding.partition import Partitioner
 
@@ -38,6 +40,8 @@ class Execution:
     attention: SelfAttention
     scan_layers: bool
     scan_unroll: int
+    experts: Experts | None = None
+    """The routed experts of a layer; None: the model has none."""
 
     def after_norm(self, norm: Callable[[jax.Array], jax.Array], matmuls: Callable[[jax.Array], Result], x_BTD: jax.Array) -> Result:
         """Return matmuls(norm(x)), where x is the residual stream.
@@ -53,9 +57,15 @@ class Execution:
             return self.remat.wrap_matmuls(matmuls)(normed(x_BTD))
         return self.remat.wrap_matmuls(lambda x_BTD: matmuls(normed(x_BTD)))(x_BTD)
 
-    def attend(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
-        """Return causal self-attention [B, T, N, H] with the configured backend; recomputed if the remat policy does."""
-        return self.remat.wrap_attention(lambda q, k, v: self.attention(q, k, v, segment_ids_BT))(q_BTNH, k_BTKH, v_BTKH)
+    def attend(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None, *, windowed: bool = True
+    ) -> jax.Array:
+        """Return causal self-attention [B, T, N, H] with the configured backend; recomputed if the remat policy does.
+
+        windowed: with the sliding window of the model, if it has one.
+        """
+        attention = self.attention if windowed else self.attention.without_window()
+        return self.remat.wrap_attention(lambda q, k, v: attention(q, k, v, segment_ids_BT))(q_BTNH, k_BTKH, v_BTKH)
 
 
 def parallelize(model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner) -> Execution:
@@ -72,7 +82,8 @@ def parallelize(model: ModelConfig, compute: ComputeConfig, precision: Precision
         check_block_scaled_mesh(partitioner, precision.block_scaled)
 
     # 3. Rematerialization of blocks, of attention, or of elementwise matmul inputs.
-    in_scan = compute.scan_layers and compute.scan_unroll < model.num_layers
+    in_scan = compute.scan_layers and max(compute.scan_unroll, model.layer_period) < model.num_layers
+    in_scan &= model.num_layers % model.layer_period == 0  # layers after the last whole period are not in the loop
     remat = Remat.resolve(compute.remat, platform, in_scan)
 
     # 4. Collective matmuls: overlap the communication over tensor with the matmuls around it.
@@ -89,5 +100,12 @@ def parallelize(model: ModelConfig, compute: ComputeConfig, precision: Precision
     # 5. Attention backend: a fused kernel where one supports the request, per device under shard_map where XLA cannot partition it.
     attention = SelfAttention.resolve(model, compute.attention, platform, compute_dtype, partitioner)
 
-    # 6. Scan over layers: one compiled block, applied num_layers times.
-    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll)
+    # 6. Experts: tokens sorted by expert on each device, and a grouped matmul.
+    experts = None
+    if model.moe is not None:
+        widths = (model.embed_dim, model.expert_width // partitioner.axis_size("mlp"))
+        kernel = choose_kernel(platform, compute_dtype, model.moe.experts, widths, compute.experts.capacity_factor)
+        experts = Experts(matmul, kernel, model.moe.experts, model.moe.experts_per_token)
+
+    # 7. Scan over layers: one compiled block, applied num_layers times.
+    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts)

@@ -21,6 +21,10 @@ LAYERS = "layers"
 """Logical axis of the leading dim of stacked parameters."""
 
 
+STACKS = ("blocks.", "dense_blocks.")
+"""Beginnings of the paths of stacked parameters (models/decoder.py)."""
+
+
 class Amax(nnx.Variable):
     """Recent amax (largest absolute value) of the shared input of some matmuls, then of the gradient of each result; 0: unknown.
 

@@ -1,8 +1,9 @@
-"""Rotary position embedding (arXiv 2104.09864) in the "rotate half" layout, with the scalings linear, llama3 and yarn.
+"""Rotary position embedding (arXiv 2104.09864), of whole heads or of their first dims, with the scalings linear, llama3 and yarn.
 
-Dim i of a head is paired with dim i + H/2, the layout Hugging Face checkpoints use, so weights map without permutation.
+Dim i of R rotated dims is paired with dim i + R/2 ("rotate half") or, interleaved, dim 2i with 2i + 1: the layouts of Hugging Face
+checkpoints, so weights map without permutation.
 
-Legend: B batch, T sequence, N heads, H head width, P = H/2 rotated pairs.
+Legend: B batch, T sequence, N heads, H head width, R rotated dims, P = R/2 pairs.
 """
 
 from __future__ import annotations
@@ -70,9 +71,13 @@ def rotary_table(positions_BT: jax.Array, head_dim: int, theta: float, scaling: 
     return jnp.cos(angles_BTP) * factor, jnp.sin(angles_BTP) * factor
 
 
-def apply_rotary(x_BTNH: jax.Array, table: RotaryTable) -> jax.Array:
-    """Rotate every head by its position; computed in float32, returned in x's dtype."""
+def apply_rotary(x_BTNH: jax.Array, table: RotaryTable, *, interleaved: bool = False) -> jax.Array:
+    """Rotate the first dims of every head, as many as the table has, by its position; computed in float32, returned in x's dtype."""
     cos, sin = table[0][:, :, None, :], table[1][:, :, None, :]
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    rotated_dims = 2 * cos.shape[-1]
+    x = x_BTNH[..., :rotated_dims].astype(jnp.float32)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+    sides = [first * cos - second * sin, second * cos + first * sin]
+    rotated = jnp.stack(sides, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(sides, axis=-1)
+    rotated = rotated.astype(x_BTNH.dtype)
+    return rotated if rotated_dims == x_BTNH.shape[-1] else jnp.concatenate([rotated, x_BTNH[..., rotated_dims:]], axis=-1)

@@ -36,11 +36,13 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
     policy = config.compute.remat.policy
     stream, cut, q, k, hidden = local.stream_bytes, local.cut_stream_bytes, local.query_bytes, local.key_bytes, local.hidden_bytes
     gates = 2 if local.model.gated_mlp else 1
+    # experts: where each assignment goes, both ways, and its weight
+    sorted_bytes = 0 if local.model.moe is None else 4 * (local.expert_rows + 2 * local.tokens * local.model.moe.experts_per_token)
     if policy in ("none", "attention-only"):
         gathered = 2 if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
         normed = 1 if local.model.qk_norm else 0
-        packed = 1 if policy == "none" and config.data.document_masking and backend == "cudnn" else 0
-        kept = [(2, cut), (gathered, stream), (2 + normed + packed, q), (2 + normed, k), (gates, hidden)]
+        after = 0 if local.model.norm_position == "pre" else 2  # inputs of the norms after attention and MLP
+        kept = [(2 + after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
         return [*kept, (1, local.softmax_bytes), (1, _scores_saved(local, backend))] if policy == "none" else kept
     if policy == "dots":
         # a ring's matmul with a scattered result is one matmul per chunk, and each is kept
@@ -137,30 +139,21 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
 
 
 def mask_bytes(local: LocalSizes, backend: str) -> int:
-    """Return the bytes of the mask of packed documents: a bias [R, T, T] in the compute dtype for cuDNN, booleans for xla and reference."""
-    if not local.config.data.document_masking or backend in ("chunked", "pallas"):
+    """Return the bytes of the mask of packed documents, booleans [R, T, T]: only xla and reference, which store scores too, have one."""
+    if not local.config.data.document_masking or backend not in ("xla", "reference"):
         return 0
-    return local.tokens * local.config.data.seq_len * (local.compute_itemsize if backend == "cudnn" else 1)
-
-
-def padding_bytes(local: LocalSizes, backend: str, *, forward: bool) -> int:
-    """Return the bytes of what sets cuDNN's results for padding to zero in packed rows (models/attention/cudnn.py).
-
-    XLA moves both operands of the select out of the loop over layers: zeros [R, T, N/t, H] for the whole step, and booleans of the same
-    shape until the forward pass ends, or to the end where attention is not recomputed.
-    """
-    if not (local.config.data.document_masking and backend == "cudnn"):
-        return 0
-    to_the_end = local.config.compute.remat.policy == "none"
-    return local.query_bytes + (local.query_bytes // local.compute_itemsize if forward or to_the_end else 0)
+    return local.tokens * local.config.data.seq_len
 
 
 def attention_workspace(local: LocalSizes, backend: str) -> Component:
     """Return the memory of one layer's attention in the backward pass, without its inputs and outputs."""
     mask = mask_bytes(local, backend)
+    if local.ring:
+        queries, keys = (size * 4 // local.compute_itemsize for size in (local.query_bytes, local.key_bytes))
+        assumption = "ring: float32 gradients of queries, and of keys and values that travel; keys and values, also those of the next step"
+        return Component(3 * queries + 6 * keys + 4 * local.key_bytes, assumption)
     if backend == "cudnn":
-        assumption = "cuDNN flash attention stores no scores" + (f"; the mask of packed documents has {mask / 1e6:.0f} MB" if mask else "")
-        return Component(2 * mask, assumption)
+        return Component(0, "cuDNN flash attention stores no scores")
     if backend == "pallas":
         return Component(local.softmax_bytes, "Pallas flash attention stores no scores; one sum per row")
     if backend == "chunked":

@@ -165,7 +165,13 @@ def alternatives(scale: Scale, machine: Machine) -> list[Alternative]:
 def _rejected_as(rejection: Rejection, matches: Callable[[Layout], bool]) -> bool:
     """Whether a rejected layout matches; a mesh that was rejected as a whole matches no rematerialization policy."""
     mesh, remat = rejection.mesh, next((r for r in MEMORY_LADDER if r.policy == rejection.remat), None)
-    layout = Layout(mesh.get("data", 1), mesh.get("fsdp", 1), mesh.get("tensor", 1), remat=remat or RematConfig(policy="dots"))
+    layout = Layout(
+        mesh.get("data", 1),
+        mesh.get("fsdp", 1),
+        mesh.get("tensor", 1),
+        remat=remat or RematConfig(policy="dots"),
+        context=mesh.get("context", 1),
+    )
     return matches(layout)
 
 

@@ -8,8 +8,11 @@ Sharding and models are written to this plan, and tests compare the compiled ste
   (arXiv 2205.05198); with compute.tensor_overlap=ring each of these is t - 1 permutes of 1/t of it, and inputs that are not kept gathered
   are sent around the ring again in the backward pass;
 * what the backward pass recomputes under compute.remat it also communicates again: the gathers of the inputs over tensor, and the
-  reduce-scatter of attention's update (the MLP's update is never recomputed, since no gradient needs it). Parameters are gathered once
-  for recomputation and gradients;
+  reduce-scatter of attention's update (the MLP's update only where a norm follows it, since no other gradient needs it). Parameters are
+  gathered once for recomputation and gradients;
+* over context, tokens are sharded everywhere. Attention passes keys and values around a ring of C devices, C - 1 hops in each pass, and
+  their gradients with them, C - 1 hops in float32 and one in the compute dtype; or it exchanges queries, keys, values and results,
+  all-to-all. Gradients of parameters are all-reduced over data and context together;
 * Muon moves whole matrices to one device each with all-to-alls (trainer/muon.py); every other optimizer works on shards.
 
 Legend: D embed width, F MLP width, N query heads, K key/value heads, H head width.
@@ -21,9 +24,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ridgeline.configs.schema import MESH_AXES, Config, ModelConfig, RematConfig
+from ridgeline.configs.context import context_method
+from ridgeline.configs.schema import MESH_AXES, Config, ModelConfig, MoEConfig, RematConfig
+from ridgeline.planner.parameters import attention_matmul_parameters, expert_parameters, head_norms, layer_norms, mlp_matmul_parameters
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all"]
+Phase = Literal["forward", "backward"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_ITEMSIZE = {"float32": 4, "bfloat16": 4, "float16": 2, "float8": 2}
 """Bytes per element in collectives of XLA's CPU backend, which has none in bfloat16 (it moves float32) or float8 (float16)."""
@@ -44,7 +50,8 @@ class PlannedCollective:
     axes: tuple[str, ...]
     """Mesh axes, all larger than 1."""
     bytes: int
-    """Bytes of the unsharded side on one device: input of a reduction, output of a gather, bytes sent by a permute."""
+    """Bytes of the unsharded side on one device: input of a reduction, output of a gather, bytes sent by a permute, all bytes of an
+    all-to-all."""
     count: int
     """Executions per optimizer step."""
     parts: int = 1
@@ -91,15 +98,18 @@ class Recomputed:
     """Attention scores, softmax and values."""
     attention_update: bool
     """Attention's update of the residual stream, reduce-scattered over tensor."""
+    mlp_update: bool = False
+    """The MLP's update of the residual stream, which only a norm after it needs."""
 
 
 MATMULS = ("query", "key", "value", "out", "gate", "up")
-"""Matmuls of a block whose results the backward pass needs (all but the MLP's down projection)."""
+"""Matmuls of a block whose results the backward pass needs (all but the MLP's down projection, unless a norm follows it)."""
 
 
 def recomputed(model: ModelConfig, remat: RematConfig) -> Recomputed:
     """Return what a rematerialization policy recomputes (models/remat.py)."""
     matmuls = frozenset(MATMULS if model.gated_mlp else MATMULS[:4] + MATMULS[5:])
+    after = model.norm_position != "pre"  # a norm after the MLP needs its result
     if remat.policy == "none":
         return Recomputed(frozenset(), False, False, False)
     if remat.policy == "attention-only":
@@ -107,19 +117,24 @@ def recomputed(model: ModelConfig, remat: RematConfig) -> Recomputed:
     if remat.policy == "dots":
         return Recomputed(frozenset(), True, True, False)
     if remat.policy == "full":
-        return Recomputed(matmuls, True, True, True)
+        return Recomputed(matmuls | ({"down"} if after else set()), True, True, True, after)
     saved = set(remat.names)
     keeps = {"query": "query", "key": "key", "value": "value", "out": "attention_out", "gate": "mlp_gate", "up": "mlp_up"}
     again = {matmul for matmul in matmuls if keeps[matmul] not in saved}
     if model.qk_norm:
         again |= {"query", "key"}  # their norms need the values before the norm
-    return Recomputed(frozenset(again), True, "attention_lse" not in saved or "attention_context" not in saved, "out" in again)
+    again |= {"down"} if after and "mlp_out" not in saved else set()
+    attention = "attention_lse" not in saved or "attention_context" not in saved
+    return Recomputed(frozenset(again), True, attention, "out" in again, "down" in again)
 
 
 def matmul_weights(model: ModelConfig) -> dict[str, int]:
-    """Return the weights of each matmul of a block, unsharded: D*N*H for query and out, D*K*H for key and value, D*F for gate, up, down."""
+    """Return the weights of each matmul of a block, unsharded: D*N*H for query and out, D*K*H for key and value, D*F for gate, up, down.
+
+    Of a mixture of experts: those of one expert.
+    """
     query, key = (model.embed_dim * heads * model.head_width for heads in (model.num_heads, model.kv_heads))
-    mlp = model.embed_dim * model.mlp_dim
+    mlp = model.embed_dim * model.expert_width  # of experts: of one
     weights = {"query": query, "key": key, "value": key, "out": query, "up": mlp, "down": mlp}
     return weights | ({"gate": mlp} if model.gated_mlp else {})
 
@@ -161,7 +176,8 @@ class _Plan:
     def __init__(self, config: Config, sizes: Mapping[str, int], gpu: bool) -> None:
         itemsize = ITEMSIZE if gpu else CPU_ITEMSIZE
         self.config, self.model, self.sizes = config, config.model, sizes
-        self.tensor, self.fsdp = sizes["tensor"], sizes["fsdp"]
+        self.tensor, self.context, self.expert = sizes["tensor"], sizes["context"], sizes.get("expert", 1)
+        self.fsdp = sizes["fsdp"] * self.expert  # outside of the experts a further fsdp axis
         self.micro = config.trainer.accumulation
         self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
         self.act = itemsize[config.precision.compute]
@@ -172,31 +188,137 @@ class _Plan:
         """Bytes per element of the gradients of attention's and MLP's updates in an all-gather. GPUs quantize before they communicate."""
         self.grad = itemsize[config.precision.gradients]
         self.master = itemsize[config.precision.params]
-        self.stream = self.rows * config.data.seq_len * self.model.embed_dim * self.act
+        self.tokens = self.rows * config.data.seq_len // self.context
+        self.stream = self.tokens * self.model.embed_dim * self.act
         self.layers = self.model.num_layers * self.micro
         self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
 
     def over(self, *axes: str) -> tuple[str, ...]:
         """Return the axes with more than one device."""
-        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+        return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
 
     def layer(self) -> list[PlannedCollective]:
         """Return the collectives inside the blocks, without recomputation."""
-        gated = 2 if self.model.gated_mlp else 1
-        planned = []
-        for half, inputs in (("attention", 3), ("mlp", gated)):
-            planned += self._parameters(f"{half} parameters", "layer", _half_weights(self.model)[half], self.layers)
-            planned += self._half(half, inputs)
-        norms = 2 * (2 if self.model.norm == "layernorm" else 1) * self.model.embed_dim
-        norms += 2 * self.model.head_width if self.model.qk_norm else 0
-        return [*planned, *self._replicated_gradient("norms", norms * 4), *self._biases()]
+        gated, moe, model = 2 if self.model.gated_mlp else 1, self.model.moe, self.model
+        planned = self._parameters("attention parameters", "layer", attention_matmul_parameters(model), self.layers)
+        planned += self._half("attention", 3)
+        if model.dense_layers:
+            mlp = self._parameters("mlp parameters", "layer", mlp_matmul_parameters(model), self.layers) + self._half("mlp", gated)
+            planned += self._in(model.dense_layers, mlp)
+        if moe is not None and moe.shared_experts:
+            shared = self._parameters("shared experts", "layer", moe.shared_experts * expert_parameters(model), self.layers)
+            planned += self._in(model.moe_layers, shared + self._half("shared experts", gated))
+        if moe is not None:
+            planned += self._in(model.moe_layers, self._experts(moe))
+        norms = layer_norms(self.model) * (2 if self.model.norm == "layernorm" else 1) * self.model.embed_dim
+        norms += head_norms(self.model) if self.model.qk_norm_dims == "head" else 0
+        return [*planned, *self._sequence(), *self._replicated_gradient("norms", norms * 4), *self._all_head_norms(), *self._biases()]
+
+    def _all_head_norms(self) -> list[PlannedCollective]:
+        """Return what norms over all heads of queries and keys add: sums over the heads of each token, and gradients of their scales.
+
+        The backward pass computes the sums of squares again and sums the products with the gradient.
+        """
+        if not self.model.qk_norm or self.model.qk_norm_dims != "all_heads":
+            return []
+        sums = self.tokens * 4
+        tensor, scales = self.over("tensor"), head_norms(self.model) // self.tensor * 4
+        planned = [self._item(f"sums of {what} norms", "forward", "all-reduce", tensor, sums) for what in ("query", "key")]
+        planned += [
+            replace(self._item(f"sums of {what} norms", "backward", "all-reduce", tensor, sums), count=2 * self.layers)
+            for what in ("query", "key")
+        ]
+        groups = (self.over("data", "fsdp", "expert"), self.over("context"))
+        names = "query and key norms"
+        return planned + [replace(self._item(names, "backward", "all-reduce", axes, scales), replicated=True) for axes in groups]
+
+    def _sequence(self) -> list[PlannedCollective]:
+        """Return the collectives of attention over a sharded sequence (models/attention/ring.py, dispatch.py)."""
+        method = context_method(self.config, self.sizes)
+        if method is None:
+            return []
+        if method == "all_to_all":
+            return [*self._exchanges("forward", 4), *self._exchanges("backward", 4)]
+        keys = 2 * self.keys
+        home = replace(self._hops("gradients of keys and values", "backward", keys), count=self.layers)
+        return [
+            self._hops("keys and values", "forward", keys),
+            self._hops("keys and values", "backward", keys),
+            self._hops("sums of gradients of keys and values", "backward", keys // self.act * 4),
+            home,
+        ]
+
+    def _sequence_recomputed(self, again: Recomputed) -> list[PlannedCollective]:
+        """Return what the backward pass of a block repeats of `_sequence`."""
+        method = context_method(self.config, self.sizes)
+        if method is None:
+            return []
+        if method == "ring":
+            return [self._hops("keys and values (recomputed)", "backward", 2 * self.keys)] if again.attention else []
+        exchanged = {"none": 0, "attention-only": 3}.get(self.config.compute.remat.policy, 4)
+        return self._exchanges("backward", exchanged, " (recomputed)")
+
+    @property
+    def keys(self) -> int:
+        """Bytes of the keys (or values) of a device."""
+        return self.tokens * self.model.kv_heads * self.model.head_width * self.act // self.tensor
+
+    def _hops(self, what: str, phase: Literal["forward", "backward"], size: int) -> PlannedCollective:
+        item = self._item(what, phase, "collective-permute", self.over("context"), size)
+        return replace(item, count=self.layers * (self.context - 1), by_hand=True)
+
+    def _exchanges(self, phase: Literal["forward", "backward"], number: int, note: str = "") -> list[PlannedCollective]:
+        """Return the first `number` all-to-alls of queries, keys, values and attention result."""
+        query = self.keys * self.model.num_heads // self.model.kv_heads
+        arrays = (("queries", query), ("keys", self.keys), ("values", self.keys), ("attention result", query))
+        return [
+            replace(self._item(what + note, phase, "all-to-all", self.over("context"), size), by_hand=True)
+            for what, size in arrays[:number]
+        ]
+
+    def _in(self, layers: int, planned: list[PlannedCollective]) -> list[PlannedCollective]:
+        """Return collectives of every layer as those of this number of layers."""
+        return [replace(item, count=item.count * layers // self.model.num_layers) for item in planned]
+
+    def _experts(self, moe: MoEConfig) -> list[PlannedCollective]:
+        """Return the collectives of the router and the routed experts, written by hand (models/moe), with their recomputation.
+
+        The backward pass computes the router's choice again, and gathers the tokens again: no policy keeps them in the experts' rows.
+        """
+        model, tokens = self.model, self.rows * self.config.data.seq_len
+        routed = self._parameters("experts", "layer", moe.experts * expert_parameters(model), self.layers, of_experts=True)
+        reduced = [replace(item, by_hand=True) if item.kind != "all-gather" else item for item in routed]
+        router = [
+            replace(item, bytes=item.bytes * 4 // (self.act if item.kind == "all-gather" else self.grad), by_hand=item.kind != "all-gather")
+            for item in self._parameters("router", "layer", model.embed_dim * moe.experts * self.tensor, self.layers)
+        ]
+        router = [replace(item, axes=(*item.axes, *self.over("tensor"))) if item.kind == "all-reduce" else item for item in router]
+        choice = tokens * moe.experts_per_token * 4
+        stream: list[tuple[str, Phase, Kind, int, int]] = [
+            ("experts input", "forward", "all-gather", self.stream, 1),
+            ("choice and weights of experts", "forward", "all-gather", choice, 2),
+            ("experts update", "forward", "reduce-scatter", self.stream, 1),
+            ("experts update", "backward", "all-gather", self.stream, 1),
+            ("experts input (again)", "backward", "all-gather", self.stream, 1),
+            ("choice and weights of experts (again)", "backward", "all-gather", choice, 2),
+            ("weights of experts", "backward", "reduce-scatter", choice, 1),
+            ("experts input", "backward", "reduce-scatter", self.stream, 1),
+        ]
+        # Tokens are gathered over expert while sharded along the sequence, then over tensor; scattered in the opposite order.
+        planned = [
+            replace(self._item(what, phase, kind, axes, size * times * self.expert // parts), by_hand=True)
+            for what, phase, kind, size, times in stream
+            for axes, parts in ((self.over("expert"), self.tensor), (self.over("tensor"), 1))
+        ]
+        return reduced + router + planned
 
     def _biases(self) -> list[PlannedCollective]:
         """Return the reductions of the gradients of biases, which are in the compute dtype."""
         model, width = self.model, self.model.embed_dim
         size = (model.num_heads + 2 * model.kv_heads) * model.head_width // self.tensor if model.attention_bias else 0
         size += (2 if model.gated_mlp else 1) * model.mlp_dim // self.tensor if model.mlp_bias else 0
-        planned = [self._item("biases", "backward", "all-reduce", self.over("data", "fsdp"), size * self.act)] if size else []
+        groups = (self.over("data", "fsdp", "expert"), self.over("context")) if size else ()
+        planned = [replace(self._item("biases", "backward", "all-reduce", axes, size * self.act), replicated=True) for axes in groups]
         updates = width * (model.output_bias + model.mlp_bias)  # added where tokens are sharded over tensor
         return planned + (self._replicated_gradient("biases of updates", updates * self.act) if updates else [])
 
@@ -205,11 +327,16 @@ class _Plan:
         again = recomputed(self.model, self.config.compute.remat)
         planned = []
         if again.inputs or self.ring:
-            inputs = ("attention input (recomputed)", "mlp input (recomputed)")
-            planned += [self._stream(what, "backward", "all-gather", self.stream) for what in inputs]
-        if again.attention_update or (self.ring and self.config.compute.remat.policy == "dots"):  # only parts of the sum are kept
+            planned.append(self._stream("attention input (recomputed)", "backward", "all-gather", self.stream))
+            mlp = self._stream("mlp input (recomputed)", "backward", "all-gather", self.stream)
+            layers = self.model.num_layers if self.model.moe is None or self.model.moe.shared_experts else self.model.dense_layers
+            planned += self._in(layers, [mlp]) if layers else []
+        parts = self.ring and self.config.compute.remat.policy == "dots"  # only parts of the sum are kept
+        if again.attention_update or parts:
             planned.append(self._stream("attention update (recomputed)", "backward", "reduce-scatter", self.stream))
-        return planned
+        if again.mlp_update or (parts and self.model.norm_position != "pre"):
+            planned.append(self._stream("mlp update (recomputed)", "backward", "reduce-scatter", self.stream))
+        return [*planned, *self._sequence_recomputed(again)]
 
     def optimizer(self) -> list[PlannedCollective]:
         """Return the collectives of the optimizer: none but for Muon, and of mesh.zero_stage=2.
@@ -257,7 +384,7 @@ class _Plan:
             return []
         whole = self.model.max_seq_len * self.model.embed_dim
         scattered = self.config.mesh.zero_stage == 2 and self.tensor == 1
-        rest = () if scattered else self.over("data", "tensor")
+        rest = self.over("context") if scattered else self.over("data", "context", "tensor")
         planned = self._parameters("positions", "embed", whole * self.tensor, self.micro, by_hand=True, backward_gather=False)
         gathered = [item for item in planned if item.kind != "all-reduce" and (scattered or item.axes != self.over("data"))]
         summed = PlannedCollective(
@@ -268,7 +395,7 @@ class _Plan:
     def loss(self) -> list[PlannedCollective]:
         """Return the collectives of final norm, unembedding and cross-entropy, whose gradients are computed in the forward pass."""
         model, tensor = self.model, self.over("tensor")
-        tokens = self.rows * self.config.data.seq_len
+        tokens = self.tokens
         table = model.padded_vocab_size * model.embed_dim
         planned = self._parameters("unembedding", "loss", table, self.micro, by_hand=True, backward_gather=False, grad=4)
         planned = [replace(item, phase="forward") for item in planned]
@@ -316,31 +443,29 @@ class _Plan:
         by_hand: bool = False,
         backward_gather: bool = True,
         grad: int | None = None,
+        of_experts: bool = False,
     ) -> list[PlannedCollective]:
         """Return the gathers of `weights` parameters, sharded over fsdp and tensor, and the reductions of their gradient."""
-        local, grad = weights // self.tensor, grad or self.grad
+        local, grad = weights // self.tensor // (self.expert if of_experts else 1), grad or self.grad
         gathered = local * (self.gathered if where == "layer" else self.act)
-        fsdp, data = self.over("fsdp"), self.over("data")
+        fsdp, data = self.over("fsdp") if of_experts else self.over("fsdp", "expert"), self.over("data", "context")
+        shards = self.fsdp // self.expert if of_experts else self.fsdp
         planned = [
             PlannedCollective(what, where, "forward", "all-gather", fsdp, gathered, count, 1, by_hand, where != "layer"),
             PlannedCollective(what, where, "backward", "all-gather", fsdp, gathered, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "reduce-scatter", fsdp, local * grad, count, 1, by_hand),
-            PlannedCollective(what, where, "backward", "all-reduce", data, local // self.fsdp * grad, count, 1, by_hand),
+            PlannedCollective(what, where, "backward", "all-reduce", data, local // shards * grad, count, 1, by_hand),
         ]
         if self.config.mesh.zero_stage:
             planned[3] = replace(planned[3], kind="reduce-scatter", by_hand=False)
+        if where == "layer" and not fsdp and len(data) > 1:  # sums over rows and over the sequence
+            planned[3:] = [replace(planned[3], axes=(axis,), replicated=True) for axis in data]
         return planned if backward_gather else [planned[0], *planned[2:]]
 
     def _replicated_gradient(self, what: str, size: int) -> list[PlannedCollective]:
         """Return the reductions of the gradient of a replicated parameter."""
-        groups = (self.over("tensor"), self.over("data", "fsdp"))
+        groups = (self.over("context", "tensor"), self.over("data", "fsdp", "expert"))
         return [replace(self._item(what, "backward", "all-reduce", axes, size), replicated=True) for axes in groups]
-
-
-def _half_weights(model: ModelConfig) -> dict[str, int]:
-    """Return the weights of attention and MLP of a block: 2*D*(N+K)*H, and 2*D*F or, gated, 3*D*F."""
-    attention = 2 * model.embed_dim * (model.num_heads + model.kv_heads) * model.head_width
-    return {"attention": attention, "mlp": (3 if model.gated_mlp else 2) * model.embed_dim * model.mlp_dim}
 
 
 def bytes_per_step(planned: list[PlannedCollective]) -> dict[tuple[Kind, tuple[str, ...]], int]:

@@ -3,7 +3,8 @@
 Convention. Only matmuls count, a multiply-add as 2 FLOPs; backward costs twice forward, so training is 6 FLOPs per weight and token
 (Kaplan et al., arXiv 2001.08361, section 2.1; PaLM, arXiv 2204.02311, appendix B). Attention scores and their product with the values
 are 12*S*N*H per layer and token in training, S the number of keys a query sees on average: T for full attention, T/2 for causal (the
-unmasked half), W - W*W/(2T) for a sliding window of W < T (PaLM counts T; here only unmasked pairs count). The unembedding counts, with
+unmasked half), W - W*W/(2T) for a sliding window of W < T (PaLM counts T; here only unmasked pairs count), the mean over the layers
+where only some have the window. The unembedding counts, with
 the vocabulary size without padding; the embedding lookup does not. Norms, softmax, activations, biases and the optimizer do not count,
 nor does recomputation. Document boundaries inside a packed row are ignored: a row counts as one sequence.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.schema import ModelConfig
-from ridgeline.planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
+from ridgeline.planner.parameters import all_mlp_matmul_parameters, attention_matmul_parameters, count_parameters
 
 CONVENTION = (
     "training FLOPs: matmuls only, backward is twice forward, a multiply-add is 2 FLOPs; attention counts unmasked pairs only"
@@ -37,7 +38,7 @@ class FlopCount:
     attention_scores: float
     """12*L*S*N*H with S the keys a query sees on average: half for query times key, half for weights times value."""
     mlp: float
-    """18*L*D*F gated, 12*L*D*F otherwise."""
+    """18*L*D*F gated, 12*L*D*F otherwise; of experts, those that process a token, and 6*L*D*E of the router."""
     unembedding: float
     """6*D*V."""
     attention_scores_full: float
@@ -82,6 +83,12 @@ def mean_keys_per_query(seq_len: int, window: int | None) -> float:
     return window - window * window / (2 * seq_len)
 
 
+def mean_keys_per_layer(model: ModelConfig, seq_len: int) -> float:
+    """Return the average number of keys of a query over the layers, of which some may have the window and others not."""
+    full = model.full_layers * mean_keys_per_query(seq_len, None)
+    return (full + (model.num_layers - model.full_layers) * mean_keys_per_query(seq_len, model.sliding_window)) / model.num_layers
+
+
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
     """Count the training FLOPs per token of a causal model at a sequence length (convention: module docstring)."""
     layers = model.num_layers
@@ -90,13 +97,13 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
     return FlopCount(
         qkv_projections=TRAIN_FLOPS_PER_WEIGHT * layers * (attention_matmul_parameters(model) - output),
         output_projection=TRAIN_FLOPS_PER_WEIGHT * layers * output,
-        attention_scores=per_key * mean_keys_per_query(seq_len, model.sliding_window),
-        mlp=TRAIN_FLOPS_PER_WEIGHT * layers * mlp_matmul_parameters(model),
+        attention_scores=per_key * mean_keys_per_layer(model, seq_len),
+        mlp=TRAIN_FLOPS_PER_WEIGHT * all_mlp_matmul_parameters(model, active=True),
         unembedding=TRAIN_FLOPS_PER_WEIGHT * model.embed_dim * model.vocab_size,
         attention_scores_full=per_key * seq_len,
     )
 
 
 def flops_per_token_6n(model: ModelConfig) -> int:
-    """Return 6 times all parameters, embedding table included and attention excluded: the convention of most published MFU figures."""
-    return TRAIN_FLOPS_PER_WEIGHT * count_parameters(model).total
+    """Return 6 times the parameters that process a token, the embedding table included and attention excluded: the usual convention."""
+    return TRAIN_FLOPS_PER_WEIGHT * count_parameters(model).active

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from ridgeline.planner.activations import TAGS_STATISTICS, stacked_bytes
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, matmul_weights, muon_layers, recomputed
-from ridgeline.planner.flops import mean_keys_per_query
+from ridgeline.planner.flops import mean_keys_per_layer
 from ridgeline.planner.hardware import Hardware, matmul_dtype
-from ridgeline.planner.local import ITEMSIZE, LocalSizes, attention_backend
+from ridgeline.planner.local import ITEMSIZE, LocalSizes
 from ridgeline.planner.optimizer_state import optimizer_plugin
+from ridgeline.planner.parameters import layer_norms
 from ridgeline.planner.software import Software
 
 ATTENTION_FORWARD_SHARE = 0.25
@@ -29,10 +30,11 @@ FlashAttention-2 on an H100 (arXiv 2407.08608, abstract and section 4.1). Not me
 faster than this."""
 SCORE_PASSES = 14
 """Passes over the float32 scores in device memory, forward and backward, of attention without fused kernels (XLA's fusions)."""
-MASK_PASSES = 3
-"""Passes of each head of cuDNN's attention over the unmasked part of the mask of packed documents: one forward, two backward."""
 LOGIT_PASSES_BYTES = 18
 """Per logit: written once and read three times in float32 (maximum, sum, probability), its gradient written in 16 bits."""
+EXPERT_MATMULS = ("gate", "up", "down")
+GROUPED_RATE = 0.75
+"""Rate of the grouped matmuls of experts over that of a matmul of the same size: Triton against cuBLAS. Estimated, not measured."""
 TRANSPOSED_BYTES = 16
 """Additional bytes per element with a transposed gradient: written and read in float32, and so its update."""
 TRANSPOSED_INT8_BYTES = 28
@@ -104,9 +106,12 @@ class Kernels:
         """Return (M, N, K) of each forward matmul of a layer on one device."""
         width, tokens = self.local.model.embed_dim, self.local.tokens
         shapes = {}
+        moe = self.local.model.moe
         for name, weights in matmul_weights(self.local.model).items():
-            other = weights // width // self.local.tensor
-            shapes[name] = (tokens, width, other) if name in ("out", "down") else (tokens, other, width)
+            other, rows = weights // width // self.local.tensor, tokens
+            if moe is not None and name in EXPERT_MATMULS:
+                rows = round(self.local.busy_rows / GROUPED_RATE) + moe.shared_experts * tokens
+            shapes[name] = (rows, width, other) if name in ("out", "down") else (rows, other, width)
         return shapes
 
     def layer_forward(self) -> Work:
@@ -133,22 +138,20 @@ class Kernels:
     def _attention_again(self, again: Recomputed) -> bool:
         """Whether the backward pass recomputes attention; with named values also if the backend does not tag its softmax statistics."""
         named = self.local.config.compute.remat.takes_names
-        backend = attention_backend(self.local.config, gpu=self.device.tensor_cores)
+        backend = self.local.attention_backend(gpu=self.device.tensor_cores)
         return again.attention or (named and backend not in TAGS_STATISTICS)
 
     def attention(self) -> Work:
         """Return scores, softmax and values of one layer, forward and backward together."""
         local, model = self.local, self.local.model
-        length, backend = local.config.data.seq_len, attention_backend(local.config, gpu=self.device.tensor_cores)
-        keys = mean_keys_per_query(length, model.sliding_window)
+        length, backend = local.config.data.seq_len, local.attention_backend(gpu=self.device.tensor_cores)
+        keys = mean_keys_per_layer(model, length)
         flops = 12.0 * keys * model.num_heads * model.head_width * local.tokens / local.tensor
         in_step = self.software.in_step_share(self.dtype, self.device)
         if backend in ("cudnn", "pallas"):
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
             rate *= PALLAS_SHARE if backend == "pallas" else self.software.attention_share(self.device)
-            mask = MASK_PASSES * local.tokens * keys * local.compute_itemsize * model.num_heads / local.tensor
-            masked = backend == "cudnn" and local.config.data.document_masking
-            return Work(flops / rate / in_step, self.memory_s(mask) if masked else 0.0)
+            return Work(flops / rate / in_step)
         seen = keys if backend == "chunked" else length
         scores = local.tokens * seen * model.num_heads / local.tensor * 4
         rate = self.calibration.matmul_flops_per_s(self.device, self.dtype, length, length, model.head_width)
@@ -197,14 +200,24 @@ class Kernels:
 
     def stacks(self) -> Work:
         """Return what the scan over layers copies and zeroes in a microbatch."""
-        backend = attention_backend(self.local.config, gpu=self.device.tensor_cores)
+        backend = self.local.attention_backend(gpu=self.device.tensor_cores)
         return Work(0.0, self.memory_s(stacked_bytes(self.local, backend)))
 
     def _elementwise_forward(self) -> float:
-        """Return the bytes of two norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights."""
+        """Return the bytes of the norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights.
+
+        And of sorting tokens by expert and of adding up their results (read and write each).
+        """
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
-        return 10 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (gates + 1) * local.hidden_bytes + self._casts()
+        streams = 6 + 2 * layer_norms(local.model)
+        return (
+            streams * local.cut_stream_bytes
+            + 2 * (local.query_bytes + local.key_bytes)
+            + (gates + 1) * local.hidden_bytes
+            + 4 * local.row_bytes
+            + self._casts()
+        )
 
     def _elementwise_backward(self, again: Recomputed) -> float:
         """Return the bytes of the gradients of the forward pass's elementwise work, of weight gradients and of recomputation.
@@ -214,15 +227,19 @@ class Kernels:
         """
         local = self.local
         gates = 2 if local.model.gated_mlp else 1
-        size: float = 12 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes) + (2 * gates + 2) * local.hidden_bytes
-        size += 8 * local.gathered_layer_weights
+        size: float = (
+            (6 + 3 * layer_norms(local.model)) * local.cut_stream_bytes
+            + 2 * (local.query_bytes + local.key_bytes)
+            + (2 * gates + 2) * local.hidden_bytes
+        )
+        size += 8 * local.gathered_layer_weights + 8 * local.row_bytes
         if not self.software.accumulates_in_matmuls:
             size += 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
         size += self._casts()
         if self.software.transposed_gradients and local.fsdp > 1:
-            size += 8 * (local.mlp_matrix + local.query_matrix)
+            size += 8 * local.turned_matrices
         if again.inputs:
-            size += 10 * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
+            size += (6 + 2 * layer_norms(local.model)) * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
         return size
 
     def _casts(self) -> float:
@@ -272,5 +289,5 @@ def update_bytes(local: LocalSizes, *, transposed: bool) -> float:
         moved = local.parameters * (both + 2 * first)
     if not transposed:
         return float(moved)
-    elements = local.model.num_layers * (local.mlp_matrix + local.query_matrix) // local.fsdp
+    elements = local.model.num_layers * local.turned_matrices // local.fsdp
     return float(moved + elements * (TRANSPOSED_INT8_BYTES if codes else TRANSPOSED_BYTES) + local.table // local.fsdp * TRANSPOSED_BYTES)

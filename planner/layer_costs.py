@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from ridgeline.configs.schema import Config, RematConfig
 from ridgeline.configs.section import Name, PositiveFloat, PositiveInt, Section
-from ridgeline.planner.local import LocalSizes, attention_backend
+from ridgeline.planner.local import LocalSizes
 
 
 class LayerShape(Section):
@@ -45,8 +45,14 @@ class LayerShape(Section):
     """data.document_masking of the config."""
     sliding_window: PositiveInt | None = None
     """model.sliding_window of the config."""
+    full_attention_every: PositiveInt | None = None
+    """model.full_attention_every of the config."""
+    softcap: bool = False
+    """Whether attention scores are soft-capped."""
     norm: Name = "rmsnorm"
     """model.norm of the config."""
+    norm_position: Name = "pre"
+    """model.norm_position of the config."""
     activation: Name = "silu"
     """model.activation of the config."""
     scan_layers: bool = True
@@ -58,7 +64,7 @@ class LayerShape(Section):
     def of(cls, local: LocalSizes, *, gpu: bool) -> LayerShape:
         """Return the shape of a config's layers on one device. Norms and residual adds count as not sharded over tensor."""
         config, model = local.config, local.model
-        backend = attention_backend(config, gpu=gpu)
+        backend = local.attention_backend(gpu=gpu)
         return cls(
             embed_dim=model.embed_dim,
             num_heads=model.num_heads // local.tensor,
@@ -73,7 +79,10 @@ class LayerShape(Section):
             qk_norm=model.qk_norm,
             document_masking=config.data.document_masking,
             sliding_window=model.sliding_window,
+            full_attention_every=model.full_attention_every,
+            softcap=model.attention_softcap is not None,
             norm=model.norm,
+            norm_position=model.norm_position,
             activation=model.activation,
             scan_layers=config.compute.scan_layers,
             matmul_precision=config.compute.matmul_precision,

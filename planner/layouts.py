@@ -6,6 +6,7 @@ replicates them or, with mesh.zero_stage=2, shards gradients and moments, and bo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,11 @@ its softmax statistics, which are not tagged, so attention is recomputed anyway 
 7.29 s)."""
 
 
+SHORTEST_PIECE = 8192
+"""Least tokens of a row on a device of `context` that the search tries: shorter rows fit without, and a ring of short pieces waits for
+its transfers."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the mesh axes, microbatches and rematerialization policy."""
@@ -35,18 +41,19 @@ class Layout:
     tensor: int
     accumulation: int = 1
     remat: RematConfig = MEMORY_LADDER[0]
+    context: int = 1
     zero_stage: int = 0
     """As mesh.zero_stage."""
 
     @property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.tensor * self.context
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> devices, for all mesh axes."""
-        return dict.fromkeys(MESH_AXES, 1) | {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return dict.fromkeys(MESH_AXES, 1) | {"data": self.data, "fsdp": self.fsdp, "context": self.context, "tensor": self.tensor}
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -75,16 +82,16 @@ class Mesh:
 
 
 def meshes(config: Config, devices: int) -> Iterator[Mesh]:
-    """Yield every factorization of the devices over data, fsdp and tensor, with the rule it breaks, if any; with several devices on data
-    also with mesh.zero_stage=2, where it is valid.
+    """Yield every factorization of the devices over data, fsdp, context and tensor, with the rule it breaks, if any; with several devices
+    on data also with mesh.zero_stage=2, where it is valid.
 
-    `tensor` is at most the number of query heads, which it shards.
+    `tensor` is at most the number of query heads, which it shards; `context` leaves each device SHORTEST_PIECE tokens of a row or more.
     """
-    for tensor in divisors(devices):
-        if tensor > config.model.num_heads:
-            break
-        for fsdp in divisors(devices // tensor):
-            layout = Layout(devices // tensor // fsdp, fsdp, tensor)
+    for context, tensor in itertools.product(divisors(devices), divisors(devices)):
+        if devices % (context * tensor) or tensor > config.model.num_heads or context > max(1, config.data.seq_len // SHORTEST_PIECE):
+            continue
+        for fsdp in divisors(devices // tensor // context):
+            layout = Layout(devices // tensor // context // fsdp, fsdp, tensor, context=context)
             yield Mesh(layout, refusal(config, layout))
             zero = replace(layout, zero_stage=2)
             if layout.data > 1 and config.optimizer.kind != "muon" and refusal(config, zero) is None:

@@ -1,7 +1,7 @@
 """Sizes on one device: parameters, activations and tokens of a config that is sharded over a mesh.
 
 Legend: R rows of a microbatch per device, T sequence, D embed width, F MLP width, N query heads, K key/value heads, H head width,
-V vocabulary rows, L layers; f, t, d devices on the axes fsdp, tensor, data.
+V vocabulary rows, L layers; f, t, d, c devices on the axes fsdp, tensor, data, context.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ridgeline.configs.context import context_method
 from ridgeline.configs.schema import Config, ModelConfig
-from ridgeline.planner.parameters import attention_matmul_parameters, count_parameters, mlp_matmul_parameters
+from ridgeline.planner.experts import block_rows, buffer_rows
+from ridgeline.planner.parameters import (
+    all_mlp_matmul_parameters,
+    attention_matmul_parameters,
+    count_parameters,
+    expert_parameters,
+    mlp_matmul_parameters,
+    moe_matmul_parameters,
+)
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-CUDNN_MAX_HEAD_DIM = 128
-"""Same as in models/attention/cudnn.py (a test compares the two)."""
+FUSED_MAX_HEAD_DIM = 128
+"""Widest head of the fused attention kernels, as in models/attention (a test compares the two)."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +36,15 @@ class LocalSizes:
     data: int
     fsdp: int
     tensor: int
+    context: int = 1
+    expert: int = 1
+    """Devices on the axis expert, which `fsdp` includes: outside of the experts it is a further fsdp axis."""
 
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int]) -> LocalSizes:
         """Shard a config over mesh axes of these sizes (missing axes: 1). The caller has checked that all dims divide."""
-        return cls(config, sizes.get("data", 1), sizes.get("fsdp", 1), sizes.get("tensor", 1))
+        expert = sizes.get("expert", 1)
+        return cls(config, sizes.get("data", 1), sizes.get("fsdp", 1) * expert, sizes.get("tensor", 1), sizes.get("context", 1), expert)
 
     @property
     def model(self) -> ModelConfig:
@@ -41,7 +54,12 @@ class LocalSizes:
     @property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.tensor * self.context
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens of a row on one device: T/c."""
+        return self.config.data.seq_len // self.context
 
     @property
     def of_state(self) -> LocalSizes:
@@ -55,8 +73,8 @@ class LocalSizes:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one microbatch in the matmuls of one device (R*T)."""
-        return self.rows * self.config.data.seq_len
+        """Tokens of one microbatch in the matmuls of one device (R*T/c)."""
+        return self.rows * self.length
 
     @cached_property
     def compute_itemsize(self) -> int:
@@ -95,8 +113,36 @@ class LocalSizes:
 
     @cached_property
     def hidden_bytes(self) -> int:
-        """Bytes of one hidden activation of the MLP: R*T*F/t."""
-        return self.tokens * self.model.mlp_dim * self.compute_itemsize // self.tensor
+        """Bytes of one hidden activation of the MLP: R*T*F/t; of experts, routed and shared: their rows times their width, over t."""
+        return self.hidden_rows * self.model.expert_width * self.compute_itemsize // self.tensor
+
+    @cached_property
+    def expert_rows(self) -> int:
+        """Rows of the buffer of the routed experts; 0 without experts."""
+        moe = self.model.moe
+        if moe is None:
+            return 0
+        return buffer_rows(self.tokens, moe, self.expert, self.config.compute.experts.capacity_factor)
+
+    @cached_property
+    def hidden_rows(self) -> int:
+        """Rows of a hidden activation: of the MLP one per token, of experts those of the buffer and of the shared experts."""
+        moe = self.model.moe
+        return self.tokens if moe is None else self.expert_rows + moe.shared_experts * self.tokens
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of the residual stream in the rows of the routed experts; 0 without experts."""
+        return self.expert_rows * self.model.embed_dim * self.compute_itemsize
+
+    @cached_property
+    def busy_rows(self) -> int:
+        """Rows of that buffer that hold tokens, or pad them to whole blocks, at balanced loads; the kernel skips the others."""
+        moe = self.model.moe
+        if moe is None or self.config.compute.experts.capacity_factor is not None:
+            return self.expert_rows
+        padding = moe.experts // self.expert * block_rows(moe.experts) // 2
+        return min(self.expert_rows, self.tokens * moe.experts_per_token + padding)
 
     @cached_property
     def softmax_bytes(self) -> int:
@@ -105,13 +151,17 @@ class LocalSizes:
 
     @cached_property
     def layer_weights(self) -> int:
-        """Matrix elements of one layer, unsharded."""
-        return attention_matmul_parameters(self.model) + mlp_matmul_parameters(self.model)
+        """Matrix elements of one layer (with experts, where there are any), unsharded."""
+        model = self.model
+        mlp = mlp_matmul_parameters(model) if model.moe is None else moe_matmul_parameters(model, active=False)
+        return attention_matmul_parameters(model) + mlp
 
     @cached_property
     def mlp_matrix(self) -> int:
-        """Elements of one MLP matrix, gathered over fsdp and sharded over tensor: D*F/t."""
-        return self.model.embed_dim * self.model.mlp_dim // self.tensor
+        """Elements of one MLP matrix, gathered over fsdp and sharded over tensor: D*F/t; of experts: of all experts together."""
+        moe = self.model.moe
+        experts = 1 if moe is None else moe.experts // self.expert + moe.shared_experts
+        return experts * self.model.embed_dim * self.model.expert_width // self.tensor
 
     @cached_property
     def query_matrix(self) -> int:
@@ -119,9 +169,15 @@ class LocalSizes:
         return self.model.embed_dim * self.model.num_heads * self.model.head_width // self.tensor
 
     @cached_property
+    def turned_matrices(self) -> int:
+        """Elements of a layer's matrices that fsdp shards along their last dim, gathered: MLP down (not of experts) and attention out."""
+        return self.query_matrix + (self.mlp_matrix if self.model.moe is None else 0)
+
+    @cached_property
     def gathered_layer_weights(self) -> int:
-        """Matrix elements of one layer, gathered over fsdp and sharded over tensor."""
-        return self.layer_weights // self.tensor
+        """Matrix elements of one layer, gathered over fsdp and sharded over tensor and expert."""
+        elsewhere = 0 if self.model.moe is None else (1 - 1 / self.expert) * self.model.moe.experts * expert_parameters(self.model)
+        return (self.layer_weights - round(elsewhere)) // self.tensor
 
     @cached_property
     def table(self) -> int:
@@ -131,7 +187,12 @@ class LocalSizes:
     @cached_property
     def layer_matrices(self) -> int:
         """Elements of all layers' matrices, sharded over fsdp and tensor."""
-        return self.model.num_layers * self.layer_weights // (self.fsdp * self.tensor)
+        return self._all_layer_weights // (self.fsdp * self.tensor)
+
+    @cached_property
+    def _all_layer_weights(self) -> int:
+        model = self.model
+        return model.num_layers * attention_matmul_parameters(model) + all_mlp_matmul_parameters(model, active=False)
 
     @cached_property
     def tables(self) -> int:
@@ -142,8 +203,7 @@ class LocalSizes:
     def vectors(self) -> int:
         """Elements of norms, biases and learned positions (positions are sharded over fsdp; the rest counts as replicated)."""
         count = count_parameters(self.model)
-        matrices = self.model.num_layers * self.layer_weights
-        return count.attention + count.mlp + count.norms - matrices + count.positions // self.fsdp
+        return count.attention + count.mlp + count.norms - self._all_layer_weights + count.positions // self.fsdp
 
     @cached_property
     def parameters(self) -> int:
@@ -153,17 +213,30 @@ class LocalSizes:
     @cached_property
     def loss_chunk_tokens(self) -> int:
         """Tokens of one device in a chunk of logits (models/loss.py)."""
-        length, per_row = self.config.data.seq_len, max(1, self.config.compute.loss_chunk // self.rows)
-        chunks = math.ceil(length / per_row)
-        return self.rows * math.ceil(length / chunks)
+        chunks = math.ceil(self.length / max(1, self.config.compute.loss_chunk // self.rows))
+        return self.rows * math.ceil(self.length / chunks)
+
+    @property
+    def ring(self) -> bool:
+        """Whether attention is a ring over context."""
+        return context_method(self.config, {"context": self.context, "tensor": self.tensor}) == "ring"
+
+    def attention_backend(self, *, gpu: bool = True) -> str:
+        """Return the attention backend on this mesh, with `auto` resolved."""
+        return attention_backend(self.config, gpu=gpu, ring=self.ring)
 
 
-def attention_backend(config: Config, *, gpu: bool = True) -> str:
-    """Return the attention backend, with `auto` resolved for NVIDIA GPUs (or, gpu=False, other devices) as in models/attention."""
+def attention_backend(config: Config, *, gpu: bool = True, ring: bool = False) -> str:
+    """Return the attention backend, with `auto` resolved for NVIDIA GPUs (or, gpu=False, other devices) as in models/attention.
+
+    ring: of a ring over context, which cuDNN has no kernel for.
+    """
     name = config.compute.attention.backend
     if name != "auto":
         return name
     width = config.model.head_width
-    packed_odd = config.data.document_masking and config.data.seq_len % 2
-    fits = gpu and config.precision.compute in ("bfloat16", "float16") and width % 8 == 0 and width <= CUDNN_MAX_HEAD_DIM and not packed_odd
-    return "cudnn" if fits else "chunked"
+    if config.model.attention_softcap is not None or not (
+        gpu and config.precision.compute in ("bfloat16", "float16") and width <= FUSED_MAX_HEAD_DIM
+    ):
+        return "chunked"
+    return "cudnn" if width % 8 == 0 and not config.data.document_masking and not ring else "pallas"

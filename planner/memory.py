@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import Component, saved_activations
-from ridgeline.planner.local import LocalSizes, attention_backend
+from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.peak_memory import StepMemory
 
@@ -93,9 +93,8 @@ def memory_per_device(
 
 def memory_of(local: LocalSizes, sizes: Mapping[str, int], *, gpu: bool, overlap: bool = True, combined: bool = True) -> MemoryEstimate:
     """As `memory_per_device`, from the sizes on one device."""
-    config = local.config
     state = _state(local, sizes, gpu)
-    backend = attention_backend(config, gpu=gpu)
+    backend = local.attention_backend(gpu=gpu)
     points = StepMemory(local, backend, overlap and gpu, overlap and gpu and combined, saved_activations(local, backend)).points()
     totals = {name: sum(part.bytes for part in parts.values()) for name, parts in points.items()}
     peak = max(totals, key=lambda name: totals[name])
@@ -164,7 +163,9 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
             f"{config.precision.params} master weights, sharded over fsdp and tensor; norms replicated",
         ),
         "moments": _moments(local),
-        "batch": Component(arrays * rows * config.data.seq_len * 4, f"{arrays} int32 or float32 arrays of the step's rows"),
+        "batch": Component(
+            rows * (4 * local.length + (arrays - 4) * config.data.seq_len) * 4, f"{arrays} int32 or float32 arrays of the step's rows"
+        ),
         "runtime_reserve": Component(
             CUDA_CONTEXT_BYTES + groups * NCCL_BYTES_PER_COMMUNICATOR if gpu else HOST_PROCESS_BYTES,
             f"CUDA context {CUDA_CONTEXT_BYTES / 1e9:.2f} GB, NCCL {NCCL_BYTES_PER_COMMUNICATOR / 1e9:.2f} GB for each of {groups} "

@@ -14,7 +14,7 @@ from typing import Any
 from ridgeline.configs import plugins
 from ridgeline.configs.choices import OPTIMIZERS
 from ridgeline.planner.local import ITEMSIZE, LocalSizes
-from ridgeline.planner.parameters import attention_matmul_parameters, mlp_matmul_parameters
+from ridgeline.planner.parameters import attention_matmul_parameters, expert_parameters, mlp_matmul_parameters
 
 BLOCK = 128
 """Elements that share a scale, where that divides the dim into whole blocks per device."""
@@ -86,6 +86,15 @@ def _scales(local: LocalSizes) -> int:
     """Return the number of blocks of the layers' matrices on one device; each has one scale."""
     model = local.model
     in_heads = attention_matmul_parameters(model) // block_width(model.head_width, divided=False) // local.tensor
-    blocks = model.mlp_dim // block_width(model.mlp_dim, divided=True)
-    in_mlp = mlp_matmul_parameters(model) // model.mlp_dim * blocks // (1 if blocks % local.tensor else local.tensor)
-    return model.num_layers * (in_heads + in_mlp) // local.fsdp
+
+    def in_hidden(weights: int, width: int) -> int:
+        blocks = width // block_width(width, divided=True)
+        return weights // width * blocks // (1 if blocks % local.tensor else local.tensor)
+
+    moe = model.moe
+    in_experts = 0 if moe is None else moe.experts * in_hidden(expert_parameters(model), model.expert_width)
+    if moe is not None:
+        in_experts += in_hidden(moe.shared_experts * expert_parameters(model), max(1, moe.shared_experts) * model.expert_width)
+        in_experts += model.embed_dim * moe.experts // block_width(moe.experts, divided=True)  # router
+    in_mlp = model.dense_layers * in_hidden(mlp_matmul_parameters(model), model.mlp_dim)
+    return (model.num_layers * in_heads + in_mlp + model.moe_layers * in_experts) // local.fsdp

@@ -23,18 +23,25 @@ class ParameterCount:
     attention: int
     """Query, key, value and output projections with their biases, and query/key norms."""
     mlp: int
-    """Gate, up and down projections with their biases."""
+    """Gate, up and down projections with their biases, of all experts; and routers."""
     norms: int
-    """The two norms of each layer and the final one."""
+    """The norms of each layer and the final one."""
     unembedding: int
     """D*V when not tied."""
     vocab_padding: int
     """How many of embedding + unembedding belong to padded rows."""
+    inactive: int = 0
+    """How many of mlp belong to experts that do not process a given token."""
 
     @property
     def total(self) -> int:
         """All parameters a checkpoint holds."""
         return self.embedding + self.positions + self.attention + self.mlp + self.norms + self.unembedding
+
+    @property
+    def active(self) -> int:
+        """Parameters that process one token: all but the experts it does not choose."""
+        return self.total - self.inactive
 
     @property
     def non_embedding(self) -> int:
@@ -44,7 +51,7 @@ class ParameterCount:
     def components(self) -> dict[str, int]:
         """Return component name -> count, in model order; they sum to `total`."""
         values = dataclasses.asdict(self)
-        del values["vocab_padding"]
+        del values["vocab_padding"], values["inactive"]
         return values
 
 
@@ -54,8 +61,39 @@ def attention_matmul_parameters(model: ModelConfig) -> int:
 
 
 def mlp_matmul_parameters(model: ModelConfig) -> int:
-    """Return the weights of one layer's MLP: 3*D*F gated, 2*D*F otherwise."""
+    """Return the weights of one dense layer's MLP: 3*D*F gated, 2*D*F otherwise."""
     return (3 if model.gated_mlp else 2) * model.embed_dim * model.mlp_dim
+
+
+def layer_norms(model: ModelConfig) -> int:
+    """Return the norms of the residual stream in one layer: 2, or 4 with norms before and after attention and MLP."""
+    return 4 if model.norm_position == "both" else 2
+
+
+def head_norms(model: ModelConfig) -> int:
+    """Return the scales of one layer's norms of queries and keys: 2*H, or (N + K)*H over all heads."""
+    if not model.qk_norm:
+        return 0
+    return model.head_width * (model.num_heads + model.kv_heads if model.qk_norm_dims == "all_heads" else 2)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Return the weights of one routed expert."""
+    return (3 if model.gated_mlp else 2) * model.embed_dim * model.expert_width
+
+
+def moe_matmul_parameters(model: ModelConfig, *, active: bool) -> int:
+    """Return the weights of one layer with experts: router, shared and routed experts (`active`: those of one token)."""
+    moe = model.moe
+    if moe is None:
+        return 0
+    routed = moe.experts_per_token if active else moe.experts
+    return model.embed_dim * moe.experts + (moe.shared_experts + routed) * expert_parameters(model)
+
+
+def all_mlp_matmul_parameters(model: ModelConfig, *, active: bool) -> int:
+    """Return the weights of MLPs, experts and routers of all layers (`active`: those that process one token)."""
+    return model.dense_layers * mlp_matmul_parameters(model) + model.moe_layers * moe_matmul_parameters(model, active=active)
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
@@ -65,17 +103,20 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     attention = attention_matmul_parameters(model)
     attention += (n + 2 * k) * h if model.attention_bias else 0
     attention += d if model.output_bias else 0
-    attention += 2 * h if model.qk_norm else 0
-    mlp = mlp_matmul_parameters(model)
-    mlp += ((2 if model.gated_mlp else 1) * f + d) if model.mlp_bias else 0
+    attention += head_norms(model)
+    mlp, active = (all_mlp_matmul_parameters(model, active=active) for active in (False, True))
+    inactive = mlp - active
+    mlp += layers * ((2 if model.gated_mlp else 1) * f + d) if model.mlp_bias else 0
+    mlp += model.moe_layers * model.moe.experts if model.moe and model.moe.choice_bias else 0
     norm = (2 if model.norm == "layernorm" else 1) * d  # layernorm: scale and bias
     tables = 1 if model.tie_embeddings else 2
     return ParameterCount(
         embedding=v * d,
         positions=model.max_seq_len * d if model.position == "learned" else 0,
         attention=layers * attention,
-        mlp=layers * mlp,
-        norms=(2 * layers + 1) * norm,
+        mlp=mlp,
+        norms=(layers * layer_norms(model) + 1) * norm,
         unembedding=0 if model.tie_embeddings else d * v,
         vocab_padding=tables * (v - model.vocab_size) * d,
+        inactive=inactive,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, padding_bytes, relaid_bytes, saved_arrays
+from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes, saved_arrays
 from ridgeline.planner.collectives import matmul_weights, muon_layers
 from ridgeline.planner.local import LocalSizes
 
@@ -20,6 +20,9 @@ COMBINED_BYTES = 30 * 2**20
 """XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
 STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
+
+EXPERT_ROWS_IN_FLIGHT = 3
+"""Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the results and of the inputs."""
 
 Components = dict[str, Component]
 
@@ -89,7 +92,7 @@ class StepMemory:
         local = self.local
         if local.fsdp == 1:
             return 0
-        copies = local.model.num_layers * (local.mlp_matrix + local.query_matrix) // local.fsdp * local.parameter_itemsize
+        copies = local.model.num_layers * local.turned_matrices // local.fsdp * local.parameter_itemsize
         return copies + (local.table // local.fsdp * local.parameter_itemsize if self.in_loop else 0)
 
     def accumulated(self) -> Component:
@@ -108,13 +111,13 @@ class StepMemory:
     def zeroed_table(self) -> int:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
 
-        It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed
-        in a loop of microbatches, and before Pallas kernels outside of one. Else see `last_layer`.
+        It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed,
+        in a loop of microbatches or before Pallas kernels. Else see `last_layer`.
         """
         local = self.local
         if self.overlap:
-            kept = local.config.compute.remat.policy == "none" and self.separate_table_gradients
-            early = self.combined and local.fsdp > 1 and local.tensor == 1 and (kept if self.in_loop else self.backend == "pallas")
+            first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
+            early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
         else:
             early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
         return local.table * local.gradient_itemsize if early else 0
@@ -122,7 +125,7 @@ class StepMemory:
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""
         local = self.local
-        return (local.mlp_matrix + local.query_matrix) * local.gradient_itemsize if self.combined and local.fsdp > 1 else 0
+        return local.turned_matrices * local.gradient_itemsize if self.combined and local.fsdp > 1 else 0
 
     def unembedding_gradient(self) -> Component:
         """Return the gradient of the unembedding during the backward pass of the layers."""
@@ -141,7 +144,7 @@ class StepMemory:
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next layer, which overlap gathers early."""
         local = self.local
-        return local.layer_weights // local.tensor * local.compute_itemsize if local.fsdp > 1 else 0
+        return local.gathered_layer_weights * local.compute_itemsize if local.fsdp > 1 else 0
 
     # The points.
 
@@ -152,7 +155,7 @@ class StepMemory:
         logits, gradient = tokens * vocab * (4 + local.compute_itemsize), 4 * table
         if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
             logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
-        zeroed = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // local.fsdp
+        zeroed = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // (local.fsdp // local.expert)
         policy = local.config.compute.remat.policy
         if self.overlap:
             # By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after the loss.
@@ -174,8 +177,8 @@ class StepMemory:
             ),
             "accumulated_gradients": self.accumulated(),
             "attention_workspace": Component(
-                mask_bytes(local, self.backend) + padding_bytes(local, self.backend, forward=True),
-                "mask of packed documents and of padding",
+                mask_bytes(local, self.backend),
+                "mask of packed documents",
             ),
             "working_activations": Component(
                 3 * local.stream_bytes + local.cut_stream_bytes + early,
@@ -199,7 +202,7 @@ class StepMemory:
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = (self.sharded.layer_matrices + local.vectors) * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
-        reducing = local.gathered_layer_weights * local.gradient_itemsize if late and self.reduced else 0
+        reducing = local.gathered_layer_weights * local.gradient_itemsize * local.model.layer_period if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
@@ -218,9 +221,7 @@ class StepMemory:
                 f"backward pass of one layer, with its peak in {where}"
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
-            "attention_workspace": Component(
-                workspace + padding_bytes(local, self.backend, forward=False), attention_workspace(local, self.backend).assumption
-            ),
+            "attention_workspace": Component(workspace, attention_workspace(local, self.backend).assumption),
             "loss": self.unembedding_gradient(),
             "collective_buffers": Component(
                 waiting + reducing,
@@ -258,13 +259,13 @@ class StepMemory:
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
         waiting = local.gathered_layer_weights * local.gradient_itemsize if self.reduced else 2 * local.mlp_matrix * 4
+        waiting *= local.model.layer_period if self.overlap else 1  # the layers of a period are one body of the loop
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
         at_mlp = 4 if local.config.compute.remat.policy in ("full", "names", "offload") else 3
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
-        padded = local.query_bytes if recomputes and padding_bytes(local, self.backend, forward=False) else 0
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
         # 8-bit matmuls: the gradient of a hidden activation in both layouts, one byte each
         quantized = 2 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
@@ -276,8 +277,8 @@ class StepMemory:
         points = (
             (
                 "its MLP",
-                at_mlp * hidden + quantized,
-                STREAMS_IN_FLIGHT * stream + padded,
+                at_mlp * hidden + quantized + EXPERT_ROWS_IN_FLIGHT * local.row_bytes,
+                STREAMS_IN_FLIGHT * stream,
                 2 * local.mlp_matrix * local.compute_itemsize,
                 down,
                 mask,

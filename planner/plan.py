@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck
@@ -366,6 +367,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "devices": step.devices,
         "mesh": layout.sizes,
         "zero_stage": layout.zero_stage,
+        "context_method": context_method(candidate.parts.config, layout.sizes),
         "microbatch": candidate.microbatch,
         "accumulation": layout.accumulation,
         "remat": layout.remat.policy,

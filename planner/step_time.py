@@ -163,7 +163,8 @@ def step_parts(
     memory = memory or memory_per_device(config, sizes, gpu=machine.device.tensor_cores)
     repeats = config.trainer.accumulation
     layers = config.model.num_layers * repeats
-    measured, again_s = machine.calibration.layer(machine.device, local), None
+    # The shapes of measured layers have no experts.
+    measured, again_s = None if config.model.moe is not None else machine.calibration.layer(machine.device, local), None
     if measured is not None:
         again_s = measured.again_s(config.compute.remat, local.tokens)
     counted = local if again_s is None else LocalSizes.of(without_recompute(config), sizes)
@@ -231,7 +232,8 @@ def host_input_s(local: LocalSizes, machine: Machine) -> float:
     host, config = machine.calibration.file.host, local.config
     copy = host_bytes_per_s(machine.device, machine.calibration)
     on_node = min(machine.cluster.devices_per_node, local.devices)
-    tokens = config.data.batch_size * config.data.seq_len / (local.data * local.fsdp) * max(1, on_node // local.tensor)
+    readers = max(1, on_node // (local.tensor * local.context))  # each reads whole rows
+    tokens = config.data.batch_size * config.data.seq_len / (local.data * local.fsdp) * readers
     return tokens / (host.input_tokens_per_s or HOST_INPUT_TOKENS_PER_S) + tokens / on_node * BATCH_BYTES_PER_TOKEN / copy
 
 

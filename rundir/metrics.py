@@ -49,6 +49,15 @@ METRICS: dict[str, Metric] = {
     "train/target_tokens": Metric("tokens", "Target tokens (sum of weights) in the step."),
     "train/skipped_steps": Metric("steps", "Steps of the run whose update was skipped because loss or gradient was not finite."),
     "train/loss_spikes": Metric("spikes", "Loss spikes of the run so far (`rundir.loss_spikes`)."),
+    "train_router/balance_loss": Metric(
+        "1",
+        "Load-balancing loss without its weight: 1 at perfect balance, mean over rows and layers. This group: only with model.moe.",
+    ),
+    "train_router/z_loss": Metric("1", "Router z-loss without its weight: log(Z)^2 of the router's logits, mean over tokens and layers."),
+    "train_router/entropy": Metric("nats", "Entropy of the router's scores, mean over tokens and layers."),
+    "train_router/load_max": Metric("1", "Load of the busiest expert over the mean load of its layer, the largest over layers."),
+    "train_router/load_mean": Metric("1", "Load of the busiest expert over the mean load of its layer, mean over layers."),
+    "train_router/dropped": Metric("fraction", "Assignments of tokens to experts that were dropped (compute.experts.capacity_factor)."),
     "train_speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time in the log window, over all devices."),
     "train_speed/tokens_per_s_per_device": Metric("tokens/s", "Tokens per second of step time and device."),
     "train_speed/step_time_mean_s": Metric(

@@ -1,7 +1,7 @@
 """Collectives written with `jax.shard_map`, in two cases where XLA's partitioner inserts more communication than necessary.
 
-These are the lookup in a table whose rows are sharded (the partitioner gathers the table), and a gradient that is one partial sum per row
-shard (the partitioner reduces the full array over all row shards before it slices it).
+These are the lookup in a table whose rows are sharded (the partitioner gathers the table), and a gradient that is one partial sum per shard
+of tokens (the partitioner reduces the full array over all shards before it slices it).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ridgeline.sharding.partition import FSDP_AXIS, Partitioner
-from ridgeline.sharding.rules import Axes, LogicalAxes
+from ridgeline.sharding.partition import Partitioner, gathered_axes
+from ridgeline.sharding.rules import TOKENS, Axes, LogicalAxes
 
 
 def on_shards(partitioner: Partitioner, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -29,8 +29,8 @@ def active(partitioner: Partitioner, axes: Axes) -> Axes:
 
 def gather_fsdp(partitioner: Partitioner, w: jax.Array, axes: LogicalAxes) -> jax.Array:
     """All-gather a local parameter shard over fsdp (inside `on_shards`)."""
-    dim = _fsdp_dim(partitioner, axes)
-    return w if dim is None else jax.lax.all_gather(w, FSDP_AXIS, axis=dim, tiled=True)
+    dim, over = _gathered_dim(partitioner, axes)
+    return w if dim is None else jax.lax.all_gather(w, over, axis=dim, tiled=True)
 
 
 def reduce_gradient(partitioner: Partitioner, grad: jax.Array, axes: LogicalAxes, partial_over: Axes) -> jax.Array:
@@ -38,28 +38,29 @@ def reduce_gradient(partitioner: Partitioner, grad: jax.Array, axes: LogicalAxes
 
     `grad` has the shape that `gather_fsdp` returns. It is reduce-scattered over fsdp first, so that the other axes reduce only the shard.
     """
-    dim = _fsdp_dim(partitioner, axes)
+    dim, over = _gathered_dim(partitioner, axes)
     if dim is not None:
-        if FSDP_AXIS in partial_over:
-            grad = jax.lax.psum_scatter(grad, FSDP_AXIS, scatter_dimension=dim, tiled=True)
+        if set(over) <= set(partial_over):
+            grad = jax.lax.psum_scatter(grad, over, scatter_dimension=dim, tiled=True)
         else:
-            size = grad.shape[dim] // jax.lax.axis_size(FSDP_AXIS)
-            grad = jax.lax.dynamic_slice_in_dim(grad, jax.lax.axis_index(FSDP_AXIS) * size, size, dim)
-    rest = active(partitioner, tuple(axis for axis in partial_over if dim is None or axis != FSDP_AXIS))
+            assert not set(over) & set(partial_over), (over, partial_over)
+            size = grad.shape[dim] // jax.lax.axis_size(over)
+            grad = jax.lax.dynamic_slice_in_dim(grad, jax.lax.axis_index(over) * size, size, dim)
+    rest = active(partitioner, tuple(axis for axis in partial_over if axis not in over))
     return jax.lax.psum(grad, rest) if rest else grad
 
 
-def sum_row_shards(partitioner: Partitioner, grad: jax.Array, *axes: str | None) -> jax.Array:
-    """Sum partial gradients [R, ...] (one per row shard, R sharded as `batch`) to the gradient of a parameter with these logical axes."""
-    batch = partitioner.rules.mesh_axes("batch")
+def sum_token_shards(partitioner: Partitioner, grad: jax.Array, *axes: str | None) -> jax.Array:
+    """Sum partial gradients [R, ...] (one per shard of tokens) to the gradient of a parameter with these logical axes."""
+    tokens = partitioner.rules.token_axes
     if partitioner.mesh.size == 1:
         return jnp.sum(grad, axis=0)
-    assert grad.shape[0] == partitioner.axis_size("batch"), grad.shape
-    gathered = partitioner.rules.spec(axes, without=(FSDP_AXIS,))
+    assert grad.shape[0] == partitioner.axis_size(TOKENS), grad.shape
+    gathered = partitioner.rules.spec(axes, without=gathered_axes(axes))
     run = on_shards(
         partitioner,
-        lambda g: reduce_gradient(partitioner, g[0], axes, batch),
-        in_specs=PartitionSpec(batch, *gathered),
+        lambda g: reduce_gradient(partitioner, g[0], axes, tokens),
+        in_specs=PartitionSpec(tokens, *gathered),
         out_specs=partitioner.spec(axes, grad.shape[1:], "gradient"),
     )
     total: jax.Array = run(grad)
@@ -133,8 +134,10 @@ def _local_rows(vocab: Axes, rows: int, tokens: jax.Array) -> tuple[jax.Array, j
     return row, (row >= 0) & (row < rows)
 
 
-def _fsdp_dim(partitioner: Partitioner, axes: LogicalAxes) -> int | None:
-    """Return the dim of a parameter that fsdp alone shards; None when there is none, or fsdp has one device."""
-    if partitioner.mesh.shape[FSDP_AXIS] == 1:
-        return None
-    return next((dim for dim, logical in enumerate(axes) if FSDP_AXIS in partitioner.rules.mesh_axes(logical)), None)
+def _gathered_dim(partitioner: Partitioner, axes: LogicalAxes) -> tuple[int | None, Axes]:
+    """Return the dim of a parameter that is gathered where it is used, and its mesh axes; None and none where these have one device."""
+    for dim, logical in enumerate(axes):
+        over = active(partitioner, tuple(axis for axis in partitioner.rules.mesh_axes(logical) if axis in gathered_axes(axes)))
+        if over:
+            return dim, over
+    return None, ()

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -19,6 +20,13 @@ from ridgeline.sharding.rules import LogicalAxes, Rules, matrix_sides
 
 FSDP_AXIS = "fsdp"
 DATA_AXIS = "data"
+GATHERED_AXES = (FSDP_AXIS, "expert")
+"""Mesh axes over which a parameter is gathered where it is used; the parameters of experts only over fsdp."""
+
+
+def gathered_axes(axes: LogicalAxes) -> tuple[str, ...]:
+    """Return the mesh axes over which a parameter with these logical axes is gathered."""
+    return (FSDP_AXIS,) if "experts" in axes else GATHERED_AXES
 
 
 @dataclass(frozen=True)
@@ -30,13 +38,15 @@ class Partitioner:
 
     mesh: Mesh | AbstractMesh
     rules: Rules = field(default_factory=Rules)
+    zigzag: bool = False
+    """Of rows sharded over `context`, C devices, each holds chunks i and 2C - 1 - i of 2C (ring attention), not one contiguous piece."""
     zero_stage: int = 0
     """As mesh.zero_stage."""
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh, config: MeshConfig) -> Partitioner:
+    def of(cls, mesh: Mesh | AbstractMesh, config: MeshConfig, *, zigzag: bool = False) -> Partitioner:
         """Return the partitioner of a mesh section. Raises UserError for sharding rules that are not valid."""
-        return cls(mesh, Rules.from_config(config), config.zero_stage)
+        return cls(mesh, Rules.from_config(config), zigzag, config.zero_stage)
 
     @classmethod
     def single(cls) -> Partitioner:
@@ -64,11 +74,22 @@ class Partitioner:
 
         The shard of a device is part of its shard of the parameter, so that only the updated parameters are communicated.
         """
-        return self if self.zero_stage == 0 else replace(self, rules=replace(self.rules, embed=(*self.rules.embed, DATA_AXIS)))
+        if self.zero_stage == 0:
+            return self
+        embed, expert_embed = (*self.rules.embed, DATA_AXIS), (*self.rules.expert_embed, DATA_AXIS)
+        return replace(self, rules=replace(self.rules, embed=embed, expert_embed=expert_embed))
 
-    def batch_sharding(self) -> NamedSharding:
-        """Return the sharding of a [B, T] batch array."""
-        return self.sharding(("batch", "seq"))
+    def batch_sharding(self, name: str = "tokens") -> NamedSharding:
+        """Return the sharding of an array [B, T] of a batch. Every device of `context` has the segment ids of the whole row."""
+        return self.sharding(("batch", None if name == "segment_ids" else "seq"))
+
+    def row_order(self, length: int) -> np.ndarray | None:
+        """Return the index in its row of each token, in the order in which rows are laid out over the mesh; None: in their own order."""
+        pieces = self.axis_size("seq")
+        if not self.zigzag or pieces == 1:
+            return None
+        chunks = np.arange(length).reshape(2 * pieces, -1)
+        return np.concatenate([chunks[[i, 2 * pieces - 1 - i]].reshape(-1) for i in range(pieces)])
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Constrain the sharding of an activation. Raises UserError for a dim that does not divide, which XLA would silently replicate."""
@@ -80,7 +101,7 @@ class Partitioner:
         sharded = self.sharding(axes, w.shape, "parameter")
         if self.mesh.size == 1:
             return w
-        gathered = NamedSharding(self.mesh, self.rules.spec(axes, without=(FSDP_AXIS,)))
+        gathered = NamedSharding(self.mesh, self.rules.spec(axes, without=gathered_axes(axes)))
         return _gather(w, sharded, gathered)
 
     def axis_size(self, logical: str | None) -> int:

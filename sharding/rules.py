@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec
 from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.schema import MESH_AXES, MeshConfig
 
+TOKENS = "tokens"
+"""The logical axis of shards of tokens: `batch` and `seq` together. Not a row of the table: it follows from those two."""
 Axes = tuple[str, ...]
 LogicalAxes = Sequence[str | None]
 """One logical name (or None: not sharded) per dim of an array."""
@@ -39,6 +41,12 @@ class Rules:
     """Not sharded: the softmax needs the whole head."""
     mlp: Axes = ("tensor",)
     """The hidden activations are elementwise: sharded by column, then by row, with one reduction (Megatron)."""
+    experts: Axes = ("expert",)
+    """Each device of `expert` has whole experts."""
+    expert_embed: Axes = ("fsdp",)
+    """As `embed`, of the matrices of experts."""
+    router: Axes = ()
+    """Not sharded: every token has a score for every expert."""
     norm: Axes = ()
     """Replicated: the vectors are small, and a gather would cost latency."""
     positions: Axes = ()
@@ -76,16 +84,22 @@ class Rules:
                 raise UserError(
                     f"mesh.rules.{logical}={axes}: 'fsdp' must be the only mesh axis of a parameter's dim; remove it or the others"
                 )
-        return dataclasses.replace(cls(), **{logical: tuple(axes) for logical, axes in mesh.rules.items()})
+        rules = {logical: tuple(axes) for logical, axes in mesh.rules.items()}
+        return dataclasses.replace(cls(), **(WITH_EXPERTS if mesh.expert != 1 else {}) | rules)
 
     def mesh_axes(self, logical: str | None) -> Axes:
         """Return the mesh axes of one logical axis; None is never sharded."""
         if logical is None:
             return ()
-        if logical not in LOGICAL_AXES:
+        if logical not in (*LOGICAL_AXES, TOKENS):
             raise unknown_name("logical axis", logical, LOGICAL_AXES)
-        axes: Axes = getattr(self, logical)
+        axes: Axes = self.token_axes if logical == TOKENS else getattr(self, logical)
         return axes
+
+    @property
+    def token_axes(self) -> Axes:
+        """The mesh axes over which tokens are sharded in matmuls and loss: those of `batch` and of `seq`."""
+        return self.batch + self.seq
 
     def spec(self, axes: LogicalAxes, without: Axes = ()) -> PartitionSpec:
         """Return the spec of logical axes, one per dim, omitting the mesh axes in `without`.
@@ -105,6 +119,8 @@ class Rules:
         return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
 
 
+WITH_EXPERTS = {"batch": ("data", "fsdp", "expert"), "embed": ("fsdp", "expert")}
+"""Rows of the table where `mesh.expert` is used: outside of the experts it is a further fsdp axis, so that no device repeats work."""
 HEAD_AXES = frozenset({"heads", "kv_heads", "head_dim"})
 """Logical axes that together form one side of a projection matrix."""
 
@@ -112,12 +128,14 @@ HEAD_AXES = frozenset({"heads", "kv_heads", "head_dim"})
 def matrix_sides(axes: LogicalAxes) -> list[tuple[int, ...]]:
     """Group the dims of one layer's parameter into the sides of its matrix: `(layers, embed, heads, head_dim)` -> `[(1,), (2, 3)]`.
 
-    A norm or a bias has one side, for any rank. The stacked `layers` dim belongs to no side.
+    A norm or a bias has one side, for any rank. The stacked dims `layers` and `experts` belong to no side.
     """
-    dims = [dim for dim, axis in enumerate(axes) if axis != "layers"]
+    dims = [dim for dim, axis in enumerate(axes) if axis not in ("layers", "experts")]
     return [tuple(group) for _, group in groupby(dims, key=lambda dim: (0, "") if axes[dim] in HEAD_AXES else (dim + 1, axes[dim]))]
 
 
-PARAMETER_AXES = frozenset({"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "norm", "positions"})
+PARAMETER_AXES = frozenset(
+    {"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "expert_embed", "router", "norm", "positions"}
+)
 """Logical axes that only parameters have."""
 LOGICAL_AXES = tuple(field.name for field in dataclasses.fields(Rules))

@@ -11,6 +11,7 @@ import jax
 
 from ridgeline.configs.format import format_seconds
 from ridgeline.configs.schema import Config
+from ridgeline.models.moe.router import METRIC_PREFIX as ROUTER
 from ridgeline.observe.clocks import ClockWatch
 from ridgeline.observe.compilation import CompilerWatch
 from ridgeline.observe.goodput import LiveGoodput
@@ -184,6 +185,7 @@ class MetricLog(Hook):
             "train/skipped_steps": values["skipped"],
             **({} if self.spikes is None else {"train/loss_spikes": float(self.spikes.count)}),
             **({"train/z_loss": values["z_loss"]} if self.config.loss.z_loss else {}),
+            **{f"train_router/{name.removeprefix(ROUTER)}": value for name, value in values.items() if name.startswith(ROUTER)},
             **self.recorder.timer.report(),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
             **({} if self.clocks is None else self.clocks.tick(result.step)),

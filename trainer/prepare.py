@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 
+from ridgeline.configs.context import context_method
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import read_manifests
 from ridgeline.loaders.manifest import Manifest, TokenizerInfo, check_tokenizer, read_manifest
 from ridgeline.loaders.overlap import Sample, overlap, sample
 from ridgeline.loaders.shard_hashes import verify
+from ridgeline.models.parallelize import parallelize
 from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.optimizers import build_optimizer
@@ -29,6 +31,8 @@ class Prepared:
 
     mesh: jax.sharding.Mesh
     partitioner: Partitioner
+    attention: str
+    """The attention backend of training, with `auto` resolved."""
     spec: ModelSpec
     abstract: TrainState
     """Shapes, dtypes and shardings of the state."""
@@ -50,7 +54,8 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
     precision = config.compute.matmul_precision
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     mesh = build_mesh(config.mesh, devices, node)
-    partitioner = Partitioner.of(mesh, config.mesh)
+    partitioner = Partitioner.of(mesh, config.mesh, zigzag=context_method(config, mesh.shape) == "ring")
+    attention = parallelize(config.model, config.compute, config.precision, partitioner).attention
     spec = model_spec(config, partitioner)
     optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes, partitioner)
     schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
@@ -59,6 +64,7 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
     return Prepared(
         mesh=mesh,
         partitioner=partitioner,
+        attention=attention.resolved(packed=config.data.document_masking).name,
         spec=spec,
         abstract=abstract,
         train_step=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None)),

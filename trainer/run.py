@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import build_loader
@@ -291,8 +292,12 @@ class _Session:
         tokens = config.data.batch_size * config.data.seq_len
         self.progress.note(
             f"{config.name}: {config.model.family}, {count:,} parameters, {tokens:,} tokens per step; {describe_mesh(self.parts.mesh)}; "
-            f"run directory {config.directory}"
+            f"attention: {self.parts.attention}{self._context_note()}; run directory {config.directory}"
         )
+
+    def _context_note(self) -> str:
+        method = context_method(self.config, self.parts.mesh.shape)
+        return f", {method} over context" if method else ""
 
     def _hooks(self, monitoring: Monitoring) -> list[Hook]:
         """Return everything that reacts to steps, in the order in which the loop calls it."""

@@ -21,6 +21,7 @@ import optax
 from ridgeline.configs.schema import Config
 from ridgeline.models.loss import LossSums, cross_entropy
 from ridgeline.models.matmul import fp8
+from ridgeline.models.moe.router import RouterTotals, balanced_bias
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.low_precision import apply_updates
 from ridgeline.trainer.state import ModelSpec, TrainState, Tree
@@ -28,17 +29,22 @@ from ridgeline.trainer.state import ModelSpec, TrainState, Tree
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
+ROUTER = "router"
+"""Key of the router's totals among the means of a microbatch."""
 
 
 def loss_sums(
     spec: ModelSpec, config: Config, partitioner: Partitioner, params: Tree, batch: Batch, recent: Tree | None = None
-) -> LossSums:
-    """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars). `recent`: as in `ModelSpec.merge`."""
+) -> tuple[LossSums, RouterTotals | None]:
+    """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars), and of the routers (None: no experts).
+
+    `recent`: as in `ModelSpec.merge`.
+    """
     model = spec.merge(params, recent)
     # Without segments attention uses its plain causal kernel; padding is at the end of a row.
     segment_ids = batch["segment_ids"] if config.data.document_masking else None
-    x_BTD = model(batch["tokens"], batch["positions"], segment_ids)
-    return cross_entropy(
+    x_BTD, router = model.forward(batch["tokens"], batch["positions"], segment_ids)
+    sums = cross_entropy(
         x_BTD,
         model.unembedding(),
         batch["targets"],
@@ -47,8 +53,10 @@ def loss_sums(
         chunk=config.compute.loss_chunk,
         z_loss=config.loss.z_loss,
         partitioner=partitioner,
+        softcap=config.model.logit_softcap,
         reduce_first=config.compute.reduces_unembedding_first,
     )
+    return sums, router
 
 
 def make_train_step(
@@ -56,10 +64,12 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return the pure step (state, batch [B, T]) -> (state, scalar metrics); the caller jits it and donates the state."""
     gradient, of_state = _make_gradient(spec, config, partitioner), partitioner.of_state
+    rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, now, means, weight = gradient(state.params, jax.tree.map(partial(recent_magnitudes, partitioner), state.amax), batch)
         now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards, once per step
+        router: RouterTotals | None = means.pop(ROUTER, None)
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
@@ -72,6 +82,8 @@ def make_train_step(
             updates, opt_state = optimizer.update(grads, state.opt_state, old_params, learning_rate=learning_rate, key=key)
             apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
             params = apply(old_params, updates)
+            if router is not None:
+                params = _with_router_bias(config, params, old_params, router)
             # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
             amax = jax.tree.map(lambda steps, newest: jnp.concatenate([newest[..., None], steps[..., :-1]], -1), state.amax, now)
             params, opt_state, amax = jax.tree.map(
@@ -91,6 +103,7 @@ def make_train_step(
         )
         metrics = {
             **means,
+            **({} if router is None else router.metrics(rows, tokens)),
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "weight": weight,
@@ -104,31 +117,35 @@ def make_train_step(
 
 def _make_gradient(
     spec: ModelSpec, config: Config, partitioner: Partitioner
-) -> Callable[[Tree, Tree, Batch], tuple[Tree, Tree, Metrics, jax.Array]]:
+) -> Callable[[Tree, Tree, Batch], tuple[Tree, Tree, Tree, jax.Array]]:
     """Return the function of parameters, recent magnitudes and a batch that gives its gradient, summed over microbatches, the magnitudes of
     its matmuls, mean losses and its weight."""
     accumulation = config.trainer.accumulation
     grad_dtype = jnp.dtype(config.precision.gradients)
     of_state = partitioner.of_state
+    rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
 
-    def microbatch_gradient(params: Tree, recent: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, Tree, Metrics]:
-        def objective(params: Tree, recent: Tree) -> tuple[jax.Array, Metrics]:
-            sums = loss_sums(spec, config, partitioner, params, batch, recent)
+    def microbatch_gradient(params: Tree, recent: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, Tree, Tree]:
+        def objective(params: Tree, recent: Tree) -> tuple[jax.Array, Tree]:
+            sums, router = loss_sums(spec, config, partitioner, params, batch, recent)
             means = {"loss": sums.nats / total_weight, "z_loss": sums.z / total_weight, "accuracy": sums.correct / total_weight}
-            return (sums.nats + sums.z) / total_weight, means
+            value = (sums.nats + sums.z) / total_weight
+            if router is None:
+                return value, means
+            return value + router.objective(config.loss, rows, tokens), {**means, ROUTER: router}
 
         (_, means), (grads, now) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(params, recent)
         grads = jax.tree.map(lambda g: g.astype(grad_dtype), grads)
         return constrain_params(grads, spec, of_state) if partitioner.zero_stage else grads, now, means
 
-    def gradient(params: Tree, recent: Tree, batch: Batch) -> tuple[Tree, Tree, Metrics, jax.Array]:
+    def gradient(params: Tree, recent: Tree, batch: Batch) -> tuple[Tree, Tree, Tree, jax.Array]:
         weight = jnp.sum(batch["weights"], dtype=jnp.float32)
         divisor = jnp.maximum(weight, 1.0)
         if accumulation == 1:
             return *microbatch_gradient(params, recent, batch, divisor), weight
-        micro = {name: split_rows(x, accumulation, partitioner) for name, x in batch.items()}
+        micro = {name: split_rows(x, accumulation, partitioner, None if name == "segment_ids" else "seq") for name, x in batch.items()}
 
-        def body(index: jax.Array, carry: tuple[Tree, Tree, Metrics]) -> tuple[Tree, Tree, Metrics]:
+        def body(index: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
             one = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in micro.items()}
             grads, now, means = microbatch_gradient(params, recent, one, divisor)
             return (
@@ -138,7 +155,9 @@ def _make_gradient(
             )
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), params)
-        nothing = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss", "accuracy")}
+        nothing: Tree = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss", "accuracy")}
+        if config.model.moe is not None:
+            nothing[ROUTER] = RouterTotals.zeros(config.model.moe_layers, config.model.moe.experts)
         least = jax.tree.map(jnp.zeros_like, recent)
         # XLA on GPUs unrolls a loop with a known trip count, which keeps the activations of two microbatches alive: hide the count.
         count = jax.lax.optimization_barrier(jnp.int32(accumulation))
@@ -146,6 +165,16 @@ def _make_gradient(
         return grads, now, means, weight
 
     return gradient
+
+
+def _with_router_bias(config: Config, params: Tree, before: Tree, router: RouterTotals) -> Tree:
+    """Return the parameters with the choice bias of the routers changed by the loads of the step, not by the optimizer."""
+    assert config.model.moe is not None
+    if not config.model.moe.choice_bias:
+        return params
+    bias_LE = balanced_bias(before["blocks"]["mlp"]["router_bias"], router.load_LE, config.loss.router_bias_rate)
+    blocks = params["blocks"]
+    return {**params, "blocks": {**blocks, "mlp": {**blocks["mlp"], "router_bias": bias_LE}}}
 
 
 def recent_magnitudes(partitioner: Partitioner, steps: jax.Array) -> jax.Array:
@@ -159,22 +188,23 @@ def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partition
     """Return the pure step (params, batch) -> token sums of one evaluation batch."""
 
     def evaluation_step(params: Tree, batch: Batch) -> Metrics:
-        sums = loss_sums(spec, config, partitioner, params, batch)
+        sums, _ = loss_sums(spec, config, partitioner, params, batch)
         return {"nats": sums.nats, "weight": sums.weight, "correct": sums.correct}
 
     return evaluation_step
 
 
-def split_rows(x_BT: jax.Array, accumulation: int, partitioner: Partitioner) -> jax.Array:
+def split_rows(x_BT: jax.Array, accumulation: int, partitioner: Partitioner, sequence: str | None = None) -> jax.Array:
     """Reshape [B, T] to [A, B/A, T] without moving rows between devices.
 
-    Rows are sharded in contiguous blocks over the S row shards; microbatch a takes the a-th part of every block.
+    Rows are sharded in contiguous blocks over the S row shards; microbatch a takes the a-th part of every block. `sequence`: the logical
+    axis of T.
     """
     shards = partitioner.axis_size("batch")
     rows, length = x_BT.shape
     assert rows % (accumulation * shards) == 0, (rows, accumulation, shards)
     split = x_BT.reshape(shards, accumulation, rows // (shards * accumulation), length)
-    return partitioner.constrain(split.swapaxes(0, 1).reshape(accumulation, rows // accumulation, length), None, "batch", None)
+    return partitioner.constrain(split.swapaxes(0, 1).reshape(accumulation, rows // accumulation, length), None, "batch", sequence)
 
 
 def constrain_params(tree: Tree, spec: ModelSpec, partitioner: Partitioner) -> Tree:
@@ -191,12 +221,12 @@ def abstract_batch(config: Config, partitioner: Partitioner) -> dict[str, jax.Sh
     """Return the shapes [B, T], dtypes and shardings of a training batch."""
     shape = (config.data.batch_size, config.data.seq_len)
     dtypes = {"tokens": "int32", "targets": "int32", "positions": "int32", "segment_ids": "int32", "weights": "float32"}
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding()) for name, dtype in dtypes.items()}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding(name)) for name, dtype in dtypes.items()}
 
 
 def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:
     """Return the global row indices (sorted, int64) that this process's devices hold of a batch of `batch_size` rows."""
-    sharding = partitioner.batch_sharding()
+    sharding = partitioner.sharding(("batch", None))
     index_map = sharding.addressable_devices_indices_map((batch_size, 1))
     rows = [np.arange(*index[0].indices(batch_size)) for index in index_map.values() if index is not None]
     return np.unique(np.concatenate(rows))
@@ -204,8 +234,13 @@ def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:
 
 def to_global(batch: Mapping[str, np.ndarray], partitioner: Partitioner) -> Batch:
     """Put this process's rows [B_local, T] on its devices as part of the global [B, T] arrays (asynchronous)."""
-    sharding = partitioner.batch_sharding()
+    length = batch["tokens"].shape[1]
+    if (order := partitioner.row_order(length)) is not None:
+        batch = {name: x if name == "segment_ids" else x[:, order] for name, x in batch.items()}
     if jax.process_count() == 1:
-        return {name: jax.device_put(x, sharding) for name, x in batch.items()}
+        return {name: jax.device_put(x, partitioner.batch_sharding(name)) for name, x in batch.items()}
     with jax.transfer_guard_host_to_device("allow"):  # intended; unlike device_put this copy does not count as explicit
-        return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
+        shards = partitioner.axis_size("batch")
+        # This process has whole rows, of which its devices may hold pieces: the global shape cannot be inferred.
+        shape = (len(batch["tokens"]) // len(local_rows(shards, partitioner)) * shards, length)
+        return {name: jax.make_array_from_process_local_data(partitioner.batch_sharding(name), x, shape) for name, x in batch.items()}

@@ -41,6 +41,7 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
     from ridgeline.loaders.tokenizers import holds_tokenizer
     from ridgeline.models.huggingface.convert import open_hf
     from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES
+    from ridgeline.models.params import STACKS
     from ridgeline.trainer.checkpoint import identity
     from ridgeline.trainer.checkpoint.param_slices import write_params_only
     from ridgeline.trainer.start import start_run
@@ -55,7 +56,7 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
 
     def slices() -> Iterator[tuple[str, int | None, np.ndarray]]:
         for path, shape in checkpoint.shapes.items():
-            for layer in range(shape[0]) if path.startswith("blocks.") else (None,):
+            for layer in range(shape[0]) if path.startswith(STACKS) else (None,):
                 yield path, layer, checkpoint.read_layer(path, layer, kind)
 
     with _new_directory(output) as target:

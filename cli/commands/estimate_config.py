@@ -25,7 +25,7 @@ OWN = "planner/flops.py; a test compares it with the dot operations in XLA's pro
 def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool) -> None:
     """Count the parameters of CONFIG's model and the FLOPs of training on a token, by component.
 
-    The sequence length is data.seq_len. No model has experts, so all parameters are active.
+    The sequence length is data.seq_len. Of a mixture of experts, active parameters and FLOPs are those that process one token.
     """
     from ridgeline.configs.load import load
     from ridgeline.planner.flops import CONVENTION, flops_per_token_6n, train_flops_per_token
@@ -38,13 +38,18 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
         "query_key_products": "6*L*S*N*H, S: mean keys per query (causal T/2; window W: W - W*W/(2T))",
         "attention_value_products": "6*L*S*N*H",
         "output_projection": "6*L*N*H*D",
-        "mlp": "18*L*D*F gated, 12*L*D*F otherwise",
+        "mlp": "18*L*D*F gated, 12*L*D*F otherwise; of experts those of one token, and the router 6*L*D*E",
         "unembedding": "6*D*V",
     }
     print_results(
         [
             Result("params", counted.total, "", "embedding + positions + attention + mlp + norms + unembedding (once when tied)", OWN),
-            Result("active_params", counted.total, "", "all: no experts"),
+            Result(
+                "active_params",
+                counted.active,
+                "",
+                "without the experts a token does not choose" if resolved.model.moe else "all: no experts",
+            ),
             *(Result(f"params_{name}", value) for name, value in counted.components().items() if value),
             Result("flops_per_token", flops.total, "FLOP", "the sum of its components", OWN),
             *(Result(f"flops_{name}", value, "FLOP", formulas[name], OWN) for name, value in flops.components().items()),
@@ -55,7 +60,7 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
                 "with S = T: all pairs of tokens",
                 "PaLM, nanoGPT, Torres",
             ),
-            Result("flops_per_token_6n", flops_per_token_6n(resolved.model), "FLOP", "6 * params", KAPLAN),
+            Result("flops_per_token_6n", flops_per_token_6n(resolved.model), "FLOP", "6 * active_params", KAPLAN),
             Result("seq_len", resolved.data.seq_len),
             Result("convention", CONVENTION),
         ],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.printing.estimate import formula_results, print_results, print_symbols
 from ridgeline.cli.tables import Column, print_table
+from ridgeline.configs.context import context_method
 from ridgeline.planner.plan import Plan
 from ridgeline.planner.search import Candidate
 from ridgeline.planner.software import DEFAULT_SOFTWARE
@@ -115,11 +116,16 @@ def _range_sentence(made: Plan) -> str:
     return f"range of the best layout, +-{around.share:.0%}: {', '.join(parts)} ({around.basis})"
 
 
+def _context_note(candidate: Candidate) -> str:
+    method = context_method(candidate.parts.config, candidate.layout.sizes)
+    return f" ({method})" if method else ""
+
+
 def _print_candidates(made: Plan) -> None:
     rows = [
         {
             "nodes": c.nodes,
-            "layout": c.layout.text(),
+            "layout": c.layout.text() + _context_note(c),
             "micro": f"{c.layout.accumulation} x {c.microbatch}",
             "remat": c.layout.remat.policy,
             "memory": c.memory.total_bytes / GB,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.models.attention.interface import AttentionRequest
-from ridgeline.models.attention.masks import visible, zero_padding
+from ridgeline.models.attention.masks import soft_cap, visible, zero_padding
 
 LOWEST = -1e30
 """Initial running maximum: finite, so that a row without keys so far gives exp(-inf - LOWEST) = 0 and never NaN."""
@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     blocks: int
     causal: bool
     sliding_window: int | None
+    softcap: float | None
 
     def first_key_block(self, query_block: jax.Array) -> jax.Array | int:
         """Return the first block of keys to which any query of the block attends."""
@@ -74,6 +75,7 @@ class Chunked:
         *,
         causal: bool,
         sliding_window: int | None,
+        softcap: float | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is the number of queries and of keys per block."""
@@ -87,7 +89,7 @@ class Chunked:
         q_BKGTH = jnp.pad(q_BTNH, pad).reshape(batch, -1, k_BSKH.shape[2], heads // k_BSKH.shape[2], width).transpose(0, 2, 3, 1, 4)
         k_BKTH, v_BKTH = (jnp.pad(x, pad).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
         segments_BT = None if segment_ids_BT is None else jnp.pad(segment_ids_BT, pad[:2])
-        out_BKGTH = _attend(Plan(block, blocks, causal, sliding_window), q_BKGTH, k_BKTH, v_BKTH, segments_BT)
+        out_BKGTH = _attend(Plan(block, blocks, causal, sliding_window, softcap), q_BKGTH, k_BKTH, v_BKTH, segments_BT)
         out_BTNH = out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, width)[:, :length]
         return zero_padding(out_BTNH, segment_ids_BT)
 
@@ -102,8 +104,9 @@ def _take(x: jax.Array, plan: Plan, index: jax.Array, dim: int) -> jax.Array:
 
 
 def _scores(plan: Plan, q_BKGQH: jax.Array, k_BKSH: jax.Array, segments_BT: jax.Array | None, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Return the scaled scores of query block i against key block j, float32 [B, K, G, Q, S], -inf where masked."""
+    """Return the scaled and capped scores of query block i against key block j, float32 [B, K, G, Q, S], -inf where masked."""
     scores = jnp.einsum("bkgqh,bksh->bkgqs", q_BKGQH, k_BKSH, preferred_element_type=jnp.float32) * q_BKGQH.shape[-1] ** -0.5
+    scores = soft_cap(scores, plan.softcap)
     within = jnp.arange(plan.block)
     mask = visible(
         i * plan.block + within,
@@ -176,9 +179,13 @@ def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple
         def one_query_block(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             dq_BKGTH, dk_BKHS, dv_BKHS = carry
             q_BKGQH, dout_BKGQH = _take(q_BKGTH, plan, i, 3), _take(dout_BKGTH, plan, i, 3)
-            weights = jnp.exp(_scores(plan, q_BKGQH, k_BKSH, segments_BT, i, j) - _take(lse_BKGT, plan, i, 3)[..., None])
+            scores = _scores(plan, q_BKGQH, k_BKSH, segments_BT, i, j)
+            weights = jnp.exp(scores - _take(lse_BKGT, plan, i, 3)[..., None])
             dweights = jnp.einsum("bkgqh,bksh->bkgqs", dout_BKGQH, v_BKSH, preferred_element_type=jnp.float32)
-            dscores = (weights * (dweights - _take(delta_BKGT, plan, i, 3)[..., None]) * scale).astype(dtype)
+            dscores = weights * (dweights - _take(delta_BKGT, plan, i, 3)[..., None]) * scale
+            if plan.softcap is not None:  # the derivative of tanh is 1 - tanh^2; masked scores are -inf, with weight 0
+                dscores *= 1 - jnp.square(jnp.maximum(scores / plan.softcap, -1))
+            dscores = dscores.astype(dtype)
             # As [H, S]: a CPU transposes the left operand of a sum over queries, and the block of queries is the smaller operand.
             dv_BKHS += jnp.einsum("bkgqh,bkgqs->bkhs", dout_BKGQH, weights.astype(dtype), preferred_element_type=jnp.float32)
             dk_BKHS += jnp.einsum("bkgqh,bkgqs->bkhs", q_BKGQH, dscores, preferred_element_type=jnp.float32)

@@ -1,7 +1,8 @@
 """Attention through cuDNN's fused flash kernels (`jax.nn.dot_product_attention(implementation="cudnn")`).
 
-The kernel supports causal masks and causal sliding windows. It has no public interface for packing (jax 0.10 - 0.12), so segments are
-passed as a mask that cuDNN adds as a bias: exact, and scores are never materialized, but the mask needs B * T * T * 2 bytes.
+The kernel supports causal masks and causal sliding windows. Its public interface has no packing (jax 0.10 - 0.12) but as a mask of T * T
+elements per row, so packed rows are refused. Its private one limits the segments of a row at compile time and keeps float32 statistics of
+[B * segments, N, T]; any packing within a row may be trained here.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ridgeline.models.attention.interface import AttentionRequest
-from ridgeline.models.attention.masks import whole_mask, zero_padding
+from ridgeline.models.attention.interface import NO_SOFTCAP, AttentionRequest
 
 MAX_HEAD_DIM = 128
 """Widest head on every supported GPU; 256 needs Hopper, which is unknown when compiling ahead of time."""
@@ -25,6 +25,8 @@ class Cudnn:
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return why the kernels do not support the request, or None."""
+        if request.softcap is not None:
+            return NO_SOFTCAP
         if request.platform not in ("gpu", "cuda"):  # gpu in JAX, cuda in a compile-only topology
             return f"runs on NVIDIA GPUs only, and the devices are {request.platform}"
         if request.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -33,8 +35,8 @@ class Cudnn:
             return f"needs a head width that is a multiple of 8 and at most {MAX_HEAD_DIM}, not {request.head_dim}"
         if request.sliding_window is not None and not request.causal:
             return "supports a sliding window only with a causal mask"
-        if request.packed and request.length is not None and request.length % 2:
-            return f"supports packing only in rows of even length, not {request.length}"
+        if request.packed:
+            return "supports no packed documents (data.document_masking)"
         return None
 
     def __call__(
@@ -46,15 +48,12 @@ class Cudnn:
         *,
         causal: bool,
         sliding_window: int | None,
+        softcap: float | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is ignored."""
-        if segment_ids_BT is None:
-            # JAX's window excludes the query itself, ours includes it.
-            window = None if sliding_window is None else (sliding_window - 1, 0)
-            out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, local_window_size=window, implementation="cudnn")
-            return checkpoint_name(out, "attention_context")
-        mask_BTS = whole_mask(q_BTNH.shape[1], segment_ids_BT, causal, sliding_window)
-        assert mask_BTS is not None
-        out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], is_causal=causal, implementation="cudnn")
-        return checkpoint_name(zero_padding(out, segment_ids_BT), "attention_context")
+        assert segment_ids_BT is None
+        # JAX's window excludes the query itself, ours includes it.
+        window = None if sliding_window is None else (sliding_window - 1, 0)
+        out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, local_window_size=window, implementation="cudnn")
+        return checkpoint_name(out, "attention_context")

@@ -5,26 +5,33 @@ Legend: B batch, T query positions, S key positions (T = S), N query heads, K ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.schema import AttentionConfig, ModelConfig
 from ridgeline.models.attention.chunked import Chunked
 from ridgeline.models.attention.cudnn import Cudnn
 from ridgeline.models.attention.interface import AttentionRequest, Backend
-from ridgeline.models.attention.pallas import Pallas
+from ridgeline.models.attention.pallas import Pallas, RingKernel
 from ridgeline.models.attention.reference import Reference
+from ridgeline.models.attention.ring import Blockwise, Kernel, ring_attention
 from ridgeline.models.attention.xla import Xla
 from ridgeline.sharding.manual import on_shards
 from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import LogicalAxes
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Xla(), Chunked(), Cudnn(), Pallas())}
 QUERY_AXES = ("batch", "seq", "act_heads", None)
 KEY_AXES = ("batch", "seq", "act_kv_heads", None)
+CONTEXT_AXIS = "context"
+AUTO = ("cudnn", "pallas", "chunked")
+"""Backends of `auto`, the fastest first; the last supports everything. The memory of each grows with T, not with T * T."""
 
 
 def backend_names() -> list[str]:
@@ -33,12 +40,12 @@ def backend_names() -> list[str]:
 
 
 def resolve_backend(name: str, request: AttentionRequest) -> Backend:
-    """Return the backend called `name`, or for "auto" cudnn where it supports the request and chunked elsewhere.
+    """Return the backend called `name`, or for "auto" the first of AUTO that supports the request.
 
     Raises UserError for an unknown name and for a request that the named backend does not support.
     """
     if name == "auto":
-        return BACKENDS["chunked" if BACKENDS["cudnn"].refusal(request) else "cudnn"]
+        return next(BACKENDS[each] for each in AUTO if BACKENDS[each].refusal(request) is None)
     if name not in BACKENDS:
         raise unknown_name("attention backend", name, backend_names())
     reason = BACKENDS[name].refusal(request)
@@ -56,6 +63,7 @@ def attend(
     segment_ids: jax.Array | None = None,
     causal: bool = True,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
     chunk: int = 512,
     platform: str | None = None,
@@ -77,11 +85,13 @@ def attend(
         num_kv_heads=k_BSKH.shape[2],
         causal=causal,
         sliding_window=sliding_window,
+        softcap=softcap,
         packed=segment_ids is not None,
         length=q_BTNH.shape[1],
     )
     run = resolve_backend(backend, request)
-    return run(q_BTNH, k_BSKH, v_BSKH, segment_ids, causal=causal, sliding_window=sliding_window, chunk=chunk)
+    arrays = (q_BTNH, k_BSKH, v_BSKH, segment_ids)
+    return run(*arrays, causal=causal, sliding_window=sliding_window, softcap=softcap, chunk=chunk)
 
 
 @dataclass(frozen=True)
@@ -91,10 +101,8 @@ class SelfAttention:
     partitioner: Partitioner
     backend: str
     chunk: int
-    sliding_window: int | None
-    platform: str
-    per_device: bool
-    """XLA cannot partition the backend's kernels: it runs under shard_map on the rows and heads of one device."""
+    request: AttentionRequest
+    """Of the whole model; `packed` and `length` are those of a call."""
 
     @classmethod
     def resolve(
@@ -102,22 +110,78 @@ class SelfAttention:
     ) -> SelfAttention:
         """Check a config. Raises UserError, before the first step is compiled, when the backend does not support the model."""
         heads, kv_heads, window = model.num_heads, model.kv_heads, model.sliding_window
-        request = AttentionRequest(platform, compute_dtype, model.head_width, heads, kv_heads, True, window, True)
-        per_device = resolve_backend(config.backend, request).per_device
-        if per_device and partitioner.axis_size(QUERY_AXES[2]) != partitioner.axis_size(KEY_AXES[2]):
-            raise UserError(f"compute.attention.backend: {config.backend} needs queries and keys sharded alike over tensor (mesh.rules)")
-        return cls(partitioner, config.backend, config.chunk, window, platform, per_device)
+        request = AttentionRequest(
+            platform, compute_dtype, model.head_width, heads, kv_heads, True, window, packed=False, softcap=model.attention_softcap
+        )
+        attention = cls(partitioner, config.backend, config.chunk, request)
+        attention.resolved(packed=False)
+        return attention
+
+    def without_window(self) -> SelfAttention:
+        """Return attention to all earlier tokens, for a model where only some layers have the window."""
+        return replace(self, request=replace(self.request, sliding_window=None))
+
+    def resolved(self, *, packed: bool) -> Backend:
+        """Return the backend of packed rows, or of rows of one document. Raises UserError when it does not support them."""
+        backend = resolve_backend(self.backend, replace(self.request, packed=packed))
+        alike = self.partitioner.axis_size(QUERY_AXES[2]) == self.partitioner.axis_size(KEY_AXES[2])
+        if not backend.per_device or alike:
+            return backend
+        if self.backend == "auto":
+            return BACKENDS[AUTO[-1]]
+        raise UserError(f"compute.attention.backend: {self.backend} needs queries and keys sharded alike over tensor (mesh.rules)")
 
     def __call__(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         """Return [B, T, N, H]; arguments as `attend`."""
-        run = partial(attend, sliding_window=self.sliding_window, backend=self.backend, chunk=self.chunk, platform=self.platform)
-        if not self.per_device or self.partitioner.mesh.size == 1:
+        arrays = [x for x in (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) if x is not None]
+        if self.partitioner.mesh.shape[CONTEXT_AXIS] > 1:  # every device has the segment ids of its whole rows
+            return self._on_shards(self._over_context, arrays, ("batch", None))
+        backend, request = self.resolved(packed=segment_ids_BT is not None), self.request
+        run = partial(
+            attend,
+            sliding_window=request.sliding_window,
+            softcap=request.softcap,
+            backend=backend.name,
+            chunk=self.chunk,
+            platform=request.platform,
+        )
+        # XLA cannot partition the kernels of some backends: they run under shard_map on the rows and heads of one device.
+        if not backend.per_device or self.partitioner.mesh.size == 1:
             return run(q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT)
 
         def one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segment_ids: jax.Array) -> jax.Array:
             return run(q, k, v, segment_ids=segment_ids[0] if segment_ids else None)
 
-        q, k, row = (self.partitioner.spec(axes) for axes in (QUERY_AXES, KEY_AXES, ("batch", "seq")))
-        arrays = [x for x in (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) if x is not None]
-        out: jax.Array = on_shards(self.partitioner, one_device, (q, k, k, row)[: len(arrays)], q)(*arrays)
+        return self._on_shards(one_device, arrays, ("batch", "seq"))
+
+    def _over_context(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | None = None) -> jax.Array:
+        """Return attention of this device's tokens to rows whose sequence is sharded (inside `on_shards`)."""
+        window = self.request.sliding_window
+        if self.partitioner.zigzag:
+            return ring_attention(self._ring_kernel(), q, k, v, segment_ids_BT, window)
+        exchange = partial(jax.lax.all_to_all, axis_name=CONTEXT_AXIS, tiled=True)
+        q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))  # all tokens of some heads
+        backend, platform = self.resolved(packed=segment_ids_BT is not None).name, self.request.platform
+        run = partial(attend, sliding_window=window, softcap=self.request.softcap, backend=backend, chunk=self.chunk, platform=platform)
+        out = run(q, k, v, segment_ids=segment_ids_BT)
+        gathered: jax.Array = exchange(out, split_axis=1, concat_axis=2)
+        return gathered
+
+    def _ring_kernel(self) -> Kernel:
+        """Return the kernel of ring attention: Pallas where the backend allows it and supports the model, else plain XLA."""
+        if self.backend != "chunked" and BACKENDS["pallas"].refusal(self.request) is None:
+            return RingKernel(interpret=getattr(BACKENDS["pallas"], "interpret", False))
+        return Blockwise(self.chunk)
+
+    def _on_shards(self, fn: Callable[..., jax.Array], arrays: Sequence[jax.Array], row_axes: LogicalAxes) -> jax.Array:
+        """Run on the shards of each device: queries, keys, values and, of packed rows, segment ids; return [B, T, N, H]."""
+        q, k, row = (self._spec(axes) for axes in (QUERY_AXES, KEY_AXES, row_axes))
+        out: jax.Array = on_shards(self.partitioner, fn, (q, k, k, row)[: len(arrays)], q)(*arrays)
         return out
+
+    def _spec(self, axes: LogicalAxes) -> PartitionSpec:
+        """Return the spec, with the mesh axes of one device on the first dim: a gradient is reduced over all axes that are not in it."""
+        first, *rest = self.partitioner.spec(axes)
+        groups = [(entry,) if isinstance(entry, str) else entry or () for entry in (first, *rest)]
+        single = (axis for axis, size in self.partitioner.mesh.shape.items() if size == 1 and all(axis not in group for group in groups))
+        return PartitionSpec((*groups[0], *single), *rest)

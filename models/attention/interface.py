@@ -30,6 +30,11 @@ class AttentionRequest:
     """Segment ids restrict attention to documents."""
     length: int | None = None
     """Tokens per row; None while unknown (when a model is created)."""
+    softcap: float | None = None
+    """Soft-capping of the scores."""
+
+
+NO_SOFTCAP = "does not support soft-capping of scores (model.attention_softcap)"
 
 
 class Backend(Protocol):
@@ -55,6 +60,7 @@ class Backend(Protocol):
         *,
         causal: bool,
         sliding_window: int | None,
+        softcap: float | None,
         chunk: int,
     ) -> jax.Array:
-        """Return softmax(q k^T / sqrt(H)) v under the mask, [B, T, N, H] in q's dtype; zeros where the segment is 0."""
+        """Return softmax(soft_cap(q k^T / sqrt(H))) v under the mask, [B, T, N, H] in q's dtype; zeros where the segment is 0."""

@@ -5,14 +5,16 @@ Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, H 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.schema import ModelConfig
-from ridgeline.models.norms import RMSNorm
+from ridgeline.models.norms import RMSNorm, RMSNorm1p
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 from ridgeline.models.rope import RotaryTable, apply_rotary
@@ -36,8 +38,11 @@ class Attention(nnx.Module):
         self.key_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
         self.value_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
         self.out_bias = make.constant((width,), ("norm",), 0.0) if model.output_bias else None
-        self.query_norm = RMSNorm(head, model.norm_eps, make, execution.partitioner, "head_dim") if model.qk_norm else None
-        self.key_norm = RMSNorm(head, model.norm_eps, make, execution.partitioner, "head_dim") if model.qk_norm else None
+        self.query_norm = _head_norm(model, heads, "heads", execution, make) if model.qk_norm else None
+        self.key_norm = _head_norm(model, kv_heads, "kv_heads", execution, make) if model.qk_norm else None
+        # Backends divide scores by sqrt(head width); queries are multiplied by what remains.
+        self.query_scale = 1.0 if model.query_pre_attn_scalar is None else math.sqrt(head / model.query_pre_attn_scalar)
+        self.rope_interleaved = model.rope_interleaved
         self.input_recent, self.out_recent = make.amax(3), make.amax()
         self.execution = execution
 
@@ -65,7 +70,7 @@ class Attention(nnx.Module):
             )
 
         q_BTNH, k_BTKH, v_BTKH = self.execution.after_norm(norm, project, x_BTD)
-        q_BTNH = checkpoint_name(self._rotated(q_BTNH, self.query_norm, rotary), "query")
+        q_BTNH = checkpoint_name(self._rotated(q_BTNH, self.query_norm, rotary, self.query_scale), "query")
         k_BTKH = checkpoint_name(self._rotated(k_BTKH, self.key_norm, rotary), "key")
         v_BTKH = checkpoint_name(v_BTKH, "value")
         if attend_with is not None:
@@ -78,7 +83,17 @@ class Attention(nnx.Module):
     def _heads(self, x_BTNH: jax.Array, bias: nnx.Param | None, axis: str) -> jax.Array:
         return self.execution.partitioner.constrain(self.execution.matmul.add_bias(x_BTNH, bias), "batch", "seq", axis, None)
 
-    def _rotated(self, x_BTNH: jax.Array, norm: RMSNorm | None, rotary: RotaryTable | None) -> jax.Array:
+    def _rotated(self, x_BTNH: jax.Array, norm: RMSNorm | None, rotary: RotaryTable | None, scale: float = 1.0) -> jax.Array:
         if norm is not None:
             x_BTNH = norm(x_BTNH)
-        return x_BTNH if rotary is None else apply_rotary(x_BTNH, rotary)
+        if scale != 1.0:
+            x_BTNH = (x_BTNH.astype(jnp.float32) * scale).astype(x_BTNH.dtype)
+        return x_BTNH if rotary is None else apply_rotary(x_BTNH, rotary, interleaved=self.rope_interleaved)
+
+
+def _head_norm(model: ModelConfig, heads: int, axis: str, execution: Execution, make: ParamFactory) -> RMSNorm:
+    """Return the norm of queries or keys: of each head, or of all heads together."""
+    kind = RMSNorm1p if model.norm == "rmsnorm_1p" else RMSNorm
+    if model.qk_norm_dims == "head":
+        return kind(model.head_width, model.norm_eps, make, execution.partitioner, ("head_dim",))
+    return kind((heads, model.head_width), model.norm_eps, make, execution.partitioner, (axis, "head_dim"))

@@ -1,4 +1,4 @@
-"""Attention masks. The mask of every backend equals `visible`.
+"""Attention masks and soft-capping. The mask of every backend equals `visible`.
 
 Tokens are ordered by their index in the row and segments are contiguous, so packing, causality and window need no positions.
 
@@ -37,6 +37,11 @@ def visible(
         same = (query_segments_BT[:, :, None] == key_segments_BS[:, None, :]) & (query_segments_BT != 0)[:, :, None]
         mask = same if mask is None else mask & same
     return mask
+
+
+def soft_cap(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """Return softcap * tanh(scores / softcap) (arXiv 2408.00118, equation 1); the scores themselves without a cap."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def whole_mask(length: int, segment_ids_BT: jax.Array | None, causal: bool, sliding_window: int | None) -> jax.Array | None:

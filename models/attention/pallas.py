@@ -21,11 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from ridgeline.models.attention.interface import AttentionRequest
+from ridgeline.models.attention.interface import NO_SOFTCAP, AttentionRequest
 from ridgeline.planner.flops import mean_keys_per_query
 
 WIDTHS = (32, 64, 128)
-"""Supported head widths: powers of two, as Triton's tiles; 256 needs too much shared memory per block."""
+"""Head widths of the kernels: powers of two, as Triton's tiles; others are padded. 256 needs too much shared memory per block."""
 BLOCK = 64
 """Queries and keys of one block."""
 LOWEST = -1e30
@@ -39,6 +39,14 @@ class Plan(NamedTuple):
     interpret: bool
     keys: float
     """Mean number of keys per query, for documents as long as the row."""
+    scale: float
+    """Factor on the scores: from the width of a head without padding."""
+    wide: bool = False
+    """Results in float32, to be added up by the caller; otherwise in the dtype of the inputs."""
+
+    def dtype(self, x: jax.Array) -> jnp.dtype:
+        """Return the dtype of the result of which x is the input."""
+        return jnp.dtype(jnp.float32) if self.wide else x.dtype
 
 
 class Ranges(NamedTuple):
@@ -51,7 +59,7 @@ class Ranges(NamedTuple):
     key_blocks_BX2: jax.Array
     """First and end of the blocks of keys of any query of a block."""
     query_blocks_BX2: jax.Array
-    """First and end of the blocks of queries with any key of a block."""
+    """First and end of the blocks of queries that attend to any key of a block."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,16 @@ class Pallas:
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return why the kernels do not support the request, or None."""
+        if request.softcap is not None:
+            return NO_SOFTCAP
         if not self.interpret and request.platform not in ("gpu", "cuda"):
             return f"runs on NVIDIA GPUs only, and the devices are {request.platform}"
         if self.interpret:
             return None
         if request.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             return f"computes in bfloat16 or float16 only, not {request.dtype.name} (precision.compute)"
-        if request.head_dim not in WIDTHS:
-            return f"needs a head width of {', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}, not {request.head_dim}"
+        if request.head_dim > WIDTHS[-1]:
+            return f"needs a head width of at most {WIDTHS[-1]}, not {request.head_dim}"
         return None
 
     def __call__(
@@ -84,30 +94,62 @@ class Pallas:
         *,
         causal: bool,
         sliding_window: int | None,
+        softcap: float | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is ignored."""
         length = q_BTNH.shape[1]
-        plan = Plan(BLOCK, self.interpret, mean_keys_per_query(length, sliding_window) if causal else float(length))
-        padding = -length % BLOCK
-        first_BT, end_BT = key_ranges(q_BTNH.shape[:2], segment_ids_BT, causal, sliding_window)
-        first_BT, end_BT = (jnp.pad(x, [(0, 0), (0, padding)]) for x in (first_BT, end_BT))  # [0, 0): padding has no keys
-        q, k, v = (jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]) for x in (q_BTNH, k_BSKH, v_BSKH))
-        out_BTNH = _attend(plan, q, k, v, block_ranges(first_BT, end_BT, BLOCK))
+        keys = mean_keys_per_query(length, sliding_window) if causal else float(length)
+        plan = Plan(BLOCK, self.interpret, keys, q_BTNH.shape[3] ** -0.5)
+        keys_BT2 = jnp.stack(key_ranges(q_BTNH.shape[:2], segment_ids_BT, causal, sliding_window), -1)
+        queries_BT2 = jnp.stack(query_ranges(q_BTNH.shape[:2], segment_ids_BT, causal, sliding_window), -1)
+        q, k, v = (_whole_blocks(x) for x in (q_BTNH, k_BSKH, v_BSKH))
+        out_BTNH = _attend(plan, q, k, v, block_ranges(_whole_blocks(keys_BT2), _whole_blocks(queries_BT2), BLOCK))
         return out_BTNH[:, :length]
+
+
+class RingKernel(NamedTuple):
+    """The kernels for a half of the queries and a half of the keys of a ring (ring.py: `Kernel`), of the same length."""
+
+    interpret: bool
+
+    def forward(self, q_BQNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, spans: Any) -> tuple[jax.Array, jax.Array]:
+        """See ring.py."""
+        plan, length = self._plan(q_BQNH), q_BQNH.shape[1]
+        q, k, v = (_widened(plan, _whole_blocks(x)) for x in (q_BQNH, k_BSKH, v_BSKH))
+        out, lse_BNQ = _forward(plan, q, k, v, _ranges(spans))
+        return out[:, :length, :, : q_BQNH.shape[3]], lse_BNQ.swapaxes(1, 2)[:, :length]
+
+    def backward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, spans: Any, dout: jax.Array, lse_BQN: jax.Array, delta_BQN: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See ring.py."""
+        plan, length, width = self._plan(q), q.shape[1], q.shape[3]
+        q, k, v, dout = (_widened(plan, _whole_blocks(x)) for x in (q, k, v, dout))
+        lse_BNQ, delta_BNQ = (_whole_blocks(x).swapaxes(1, 2) for x in (lse_BQN, delta_BQN))
+        dq = _query_gradient(plan, q, k, v, _ranges(spans), dout, lse_BNQ, delta_BNQ)
+        dk, dv = _key_gradients(plan, q, k, v, _ranges(spans), dout, lse_BNQ, delta_BNQ)
+        return dq[:, :length, :, :width], dk[:, :length, :, :width], dv[:, :length, :, :width]
+
+    def _plan(self, q_BQNH: jax.Array) -> Plan:
+        # A device's queries see half of the row's keys on average, in three of these calls per device of the ring.
+        return Plan(BLOCK, self.interpret, 2 / 3 * q_BQNH.shape[1], q_BQNH.shape[3] ** -0.5, wide=True)
+
+
+def _ranges(spans: tuple[jax.Array, jax.Array]) -> Ranges:
+    return block_ranges(_whole_blocks(spans[0]), _whole_blocks(spans[1]), BLOCK)
+
+
+def _whole_blocks(x: jax.Array) -> jax.Array:
+    """Pad dim 1 with zeros to whole blocks; a padded token has the empty range [0, 0)."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK)] + [(0, 0)] * (x.ndim - 2))
 
 
 def key_ranges(
     shape: tuple[int, ...], segment_ids_BT: jax.Array | None, causal: bool, sliding_window: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return [first, end) of the keys of each query, int32 [B, T] each: the mask of masks.py as ranges."""
-    index_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    first, end = jnp.zeros_like(index_BT), jnp.full_like(index_BT, shape[1])
-    if segment_ids_BT is not None:
-        starts = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], [(0, 0), (1, 0)], constant_values=True)
-        first = jax.lax.cummax(jnp.where(starts, index_BT, 0), axis=1)
-        ends = jnp.pad(starts[:, 1:], [(0, 0), (0, 1)], constant_values=True)
-        end = jax.lax.cummin(jnp.where(ends, index_BT + 1, shape[1]), axis=1, reverse=True)
+    index_BT, first, end = _segment_ranges(shape, segment_ids_BT)
     if causal:
         end = jnp.minimum(end, index_BT + 1)
     if sliding_window is not None:
@@ -116,31 +158,57 @@ def key_ranges(
     return first, end if segment_ids_BT is None else jnp.where(segment_ids_BT == 0, first, end)
 
 
-def block_ranges(first_BT: jax.Array, end_BT: jax.Array, block: int) -> Ranges:
-    """Return the ranges of keys and the ranges of blocks derived from them."""
-    batch, length = first_BT.shape
-    blocks = length // block
-    has_keys_BT = end_BT > first_BT
-    shape = (batch, blocks, block)
-    low_BX = jnp.min(jnp.where(has_keys_BT, first_BT, length).reshape(shape), axis=2) // block
-    high_BX = -(-jnp.max(jnp.where(has_keys_BT, end_BT, 0).reshape(shape), axis=2) // block)
-    # Block i of queries attends to block j of keys when low[i] <= j < high[i]. Both grow with i where segments are contiguous, but a
-    # block without keys breaks the order, so first and last are searched over X squared pairs of blocks.
-    index = jnp.arange(blocks, dtype=jnp.int32)
-    seen_BXX = (low_BX[:, None, :] <= index[None, :, None]) & (index[None, :, None] < high_BX[:, None, :])
-    begin_BX = jnp.min(jnp.where(seen_BXX, index, blocks), axis=2)
-    last_BX = jnp.max(jnp.where(seen_BXX, index + 1, 0), axis=2)
-    pair = partial(jnp.stack, axis=-1)
-    return Ranges(first_BT, end_BT, pair([low_BX, high_BX]).astype(jnp.int32), pair([begin_BX, last_BX]).astype(jnp.int32))
+def query_ranges(
+    shape: tuple[int, ...], segment_ids_BT: jax.Array | None, causal: bool, sliding_window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return [first, end) of the queries that attend to each key, int32 [B, T] each: `key_ranges` seen from the keys."""
+    index_BT, first, end = _segment_ranges(shape, segment_ids_BT)
+    if causal:
+        first = jnp.maximum(first, index_BT)
+    if sliding_window is not None:
+        first = jnp.maximum(first, index_BT - sliding_window + 1)
+        end = jnp.minimum(end, index_BT + sliding_window)
+    return first, end if segment_ids_BT is None else jnp.where(segment_ids_BT == 0, first, end)
+
+
+def _segment_ranges(shape: tuple[int, ...], segment_ids_BT: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the index of each token, and the first and end of its segment, int32 [B, T] each."""
+    index_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    if segment_ids_BT is None:
+        return index_BT, jnp.zeros_like(index_BT), jnp.full_like(index_BT, shape[1])
+    starts = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+    first = jax.lax.cummax(jnp.where(starts, index_BT, 0), axis=1)
+    ends = jnp.pad(starts[:, 1:], [(0, 0), (0, 1)], constant_values=True)
+    return index_BT, first, jax.lax.cummin(jnp.where(ends, index_BT + 1, shape[1]), axis=1, reverse=True)
+
+
+def block_ranges(keys_BT2: jax.Array, queries_BS2: jax.Array, block: int) -> Ranges:
+    """Return the ranges of keys of each query, and the blocks that hold the ranges of a block of queries and of a block of keys."""
+
+    def blocks_of(range_BT2: jax.Array) -> jax.Array:
+        first, end = (range_BT2[..., i].reshape(range_BT2.shape[0], -1, block) for i in range(2))
+        low = jnp.min(jnp.where(end > first, first, jnp.iinfo(jnp.int32).max), axis=2) // block
+        high = -(-jnp.max(jnp.where(end > first, end, 0), axis=2) // block)
+        return jnp.stack([jnp.minimum(low, high), high], axis=-1).astype(jnp.int32)
+
+    return Ranges(keys_BT2[..., 0], keys_BT2[..., 1], blocks_of(keys_BT2), blocks_of(queries_BS2))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges) -> jax.Array:
-    return _forward(plan, q_BTNH, k_BTKH, v_BTKH, ranges)[0]
+    return _attend_forward(plan, q_BTNH, k_BTKH, v_BTKH, ranges)[0]
+
+
+def _widened(plan: Plan, x_BTNH: jax.Array) -> jax.Array:
+    """Pad heads with zeros, which change no product, to a width of the kernels."""
+    width = x_BTNH.shape[3]
+    wanted = width if plan.interpret else next(each for each in WIDTHS if each >= width)
+    return jnp.pad(x_BTNH, [(0, 0), (0, 0), (0, 0), (0, wanted - width)])
 
 
 def _attend_forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges) -> tuple[jax.Array, Any]:
-    out, lse = _forward(plan, q_BTNH, k_BTKH, v_BTKH, ranges)
+    out, lse = _forward(plan, _widened(plan, q_BTNH), _widened(plan, k_BTKH), _widened(plan, v_BTKH), ranges)
+    out = out[..., : q_BTNH.shape[3]]
     out, lse = checkpoint_name(out, "attention_context"), checkpoint_name(lse, "attention_lse")
     return out, (q_BTNH, k_BTKH, v_BTKH, ranges, out, lse)
 
@@ -148,9 +216,11 @@ def _attend_forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: ja
 def _attend_backward(plan: Plan, residuals: Any, dout_BTNH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, ranges, out, lse_BNT = residuals
     delta_BNT = jnp.einsum("btnh,btnh->bnt", dout_BTNH.astype(jnp.float32), out.astype(jnp.float32))
-    dq = _query_gradient(plan, q, k, v, ranges, dout_BTNH, lse_BNT, delta_BNT)
-    dk, dv = _key_gradients(plan, q, k, v, ranges, dout_BTNH, lse_BNT, delta_BNT)
-    return dq, dk, dv, None
+    wide_q, wide_k, wide_v, wide_dout = (_widened(plan, x) for x in (q, k, v, dout_BTNH))
+    dq = _query_gradient(plan, wide_q, wide_k, wide_v, ranges, wide_dout, lse_BNT, delta_BNT)
+    dk, dv = _key_gradients(plan, wide_q, wide_k, wide_v, ranges, wide_dout, lse_BNT, delta_BNT)
+    width = q.shape[3]
+    return dq[..., :width], dk[..., :width], dv[..., :width], None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -183,7 +253,7 @@ def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
     """Return the output in q's dtype and the log-sum-exp of each row, float32 [B, N, T]."""
     batch, length, heads, width = q_BTNH.shape
     group, block = heads // k_BTKH.shape[2], plan.block
-    scale = width**-0.5
+    scale = plan.scale
 
     def kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, end_ref: Any, range_ref: Any, out_ref: Any, lse_ref: Any) -> None:
         q_QH, first_Q, end_Q = q_ref[...], first_ref[...], end_ref[...]
@@ -218,7 +288,7 @@ def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
             pl.BlockSpec((None, None, 2), lambda i, b, n: (b, i, 0)),
         ],
         out_specs=[_block(plan, width, lambda i, b, n: (b, i, n, 0)), pl.BlockSpec((None, None, block), lambda i, b, n: (b, n, i))],
-        out_shape=[jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct(q_BTNH.shape, plan.dtype(q_BTNH)), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
         compiler_params=_parameters(width),
         interpret=plan.interpret,
         name="attention_forward",
@@ -244,7 +314,7 @@ def _query_gradient(
 ) -> jax.Array:
     batch, length, heads, width = q_BTNH.shape
     group, block = heads // k_BTKH.shape[2], plan.block
-    scale = width**-0.5
+    scale = plan.scale
 
     def kernel(
         q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, lse_ref: Any, delta_ref: Any, first_ref: Any, end_ref: Any, range_ref: Any,
@@ -270,7 +340,7 @@ def _query_gradient(
         grid=(length // block, batch, heads),
         in_specs=[mine, shared, shared, mine, statistic, statistic, own, own, pl.BlockSpec((None, None, 2), lambda i, b, n: (b, i, 0))],
         out_specs=mine,
-        out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype),
+        out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, plan.dtype(q_BTNH)),
         compiler_params=_parameters(width),
         interpret=plan.interpret,
         name="attention_query_gradient",
@@ -291,7 +361,7 @@ def _key_gradients(
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BTKH.shape[2]
     group, block = heads // kv_heads, plan.block
-    scale = width**-0.5
+    scale = plan.scale
 
     def kernel(
         q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, lse_ref: Any, delta_ref: Any, first_ref: Any, end_ref: Any, range_ref: Any,
@@ -325,7 +395,7 @@ def _key_gradients(
         in_specs=[members, mine, mine, members, statistic, statistic, whole, whole,
                   pl.BlockSpec((None, None, 2), lambda j, b, k: (b, j, 0))],
         out_specs=[mine, mine],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTKH, v_BTKH)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, plan.dtype(x)) for x in (k_BTKH, v_BTKH)],
         compiler_params=_parameters(width),
         interpret=plan.interpret,
         name="attention_key_gradients",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.models.attention.interface import AttentionRequest
-from ridgeline.models.attention.masks import whole_mask, zero_padding
+from ridgeline.models.attention.masks import soft_cap, whole_mask, zero_padding
 
 
 class Reference:
@@ -32,12 +32,14 @@ class Reference:
         *,
         causal: bool,
         sliding_window: int | None,
+        softcap: float | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is ignored."""
         batch, length, heads, width = q_BTNH.shape
         q_BTKGH = q_BTNH.astype(jnp.float32).reshape(batch, length, k_BSKH.shape[2], -1, width)
         scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH.astype(jnp.float32)) * width**-0.5
+        scores_BKGTS = soft_cap(scores_BKGTS, softcap)
         mask_BTS = whole_mask(length, segment_ids_BT, causal, sliding_window)
         if mask_BTS is not None:
             # Finite, so that a row without any key stays finite; zero_padding then clears it.

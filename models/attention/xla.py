@@ -5,19 +5,19 @@ from __future__ import annotations
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ridgeline.models.attention.interface import AttentionRequest
+from ridgeline.models.attention.interface import NO_SOFTCAP, AttentionRequest
 from ridgeline.models.attention.masks import whole_mask, zero_padding
 
 
 class Xla:
-    """JAX's own XLA attention with an explicit mask; supports everything."""
+    """JAX's own XLA attention with an explicit mask; supports every mask."""
 
     name = "xla"
     per_device = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Return None: everything is supported, because every mask is materialized."""
-        return None
+        """Return why the request is not supported, or None; every mask is, because it is materialized."""
+        return NO_SOFTCAP if request.softcap is not None else None
 
     def __call__(
         self,
@@ -28,6 +28,7 @@ class Xla:
         *,
         causal: bool,
         sliding_window: int | None,
+        softcap: float | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is ignored."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.families.llama import PLAIN
 from ridgeline.models.family import Family
 from ridgeline.models.huggingface.config import activation_from_hf, field, refuse_unless, require
 from ridgeline.models.huggingface.tensor_map import TensorRule
@@ -54,7 +55,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     """Return a GPT-2 config.json. Raises UserError naming a key the architecture cannot express."""
     needed = {"norm": "layernorm", "position": "learned", "gated_mlp": False, "attention_bias": True, "output_bias": True}
     needed |= {"mlp_bias": True, "qk_norm": False, "sliding_window": None, "kv_heads": model.num_heads}
-    require(model, ARCHITECTURE, {**needed, "head_width": model.embed_dim // model.num_heads})
+    require(model, ARCHITECTURE, {**needed, **PLAIN, "head_width": model.embed_dim // model.num_heads})
     activation = {"gelu_tanh": "gelu_new"}.get(model.activation, model.activation)
     return {
         "vocab_size": model.vocab_size,

@@ -5,12 +5,14 @@ A field that changes the computation and is not supported raises UserError with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.foreign import shortened
-from ridgeline.configs.schema import ModelConfig, RopeScaling
+from ridgeline.configs.schema import ModelConfig, MoEConfig, RopeScaling
+from ridgeline.configs.section import Section
 
 ACTIVATIONS_FROM_HF = {
     "silu": "silu",
@@ -62,19 +64,23 @@ def activation_from_hf(config: Mapping[str, Any], key: str, default: str) -> str
     return ACTIVATIONS_FROM_HF[name]
 
 
-def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling of the model section.
+def rope_from_hf(config: Mapping[str, Any], *, rotary_fraction: float | None = None) -> dict[str, Any]:
+    """Return rope_theta, rope_scaling and rotary_fraction of the model section.
 
     Reads both spellings: `rope_theta` beside `rope_scaling` (transformers 4) and everything in `rope_parameters` (transformers 5).
+    rotary_fraction: the default of partial_rotary_factor; None: the family rotates whole heads.
     Raises UserError for an unsupported scaling.
     """
-    refuse_unless(config, {"partial_rotary_factor": 1.0})
     rope = {**field(config, "rope_scaling", dict, {}), **field(config, "rope_parameters", dict, {})}
-    refuse_unless(rope, {"partial_rotary_factor": 1.0})
+    if rotary_fraction is None:
+        refuse_unless(config, {"partial_rotary_factor": 1.0})
+        refuse_unless(rope, {"partial_rotary_factor": 1.0})
+    whole = 1.0 if rotary_fraction is None else rotary_fraction
+    fraction = field(rope, "partial_rotary_factor", float, field(config, "partial_rotary_factor", float, whole))
     theta = field(rope, "rope_theta", float, field(config, "rope_theta", float, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
+        return {"rope_theta": theta, "rope_scaling": None, "rotary_fraction": fraction}
     kinds = ("default", "linear", "llama3", "yarn")
     if kind not in kinds:
         raise unknown_name("rope type in config.json", shortened(kind), kinds)
@@ -86,14 +92,33 @@ def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         scaling["low_freq_factor"] = field(rope, "low_freq_factor", float)
         scaling["high_freq_factor"] = field(rope, "high_freq_factor", float)
     if kind == "yarn":
-        refuse_unless(rope, YARN_DEFAULTS)
-    return {"rope_theta": theta, "rope_scaling": scaling}
+        factor = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1.0
+        given = rope.get("attention_factor")
+        written = isinstance(given, float) and math.isclose(given, factor, rel_tol=1e-6)  # the default, written out
+        refuse_unless(rope | {"attention_factor": None} if written else rope, YARN_DEFAULTS)
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
+
+
+def local_rope_from_hf(config: Mapping[str, Any], theta: str, default: float, windows: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary fields of a model whose layers with a window have rotary positions of their own, without scaling.
+
+    theta: the key of their base (transformers 4), with its default; transformers 5 has `rope_parameters` by kind of layer.
+    windows: of `layer_types_from_hf`.
+    """
+    kinds = field(config, "rope_parameters", dict, {})
+    full, local = (field(kinds, f"{kind}_attention", dict, {}) for kind in ("full", "sliding"))
+    refuse_unless(local, {"rope_type": "default", "partial_rotary_factor": 1.0})
+    rope = rope_from_hf({**config, "rope_parameters": full})
+    base = field(local, "rope_theta", float, field(config, theta, float, default))
+    alike = windows["sliding_window"] is None or (base == rope["rope_theta"] and rope["rope_scaling"] is None)
+    return {**rope, "local_rope_theta": None if alike else base}
 
 
 def rope_to_hf(model: ModelConfig) -> dict[str, Any]:
     """Return the config.json fields of rotary positions, in the spelling every transformers version reads."""
     scaling = model.rope_scaling
-    return {"rope_theta": model.rope_theta, "rope_scaling": None if scaling is None else _scaling_to_hf(scaling)}
+    partial = {} if model.rotary_fraction == 1 else {"partial_rotary_factor": model.rotary_fraction}
+    return {"rope_theta": model.rope_theta, "rope_scaling": None if scaling is None else _scaling_to_hf(scaling), **partial}
 
 
 def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
@@ -127,13 +152,56 @@ def window_to_hf(model: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_types_from_hf(config: Mapping[str, Any], num_layers: int, every: int) -> dict[str, Any]:
+    """Return sliding_window and full_attention_every of a model whose layers alternate.
+
+    every: each how manyth layer has no window where `layer_types` is absent. Raises UserError for any other pattern.
+    """
+    default = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(num_layers)]
+    kinds = field(config, "layer_types", list, default)
+    window = field({"sliding_window": 4096, **config}, "sliding_window", int, None)
+    if window is None or all(kind == FULL for kind in kinds):
+        return {"sliding_window": None, "full_attention_every": None}
+    period = kinds.index(FULL) + 1 if FULL in kinds else None
+    wanted = [SLIDING if period is None or (layer + 1) % period else FULL for layer in range(num_layers)]
+    if kinds != wanted or period == 1:
+        listed = ", ".join(shortened(kind) for kind in kinds[:12])
+        raise UserError(f"config.json: layer_types = {listed} is not supported (only {SLIDING}, with {FULL} in every n-th layer)")
+    return {"sliding_window": window, "full_attention_every": period}
+
+
+def layer_types_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """Return the config.json fields of the kinds of layers."""
+    kinds = [SLIDING if model.windowed(layer) else FULL for layer in range(model.num_layers)]
+    return {"sliding_window": model.sliding_window or model.max_seq_len, "layer_types": kinds}
+
+
+def require_moe(model: ModelConfig, architecture: str, needed: Mapping[str, Any]) -> MoEConfig:
+    """Return model.moe of an architecture with softmax scores and neither groups, shared experts nor choice bias.
+
+    Raises UserError naming the first key whose value it cannot represent.
+    """
+    if model.moe is None:
+        raise UserError(f"model.moe = null is not supported by Hugging Face's {architecture} (it needs experts)")
+    only = {"score": "softmax", "scale": 1.0, "groups": 1, "groups_per_token": 1, "shared_experts": 0, "choice_bias": False, **needed}
+    _require(model.moe, "model.moe", architecture, only)
+    return model.moe
+
+
 def require(model: ModelConfig, architecture: str, needed: Mapping[str, Any]) -> None:
     """Raise UserError naming the first key of the model section whose value `architecture` cannot represent."""
+    _require(model, "model", architecture, needed)
+
+
+def _require(section: Section, name: str, architecture: str, needed: Mapping[str, Any]) -> None:
     for key, value in needed.items():
-        have = getattr(model, key)
+        have = getattr(section, key)
         if have != value:
             wanted = {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
-            raise UserError(f"model.{key} = {_text(have)} is not supported by Hugging Face's {architecture} (only {wanted})")
+            raise UserError(f"{name}.{key} = {_text(have)} is not supported by Hugging Face's {architecture} (only {wanted})")
 
 
 def _text(value: Any) -> str:

@@ -7,8 +7,9 @@ Legend: L layers (the leading dim of every parameter below `blocks`).
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +37,7 @@ from ridgeline.models.huggingface.safetensors_stream import (
     all_finite,
     read_directory,
 )
-from ridgeline.models.huggingface.tensor_map import Index, Shape, TensorRule
+from ridgeline.models.huggingface.tensor_map import EXPERT_DIM, Index, Place, Shape, TensorRule
 from ridgeline.sharding.partition import Partitioner
 
 CONFIG_NAME = "config.json"
@@ -109,12 +110,12 @@ def _family_of(config: Mapping[str, Any]) -> Family:
     listed = field(config, "architectures", list, [])
     architecture, model_type = shortened(listed[0]) if listed else None, field(config, "model_type", str, None)
     model_type = None if model_type is None else shortened(model_type)
-    if not any(kind.hf_architecture == architecture or kind.name == model_type for kind in known):
+    if not any(kind.hf_architecture == architecture or kind.model_type == model_type for kind in known):
         known += [kind for kind in map(find_family, plugins.names("families")) if kind.config_from_hf]
-    by_type = next((kind for kind in known if kind.name == model_type), None)
+    by_type = next((kind for kind in known if kind.model_type == model_type), None)
     by_architecture = next((kind for kind in known if kind.hf_architecture == architecture), None)
     kind = by_type if architecture is None else by_architecture
-    if kind is not None and (model_type is None or kind.name == model_type):
+    if kind is not None and (model_type is None or kind.model_type == model_type):
         return kind
     described = " with ".join(
         f"{key} '{value}'" for key, value in (("architecture", architecture), ("model_type", model_type)) if value is not None
@@ -124,7 +125,7 @@ def _family_of(config: Mapping[str, Any]) -> Family:
     hint = ""
     if by_type is not None and architecture is not None and nearest(architecture, [by_type.hf_architecture]):
         hint = f"; did you mean '{by_type.hf_architecture}'?"
-    names = ", ".join(sorted(f"{kind.hf_architecture} ({kind.name})" for kind in known))
+    names = ", ".join(sorted(f"{kind.hf_architecture} ({kind.model_type})" for kind in known))
     raise UserError(f"config.json: {described} is not supported{hint} (allowed: {names})")
 
 
@@ -137,7 +138,7 @@ def hf_config(model: ModelConfig, dtype: DType, special_ids: Mapping[str, Any]) 
     if kind.config_to_hf is None:
         raise UserError(f"model family {kind.name} has no Hugging Face format")
     ids = {"bos_token_id": None, "eos_token_id": None, **special_ids}
-    return {"architectures": [kind.hf_architecture], "model_type": kind.name, "torch_dtype": dtype, **kind.config_to_hf(model), **ids}
+    return {"architectures": [kind.hf_architecture], "model_type": kind.model_type, "torch_dtype": dtype, **kind.config_to_hf(model), **ids}
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class HfCheckpoint:
     @property
     def stored_dtype(self) -> DType:
         """The dtype of all weights, or float32 when they differ. Raises UserError for float64, which needs an explicit --dtype."""
-        stored = {self.tensors[name].dtype for rule in self.rules for name in _names(rule, self.model.num_layers)}
+        stored = {self.tensors[name].dtype for rule in self.rules for name in _names(rule, self.shapes)}
         if "F64" in stored:
             raise UserError(f"{self.directory} has float64 weights: set --dtype to float32, bfloat16 or float16")
         return cast(DType, FLOAT_DTYPES[stored.pop()].name if len(stored) == 1 else "float32")
@@ -167,22 +168,27 @@ class HfCheckpoint:
         """Return parameter `path`, or the block of it that `index` (one slice per dim) selects; only that block is read."""
         shape, rule = self.shapes[path], self._rule_of[path]
         index = index or tuple(slice(None) for _ in shape)
-        if not rule.per_layer:
-            return self._read_layer(path, rule, None, index, dtype)
-        first, last, _ = index[0].indices(shape[0])
+        stacked = ([0] if rule.per_layer else []) + ([1 + EXPERT_DIM] if rule.per_expert else [])
+        ranges = [range(*index[dim].indices(shape[dim])) for dim in stacked]
         out: np.ndarray | None = None
-        for layer in range(first, last):
-            block = self._read_layer(path, rule, layer, index[1:], dtype)
+        for at in np.ndindex(*map(len, ranges)):
+            layer, expert = (*(range_[i] for range_, i in zip(ranges, at, strict=True)), None, None)[:2]
+            block = self._read_one(path, rule, (layer, expert), rule.one_block(index), dtype)
+            if not stacked:
+                return block
             if out is None:
-                out = np.empty((last - first, *block.shape), dtype)
-            out[layer - first] = block
+                dims = iter(block.shape)
+                out = np.empty([len(ranges[stacked.index(dim)]) if dim in stacked else next(dims) for dim in range(len(shape))], dtype)
+            out[(at[0], *[slice(None)] * EXPERT_DIM, at[1]) if rule.per_expert else at] = block
         assert out is not None
         return out
 
     def read_layer(self, path: str, layer: int | None, dtype: np.dtype) -> np.ndarray:
         """Return one layer of a stacked parameter (without the leading dim), or a whole unstacked one (layer None)."""
-        shape = self.shapes[path] if layer is None else self.shapes[path][1:]
-        return self._read_layer(path, self._rule_of[path], layer, tuple(slice(None) for _ in shape), dtype)
+        if layer is None:
+            return self.read(path, dtype)
+        rest = tuple(slice(None) for _ in self.shapes[path][1:])
+        return self.read(path, dtype, (slice(layer, layer + 1), *rest))[0]
 
     def load(self, abstract_params: Any) -> Any:
         """Return the parameters as jax.Arrays in the dtypes and shardings of `abstract_params` (nested dict of ShapeDtypeStruct).
@@ -207,14 +213,12 @@ class HfCheckpoint:
         array: jax.Array = jax.make_array_from_callback(leaf.shape, leaf.sharding, block)
         return array.block_until_ready()
 
-    def _read_layer(self, path: str, rule: TensorRule, layer: int | None, index: Index, dtype: np.dtype) -> np.ndarray:
-        shapes = {p: self.shapes[p][1:] if rule.per_layer else self.shapes[p] for p in rule.params}
-        place = rule.block(path, shapes, index, self.model.vocab_size)
-        name = rule.name(layer)
-        stored = self.tensors[name].read(place.region)
+    def _read_one(self, path: str, rule: TensorRule, place: Place, index: Index, dtype: np.dtype) -> np.ndarray:
+        block, name = rule.block(path, rule.one(self.shapes), index, self.model.vocab_size), rule.name(*place)
+        stored = self.tensors[name].read(block.region)
         if not all_finite(stored):
             raise UserError(f"{self.tensors[name].file}: tensor '{name}' has weights that are NaN or infinite")
-        return cast_weights(place.arrange(stored), dtype, name)
+        return cast_weights(block.arrange(stored), dtype, name)
 
 
 def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
@@ -232,11 +236,7 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
     tensors = read_directory(directory)
     _check_layers(directory, described, tensors)
     rules, shapes = _with_stored_prefix(tensor_rules(model), tensors), parameter_shapes(model)
-    expected = {
-        name: rule.hf_shape({p: shapes[p][1:] if rule.per_layer else shapes[p] for p in rule.params}, model.vocab_size)
-        for rule in rules
-        for name in _names(rule, model.num_layers)
-    }
+    expected = {name: rule.hf_shape(rule.one(shapes), model.vocab_size) for rule in rules for name in _names(rule, shapes)}
     _check_tensors(directory, tensors, expected)
     _check_tied(directory, model, tensors, rules)
     return HfCheckpoint(directory, config, model, tensors, rules, shapes)
@@ -248,22 +248,16 @@ def export_weights(
     """Write a model's weights as safetensors to an existing directory, tensor by tensor; return the number of tensors."""
     shapes, rules, kind = parameter_shapes(model), tensor_rules(model), np.dtype(jnp.dtype(dtype))
 
-    def plan() -> Iterator[tuple[TensorRule, int | None]]:
-        yield from ((rule, None) for rule in rules if not rule.per_layer)
-        yield from ((rule, layer) for layer in range(model.num_layers) for rule in rules if rule.per_layer)
-
-    planned = [
-        PlannedTensor(
-            rule.name(layer),
-            rule.hf_shape({p: shapes[p] if layer is None else shapes[p][1:] for p in rule.params}, model.vocab_size),
-            kind,
-        )
-        for rule, layer in plan()
-    ]
+    # Layer by layer, and the experts of a layer one after another: a parameter of a layer is read once.
+    placed = [(rule, place) for rule in rules for place in rule.places(shapes)]
+    placed.sort(key=lambda each: -1 if each[1][0] is None else each[0].first_layer + each[1][0])
+    planned = [PlannedTensor(rule.name(*place), rule.hf_shape(rule.one(shapes), model.vocab_size), kind) for rule, place in placed]
     with SafetensorsWriter(directory, planned, max_shard_bytes) as writer:
-        for (rule, layer), tensor in zip(plan(), planned, strict=True):
+        for (rule, layer), group in itertools.groupby(placed, key=lambda each: (each[0], each[1][0])):
             values = {path: cast_weights(read(path, layer), kind, path) for path in rule.params}
-            writer.write(tensor.name, rule.export(values, model.vocab_size))
+            for _, (_, expert) in group:
+                of_expert = values if expert is None else {path: value.take(expert, EXPERT_DIM) for path, value in values.items()}
+                writer.write(rule.name(layer, expert), rule.export(of_expert, model.vocab_size))
     return len(planned)
 
 
@@ -278,8 +272,8 @@ def cast_weights(weights: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return cast
 
 
-def _names(rule: TensorRule, num_layers: int) -> list[str]:
-    return [rule.name(layer) for layer in range(num_layers)] if rule.per_layer else [rule.name(None)]
+def _names(rule: TensorRule, shapes: Mapping[str, Shape]) -> list[str]:
+    return [rule.name(*place) for place in rule.places(shapes)]
 
 
 def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTensor]) -> list[TensorRule]:

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
+EXPERT_DIM = 1
+"""Dim of the experts in a parameter of a layer that is stacked over experts (models/moe/experts.py)."""
+Place = tuple[int | None, int | None]
+"""Layer (None: the parameter is not stacked) and expert (None: not stacked over experts)."""
 
 
 @dataclass(frozen=True)
@@ -24,46 +28,73 @@ class TensorRule:
     """One Hugging Face tensor and the parameter it contains, or several concatenated parameters."""
 
     hf: str
-    """Name; `{layer}` stands for the layer number of a tensor that exists per layer."""
+    """Name; `{layer}` stands for the layer number of a tensor that exists per layer, `{expert}` for the expert's."""
     params: tuple[str, ...]
-    """Dotted paths of the parameters. Several: concatenated along the tensor's last dim (GPT-2's fused query, key, value)."""
+    """Dotted paths of the parameters. Several: concatenated along the tensor's output dim (a fused query, key, value)."""
     layout: Literal["out_in", "in_out", "flat"]
     """out_in: torch Linear, transposed. in_out: as the parameter (embeddings, GPT-2's Conv1D). flat: a vector."""
     in_dims: int = 1
     """Leading dims of the parameter that are inputs (2 for the attention output projection [N, H, D])."""
     vocab_dim: int | None = None
     """The parameter's vocabulary dim; Hugging Face has only its first vocab_size entries: padding is dropped on export, zero on import."""
+    first_layer: int = 0
+    """Layer number of the parameter's first layer."""
 
     @property
     def per_layer(self) -> bool:
         """Whether the parameters are stacked over layers."""
         return "{layer}" in self.hf
 
-    def name(self, layer: int | None) -> str:
-        """Return the Hugging Face name, for one layer where it exists per layer."""
-        return self.hf.format(layer=layer) if self.per_layer else self.hf
+    @property
+    def per_expert(self) -> bool:
+        """Whether the parameters of a layer are stacked over experts."""
+        return "{expert}" in self.hf
+
+    def places(self, shapes: Mapping[str, Shape]) -> list[Place]:
+        """Return the place of each Hugging Face tensor in the stacked parameters; `shapes` are those of whole parameters."""
+        shape = shapes[self.params[0]]
+        layers = range(shape[0]) if self.per_layer else (None,)
+        experts = range(shape[1 + EXPERT_DIM]) if self.per_expert else (None,)
+        return [(layer, expert) for layer in layers for expert in experts]
+
+    def one(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return the shapes of the parameters at one place; `shapes` are those of whole parameters."""
+        return {path: self._without_stacks(shapes[path]) for path in self.params}
+
+    def one_block(self, index: Index) -> Index:
+        """Return the part of a block of a whole parameter that is within one place."""
+        return self._without_stacks(index)
+
+    def _without_stacks(self, dims: tuple[Any, ...]) -> tuple[Any, ...]:
+        of_layer = dims[self.per_layer :]
+        return (*of_layer[:EXPERT_DIM], *of_layer[EXPERT_DIM + 1 :]) if self.per_expert else of_layer
+
+    def name(self, layer: int | None, expert: int | None = None) -> str:
+        """Return the Hugging Face name at one place."""
+        return self.hf.format(layer=None if layer is None else self.first_layer + layer, expert=expert) if self.per_layer else self.hf
 
     def with_prefix(self, old: str, new: str) -> TensorRule:
         """Return the rule with a leading `old` of the name replaced by `new`."""
         return replace(self, hf=new + self.hf.removeprefix(old)) if self.hf.startswith(old) else self
 
     def hf_shape(self, shapes: Mapping[str, Shape], vocab_size: int) -> Shape:
-        """Return the Hugging Face shape; `shapes` are those of the parameters of one layer."""
+        """Return the Hugging Face shape; `shapes` are those of the parameters at one place."""
         parts = [self._flat_shape(self._without_padding(shapes[path], vocab_size)) for path in self.params]
-        return (*parts[0][:-1], sum(part[-1] for part in parts)) if len(parts) > 1 else parts[0]
+        joined = sum(part[self._output_dim] for part in parts)
+        return (joined, *parts[0][1:]) if self._output_dim == 0 else (*parts[0][:-1], joined)
 
     def export(self, values: Mapping[str, np.ndarray], vocab_size: int) -> np.ndarray:
-        """Return the Hugging Face tensor of the parameters (of one layer)."""
+        """Return the Hugging Face tensor of the parameters at one place."""
         parts = []
         for path in self.params:
             value = values[path]
             value = value[tuple(slice(0, dim) for dim in self._without_padding(value.shape, vocab_size))]
             flat = value.reshape(self._matrix_shape(value.shape))
             parts.append(flat.T if self.layout == "out_in" else flat)
-        return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=self._output_dim)
 
     def block(self, path: str, shapes: Mapping[str, Shape], index: Index, vocab_size: int) -> Block:
-        """Return the location of block `index` of parameter `path` (of one layer) in the Hugging Face tensor."""
+        """Return the location of block `index` of parameter `path` (at one place) in the Hugging Face tensor."""
         shape = shapes[path]
         index = tuple(slice(*s.indices(dim)[:2]) for s, dim in zip(index, shape, strict=True))
         stored = list(index)
@@ -72,7 +103,7 @@ class TensorRule:
             stored[self.vocab_dim] = slice(min(rows.start, vocab_size), min(rows.stop, vocab_size))
         groups = [slice(0, len(shape))] if self.layout == "flat" else [slice(0, self.in_dims), slice(self.in_dims, len(shape))]
         flat = [_flatten(shape[group], stored[group]) for group in groups]
-        before = sum(self._flat_shape(shapes[other])[-1] for other in self.params[: self.params.index(path)])
+        before = sum(self._flat_shape(shapes[other])[self._output_dim] for other in self.params[: self.params.index(path)])
         region = [piece.region for piece in flat]
         region[-1] = slice(region[-1].start + before, region[-1].stop + before)
         transposed = self.layout == "out_in"
@@ -83,6 +114,11 @@ class TensorRule:
             keep=sum((piece.keep for piece in flat), ()),
             shape=tuple(s.stop - s.start for s in index),
         )
+
+    @property
+    def _output_dim(self) -> int:
+        """The dim of the tensor along which parameters are concatenated."""
+        return 0 if self.layout == "out_in" else -1
 
     def _without_padding(self, shape: Shape, vocab_size: int) -> Shape:
         return tuple(min(vocab_size, n) if dim == self.vocab_dim else n for dim, n in enumerate(shape))

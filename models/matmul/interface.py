@@ -81,7 +81,7 @@ class Matmul:
     @property
     def gathers_input(self) -> bool:
         """Whether `gather_input` communicates: the residual stream is sharded along the sequence and the matmuls need all of it."""
-        return self.partitioner.axis_size("residual_seq") > 1
+        return self.partitioner.axis_size("residual_seq") > self.partitioner.axis_size("seq")
 
     def gather_input(self, x_BTD: jax.Array) -> jax.Array:
         """All-gather an activation with the residual stream's sharding along the sequence, as the matmuls with it need."""

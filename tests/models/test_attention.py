@@ -6,8 +6,10 @@ B batch, T sequence, N query heads, K key/value heads, H head width.
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +135,35 @@ def test_backends_agree_with_the_reference(heads, mask, packed) -> None:
     compare(ODD_LENGTH, HEADS[heads], mask, packed)
 
 
+@pytest.mark.parametrize(("length", "mask"), [(ODD_LENGTH, "causal"), (ODD_LENGTH, "symmetric window"), (11, "causal window")])
+def test_soft_capping_is_the_definition_forward_and_backward(length, mask) -> None:
+    """Against JAX's gradients of the definition, with scores far above the cap."""
+    q, k, v, cotangent = inputs((4, 2), length, "float32")
+    segments, (causal, window), cap = packed_rows(2, length, np.random.default_rng(0)), MASKS[mask], 1.5
+    index = jnp.arange(length)
+    seen_BTS = visible(index, index, causal=causal, sliding_window=window, query_segments_BT=segments, key_segments_BS=segments)
+
+    def definition(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("btkgh,bskh->bkgts", 4 * q.reshape(2, length, 2, 2, 8), k) / np.sqrt(8)
+        weights = jnp.exp(cap * jnp.tanh(scores / cap)) * seen_BTS[:, None, None]
+        context = jnp.einsum("bkgts,bskh->btkgh", weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-9), v)
+        return context.reshape(q.shape)
+
+    want, want_pullback = jax.vjp(definition, q, k, v)
+    for backend in ("reference", "chunked", "auto"):
+        call = partial(attend, segment_ids=segments, causal=causal, sliding_window=window, softcap=cap, backend=backend, chunk=CHUNK)
+        got, pullback = jax.vjp(lambda q, k, v, call=call: call(4 * q, k, v), q, k, v)
+        for one, other in zip((got, *pullback(cotangent)), (want, *want_pullback(cotangent)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=backend)
+
+
+@pytest.mark.parametrize("backend", ["xla", "cudnn", "pallas"])
+def test_backends_without_soft_capping_refuse_it_and_auto_does_not_take_them(backend) -> None:
+    with pytest.raises(UserError, match=rf"{backend} does not support soft-capping .*supported here: reference, chunked"):
+        resolve_backend(backend, request(softcap=50.0))
+    assert resolve_backend("auto", request(softcap=50.0)).name == "chunked"
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 def test_backends_agree_with_the_reference_at_other_sizes(size, packed) -> None:
@@ -191,9 +222,24 @@ def test_chunked_keeps_no_scores() -> None:
     assert temporary_bytes("chunked", 4096) < temporary_bytes("reference", 4096) / 10
 
 
+@pytest.mark.parametrize("window", [None, 4096])
+def test_packed_long_rows_of_auto_have_no_array_of_scores_or_masks(window) -> None:
+    """In the step of a CPU, forward and backward, with the result recomputed; for GPUs see tests/trainer/test_aot.py."""
+    length = 2**15
+    shapes = [jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32) for heads in (2, 1, 1)]
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        return jnp.sum(jax.checkpoint(lambda *x: attend(*x, segment_ids=segment_ids, sliding_window=window))(q, k, v) ** 2)
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes, segments).compile()
+    elements = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\[(\d[\d,]*)\]", compiled.as_text())]
+    assert length * 16 <= max(elements) < length**2 / 100
+
+
 def request(**changes) -> AttentionRequest:
     facts = {"platform": "gpu", "dtype": jnp.dtype(jnp.bfloat16), "head_dim": 128, "num_heads": 8, "num_kv_heads": 2}
-    return AttentionRequest(**{**facts, **changes})
+    return AttentionRequest(**{**facts, "packed": False, **changes})
 
 
 @pytest.mark.parametrize(
@@ -206,21 +252,23 @@ def request(**changes) -> AttentionRequest:
         ({"head_dim": 36}, "not 36"),
         ({"head_dim": 256}, "not 256"),
         ({"causal": False, "sliding_window": 8}, "only with a causal mask"),
-        ({"length": 37}, "rows of even length, not 37"),
+        ({"packed": True}, "no packed documents"),
     ],
 )
 def test_cudnn_refuses_what_it_does_not_support(changes, reason) -> None:
     with pytest.raises(UserError, match=reason) as caught:
         resolve_backend("cudnn", request(**changes))
     assert "reference, xla, chunked" in str(caught.value)
-    assert resolve_backend("auto", request(**changes)).name == "chunked"
+    fused = changes.keys() & {"packed", "sliding_window"} or changes == {"head_dim": 36}
+    assert resolve_backend("auto", request(**changes)).name == ("pallas" if fused else "chunked")
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"dtype": jnp.dtype(jnp.float16)}, {"sliding_window": 8}, {"head_dim": 64}, {"causal": False}, {"length": 36}]
+    "changes", [{}, {"dtype": jnp.dtype(jnp.float16)}, {"sliding_window": 8}, {"head_dim": 64}, {"causal": False}, {"length": 37}]
 )
-def test_auto_takes_cudnn_where_it_is_supported(changes) -> None:
+def test_auto_takes_the_fastest_kernels_that_support_the_request(changes) -> None:
     assert resolve_backend("auto", request(**changes)).name == "cudnn"
+    assert resolve_backend("auto", request(**changes, packed=True)).name == "pallas"
 
 
 def test_asking_for_cudnn_on_cpu_is_refused_at_the_call() -> None:
@@ -289,7 +337,8 @@ def test_ranges_of_keys_are_the_mask_and_no_visible_block_is_skipped(mask, packe
     want = np.broadcast_to(True if want is None else want, got.shape)
     np.testing.assert_array_equal(got, want)
     blocks = want.reshape(3, length // block, block, length // block, block).any(axis=(2, 4))
-    ranges = pallas.block_ranges(first, end, block)
+    queries = jnp.stack(pallas.query_ranges((3, length), segment_ids, *mask), -1)
+    ranges = pallas.block_ranges(jnp.stack([first, end], -1), queries, block)
     for seen, (low, high) in (
         (blocks, np.moveaxis(ranges.key_blocks_BX2, -1, 0)),
         (blocks.swapaxes(1, 2), np.moveaxis(ranges.query_blocks_BX2, -1, 0)),
@@ -306,13 +355,13 @@ def test_ranges_of_keys_are_the_mask_and_no_visible_block_is_skipped(mask, packe
         ({"platform": "cpu"}, "NVIDIA GPUs only, and the devices are cpu"),
         ({"platform": "rocm"}, "NVIDIA GPUs only, and the devices are rocm"),
         ({"dtype": jnp.dtype(jnp.float32)}, "not float32"),
-        ({"head_dim": 96}, "head width of 32, 64 or 128, not 96"),
+        ({"head_dim": 256}, "head width of at most 128, not 256"),
     ],
 )
 def test_pallas_refuses_what_it_does_not_support(changes, reason) -> None:
     with pytest.raises(UserError, match=reason):
         resolve_backend("pallas", request(**changes))
-    assert resolve_backend("pallas", request(sliding_window=8, length=37)).name == "pallas"
+    assert resolve_backend("pallas", request(sliding_window=8, length=37, packed=True)).name == "pallas"
 
 
 def test_kernels_that_xla_cannot_cut_run_on_the_rows_and_heads_of_each_device(interpreted) -> None:
@@ -330,3 +379,29 @@ def test_kernels_that_xla_cannot_cut_run_on_the_rows_and_heads_of_each_device(in
 
     one = gradient(MeshConfig(fsdp=1), 1)
     np.testing.assert_allclose(gradient(MeshConfig(fsdp=2, tensor=2), 4), one, rtol=1e-4, atol=1e-6 * np.abs(one).max() + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("context", "window", "kernel"),
+    [(4, None, "chunked"), (2, 10, "chunked"), (2, None, "pallas")],
+)
+def test_kernels_of_the_ring_agree_with_the_reference(interpreted, context, window, kernel) -> None:
+    """Packed rows, grouped queries, and halves that are no whole number of blocks; every kernel runs only where the mask is not empty."""
+    length, mesh = 40, MeshConfig(fsdp=1, context=context)
+    partitioner = Partitioner(build_mesh(mesh, jax.devices()[:context]), zigzag=True)
+    order = partitioner.row_order(length)
+    assert order is not None and sorted(order) == list(range(length))
+    q, k, v, cotangent = inputs((4, 2), length, "float32")
+    segment_ids = packed_rows(2, length, np.random.default_rng(0))
+    model = ModelConfig(vocab_size=64, num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, sliding_window=window)
+    config = AttentionConfig(backend=kernel, chunk=8)
+    attention = dispatch.SelfAttention.resolve(model, config, "cpu", jnp.dtype("float32"), partitioner)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        out, pullback = jax.vjp(lambda *qkv: attention(*qkv, segment_ids), q, k, v)
+        return out, *pullback(cotangent)
+
+    results = jax.jit(run, compiler_options=QUICK_COMPILE)(*(x[:, order] for x in (q, k, v, cotangent)))
+    expected = result_and_gradients("reference", (q, k, v, cotangent), segment_ids, (True, window))
+    for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+        np.testing.assert_allclose(got, want[:, order], rtol=2e-5, atol=2e-5, err_msg=name)

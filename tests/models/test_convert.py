@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
 from ridgeline.configs.schema import MeshConfig, ModelConfig
 from ridgeline.models.huggingface.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
 from ridgeline.models.huggingface.safetensors_stream import read_header
@@ -176,10 +178,46 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path):
         open_hf(tmp_path)
 
 
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_published_config_json_gives_the_preset(tmp_path, monkeypatch, preset):
+    """As `hf:DIR` on a command line, in a `base:`, and with overrides; our export of it gives the same model again."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text(json.dumps(PUBLISHED[preset]))
+    (tmp_path / "own.yaml").write_text("base: ['hf:published']\ntrainer:\n  steps: 7\n")
+    loaded, based = load("hf:published", ["trainer.steps=7"]), load("own.yaml")
+    assert loaded.config == based.config
+    assert loaded.source("model.num_layers").text == "published/config.json"
+    found, wanted = loaded.config.model, load(f"models/{preset}").config.model
+    assert resolved_dims(found) == resolved_dims(wanted)
+    assert resolved_dims(model_from_hf(hf_config(wanted, "bfloat16", {}))) == resolved_dims(wanted)
+
+
+def resolved_dims(model):
+    """The model section with derived values in place of null."""
+    return {**model.model_dump(), "num_kv_heads": model.kv_heads, "head_dim": model.head_width}
+
+
+def test_every_family_has_a_published_config_json():
+    families_here = {model_from_hf(config).family for config in PUBLISHED.values()}
+    assert families_here >= {"gemma2", "gemma3", "glm4", "gpt2", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3"}
+
+
+def test_a_directory_or_model_that_is_not_known_is_refused_with_the_known_names(tmp_path):
+    with pytest.raises(UserError, match=r"no such Hugging Face directory: .*absent"):
+        load(f"hf:{tmp_path / 'absent'}")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    with pytest.raises(UserError, match=r"model_type 'mamba' is not supported \(allowed: .*Gemma2ForCausalLM \(gemma2\).*Qwen3ForCausalLM"):
+        load(f"hf:{tmp_path}")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCasualLM"]}, "did you mean 'LlamaForCausalLM'.*allowed: GPT2LMHeadModel"),
+        ({"architectures": ["LlamaForCasualLM"]}, r"did you mean 'LlamaForCausalLM'.*allowed: .*GPT2LMHeadModel"),
         ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
         (
             {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
@@ -188,7 +226,7 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path):
         ({"architectures": ["GemmaForCausalLM"], "model_type": None}, r"'GemmaForCausalLM' is not supported \(allowed"),
         ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, r"is not supported \(allowed"),
         ({"model_type": "gemma"}, r"'LlamaForCausalLM' with model_type 'gemma' is not supported \(allowed"),
-        ({"model_type": "mistral"}, r"'LlamaForCausalLM' with model_type 'mistral' is not supported \(allowed"),
+        ({"model_type": "mistral"}, "'LlamaForCausalLM' with model_type 'mistral' is not supported; did you mean 'MistralForCausalLM'"),
         ({"architectures": ["MistralForCausalLM"]}, r"'MistralForCausalLM' with model_type 'llama' is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "is not supported"),
         ({"architectures": "LlamaForCausalLM"}, "'architectures' is 'LlamaForCausalLM', expected list"),
@@ -215,12 +253,19 @@ def test_unsupported_config_features_are_refused(changes, message):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "max_window_layers = 1"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has full_attention, sliding_attention"),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = full_attention, sliding_attention is not supp"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_type = 'yarn' is not supported"),
+        ("phi3", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "unknown rope type in config.json 'longrope'"),
     ],
 )
 def test_unsupported_family_features_are_refused(family, changes, message):
-    model = GPT2 if family == "gpt2" else LLAMA.model_copy(update={"family": family, "attention_bias": True})
+    own = {"gpt2": GPT2, "qwen2": LLAMA.model_copy(update={"family": "qwen2", "attention_bias": True})}
+    published = {"gemma2": "gemma2-2b", "olmo3": "olmo3-7b", "phi3": "phi3-mini"}
+    short = {"num_hidden_layers": 2, "layer_types": None}
+    config = hf_config(own[family], "float32", {}) if family in own else PUBLISHED[published[family]] | short
     with pytest.raises(UserError, match=message):
-        model_from_hf({**hf_config(model, "float32", {}), **changes})
+        model_from_hf({**config, **changes})
 
 
 @pytest.mark.parametrize(
@@ -233,6 +278,11 @@ def test_unsupported_family_features_are_refused(family, changes, message):
         (LLAMA.model_copy(update={"family": "qwen2"}), "model.attention_bias = false"),
         (LLAMA.model_copy(update={"family": "qwen3"}), "model.qk_norm = false"),
         (GPT2.model_copy(update={"sliding_window": 4}), "model.sliding_window = 4"),
+        (GPT2.model_copy(update={"logit_softcap": 30.0}), "model.logit_softcap = 30.0"),
+        (LLAMA.model_copy(update={"attention_softcap": 50.0}), "model.attention_softcap = 50.0"),
+        (LLAMA.model_copy(update={"family": "qwen3", "qk_norm": True, "qk_norm_dims": "all_heads"}), "model.qk_norm_dims = all_heads"),
+        (LLAMA.model_copy(update={"family": "mistral", "norm_position": "both"}), "model.norm_position = both"),
+        (LLAMA.model_copy(update={"family": "mistral", "rotary_fraction": 0.5}), "model.rotary_fraction = 0.5"),
         (GPT2.model_copy(update={"num_kv_heads": 2}), "model.kv_heads = 2"),
     ],
 )

@@ -38,6 +38,15 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "gated_mlp": False, "tie_embeddings": True}
     | {"attention_bias": True, "output_bias": True, "mlp_bias": True},
     "qwen2": {"num_kv_heads": 2, "attention_bias": True, "tie_embeddings": True},
+    "gemma2": {"norm": "rmsnorm_1p", "norm_position": "both", "scale_embeddings": True, "tie_embeddings": True, "sliding_window": 5}
+    | {"full_attention_every": 2, "attention_softcap": 2.0, "logit_softcap": 3.0, "query_pre_attn_scalar": 11.0, "init_std": 0.05},
+    "gemma3": {"norm": "rmsnorm_1p", "norm_position": "both", "qk_norm": True, "tie_embeddings": True, "sliding_window": 5}
+    | {"full_attention_every": 2, "local_rope_theta": 3000.0},
+    "glm4": {"norm_position": "both", "rotary_fraction": 0.5, "rope_interleaved": True, "num_kv_heads": 2, "attention_bias": True},
+    "olmo2": {"norm_position": "post", "qk_norm": True, "qk_norm_dims": "all_heads"},
+    "olmo3": {"norm_position": "post", "qk_norm": True, "qk_norm_dims": "all_heads", "sliding_window": 5, "full_attention_every": 3},
+    "phi3": {"rotary_fraction": 0.75, "sliding_window": 5},
+    "mistral": {"num_kv_heads": 2, "sliding_window": 5},
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16},
 }
 

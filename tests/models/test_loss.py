@@ -30,8 +30,12 @@ def inputs(dtype: str = "float32", rows_of_table: int = V) -> tuple[jax.Array, .
     return x_BTD, w_DV, targets_BT, weights_BT
 
 
-def naive(x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, z_loss: float) -> LossSums:
+def naive(
+    x_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, z_loss: float, softcap: float | None = None
+) -> LossSums:
     logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, w_DV[:, :V].astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits_BTV = softcap * jnp.tanh(logits_BTV / softcap)
     lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
@@ -65,6 +69,14 @@ def test_value_and_gradients_equal_the_definition(chunk, z_loss) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)
     for got, want in zip(gradients, want_gradients, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
+
+
+def test_soft_capped_logits_equal_the_definition() -> None:
+    """The cap is far below the largest logits; the padded columns stay without probability and gradient."""
+    arrays, settings = inputs(rows_of_table=V + 6), {"z_loss": 1e-2, "softcap": 1.5}
+    run = partial(cross_entropy, vocab_size=V, chunk=20, partitioner=Partitioner.single(), **settings)
+    got, want = with_gradients(run, arrays), with_gradients(partial(naive, **settings), arrays)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7), got, want)
 
 
 def test_a_gradient_that_is_reduced_before_the_layers_is_the_same_gradient() -> None:

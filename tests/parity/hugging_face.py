@@ -18,6 +18,8 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.huggingface.convert import HfCheckpoint, open_hf
 from ridgeline.sharding.partition import Partitioner
 
+torch.set_num_threads(1)  # for tensors this small, threads cost far more than they save
+
 FP32 = PrecisionConfig(params="float32", compute="float32")
 COMPUTE = ComputeConfig.model_validate({"attention": {"backend": "reference"}})
 
@@ -41,6 +43,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 3000.0}
+QWEN3_MOE = LLAMA | {"num_key_value_heads": 2, "head_dim": 24, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -53,10 +57,19 @@ class Variant:
 
     def config(self) -> transformers.PretrainedConfig:
         config_class = {
+            "gemma2": transformers.Gemma2Config,
+            "gemma3": transformers.Gemma3TextConfig,
+            "glm4": transformers.Glm4Config,
             "gpt2": transformers.GPT2Config,
             "llama": transformers.LlamaConfig,
+            "mistral": transformers.MistralConfig,
+            "olmo2": transformers.Olmo2Config,
+            "olmo3": transformers.Olmo3Config,
+            "phi3": transformers.Phi3Config,
             "qwen2": transformers.Qwen2Config,
             "qwen3": transformers.Qwen3Config,
+            "mixtral": transformers.MixtralConfig,
+            "qwen3_moe": transformers.Qwen3MoeConfig,
         }[self.kind]
         return config_class(**self.arguments)
 
@@ -70,11 +83,36 @@ VARIANTS: dict[str, Variant] = {
     "llama3": Variant("llama", LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "llama-linear": Variant("llama", LLAMA | {"num_key_value_heads": 1, "rope_parameters": LINEAR_ROPE}),
     "llama-yarn": Variant("llama", LLAMA | {"num_key_value_heads": 2, "rope_parameters": YARN_ROPE}),
+    "mistral": Variant("mistral", LLAMA | {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": 7}),
+    "mistral-full": Variant("mistral", LLAMA | {"num_key_value_heads": 2, "sliding_window": None}),
+    "olmo2": Variant("olmo2", LLAMA | {"num_key_value_heads": 2}),
+    "gemma2": Variant(
+        "gemma2",
+        LLAMA
+        | {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 11}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": Variant(  # the layers after the last period are none of it
+        "gemma3",
+        LLAMA
+        | {"num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 11}
+        | {"sliding_window_pattern": 3, "rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}},
+    ),
+    "phi3": Variant("phi3", LLAMA | {"num_key_value_heads": 2, "sliding_window": 7, "partial_rotary_factor": 0.75}),
+    "glm4": Variant("glm4", LLAMA | {"num_key_value_heads": 2, "head_dim": 12}),
+    "olmo3": Variant(
+        "olmo3",
+        LLAMA
+        | {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 7}
+        | {"rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": LOCAL_ROPE}},
+    ),
     "qwen2": Variant("qwen2", LLAMA | {"num_key_value_heads": 2}),
     "qwen2-window": Variant(
         "qwen2", LLAMA | {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
     ),
     "qwen3": Variant("qwen3", LLAMA | {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
+    "mixtral": Variant("mixtral", LLAMA | {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3-moe": Variant("qwen3_moe", QWEN3_MOE | {"mlp_only_layers": [0]}),
 }
 
 

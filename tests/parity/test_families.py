@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
+from safetensors.numpy import load_file
 
+from ridgeline.configs.schema import Config, OptimizerConfig
 from ridgeline.models.huggingface.convert import export_weights, hf_config, open_hf, parameter_shapes
 from ridgeline.models.loss import cross_entropy
 from ridgeline.sharding.partition import Partitioner
-from tests.parity.hugging_face import VARIANTS, load_ours, load_theirs, random_tokens, save_random_model
+from ridgeline.trainer.optimizers import build_optimizer
+from ridgeline.trainer.state import model_spec
+from tests.models.tiny import QUICK_COMPILE
+from tests.parity.hugging_face import COMPUTE, FP32, VARIANTS, load_ours, load_theirs, random_tokens, save_random_model
 
 pytestmark = pytest.mark.parity
 ROWS, LENGTH = 2, 48
@@ -32,9 +40,17 @@ def their_logits(theirs, tokens):
         return theirs(torch.from_numpy(np.asarray(tokens)).long()).logits.numpy()
 
 
-def our_logits(graphdef, params, tokens, **kwargs):
-    decoder = nnx.merge(graphdef, params)
-    return np.asarray(decoder.logits(decoder(jnp.asarray(tokens), **kwargs)))
+@functools.cache
+def forward_pass(graphdef):
+    def run(params, *inputs):
+        decoder = nnx.merge(graphdef, params)
+        return decoder.logits(decoder(*inputs))
+
+    return jax.jit(run, compiler_options=QUICK_COMPILE)
+
+
+def our_logits(graphdef, params, *inputs):
+    return np.asarray(forward_pass(graphdef)(params, *inputs))
 
 
 def test_logits_agree(pair):
@@ -45,40 +61,92 @@ def test_logits_agree(pair):
     np.testing.assert_allclose(our_logits(graphdef, params, tokens), expected, atol=1e-4, rtol=0)
 
 
-def test_gradients_agree_for_every_parameter(pair):
-    _, theirs, checkpoint, graphdef, params = pair
-    tokens = random_tokens((ROWS, LENGTH + 1), seed=1)
-    theirs.zero_grad()
-    logits = theirs(torch.from_numpy(tokens[:, :-1]).long()).logits
-    torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), torch.from_numpy(tokens[:, 1:]).long().reshape(-1)).backward()
+@functools.cache
+def loss_and_gradients(graphdef, model):
+    """The compiled mean loss of next tokens and its gradients, as the trainer computes them."""
 
-    def loss(params):
+    def loss(params, tokens):
         decoder = nnx.merge(graphdef, params)
-        x_BTD = decoder(jnp.asarray(tokens[:, :-1]))
         sums = cross_entropy(
-            x_BTD,
+            decoder(tokens[:, :-1]),
             decoder.unembedding(),
-            jnp.asarray(tokens[:, 1:]),
+            tokens[:, 1:],
             jnp.ones((ROWS, LENGTH)),
-            vocab_size=checkpoint.model.vocab_size,
+            vocab_size=model.vocab_size,
             chunk=32,
             z_loss=0.0,
+            softcap=model.logit_softcap,
             partitioner=Partitioner.single(),
         )
         return sums.nats / sums.weight
 
+    return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK_COMPILE)
+
+
+def their_loss(theirs, tokens):
+    logits = theirs(torch.from_numpy(tokens[:, :-1]).long()).logits
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), torch.from_numpy(tokens[:, 1:]).long().reshape(-1))
+
+
+def test_gradients_agree_for_every_parameter(pair, tmp_path):
+    _, theirs, checkpoint, graphdef, params = pair
+    tokens = random_tokens((ROWS, LENGTH + 1), seed=1)
+    theirs.zero_grad()
+    their_loss(theirs, tokens).backward()
     ours = {
         jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(jax.grad(loss)(params))[0]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(loss_and_gradients(graphdef, checkpoint.model)(params, tokens)[1])[0]
     }
-    gradients = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
+    gradients = stored_gradients(theirs, tmp_path)
     for rule in checkpoint.rules:
-        for layer in range(checkpoint.model.num_layers) if rule.per_layer else [None]:
+        for place in rule.places(checkpoint.shapes):
+            layer, expert = place
             values = {path: ours[path] if layer is None else ours[path][layer] for path in rule.params}
-            mapped, expected = rule.export(values, checkpoint.model.vocab_size), gradients.pop(rule.name(layer))
+            values = values if expert is None else {path: value[:, expert] for path, value in values.items()}
+            mapped, expected = rule.export(values, checkpoint.model.vocab_size), gradients.pop(rule.name(*place))
             error = np.linalg.norm(mapped - expected) / np.linalg.norm(expected)
-            assert error < 1e-3, f"{rule.name(layer)}: relative error {error:.2e}"
+            assert error < 1e-3, f"{rule.name(*place)}: relative error {error:.2e}"
     assert not gradients  # no parameter of theirs is left over
+
+
+def test_ten_optimizer_steps_agree(pair):
+    """AdamW of the trainer and of torch, where only matrices decay; the tokens are the same, so that the loss falls."""
+    directory, _, checkpoint, graphdef, params = pair
+    theirs, config = load_theirs(directory), OptimizerConfig(learning_rate=1e-3, eps=1e-3)  # a smaller eps amplifies rounding errors
+    matrices = [p for p in theirs.parameters() if p.dim() > 1]
+    vectors = [p for p in theirs.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.b1, config.b2), eps=config.eps)
+    axes = model_spec(Config(model=checkpoint.model, compute=COMPUTE, precision=FP32), Partitioner.single()).param_axes
+    optimizer = build_optimizer(config, FP32, axes)
+
+    @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def update(gradients, state, params):
+        updates, state = optimizer.update(gradients, state, params, learning_rate=jnp.float32(config.learning_rate), key=jax.random.key(0))
+        return optax.apply_updates(params, updates), state
+
+    state, losses, expected = optimizer.init(params), [], []
+    tokens = random_tokens((ROWS, LENGTH + 1), seed=1)
+    for _ in range(10):
+        loss, gradients = loss_and_gradients(graphdef, checkpoint.model)(params, tokens)
+        params, state = update(gradients, state, params)
+        adam.zero_grad()
+        wanted = their_loss(theirs, tokens)
+        wanted.backward()
+        adam.step()
+        losses.append(float(loss))
+        expected.append(wanted.item())
+    np.testing.assert_allclose(losses, expected, rtol=2e-4)
+    assert expected[0] - expected[-1] > 100 * 2e-4 * expected[0]  # training changes the loss far more than the tolerance
+
+
+def stored_gradients(theirs, directory):
+    """Their gradients under the names of a checkpoint, which are not those of their modules where these fuse experts."""
+    holder = copy.deepcopy(theirs)
+    for target, source in zip(holder.parameters(), theirs.parameters(), strict=True):
+        target.data = source.grad
+    holder.save_pretrained(directory / "gradients")
+    return load_file(directory / "gradients" / "model.safetensors")
 
 
 def test_a_packed_row_equals_separate_forward_passes(pair):
@@ -89,7 +157,7 @@ def test_a_packed_row_equals_separate_forward_passes(pair):
     lengths = [document.shape[1] for document in documents]
     positions = np.concatenate([np.arange(length) for length in [*lengths, padding]])[None].astype(np.int32)
     segments = np.repeat([1, 2, 3, 0], [*lengths, padding])[None].astype(np.int32)
-    ours = our_logits(graphdef, params, tokens, positions_BT=jnp.asarray(positions), segment_ids_BT=jnp.asarray(segments))
+    ours = our_logits(graphdef, params, tokens, positions, segments)
     expected = np.concatenate([their_logits(theirs, document) for document in documents], axis=1)
     np.testing.assert_allclose(ours[:, : sum(lengths)], expected, atol=1e-4, rtol=0)
 

@@ -1,4 +1,4 @@
-"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, three families, fourteen layouts."""
+"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, three families, seventeen layouts."""
 
 import math
 from functools import cache
@@ -29,16 +29,24 @@ LAYOUTS = {
     "data8-zero": ("mesh.data=8", "mesh.zero_stage=2"),
     "data2-fsdp2-tensor2-zero": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "mesh.zero_stage=2", "trainer.accumulation=2"),
     "fsdp4-tensor4": ("mesh.fsdp=4", "mesh.tensor=4", "compute.remat.policy=full", "trainer.accumulation=2"),
+    "data2-context4-ring": ("mesh.data=2", "mesh.context=4", "compute.remat.policy=none", "compute.attention.context=ring"),
+    "fsdp2-context2-tensor2-ring": (
+        *("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "compute.remat.policy=full", "compute.attention.context=ring"),
+        "trainer.accumulation=2",
+    ),
+    "fsdp4-context2-all-to-all": (*("mesh.fsdp=4", "mesh.context=2", "compute.remat.policy=dots", "compute.attention.context=all_to_all"),),
 }
 ACCIDENT = "an MLP that nobody cuts"
 LAYOUTS_OF = {
     "llama": (
         *("fsdp8", "fsdp8-dots", "data2-fsdp4", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data4-fsdp4", "data2-fsdp4-tensor2"),
-        "data2-fsdp2-tensor2-zero",
-        ACCIDENT,
+        *("data2-fsdp2-tensor2-zero", "data2-context4-ring", ACCIDENT),
     ),
-    "qwen3": ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data2-fsdp2-tensor2"),
-    "gpt2": ("data8", "data8-zero", "data2-fsdp2-tensor2-zero", "fsdp16", "data4-tensor2", "data2-fsdp2-tensor2", "fsdp4-tensor4"),
+    "qwen3": ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data2-fsdp2-tensor2", "fsdp2-context2-tensor2-ring"),
+    "gpt2": (
+        *("data8", "data8-zero", "data2-fsdp2-tensor2-zero", "fsdp16", "data4-tensor2", "data2-fsdp2-tensor2", "fsdp4-tensor4"),
+        "fsdp4-context2-all-to-all",
+    ),
 }
 """Each layout with a family at least, each family with every recomputation, every axis, and microbatches; a compile takes seconds."""
 SCALARS_BYTES = 1024

@@ -96,6 +96,9 @@ MODELS = {
     "llama windowed": family("llama", sliding_window=7),
     "llama one key head": family("llama", num_kv_heads=1),
     "llama padded vocabulary": family("llama", vocab_size=V - 8, pad_vocab_to=V),
+    "gemma2": family("gemma2", sliding_window=7, num_layers=3),
+    "olmo3": family("olmo3", sliding_window=7, num_layers=4, num_kv_heads=4),
+    "phi3": family("phi3", rotary_fraction=0.75),
     "qwen2": family("qwen2"),
     "qwen3": family("qwen3"),
 }

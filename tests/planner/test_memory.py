@@ -39,6 +39,8 @@ RUNS = json.loads((HERE / "compiled_steps_run.json").read_text())["cases"]
 """Steps compiled with all flags of a run (launch/environment.py)."""
 DRAWN = json.loads((HERE / "compiled_steps_drawn.json").read_text())["cases"]
 """Steps that the sampler drew, and some for one knob: gradients and parameters in bfloat16, offload, packed rows, 8 bits, ring, Muon."""
+LONG = json.loads((HERE / "compiled_steps_long.json").read_text())["cases"]
+"""Steps with long packed rows, and with rows sharded over context."""
 SCORES = [case for case in COMPILED if any("backend=xla" in override for override in case["overrides"])]
 USUAL = [case for case in COMPILED if case not in SCORES]
 
@@ -104,6 +106,16 @@ def test_steps_with_the_flags_of_a_run_take_what_a_run_is_planned_with(case):
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case_name(case | {"overlap": True}))
 def test_steps_with_every_knob_take_what_is_planned(case):
     assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.055
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case_name(case | {"overlap": True}))
+def test_steps_with_long_packed_rows_take_what_is_planned(case):
+    assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.055
+
+
+def test_nearly_all_steps_with_long_packed_rows_are_within_five_percent():
+    errors = [abs(relative_error(case | {"overlap": True, "combined": True})) for case in LONG]
+    assert sum(error <= 0.05 for error in errors) >= len(errors) - 1
 
 
 AT_THE_LOSS = [
@@ -218,13 +230,13 @@ def test_the_runtimes_own_share_and_the_margin_are_not_part_of_the_compiled_size
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [64, 128, 256, 36])
-@pytest.mark.parametrize(("packed", "length"), [(True, 512), (True, 511), (False, 511)])
-def test_auto_attention_is_what_the_models_choose(precision, width, packed, length):
+@pytest.mark.parametrize(("packed", "length", "softcap"), [(True, 512, None), (True, 511, None), (False, 511, None), (True, 512, 50.0)])
+def test_auto_attention_is_what_the_models_choose(precision, width, packed, length, softcap):
     import jax.numpy as jnp
 
     from ridgeline.models.attention import AttentionRequest, resolve_backend
 
-    chosen = config(head_dim=width).model_copy(
+    chosen = config(head_dim=width, attention_softcap=softcap).model_copy(
         update={
             "precision": PrecisionConfig(compute=precision),
             "data": DataConfig(seq_len=length, batch_size=8, document_masking=packed),
@@ -232,7 +244,7 @@ def test_auto_attention_is_what_the_models_choose(precision, width, packed, leng
         }
     )
     for gpu, platform in ((True, "cuda"), (False, "cpu")):
-        request = AttentionRequest(platform, jnp.dtype(precision), width, 8, 8, True, None, packed, length)
+        request = AttentionRequest(platform, jnp.dtype(precision), width, 8, 8, True, None, packed, length, softcap)
         assert attention_backend(chosen, gpu=gpu) == resolve_backend("auto", request).name
 
 

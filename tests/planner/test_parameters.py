@@ -46,6 +46,34 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-large-123b": 122_610_069_504,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    # The published totals less the vision tower (416_866_032) and the projector (1152 * D + 1152).
+    "gemma3-4b": 4_300_079_472 - 416_866_032 - 1152 * 2561,
+    "gemma3-12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
+    "gemma3-27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
+    "phi3-mini": 3_821_079_552,
+    "phi3-medium": 13_960_238_080,
+    "phi4-14b": 14_659_507_200,
+    "glm4-9b": 9_400_279_040,
+    "glm4-32b": 32_566_081_536,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
 }
 
 
@@ -68,6 +96,14 @@ def test_presets_count_as_published_and_as_built(preset):
     assert count.total == sum(count.components().values()) == sum(built_sizes(model).values())
 
 
+@pytest.mark.parametrize(
+    ("preset", "billions"), [("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.2), ("qwen3-8b", 8.19)]
+)
+def test_active_parameters_are_as_published(preset, billions):
+    """Mixtral's paper (arXiv 2401.04088) and Qwen3's model cards, which round: 12.9B, 3.3B, 22B."""
+    assert count_parameters(load(f"models/{preset}").config.model).active == pytest.approx(billions * 1e9, rel=0.01)
+
+
 BASE = {"vocab_size": 50, "num_layers": 3, "embed_dim": 16, "num_heads": 4, "mlp_dim": 24, "max_seq_len": 32}
 
 
@@ -87,7 +123,11 @@ BASE = {"vocab_size": 50, "num_layers": 3, "embed_dim": 16, "num_heads": 4, "mlp
         {"gated_mlp": False},
         {"qk_norm": True, "head_dim": 6},
         {"norm": "layernorm"},
+        {"norm": "rmsnorm_1p", "norm_position": "both", "qk_norm": True},
+        {"norm_position": "post", "num_kv_heads": 2, "qk_norm": True, "qk_norm_dims": "all_heads"},
         {"position": "learned"},
+        {"moe": {"experts": 6, "expert_dim": 20}},
+        {"moe": {"experts": 6, "dense_layers": 1, "shared_experts": 2, "choice_bias": True}, "gated_mlp": False},
         {"sliding_window": 8},
         {
             "num_kv_heads": 2,
@@ -107,7 +147,7 @@ def test_every_architectural_choice_counts_as_built(change):
     count, built = count_parameters(model), built_sizes(model)
     assert count.total == sum(built.values())
     of = lambda word: sum(size for path, size in built.items() if word in path)  # noqa: E731
-    assert count.mlp == of("mlp") - of("mlp_norm")
+    assert count.mlp == of("['mlp']")
     tables = 1 if model.tie_embeddings else 2
     assert count.embedding + count.unembedding == tables * model.padded_vocab_size * 16
     assert count.vocab_padding == tables * (model.padded_vocab_size - 50) * 16

@@ -1,11 +1,13 @@
 """The compiled gradient holds exactly the planned collectives, with the planned bytes, and nothing else."""
 
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from ridgeline.configs.context import context_method
 from ridgeline.configs.schema import (
     AttentionConfig,
     ComputeConfig,
@@ -13,6 +15,7 @@ from ridgeline.configs.schema import (
     DataConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     PrecisionConfig,
     TrainerConfig,
 )
@@ -30,12 +33,18 @@ LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
 
 
-def make_config(data: int, fsdp: int, tensor: int, compute: str = "float32", accumulation: int = 1) -> Config:
+OLMO = {"norm_position": "post", "qk_norm": True, "qk_norm_dims": "all_heads"}
+GEMMA = {"norm": "rmsnorm_1p", "norm_position": "both", "qk_norm": True, "tie_embeddings": True}
+
+
+def make_config(
+    data: int, fsdp: int, tensor: int, compute: str = "float32", accumulation: int = 1, context: int = 1, method: str = "auto", **model: Any
+) -> Config:
     return Config(
-        model=ModelConfig(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=D, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=F),
-        compute=ComputeConfig(attention=AttentionConfig(backend="chunked", chunk=16), loss_chunk=BATCH * SEQ),
+        model=ModelConfig(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=D, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=F, **model),
+        compute=ComputeConfig(attention=AttentionConfig(backend="chunked", chunk=16, context=method), loss_chunk=BATCH * SEQ),
         precision=PrecisionConfig(compute=compute),
-        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor, context=context),
         data=DataConfig(batch_size=BATCH, seq_len=SEQ),
         trainer=TrainerConfig(accumulation=accumulation),
     )
@@ -43,12 +52,17 @@ def make_config(data: int, fsdp: int, tensor: int, compute: str = "float32", acc
 
 def abstract_batch(partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct((BATCH, SEQ), dtype, sharding=partitioner.batch_sharding()) for name, dtype in dtypes.items()}
+    return {name: jax.ShapeDtypeStruct((BATCH, SEQ), dtype, sharding=partitioner.batch_sharding(name)) for name, dtype in dtypes.items()}
+
+
+def partitioned(config: Config) -> Partitioner:
+    mesh = build_mesh(config.mesh)
+    return Partitioner.of(mesh, config.mesh, zigzag=context_method(config, mesh.shape) == "ring")
 
 
 def compile_step(config: Config) -> tuple[str, dict[str, int]]:
     """The whole optimizer step."""
-    partitioner = Partitioner.of(build_mesh(config.mesh), config.mesh)
+    partitioner = partitioned(config)
     spec = model_spec(config, partitioner)
     optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
     state = abstract_state(config, spec, optimizer, partitioner)
@@ -60,13 +74,13 @@ def compile_step(config: Config) -> tuple[str, dict[str, int]]:
 
 def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
     """Loss and gradient of one batch."""
-    partitioner = Partitioner.of(build_mesh(config.mesh), config.mesh)
+    partitioner = partitioned(config)
     spec = model_spec(config, partitioner)
     shardings = param_shardings(partitioner, spec.abstract_params, spec.param_axes)
     params = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), spec.abstract_params, shardings)
 
     def objective(params, batch):
-        sums = loss_sums(spec, config, partitioner, params, batch)
+        sums, _ = loss_sums(spec, config, partitioner, params, batch)
         return sums.nats + sums.z
 
     jitted = jax.jit(jax.value_and_grad(objective), out_shardings=(partitioner.replicated(), shardings))
@@ -79,8 +93,8 @@ def array_bytes(found: Collective) -> int:
 
 
 def where(found: Collective) -> str:
-    """Layers run LAYERS times; everything else runs once."""
-    return "layer" if found.count == LAYERS else "once"
+    """Layers run LAYERS times, and a ring in them a multiple of that; everything else runs once."""
+    return "layer" if found.count % LAYERS == 0 else "once"
 
 
 def budget(items) -> dict[tuple, int]:
@@ -91,9 +105,24 @@ def budget(items) -> dict[tuple, int]:
     return dict(total)
 
 
-@pytest.mark.parametrize(("data", "fsdp", "tensor"), MESHES)
-def test_gradient_contains_exactly_the_planned_collectives(data, fsdp, tensor):
-    config = make_config(data, fsdp, tensor)
+BIASES = {"attention_bias": True, "mlp_bias": True, "output_bias": True, "norm": "layernorm", "position": "learned", "max_seq_len": SEQ}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(make_config(*mesh) for mesh in MESHES),
+        make_config(2, 2, 2, **OLMO),
+        make_config(2, 2, 2, **GEMMA),
+        make_config(1, 1, 1, context=8, method="ring"),
+        make_config(2, 2, 1, context=2, method="ring"),
+        make_config(1, 2, 2, context=2, method="ring", **BIASES),
+        make_config(1, 2, 2, context=2, method="all_to_all"),
+        make_config(2, 1, 1, context=4, method="all_to_all"),
+    ],
+    ids=lambda config: "-".join(f"{axis}{n}" for axis, n in config.mesh.sizes.items() if n > 1) + config.compute.attention.context,
+)
+def test_gradient_contains_exactly_the_planned_collectives(config):
     text, mesh_shape = compile_gradient(config)
     module = parse(text)
     found = [c for c in collectives(module, mesh_shape) if array_bytes(c)]
@@ -104,6 +133,19 @@ def test_gradient_contains_exactly_the_planned_collectives(data, fsdp, tensor):
     )
     assert budget((("once", c.kind, c.axes), array_bytes(c) * c.count) for c in found if where(c) == "once") == budget(
         (("once", item.kind, item.axes), item.bytes * item.count) for item in planned if item.where != "layer"
+    )
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "expert": 2}])
+def test_experts_communicate_as_planned(mesh):
+    config = make_config(2, 2, 2)
+    moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=32)
+    config = config.model_copy(update={"mesh": MeshConfig(**mesh), "model": config.model.model_copy(update={"moe": moe})})
+    text, mesh_shape = compile_gradient(config)
+    found = [c for c in collectives(parse(text), mesh_shape) if array_bytes(c)]
+    planned = [as_compiled_for_cpu(item) for item in planned_collectives(config, mesh_shape)]
+    assert budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in found) == budget(
+        ((item.kind, item.axes), item.bytes * item.count) for item in planned
     )
 
 

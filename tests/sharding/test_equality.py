@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from ridgeline.configs.context import context_method
 from ridgeline.configs.schema import (
     AttentionConfig,
     ComputeConfig,
@@ -17,6 +18,7 @@ from ridgeline.configs.schema import (
     DataConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     PrecisionConfig,
     TrainerConfig,
@@ -25,10 +27,13 @@ from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.state import abstract_state, init_state, model_spec
-from ridgeline.trainer.step import make_train_step
+from ridgeline.trainer.step import make_train_step, to_global
 
 FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
 BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5
+
+
+MOE = {"moe": MoEConfig(experts=6, experts_per_token=2, expert_dim=16, dense_layers=1, shared_experts=1)}
 
 
 def make_config(
@@ -70,7 +75,8 @@ def remember_gradient() -> optax.GradientTransformation:
 
 def prepared(config: Config, devices) -> tuple[Partitioner, Any, optax.GradientTransformation, Any]:
     """Partitioner, model, optimizer and abstract state of a config."""
-    partitioner = Partitioner.of(build_mesh(config.mesh, devices), config.mesh)
+    mesh = build_mesh(config.mesh, devices)
+    partitioner = Partitioner.of(mesh, config.mesh, zigzag=context_method(config, mesh.shape) == "ring")
     spec = model_spec(config, partitioner)
     optimizer = optax.chain(remember_gradient(), build_optimizer(config.optimizer, config.precision, spec.param_axes))
     return partitioner, spec, optimizer, abstract_state(config, spec, optimizer, partitioner)
@@ -95,7 +101,7 @@ def run(config: Config, devices) -> tuple[list[float], dict]:
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     losses = []
     for index in range(STEPS):
-        state, metrics = step(state, jax.device_put(make_batch(index), partitioner.batch_sharding()))
+        state, metrics = step(state, to_global(make_batch(index), partitioner))
         losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
         if index == 0:
             grads = jax.tree.map(np.asarray, state.opt_state[0])
@@ -149,11 +155,21 @@ def test_gradients_and_state_sharded_over_data_equal_one_device(mesh, accumulati
     [
         {"tie_embeddings": True, "attention_bias": True, "mlp_bias": True, "output_bias": True, "norm": "layernorm", "position": "learned"},
         {"qk_norm": True, "pad_vocab_to": 104},
+        MOE,
     ],
-    ids=["gpt2-like", "qwen3-like"],
+    ids=["gpt2-like", "qwen3-like", "experts"],
 )
-def test_biases_tables_and_head_norms_equal_one_device(model):
+def test_biases_tables_head_norms_and_experts_equal_one_device(model):
     compare(run(make_config(2, 2, 2, **model), jax.devices()), reference(**model))
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 4), (1, 2, 2, 2)], ids=str)
+def test_experts_over_expert_equal_one_device(mesh):
+    """data, fsdp, tensor, expert; the loads of the experts differ, and none is dropped."""
+    model = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16)}
+    config = make_config(*mesh[:3], **model)
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"expert": mesh[3]})})
+    compare(run(config, jax.devices()), reference(**model))
 
 
 @pytest.mark.parametrize(
@@ -168,3 +184,42 @@ def test_biases_tables_and_head_norms_equal_one_device(model):
 )
 def test_other_rules_equal_one_device(rules, model):
     compare(run(make_config(2, 2, 2, rules=rules, **model), jax.devices()), reference(**model))
+
+
+def over_context(method: str, context: int, data: int = 1, fsdp: int = 1, tensor: int = 1, packed: bool = True, **settings) -> Config:
+    config = make_config(data, fsdp, tensor, **settings)
+    attention = AttentionConfig(backend="chunked", chunk=4, context=method)
+    changes = {
+        "compute": config.compute.model_copy(update={"attention": attention}),
+        "mesh": config.mesh.model_copy(update={"context": context}),
+        "data": config.data.model_copy(update={"document_masking": packed}),
+    }
+    return config.model_copy(update=changes)
+
+
+@cache
+def packed_reference(packed: bool, **model) -> tuple[list[float], dict]:
+    return run(over_context("auto", 1, packed=packed, **model), jax.devices()[:1])
+
+
+GROUPED = {"num_kv_heads": 2}
+WINDOW = {"sliding_window": 5}
+
+
+@pytest.mark.parametrize(
+    ("method", "mesh", "settings"),
+    [
+        ("ring", {"context": 8}, {}),
+        ("ring", {"context": 4, "fsdp": 2}, GROUPED),
+        ("ring", {"context": 2, "data": 2, "fsdp": 2}, GROUPED | WINDOW),
+        ("ring", {"context": 2, "fsdp": 2, "tensor": 2}, GROUPED | {"packed": False}),
+        ("ring", {"context": 4, "tensor": 2}, WINDOW | {"packed": False}),
+        ("all_to_all", {"context": 8}, {}),
+        ("all_to_all", {"context": 2, "data": 2, "fsdp": 2}, GROUPED | WINDOW),
+        ("all_to_all", {"context": 2, "fsdp": 2, "tensor": 2}, {"packed": False}),
+        ("all_to_all", {"context": 4, "data": 2}, {"accumulation": 2}),
+    ],
+)
+def test_a_sharded_sequence_equals_one_device(method, mesh, settings):
+    model = {name: value for name, value in settings.items() if name not in ("packed", "accumulation")}
+    compare(run(over_context(method, **mesh, **settings), jax.devices()), packed_reference(settings.get("packed", True), **model))

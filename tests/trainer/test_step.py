@@ -92,6 +92,24 @@ def test_accumulation_gives_the_same_update_as_the_whole_batch(accumulation: int
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+def test_experts_are_balanced_alike_in_one_and_in_two_microbatches_and_the_bias_is_not_the_optimizers() -> None:
+    moe = {"experts": 6, "experts_per_token": 2, "expert_dim": 16, "choice_bias": True, "score": "sigmoid"}
+    losses = {"load_balance": 0.1, "router_z_loss": 0.01, "router_bias_rate": 0.5}
+    sections = {"model": {**MODEL, "num_layers": 2, "moe": moe}, "loss": losses, "optimizer": {"eps": 1e-2, "decay": "all"}}
+    whole, split = (Trainer(make_config(**sections, trainer={"accumulation": a})) for a in (1, 2))
+    for seed in range(2):
+        (one,), (other,) = whole.run(make_batch(seed)), split.run(make_batch(seed))
+        assert one.keys() == other.keys() >= {"router_balance_loss", "router_load_max", "router_entropy", "router_dropped"}
+        for name, value in one.items():
+            np.testing.assert_allclose(value, other[name], rtol=1e-5, err_msg=name)
+        assert one["router_balance_loss"] >= 0.9 and one["router_load_max"] > 1
+        if seed == 0:
+            bias = np.asarray(whole.state.params["blocks"]["mlp"]["router_bias"])
+            assert {-0.5, 0.5} <= set(np.unique(bias)) <= {-0.5, 0.0, 0.5}  # without weight decay
+    for a, b in zip(leaves(whole.state), leaves(split.state), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
 def test_xla_does_not_learn_how_many_microbatches_there_are_but_readers_of_its_output_do() -> None:
     """A count it knows is unrolled on GPUs, and the activations of two microbatches then live at once."""
     trainer = Trainer(make_config(trainer={"accumulation": 4}))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
@@ -55,6 +56,8 @@ class Report:
     """Dtype of the matmuls, except those with 8-bit or 4-bit inputs."""
     schedule: Schedule
     """The compiled schedule, simulated with calibrated rates of kernels and links."""
+    context_method: str | None = None
+    """ring or all_to_all, where the sequence is sharded."""
     uncounted_loops: tuple[str, ...] = ()
     """Loops with an unknown trip count; their bodies are counted once."""
 
@@ -113,6 +116,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         kernels=launched,
         dtype=dtype,
         schedule=_simulate(request, cluster, compiled, rates, launched, found, dtype),
+        context_method=context_method(config, compiled.mesh),
         uncounted_loops=tuple(module.unknown_loops),
     )
 
@@ -194,6 +198,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "lower_s": c.lower_s,
         "compile_s": c.compile_s,
         "mesh": c.mesh,
+        "context_method": report.context_method,
         "device": report.device.name,
         "versions": c.versions,
         "warnings": list(c.warnings),

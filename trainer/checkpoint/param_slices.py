@@ -18,6 +18,7 @@ import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
 from ridgeline.configs.errors import UserError
+from ridgeline.models.params import STACKS
 from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import integrity
@@ -127,7 +128,7 @@ def _lay_out(root: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype)
 
 def _create(root: Path, path: str, shape: tuple[int, ...]) -> ts.TensorStore:
     """Recreate the array with Orbax's encoding, `shape`, and chunks of one layer where it is stacked."""
-    chunk = [1, *shape[1:]] if path.startswith("blocks.") else list(shape)
+    chunk = [1, *shape[1:]] if path.startswith(STACKS) else list(shape)
     spec = ts.open(_read_spec(root, path), open=True).result().spec().to_json()
     spec.pop("transform", None)
     metadata = spec["metadata"]

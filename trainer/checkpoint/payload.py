@@ -17,12 +17,13 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import v1 as ocp
 
 from ridgeline.configs.errors import UserError
+from ridgeline.models.params import STACKS
 
 _TIMEOUT_S = 1200
 """Orbax's timeout for the processes of one save to wait for each other."""
 _DATA_FILE_BYTES = 128 << 20
 """Approximate size of payload files. Verification runs in parallel over files."""
-_STACKED = "params.blocks."
+_STACKED = tuple(f"params.{stack}" for stack in STACKS)
 """Parameters with a leading dim of layers (models/params.py)."""
 _LAYER_CHUNKS_ABOVE_BYTES = 32 << 20
 _MAX_NAMED = 5

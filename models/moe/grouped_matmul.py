@@ -1,0 +1,225 @@
+"""Matmuls of rows that are grouped by expert, each group with the matrix of its expert: one interface, several kernels.
+
+A kernel also decides where the rows of the experts lie in one buffer: the kernel for GPUs aligns them to its blocks.
+
+Legend: R rows of the buffer, E experts, I inputs, O outputs, A assignments of tokens to experts, C rows per expert, X blocks of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from ridgeline.planner.experts import block_rows, capacity, padded_rows
+
+TILE = 64
+"""Inputs and outputs of a tile of the Pallas kernel: it needs multiples of it."""
+
+
+class GroupedMatmul(Protocol):
+    """A kernel. Hashable."""
+
+    def rows(self, assignments: int, experts: int) -> int:
+        """Return R: enough for the worst case of loads; A: most assignments to these experts."""
+
+    def starts(self, load_E: jax.Array, assignments: int) -> jax.Array:
+        """Return the first row of each expert."""
+
+    def limit(self, assignments: int, experts: int) -> int:
+        """Return the most rows of one expert; later ones are dropped."""
+
+    def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
+        """Return the rows times the matrix of their expert (transposed: w is [O, E, I]), summed in float32, [R, O] in x's dtype.
+
+        Rows of no expert are finite.
+        """
+
+    def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return the sum over each expert's rows of x times y, [I, E, O] in `dtype`. Rows of no expert are 0 in one of them."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """`jax.lax.ragged_dot`: the rows of the experts follow each other without gaps.
+
+    XLA's backends for CPUs and GPUs (jax 0.10) multiply every row with every expert's matrix: it is for CPUs and small models.
+    """
+
+    def rows(self, assignments: int, experts: int) -> int:
+        """Return one row per assignment."""
+        return assignments
+
+    def starts(self, load_E: jax.Array, assignments: int) -> jax.Array:
+        """Return the sum of the loads before each expert."""
+        return jnp.cumsum(load_E) - load_E
+
+    def limit(self, assignments: int, experts: int) -> int:
+        """Nothing is dropped."""
+        return assignments
+
+    def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
+        """See `GroupedMatmul`."""
+        w_EIO = w_IEO.transpose((1, 2, 0) if transposed else (1, 0, 2))
+        return jax.lax.ragged_dot(x_RI, w_EIO, load_E, preferred_element_type=jnp.float32).astype(x_RI.dtype)
+
+    def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """See `GroupedMatmul`."""
+        numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+        return jax.lax.ragged_dot_general(x_RI, y_RO, load_E, numbers, preferred_element_type=dtype).swapaxes(0, 1)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Plain batched matmuls: each expert has `factor` times the mean load of rows, and drops what is beyond."""
+
+    factor: float
+
+    def rows(self, assignments: int, experts: int) -> int:
+        """Return E * C."""
+        return experts * self.limit(assignments, experts)
+
+    def starts(self, load_E: jax.Array, assignments: int) -> jax.Array:
+        """Return the multiples of C."""
+        return jnp.arange(load_E.shape[0]) * self.limit(assignments, load_E.shape[0])
+
+    def limit(self, assignments: int, experts: int) -> int:
+        """Return C."""
+        return capacity(assignments, experts, self.factor)
+
+    def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
+        """See `GroupedMatmul`."""
+        equation = "eci,oei->eco" if transposed else "eci,ieo->eco"
+        y_ECO = jnp.einsum(equation, _split(x_RI, w_IEO.shape[1]), w_IEO, preferred_element_type=jnp.float32)
+        return y_ECO.astype(x_RI.dtype).reshape(x_RI.shape[0], -1)
+
+    def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """See `GroupedMatmul`."""
+        experts = load_E.shape[0]
+        return jnp.einsum("eci,eco->ieo", _split(x_RI, experts), _split(y_RO, experts), preferred_element_type=dtype)
+
+
+def _split(x_RI: jax.Array, experts: int) -> jax.Array:
+    return x_RI.reshape(experts, -1, x_RI.shape[-1])
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Pallas kernels (Triton) for NVIDIA GPUs: the rows of each expert are padded to whole blocks, so that a block has one expert."""
+
+    block: int
+    interpret: bool = False
+    """Use Pallas's interpreter on any platform, for tests."""
+
+    @classmethod
+    def of(cls, experts: int) -> Blocks:
+        """Return the kernels for this number of experts."""
+        return cls(block_rows(experts))
+
+    def rows(self, assignments: int, experts: int) -> int:
+        """Return A + E * (block - 1), in whole blocks: more are never needed."""
+        return padded_rows(assignments, experts, self.block)
+
+    def starts(self, load_E: jax.Array, assignments: int) -> jax.Array:
+        """Return the first row of each expert's first block."""
+        blocks_E = self._blocks(load_E)
+        return (jnp.cumsum(blocks_E) - blocks_E) * self.block
+
+    def limit(self, assignments: int, experts: int) -> int:
+        """Nothing is dropped."""
+        return assignments
+
+    def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
+        """See `GroupedMatmul`."""
+        (rows, inputs), experts = x_RI.shape, w_IEO.shape[1]
+        outputs = w_IEO.shape[0 if transposed else 2]
+        block, tile = self.block, _tile(outputs)
+        ends_E = jnp.cumsum(self._blocks(load_E))
+        expert_X = jnp.searchsorted(ends_E, jnp.arange(rows // block), side="right", method="compare_all").astype(jnp.int32)
+
+        def kernel(expert_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
+            expert = expert_ref[0]
+            columns = pl.ds(pl.program_id(1) * tile, tile)
+
+            def add(step: jax.Array, total: jax.Array) -> jax.Array:
+                part = pl.ds(step * TILE, TILE)
+                w = w_ref[columns, expert, part] if transposed else w_ref[part, expert, columns]
+                return total + triton.dot(x_ref[:, part], w, trans_b=transposed)
+
+            # Blocks beyond the last expert's have no inputs, and results of 0.
+            steps = jnp.where(expert < experts, jnp.int32(inputs // TILE), jnp.int32(0))
+            total = jax.lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((block, tile), jnp.float32))
+            y_ref[...] = total.astype(y_ref.dtype)
+
+        return pl.pallas_call(
+            kernel,
+            grid=(rows // block, outputs // tile),
+            in_specs=[
+                pl.BlockSpec((1,), lambda i, j: (i,)),
+                pl.BlockSpec((block, inputs), lambda i, j: (i, 0)),
+                pl.BlockSpec(w_IEO.shape, lambda i, j: (0, 0, 0)),
+            ],
+            out_specs=pl.BlockSpec((block, tile), lambda i, j: (i, j)),
+            out_shape=jax.ShapeDtypeStruct((rows, outputs), x_RI.dtype),
+            compiler_params=self._parameters,
+            interpret=self.interpret,
+            name="expert_matmul",
+            metadata={"flops": str(2 * rows * inputs * outputs)},
+        )(expert_X, x_RI, w_IEO)
+
+    def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """See `GroupedMatmul`."""
+        (rows, inputs), outputs, experts = x_RI.shape, y_RO.shape[1], load_E.shape[0]
+        block, height, width = self.block, TILE, _tile(outputs)
+        blocks_E = self._blocks(load_E)
+        ends_E = jnp.cumsum(blocks_E)
+        range_E2 = jnp.stack([ends_E - blocks_E, ends_E], -1).astype(jnp.int32)
+
+        def kernel(range_ref: Any, x_ref: Any, y_ref: Any, w_ref: Any) -> None:
+            def add(index: jax.Array, total: jax.Array) -> jax.Array:
+                part = pl.ds(index * block, block)
+                return total + triton.dot(x_ref[part, :], y_ref[part, :], trans_a=True)
+
+            total = jax.lax.fori_loop(range_ref[0], range_ref[1], add, jnp.zeros((height, width), jnp.float32))
+            w_ref[...] = total.astype(w_ref.dtype)
+
+        return pl.pallas_call(
+            kernel,
+            grid=(inputs // height, outputs // width, experts),
+            in_specs=[
+                pl.BlockSpec((None, 2), lambda i, j, e: (e, 0)),
+                pl.BlockSpec((rows, height), lambda i, j, e: (0, i)),
+                pl.BlockSpec((rows, width), lambda i, j, e: (0, j)),
+            ],
+            out_specs=pl.BlockSpec((height, None, width), lambda i, j, e: (i, e, j)),
+            out_shape=jax.ShapeDtypeStruct((inputs, experts, outputs), dtype),
+            compiler_params=self._parameters,
+            interpret=self.interpret,
+            name="expert_weight_gradient",
+            metadata={"flops": str(2 * rows * inputs * outputs)},
+        )(range_E2, x_RI, y_RO)
+
+    @property
+    def _parameters(self) -> triton.CompilerParams:
+        return triton.CompilerParams(num_warps=4 if self.block <= 64 else 8, num_stages=3)
+
+    def _blocks(self, load_E: jax.Array) -> jax.Array:
+        """Return the number of blocks of each expert."""
+        return -(-load_E // self.block)
+
+
+def _tile(outputs: int) -> int:
+    return 2 * TILE if outputs % (2 * TILE) == 0 else TILE
+
+
+def choose_kernel(platform: str, dtype: jnp.dtype, experts: int, widths: tuple[int, ...], capacity_factor: float | None) -> GroupedMatmul:
+    """Return the kernel for experts of these widths on one device (embed width, hidden width)."""
+    if capacity_factor is not None:
+        return Capacity(capacity_factor)
+    if platform in ("gpu", "cuda") and dtype == jnp.bfloat16 and not any(width % TILE for width in widths):
+        return Blocks.of(experts)
+    return Ragged()

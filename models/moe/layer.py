@@ -1,0 +1,83 @@
+"""The mixture of experts of a block, in place of its MLP.
+
+Legend: B rows, T tokens of a row, D embed width, K experts per token, R rows of the experts' buffers, F hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.mlp import ACTIVATIONS, MLP
+from ridgeline.models.moe.experts import MATRIX_AXES, Plan
+from ridgeline.models.moe.router import ROUTER_AXES, RouterSums, choose, router_logits, sums_of
+from ridgeline.models.parallelize import Execution
+from ridgeline.models.params import ParamFactory
+
+
+class RouterState(nnx.Variable):
+    """The `RouterSums` of the last call."""
+
+
+class MixtureOfExperts(nnx.Module):
+    """Sum over the chosen experts of weight * expert(x), plus the shared experts (arXiv 2101.03961, 2401.06066)."""
+
+    def __init__(self, model: ModelConfig, execution: Execution, residual_std: float, make: ParamFactory) -> None:
+        moe = model.moe
+        assert moe is not None
+        width, hidden, experts, std = model.embed_dim, model.expert_width, moe.experts, model.init_std
+        self.router = make.normal((width, experts), ROUTER_AXES, std)
+        # Not trained by the optimizer, and in float32 whatever the parameters are: its steps are small.
+        self.router_bias = replace(make, dtype=jnp.dtype("float32")).constant((experts,), ("router",), 0.0) if moe.choice_bias else None
+        shape = (width, experts, hidden)
+        self.gate = make.normal(shape, MATRIX_AXES, std) if model.gated_mlp else None
+        self.up = make.normal(shape, MATRIX_AXES, std)
+        self.down = make.normal(shape, MATRIX_AXES, residual_std)  # [D, E, F] as the others
+        shared = model.without_experts(moe.shared_experts * hidden) if moe.shared_experts else None
+        self.shared = None if shared is None else MLP(shared, execution, residual_std, make)
+        self.moe, self.activation, self.execution = moe, model.activation, execution
+
+    def __call__(self, x_BTD: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Map the residual stream to its update by the experts of norm(x), same shape and dtype; leave the sums of the router."""
+        execution, act = self.execution, ACTIVATIONS[self.activation]
+        experts, remat, partitioner = execution.experts, execution.remat, execution.partitioner
+        assert experts is not None
+
+        def widen(x_BTD: jax.Array) -> tuple[list[jax.Array], jax.Array, Plan, RouterSums]:
+            x_BTD = partitioner.constrain(norm(x_BTD), "batch", "residual_seq", "act_embed")
+            with jax.named_scope("router"):
+                bias_E = None if self.router_bias is None else self.router_bias[...]
+                logits_BTE = router_logits(partitioner, x_BTD, self.router[...])
+                choice, scores_BTE = choose(partitioner, self.moe, logits_BTE, bias_E)
+                plan, dropped = experts.plan(choice.experts_BTK)
+                sums = sums_of(partitioner, logits_BTE, scores_BTE, choice, dropped)
+            kernels = (self.up,) if self.gate is None else (self.up, self.gate)
+            return experts.widen(x_BTD, plan, kernels), choice.weights_BTK, plan, sums
+
+        # Only the inputs of the elementwise part are saved for the backward pass, as in the MLP.
+        @partial(jax.checkpoint, prevent_cse=False)
+        def activate(up_RF: jax.Array, *gate_RF: jax.Array) -> jax.Array:
+            return act(gate_RF[0]) * up_RF if gate_RF else act(up_RF)
+
+        def narrow(weights_BTK: jax.Array, plan: Plan, *wide_RF: jax.Array) -> jax.Array:
+            return experts.narrow(activate(*wide_RF), weights_BTK, plan, self.down)
+
+        wide_RF, weights_BTK, plan, sums = remat.wrap_matmuls(widen)(x_BTD)
+        wide_RF = [checkpoint_name(side_RF, name) for side_RF, name in zip(wide_RF, ("mlp_up", "mlp_gate"), strict=False)]
+        update_BTD: jax.Array = remat.wrap_matmuls(narrow)(weights_BTK, plan, *wide_RF)
+        self.sums = RouterState(sums)
+        return update_BTD if self.shared is None else update_BTD + self.shared(x_BTD, norm)
+
+
+def router_sums(block: Any) -> RouterSums | None:
+    """Return the sums of the router after a call of a block; None for a block without experts."""
+    layer = getattr(block, "mlp", None)
+    return layer.sums.get_raw_value() if isinstance(layer, MixtureOfExperts) else None
