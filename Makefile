@@ -35,7 +35,7 @@ NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parame
   $(addprefix tests/cli/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
+.PHONY: test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -133,6 +133,12 @@ bench: $(VENV)/.installed-dev  ## the benchmarks of docs/LOG.md (minutes, one af
 
 COUNT ?= 200
 SEED  ?= 0
+compositions: $(VENV)/.installed-dev  ## all compositions of the mesh axes on 8 devices, samples on 16 and 32, against one device (half an hour)
+	COMPOSITIONS=all $(BIN)/python -m pytest -n $(JOBS) tests/sharding/test_compositions.py
+	for devices in 16 32; do \
+	  XLA_FLAGS=--xla_force_host_platform_device_count=$$devices COMPOSITIONS=12 $(BIN)/python -m pytest tests/sharding/test_compositions.py || exit; \
+	done
+
 bench-memory: $(VENV)/.installed-dev  ## planned against compiled memory on COUNT drawn configs (20 s each)
 	$(BIN)/python benchmarks/plan_vs_compile.py --seed $(SEED) --count $(COUNT) --json runs/plan_vs_compile.json
 

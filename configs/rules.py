@@ -258,6 +258,8 @@ def _experts(config: Config) -> Iterator[Problem]:
         )
     if config.compute.tensor_overlap == "ring":
         yield Problem(("compute.tensor_overlap", "model.moe"), "ring does not support experts; set compute.tensor_overlap=gather")
+    if config.mesh.zero_stage:
+        yield Problem(("mesh.zero_stage", "model.moe"), "does not support experts; set mesh.zero_stage=0, or shard them over mesh.fsdp")
     if config.optimizer.kind in ("adafactor", "muon"):
         yield Problem(("optimizer.kind", "model.moe"), f"{config.optimizer.kind} does not support experts; use adamw, lion or sgd")
 

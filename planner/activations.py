@@ -131,8 +131,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
         relaid = layers * local.stream_bytes
     elif between and (ring or policy != "dots") and local.fsdp > 1 and overlap and not _offloads_inputs(local):
         relaid = layers * local.cut_stream_bytes
-    if local.config.precision.block_scaled is not None and policy == "none":
-        relaid += layers * local.query_bytes  # attention results, for blocks along the tokens
+    if local.config.precision.block_scaled is not None and policy == "none" and backend == "cudnn":
+        relaid += layers * local.query_bytes  # attention results, for blocks along the tokens; Pallas reads them in that layout too
     if backend in ("xla", "reference") and policy == "none":
         relaid += layers * score_bytes(local, 4)
     return relaid

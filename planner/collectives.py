@@ -175,7 +175,7 @@ class _Plan:
 
     def __init__(self, config: Config, sizes: Mapping[str, int], gpu: bool) -> None:
         itemsize = ITEMSIZE if gpu else CPU_ITEMSIZE
-        self.config, self.model, self.sizes = config, config.model, sizes
+        self.config, self.model, self.sizes, self.gpu = config, config.model, sizes, gpu
         self.tensor, self.context, self.expert = sizes["tensor"], sizes["context"], sizes.get("expert", 1)
         self.fsdp = sizes["fsdp"] * self.expert  # outside of the experts a further fsdp axis
         self.micro = config.trainer.accumulation
@@ -254,6 +254,8 @@ class _Plan:
         if method is None:
             return []
         if method == "ring":
+            if not self.gpu and self.context == 2:  # XLA's CPU backend unrolls a loop of one hop, and does not repeat it
+                return []
             return [self._hops("keys and values (recomputed)", "backward", 2 * self.keys)] if again.attention else []
         exchanged = {"none": 0, "attention-only": 3}.get(self.config.compute.remat.policy, 4)
         return self._exchanges("backward", exchanged, " (recomputed)")
@@ -285,15 +287,15 @@ class _Plan:
 
         The backward pass computes the router's choice again, and gathers the tokens again: no policy keeps them in the experts' rows.
         """
-        model, tokens = self.model, self.rows * self.config.data.seq_len
-        routed = self._parameters("experts", "layer", moe.experts * expert_parameters(model), self.layers, of_experts=True)
-        reduced = [replace(item, by_hand=True) if item.kind != "all-gather" else item for item in routed]
+        model = self.model
+        weights = moe.experts * expert_parameters(model)
+        routed = self._parameters("experts", "layer", weights, self.layers, of_experts=True, reduced_by_hand=True)
         router = [
-            replace(item, bytes=item.bytes * 4 // (self.act if item.kind == "all-gather" else self.grad), by_hand=item.kind != "all-gather")
-            for item in self._parameters("router", "layer", model.embed_dim * moe.experts * self.tensor, self.layers)
+            replace(item, bytes=item.bytes * 4 // (self.act if item.kind == "all-gather" else self.grad))
+            for item in self._parameters("router", "layer", model.embed_dim * moe.experts * self.tensor, self.layers, reduced_by_hand=True)
         ]
         router = [replace(item, axes=(*item.axes, *self.over("tensor"))) if item.kind == "all-reduce" else item for item in router]
-        choice = tokens * moe.experts_per_token * 4
+        choice = self.tokens * moe.experts_per_token * 4
         stream: list[tuple[str, Phase, Kind, int, int]] = [
             ("experts input", "forward", "all-gather", self.stream, 1),
             ("choice and weights of experts", "forward", "all-gather", choice, 2),
@@ -310,7 +312,7 @@ class _Plan:
             for what, phase, kind, size, times in stream
             for axes, parts in ((self.over("expert"), self.tensor), (self.over("tensor"), 1))
         ]
-        return reduced + router + planned
+        return routed + router + planned
 
     def _biases(self) -> list[PlannedCollective]:
         """Return the reductions of the gradients of biases, which are in the compute dtype."""
@@ -444,8 +446,12 @@ class _Plan:
         backward_gather: bool = True,
         grad: int | None = None,
         of_experts: bool = False,
+        reduced_by_hand: bool = False,
     ) -> list[PlannedCollective]:
-        """Return the gathers of `weights` parameters, sharded over fsdp and tensor, and the reductions of their gradient."""
+        """Return the gathers of `weights` parameters, sharded over fsdp and tensor, and the reductions of their gradient.
+
+        by_hand: both are written by hand (models/moe, sharding/manual.py); reduced_by_hand: only the reductions are.
+        """
         local, grad = weights // self.tensor // (self.expert if of_experts else 1), grad or self.grad
         gathered = local * (self.gathered if where == "layer" else self.act)
         fsdp, data = self.over("fsdp") if of_experts else self.over("fsdp", "expert"), self.over("data", "context")
@@ -458,7 +464,9 @@ class _Plan:
         ]
         if self.config.mesh.zero_stage:
             planned[3] = replace(planned[3], kind="reduce-scatter", by_hand=False)
-        if where == "layer" and not fsdp and len(data) > 1:  # sums over rows and over the sequence
+        if reduced_by_hand:
+            planned[2:] = [replace(item, by_hand=True) for item in planned[2:]]
+        elif where == "layer" and not fsdp and len(data) > 1:  # sums over rows and over the sequence
             planned[3:] = [replace(planned[3], axes=(axis,), replicated=True) for axis in data]
         return planned if backward_gather else [planned[0], *planned[2:]]
 

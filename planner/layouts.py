@@ -94,7 +94,8 @@ def meshes(config: Config, devices: int) -> Iterator[Mesh]:
             layout = Layout(devices // tensor // context // fsdp, fsdp, tensor, context=context)
             yield Mesh(layout, refusal(config, layout))
             zero = replace(layout, zero_stage=2)
-            if layout.data > 1 and config.optimizer.kind != "muon" and refusal(config, zero) is None:
+            allowed = layout.data > 1 and config.optimizer.kind != "muon" and config.model.moe is None
+            if allowed and refusal(config, zero) is None:
                 yield Mesh(zero, None)
 
 

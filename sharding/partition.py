@@ -74,10 +74,7 @@ class Partitioner:
 
         The shard of a device is part of its shard of the parameter, so that only the updated parameters are communicated.
         """
-        if self.zero_stage == 0:
-            return self
-        embed, expert_embed = (*self.rules.embed, DATA_AXIS), (*self.rules.expert_embed, DATA_AXIS)
-        return replace(self, rules=replace(self.rules, embed=embed, expert_embed=expert_embed))
+        return self if self.zero_stage == 0 else replace(self, rules=replace(self.rules, embed=(*self.rules.embed, DATA_AXIS)))
 
     def batch_sharding(self, name: str = "tokens") -> NamedSharding:
         """Return the sharding of an array [B, T] of a batch. Every device of `context` has the segment ids of the whole row."""

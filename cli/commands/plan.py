@@ -92,7 +92,7 @@ def plan(
     Begins with three sentences: whether it fits and how, what it costs, and the change that saves most. Tables follow: the best layouts
     with memory, step time and cost; the bottleneck; why common alternatives are slower; and the best layout for each node count with its
     parallel efficiency. The global batch size stays as configured. Needs neither a GPU nor JAX. Where the best layout needs more than 90 %
-    of the memory and the packages of `ridge compile` are installed, it is compiled (10 to 60 s).
+    of the memory and the packages of `ridge compile` are installed, it is compiled (10 s to a few minutes).
     """
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.load import load

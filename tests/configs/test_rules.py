@@ -95,6 +95,7 @@ CASES = [
         "compute.attention.context: unknown context method 'rings'; did you mean 'ring'?",
     ),
     (["compute.attention.backend=cudnn"], "compute.attention.backend: cudnn supports no packed documents; ... document_masking=false"),
+    (["mesh.zero_stage=2", "model.moe={}"], "mesh.zero_stage: does not support experts; set mesh.zero_stage=0, or"),
     (["mesh.expert=4"], "mesh.expert: the model has no experts, so only 1 is supported, got 4 (or set model.moe)"),
     (["mesh.expert=3", "model.moe={}"], "mesh.expert: model.moe.experts=8 does not divide by mesh.expert=3 (mesh.expert=2 or 4 works"),
     (["mesh.zero_stage=1"], "mesh.zero_stage: must be 0 or 2, got 1"),

@@ -48,6 +48,8 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "phi3": {"rotary_fraction": 0.75, "sliding_window": 5},
     "mistral": {"num_kv_heads": 2, "sliding_window": 5},
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16},
+    "mixtral": {"num_kv_heads": 2, "moe": {"experts": 5, "experts_per_token": 2}},
+    "qwen3_moe": {"num_kv_heads": 2, "qk_norm": True, "moe": {"experts": 6, "experts_per_token": 3, "expert_dim": 20, "dense_layers": 1}},
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig
+from ridgeline.models import families as family_modules
 from ridgeline.models.family import families
 from ridgeline.models.matmul import CollectiveMatmul
 from ridgeline.models.parallelize import Execution, parallelize
@@ -63,4 +66,6 @@ def test_equal_configs_have_equal_executions() -> None:
 
 
 def test_every_family_is_found_by_its_module_name() -> None:
-    assert {name: family.name for name, family in families().items()} == {name: name for name in ("gpt2", "llama", "qwen2", "qwen3")}
+    modules = {path.stem for path in Path(family_modules.__file__).parent.glob("*.py")} - {"__init__"}
+    assert {name: family.name for name, family in families().items()} == {name: name for name in modules}
+    assert modules >= {"gpt2", "llama", "qwen2", "qwen3", "mixtral"}

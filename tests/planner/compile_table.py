@@ -1,7 +1,7 @@
-"""Compile rows of the tables of compiled steps again: `python tests/planner/compile_table.py compiled_steps_overlap.json [--having TEXT]`.
+"""Compile rows of the tables of compiled steps again: `python tests/planner/compile_table.py TABLE.json [--having TEXT]`.
 
-Rows (config, overrides, mesh) whose text holds TEXT, all without it, are compiled for H100s on this machine and written back with what came
-out; add a row with these three keys to have it measured. A row takes 5 to 30 s.
+Rows (config, overrides, mesh) whose text holds TEXT, all without it, are compiled for H100s (block-scaled matmuls: GB200s) on this machine
+and written back with what came out; add a row with these three keys to have it measured. A row takes 5 to 30 s.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from ridgeline.launch.environment import run_flags
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
 
 CLUSTER, DEVICES_PER_NODE = "dgx-h100", 8
+BLOCK_SCALED_CLUSTER = "gb200-nvl72"
+"""Hopper has no block-scaled matmuls."""
 SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")
 SMALL_BYTES = 1e6
 """Collectives that move less in a step are left out."""
@@ -39,9 +41,10 @@ def resolved(case: dict[str, Any]) -> Config:
 
 def request(case: dict[str, Any], how: str) -> Request:
     """Return what to compile, with the flags that the table says."""
-    devices = math.prod(case["mesh"].values())
-    cluster = load_cluster(CLUSTER).config.model_copy(update={"devices_per_node": min(devices, DEVICES_PER_NODE), "nodes": None})
-    config, nodes = resolved(case), -(-devices // DEVICES_PER_NODE)
+    devices, config = math.prod(case["mesh"].values()), resolved(case)
+    name = BLOCK_SCALED_CLUSTER if config.precision.block_scaled else CLUSTER
+    cluster = load_cluster(name).config.model_copy(update={"devices_per_node": min(devices, DEVICES_PER_NODE), "nodes": None})
+    nodes = -(-devices // DEVICES_PER_NODE)
     if "flags of a run" in how:
         flags, level = run_flags(config, cluster.device)
         return Request.on(config, cluster, nodes, xla_flags=flags, optimization_level=level)

@@ -31,7 +31,8 @@ FSDP8 = ("mesh.fsdp=8", "compute.attention.backend=auto")
 @cache
 def compiled():
     """The same small step on one device of every generation, what is refused, and last the step over eight H100s, in one process."""
-    requests = {name: Request.on(small("llama", "model.num_layers=1"), cluster(name, 1), 1) for name in STEPS}
+    config = small("llama", "model.num_layers=1", "data.document_masking=false")
+    requests = {name: Request.on(config, cluster(name, 1), 1) for name in STEPS}
     requests["indivisible"] = Request.on(small("llama", "mesh.fsdp=16"), cluster(), 1)
     requests["no such products"] = Request.on(small("llama", "precision.matmul=mxfp8", "mesh.fsdp=4"), cluster("h200-sxm", 4), 1)
     requests["eight"] = Request.on(small("llama", *FSDP8), cluster(), 1)
@@ -99,8 +100,8 @@ def test_buffers_are_dumped_for_each_request_of_a_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eight", "h200-sxm", "a100-80gb", "b200"])
-def test_attention_is_cudnns_forward_and_backward(name):
+@pytest.mark.parametrize("name", STEPS)
+def test_attention_to_rows_of_one_document_is_cudnns_on_every_generation(name):
     calls = set(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', compiled()[name].hlo_text))
     assert len(calls) == 2 and sum(call.endswith("Backward") for call in calls) == 1
 
@@ -151,6 +152,11 @@ def narrow(device, *mesh):
     return dict(zip(matmuls, zip(requests, compile_many(requests), strict=True), strict=True))
 
 
+def products_with_parameters(report):
+    """The kernels of a layer that multiply, without those of attention."""
+    return [k for k in report.kernels if k.dtype and k.component != "loss" and not k.name.startswith("pallas_call")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["fp8", "fp8_delayed"])
 def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(matmul):
@@ -158,7 +164,7 @@ def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(
     request, result = narrow("h200-sxm", "mesh.fsdp=2", "mesh.tensor=2")[matmul]
     assert isinstance(result, Compiled), result
     config, report = request.config, build_report(request, cluster("h200-sxm", 4), result)
-    products = [k for k in report.kernels if k.dtype and k.component != "loss" and "dot_product_attention" not in k.name]
+    products = products_with_parameters(report)
     assert {k.dtype[:2] for k in products} == {"f8"}, [(k.name, k.dtype, k.op_name) for k in products if k.dtype[:2] != "f8"]
     assert math.fsum(k.count for k in products) == 7 * 3 * config.model.num_layers
     assert all(report.rates(k)[0] == hardware("h200-sxm").peak_flops["float8"] for k in products)
@@ -175,7 +181,7 @@ def test_every_product_of_a_layer_is_a_block_scaled_kernel_where_the_gpu_has_the
     request, result = narrow("b200", "mesh.data=2", "mesh.fsdp=2")[matmul]
     assert isinstance(result, Compiled), result
     config, report = request.config, build_report(request, cluster("b200", 4), result)
-    products = [k for k in report.kernels if k.dtype and k.component != "loss" and "dot_product_attention" not in k.name]
+    products = products_with_parameters(report)
     count = {kind: math.fsum(k.count for k in products if k.dtype.startswith(kind)) for kind in ("f8", "f4")}
     forward = 7 * config.model.num_layers
     assert count == ({"f8": 2 * forward, "f4": forward} if matmul == "nvfp4" else {"f8": 3 * forward, "f4": 0})
