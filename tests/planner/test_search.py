@@ -115,6 +115,15 @@ def test_every_mesh_is_either_a_candidate_or_rejected_with_a_reason():
     assert any("num_kv_heads=8 does not divide by mesh.tensor=16" in r.reason for r in illegal)
 
 
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "mixtral-8x7b", "gemma3-1b"])
+def test_meshes_without_a_reason_break_no_rule_of_a_config(preset):
+    model = load(f"models/{preset}", ["data.batch_size=64", "data.seq_len=32768", "optimizer.kind=adamw"]).config
+    valid = [mesh.layout for mesh in meshes(model, 16) if not mesh.refused]
+    assert len(valid) > 5
+    for layout in valid:
+        assert not check_config(layout.apply(model)), layout
+
+
 def test_pruning_finds_what_an_exhaustive_search_finds():
     model, made = config(rows=64), cluster()
     machine = Machine(made, CALIBRATION, 16)

@@ -136,7 +136,9 @@ def test_gradient_contains_exactly_the_planned_collectives(config):
     )
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "expert": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "expert": 2}, {"data": 2, "fsdp": 1, "context": 4}], ids=str
+)
 def test_experts_communicate_as_planned(mesh):
     config = make_config(2, 2, 2)
     moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=32)

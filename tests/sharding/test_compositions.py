@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,9 +19,8 @@ from ridgeline.configs.schema import AttentionConfig, ComputeConfig, Config, MoE
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.planner.collectives import compiled_collectives
-from ridgeline.trainer.step import make_train_step, to_global
 from tests.sharding.test_collective_budget import array_bytes, budget
-from tests.sharding.test_equality import BATCH, SEQ, compare, first_state, make_batch, make_config, packed_reference, prepared
+from tests.sharding.test_equality import BATCH, SEQ, compare, make_config, packed_reference, trained
 
 DEVICES = int(re.search(r"device_count=(\d+)", os.environ["XLA_FLAGS"])[1])
 COUNT, SEED = os.environ.get("COMPOSITIONS", "10"), int(os.environ.get("SEED", "0"))
@@ -115,30 +113,12 @@ def test_there_are_forty_of_eight_devices():
 @pytest.mark.parametrize("one", sample(), ids=lambda one: one.name)
 def test_a_composition_trains_as_one_device_and_moves_what_is_planned(one):
     config = one.config
-    partitioner, spec, optimizer, abstract = prepared(config, jax.devices())
-    state = jax.tree.map(
-        lambda x, leaf: jax.device_put(x, leaf.sharding), first_state(config.model.model_dump_json(), config.optimizer.kind), abstract
-    )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    step = jax.jit(
-        make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner),
-        donate_argnums=0,
-        out_shardings=(shardings, None),
-    )
-    compiled = step.lower(state, to_global(make_batch(0), partitioner)).compile()
-    losses = []
-    for index in range(STEPS):
-        state, metrics = compiled(state, to_global(make_batch(index), partitioner))
-        losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
-        if index == 0:
-            gradients = jax.tree.map(np.asarray, state.opt_state[0])
-    expected, wanted = packed_reference(one.packed, **one.model)
-    compare((losses, gradients), (expected[: len(losses)], wanted))
-    found = [c for c in collectives(parse(compiled.as_text()), dict(partitioner.mesh.shape)) if array_bytes(c)]
-    moved = budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in found)
-    planned = budget(
-        ((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, dict(partitioner.mesh.shape), gpu=False)
-    )
+    *found, compiled = trained(config, jax.devices(), STEPS)
+    losses, gradients = packed_reference(one.packed, **one.model)
+    compare(found, (losses[: 2 * STEPS], gradients))
+    sizes = dict(config.mesh.sizes)
+    moved = budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in collectives(parse(compiled.as_text()), sizes) if array_bytes(c))
+    planned = budget(((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, sizes, gpu=False))
     statistics = ROUTER_BYTES * config.trainer.accumulation if one.experts else 0
     for key in moved.keys() | planned.keys():
         assert abs(moved.get(key, 0) - planned.get(key, 0)) <= (statistics if key[0] == "all-reduce" else 0), (key, moved, planned)

@@ -92,6 +92,11 @@ def first_state(model: str, optimizer: str) -> Any:
 
 def run(config: Config, devices) -> tuple[list[float], dict]:
     """Losses and gradient norms of STEPS steps, and the gradient of the first one on the host."""
+    return trained(config, devices, STEPS)[:2]
+
+
+def trained(config: Config, devices, steps: int) -> tuple[list[float], dict, Any]:
+    """As `run`, of this many steps, and the compiled step."""
     partitioner, spec, optimizer, abstract = prepared(config, devices)
     state = jax.tree.map(
         lambda x, leaf: jax.device_put(x, leaf.sharding), first_state(config.model.model_dump_json(), config.optimizer.kind), abstract
@@ -99,13 +104,14 @@ def run(config: Config, devices) -> tuple[list[float], dict]:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    compiled = step.lower(state, to_global(make_batch(0), partitioner)).compile()
     losses = []
-    for index in range(STEPS):
-        state, metrics = step(state, to_global(make_batch(index), partitioner))
+    for index in range(steps):
+        state, metrics = compiled(state, to_global(make_batch(index), partitioner))
         losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
         if index == 0:
             grads = jax.tree.map(np.asarray, state.opt_state[0])
-    return losses, grads
+    return losses, grads, compiled
 
 
 @cache

@@ -111,13 +111,14 @@ def test_a_run_resumed_after_every_step_is_bitwise_the_uninterrupted_one(
         np.testing.assert_array_equal(values, other[name], err_msg=name)
 
 
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}], ids=str)
 def test_a_run_goes_on_bitwise_in_data_and_closely_in_loss_on_another_mesh(
-    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]
+    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]], mesh: dict[str, int]
 ) -> None:
     source, losses = whole
     shutil.copytree(source.directory, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}")
-    again = run(make_config(corpus, tmp_path / "run", mesh={"data": 2, "fsdp": 2, "tensor": 2}))
+    again = run(make_config(corpus, tmp_path / "run", mesh=mesh))
     assert again.keys() == losses.keys()
     for step, loss in losses.items():
         assert again[step] == pytest.approx(loss, rel=1e-5)
