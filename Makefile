@@ -139,8 +139,8 @@ compositions: $(VENV)/.installed-dev  ## all compositions of the mesh axes on 8 
 	  XLA_FLAGS=--xla_force_host_platform_device_count=$$devices COMPOSITIONS=12 $(BIN)/python -m pytest tests/sharding/test_compositions.py || exit; \
 	done
 
-bench-memory: $(VENV)/.installed-dev  ## planned against compiled memory on COUNT drawn configs (20 s each)
-	$(BIN)/python benchmarks/plan_vs_compile.py --seed $(SEED) --count $(COUNT) --json runs/plan_vs_compile.json
+bench-memory: $(VENV)/.installed-dev  ## planned against compiled memory on COUNT drawn configs (20 s each; ARGS=--experts: with experts)
+	$(BIN)/python benchmarks/plan_vs_compile.py --seed $(SEED) --count $(COUNT) --json runs/plan_vs_compile.json $(ARGS)
 
 clean:  ## remove the environment, caches, prepared data and runs
 	rm -rf $(VENV) $(NEWEST_VENV) data runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info

@@ -40,6 +40,7 @@ _CONFIG: Table = {
 _CONVERT: Table = {
     "from-hf": ("ridgeline.cli.commands.convert:from_hf", "Import a Hugging Face directory as a checkpoint."),
     "to-hf": ("ridgeline.cli.commands.convert:to_hf", "Export a run as a Hugging Face directory."),
+    "upcycle": ("ridgeline.cli.commands.convert:upcycle", "Make a model with experts from a dense one."),
 }
 _ESTIMATE: Table = {
     "model": ("ridgeline.cli.commands.estimate_config:model", "Parameters and FLOPs per token of a config, by component."),
@@ -95,7 +96,7 @@ COMMANDS: Table = {
     "scale": ("ridgeline.cli.commands.scale:scale", "Measure a config at several scales, and recommend one."),
     "timeline": ("ridgeline.cli.commands.timeline:timeline", "Draw the phases of a run, or export a Perfetto trace."),
     "shardings": ("ridgeline.cli.commands.shardings:shardings", "Show the sharding of every parameter, without the hardware."),
-    "convert": ("Convert models from and to Hugging Face.", _CONVERT),
+    "convert": ("Convert models: from and to Hugging Face, dense to experts.", _CONVERT),
 }
 """Command -> ("module:attribute", help line), or group -> (help line, its own table)."""
 

@@ -7,12 +7,14 @@ from ridgeline.configs.remat import POLICIES
 
 ATTENTION_BACKENDS = ("auto", "reference", "xla", "chunked", "cudnn", "pallas")
 CONTEXT_METHODS = ("auto", "ring", "all_to_all")
+EXPERT_EXCHANGES = ("auto", "gather", "all_to_all")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "compute.attention.backend": ("attention backend", ATTENTION_BACKENDS),
     "compute.attention.context": ("context method", CONTEXT_METHODS),
+    "compute.experts.exchange": ("exchange of tokens", EXPERT_EXCHANGES),
     "compute.remat.policy": ("remat policy", tuple(POLICIES)),
     "optimizer.kind": ("optimizer", OPTIMIZERS),
     "schedule.kind": ("schedule", SCHEDULES),

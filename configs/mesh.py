@@ -9,10 +9,6 @@ from collections.abc import Iterator
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import MeshConfig
 
-WORKING_AXES = ("data", "fsdp", "context", "tensor", "expert")
-"""Mesh axes that may be larger than 1. The others are reserved."""
-_RESERVED = f"only 1 is supported (axes that may be larger: {', '.join(WORKING_AXES)})"
-
 
 def resolve_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
     """Return axis -> size in mesh order, with -1 replaced by the remaining devices.
@@ -23,15 +19,11 @@ def resolve_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
     for axis, size in sizes.items():
         if size == 0:
             raise UserError(f"mesh.{axis}=0: must be at least 1, or -1 for the remaining devices")
-        if size != 1 and axis not in WORKING_AXES and not (size == -1):
-            raise UserError(f"mesh.{axis}={size}: {_RESERVED}")
     wild = [axis for axis, size in sizes.items() if size == -1]
     if len(wild) > 1:
         raise UserError(f"{' and '.join(f'mesh.{axis}' for axis in wild)} are both -1; only one mesh axis may be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if wild and num_devices % fixed == 0:
-        if wild[0] not in WORKING_AXES and num_devices != fixed:
-            raise UserError(f"mesh.{wild[0]}=-1 would become {num_devices // fixed}: {_RESERVED}")
         return {**sizes, wild[0]: num_devices // fixed}
     if not wild and fixed == num_devices:
         return sizes
@@ -46,10 +38,7 @@ def smaller_meshes(mesh: MeshConfig, num_devices: int) -> Iterator[MeshConfig]:
 
     Of two with as many devices, the one with more `tensor` and then more `fsdp` comes first: it holds a smaller part of a parameter.
     """
-    choices = [
-        [size for size in range(1, num_devices + 1) if wanted == -1 or wanted % size == 0] if axis in WORKING_AXES else [1]
-        for axis, wanted in mesh.sizes.items()
-    ]
+    choices = [[size for size in range(1, num_devices + 1) if wanted == -1 or wanted % size == 0] for wanted in mesh.sizes.values()]
     fitting = [dict(zip(mesh.sizes, sizes, strict=True)) for sizes in itertools.product(*choices) if math.prod(sizes) <= num_devices]
     for sizes in sorted(fitting, key=lambda sizes: (-math.prod(sizes.values()), -sizes["tensor"], -sizes["fsdp"])):
         yield mesh.model_copy(update=sizes)
@@ -57,8 +46,8 @@ def smaller_meshes(mesh: MeshConfig, num_devices: int) -> Iterator[MeshConfig]:
 
 def _suggestion(sizes: dict[str, int], num_devices: int) -> str:
     """Return the changes of one axis that make the product fit, nearest to the given size first."""
-    # `context` is for long rows and `expert` needs a model with experts: they are proposed only where they are used.
-    working = {axis: size for axis, size in sizes.items() if axis in WORKING_AXES and (axis not in ("context", "expert") or size != 1)}
+    # `context` is for long rows, `expert` for a model with experts and `pipeline` for slow networks: proposed only where they are used.
+    working = {axis: size for axis, size in sizes.items() if axis not in ("context", "expert", "pipeline") or size != 1}
     found: list[tuple[float, str]] = []
     for axis, size in working.items():
         others = math.prod(other for name, other in sizes.items() if name != axis and other != -1)

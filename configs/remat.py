@@ -1,6 +1,6 @@
 """Rematerialization policies (compute.remat) and the values they can keep: the one table of both.
 
-models/remat.py applies the policies, planner/activations.py counts what they keep, planner/collectives.py what they recompute.
+models/remat.py applies the policies, planner/activations.py counts what they keep, planner/recompute.py what they recompute.
 """
 
 from __future__ import annotations

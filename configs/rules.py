@@ -13,9 +13,10 @@ from ridgeline.configs import plugins
 from ridgeline.configs.choices import CHOICES, PLUGIN_GROUPS, allowed_names
 from ridgeline.configs.context import context_problems
 from ridgeline.configs.errors import UserError, first_of, unknown_name
-from ridgeline.configs.mesh import WORKING_AXES, resolve_sizes, smaller_meshes
+from ridgeline.configs.mesh import resolve_sizes, smaller_meshes
+from ridgeline.configs.pipeline import pipeline_problems
 from ridgeline.configs.remat import remat_problems
-from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, ModelConfig, MoEConfig
+from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, LatentAttention, ModelConfig, MoEConfig
 
 SHARDED_OVER = {
     "batch": ("data", "fsdp"),
@@ -50,6 +51,7 @@ def check_config(config: Config) -> list[Problem]:
         *_divisibility(config, sizes),
         *_batch(config, sizes),
         *_context(config, sizes),
+        *_pipeline(config, sizes),
         *_compute(config),
         *_precision(config),
         *_steps(config),
@@ -69,7 +71,7 @@ def check_devices(config: Config, num_devices: int) -> dict[str, int]:
 
 def layout_problems(config: Config, sizes: dict[str, int]) -> list[Problem]:
     """Return why model and batch do not divide over a mesh of these sizes; empty when they do."""
-    return [*_divisibility(config, sizes), *_batch(config, sizes), *_context(config, sizes)]
+    return [*_divisibility(config, sizes), *_batch(config, sizes), *_context(config, sizes), *_pipeline(config, sizes)]
 
 
 def model_problems(model: ModelConfig) -> list[Problem]:
@@ -149,6 +151,7 @@ def _names(config: Config) -> Iterator[Problem]:
     chosen = {
         "compute.attention.backend": config.compute.attention.backend,
         "compute.attention.context": config.compute.attention.context,
+        "compute.experts.exchange": config.compute.experts.exchange,
         "optimizer.kind": config.optimizer.kind,
         "schedule.kind": config.schedule.kind,
     }
@@ -178,12 +181,15 @@ def _model(config: Config) -> Iterator[Problem]:
             ("model.num_kv_heads", "model.num_heads"),
             f"model.num_heads={model.num_heads} must be a multiple of model.num_kv_heads={model.kv_heads} (num_kv_heads={fits} works)",
         )
-    if model.head_dim is None and model.embed_dim % model.num_heads:
+    if model.head_dim is None and model.latent_attention is None and model.embed_dim % model.num_heads:
         yield Problem(
             ("model.embed_dim", "model.num_heads"),
             f"model.embed_dim={model.embed_dim} must be a multiple of model.num_heads={model.num_heads} "
             f"(embed_dim={_multiples(model.embed_dim, model.num_heads)} works, or set model.head_dim)",
         )
+    elif model.latent_attention is not None and model.rotary_dims % 2:
+        key = "model.latent_attention.rope_dim"
+        yield Problem((key,), f"rotary embedding needs an even number of dims, got {key}={model.rotary_dims}")
     elif model.position == "rope" and (model.rotary_dims % 2 or model.rotary_dims == 0):
         yield Problem(
             ("model.rotary_fraction", "model.head_dim", "model.num_heads", "model.embed_dim"),
@@ -209,6 +215,8 @@ def _model(config: Config) -> Iterator[Problem]:
             ("model.local_rope_theta", "model.full_attention_every", "model.position"),
             "needs model.full_attention_every and model.position=rope (null: one base for all layers)",
         )
+    if model.mlp_clamp is not None and not model.gated_mlp:
+        yield Problem(("model.mlp_clamp", "model.gated_mlp"), "needs model.gated_mlp=true (null: no clamp)")
     if config.data.seq_len > model.max_seq_len:
         yield Problem(
             ("data.seq_len", "model.max_seq_len"),
@@ -216,8 +224,37 @@ def _model(config: Config) -> Iterator[Problem]:
             "lower data.seq_len or raise model.max_seq_len",
         )
     yield from _rope(config)
+    if model.latent_attention is not None:
+        yield from _latent(config, model.latent_attention)
     if model.moe is not None:
         yield from _moe(model, model.moe)
+
+
+def _latent(config: Config, latent: LatentAttention) -> Iterator[Problem]:
+    """Yield the settings that do not work with latent attention."""
+    model, name = config.model, "model.latent_attention"
+    if model.num_kv_heads not in (None, model.num_heads):
+        yield Problem(("model.num_kv_heads", name), f"latent attention has keys of every head; set it to null, got {model.num_kv_heads}")
+    if model.head_dim is not None:
+        yield Problem(("model.head_dim", name), f"a head has nope_dim + rope_dim of {name}; set it to null, got {model.head_dim}")
+    if latent.value_dim > model.head_width:
+        widest = f"nope_dim + rope_dim={model.head_width}"
+        yield Problem((f"{name}.value_dim",), f"must be at most {widest} of {name}, got {latent.value_dim}")
+    for key, works, wanted in (
+        ("model.position", model.position == "rope", "rope"),
+        ("model.rotary_fraction", model.rotary_fraction == 1, "1.0"),
+        ("model.attention_bias", not model.attention_bias, "false"),
+        ("model.output_bias", not model.output_bias, "false"),
+        ("model.qk_norm", not model.qk_norm, "false"),
+        ("model.query_pre_attn_scalar", model.query_pre_attn_scalar is None, "null"),
+        ("compute.tensor_overlap", config.compute.tensor_overlap == "gather", "gather"),
+        ("precision.matmul", config.precision.matmul == "compute", "compute"),
+        ("precision.moments", config.precision.moments != "int8", "bfloat16"),
+    ):
+        if not works:
+            yield Problem((key, name), f"does not support latent attention; set {key}={wanted}")
+    if config.optimizer.kind in ("adafactor", "muon"):
+        yield Problem(("optimizer.kind", name), f"{config.optimizer.kind} does not support latent attention; use adamw, lion or sgd")
 
 
 def _moe(model: ModelConfig, moe: MoEConfig) -> Iterator[Problem]:
@@ -242,8 +279,6 @@ def _moe(model: ModelConfig, moe: MoEConfig) -> Iterator[Problem]:
             f"(groups_per_token={least} works)",
             "experts_per_token",
         )
-    if model.mlp_bias:
-        yield Problem(("model.mlp_bias", "model.moe"), "experts have no biases; set model.mlp_bias=false, or model.moe=null")
 
 
 def _experts(config: Config) -> Iterator[Problem]:
@@ -252,6 +287,8 @@ def _experts(config: Config) -> Iterator[Problem]:
         if config.compute.experts.capacity_factor is not None:
             yield Problem(("compute.experts.capacity_factor", "model.moe"), "there are no experts: set it to null, or set model.moe")
         return
+    if config.model.mlp_bias and config.compute.experts.capacity_factor is not None:
+        yield Problem(("compute.experts.capacity_factor", "model.mlp_bias"), "experts with biases drop no tokens; set capacity_factor=null")
     if config.precision.matmul != "compute":
         yield Problem(
             ("precision.matmul", "model.moe"), f"{config.precision.matmul} does not support experts; set precision.matmul=compute"
@@ -270,6 +307,12 @@ def _rope(config: Config) -> Iterator[Problem]:
         return
     if config.model.position != "rope":
         yield Problem(("model.rope_scaling", "model.position"), "needs model.position=rope (null turns the scaling off)")
+    for key in ("mscale", "mscale_all_dim"):
+        if getattr(scaling, key) is not None and (scaling.kind != "yarn" or config.model.latent_attention is None):
+            name = f"model.rope_scaling.{key}"
+            yield Problem(
+                (name, "model.rope_scaling.kind", "model.latent_attention"), "only for yarn with latent attention; set it to null"
+            )
     if scaling.factor < 1:
         yield Problem(("model.rope_scaling.factor",), f"must be at least 1, got {scaling.factor}")
     if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
@@ -287,8 +330,6 @@ def _mesh(config: Config) -> Iterator[Problem]:
     for axis, size in config.mesh.sizes.items():
         if size == 0:
             yield Problem((f"mesh.{axis}",), "must be at least 1, or -1 for the remaining devices, got 0")
-        elif size != 1 and axis not in WORKING_AXES:
-            yield Problem((f"mesh.{axis}",), f"only 1 is supported, got {size} ({', '.join(WORKING_AXES)} may be larger)")
         elif size != 1 and axis == "expert" and config.model.moe is None:
             yield Problem(("mesh.expert", "model.moe"), f"the model has no experts, so only 1 is supported, got {size} (or set model.moe)")
     if config.mesh.zero_stage and config.optimizer.kind == "muon":
@@ -303,7 +344,8 @@ def _axes_of(config: Config, logical: str, sizes: dict[str, int]) -> tuple[tuple
     """Return the mesh axes of known size that a logical axis is sharded over, and the product of their sizes."""
     logical = "mlp" if logical == "expert_mlp" else logical
     with_expert = ("expert",) if logical in ("batch", "embed") else ()  # sharding/rules.py, WITH_EXPERTS
-    axes = tuple(config.mesh.rules.get(logical, (*SHARDED_OVER[logical], *with_expert)))
+    with_pipeline = ("pipeline",) if logical in ("embed", "expert_embed") else ()  # WITH_PIPELINE
+    axes = tuple(config.mesh.rules.get(logical, (*SHARDED_OVER[logical], *with_expert, *with_pipeline)))
     if logical == "embed" and config.mesh.zero_stage:
         axes += ("data",)
     known = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
@@ -321,6 +363,7 @@ def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
         **({"mlp": ("model.mlp_dim", model.mlp_dim)} if model.dense_layers else {}),
         "vocab": ("model.pad_vocab_to" if model.pad_vocab_to else "model.vocab_size", model.padded_vocab_size),
         "embed": ("model.embed_dim", model.embed_dim),
+        **_latent_dims(model),
         "residual_seq": ("data.seq_len", config.data.seq_len),
     }
     if model.moe is not None:
@@ -328,7 +371,7 @@ def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
         dims["expert_mlp"] = ("model.moe.expert_dim" if model.moe.expert_dim else "model.mlp_dim", model.expert_width)
     heads_broken = False  # then the key/value heads do not divide either: one message is enough
     for logical, (key, dim) in dims.items():
-        axes, parts = _axes_of(config, logical, sizes)
+        axes, parts = _axes_of(config, "embed" if logical.endswith("_rank") else logical, sizes)
         if dim % parts == 0 or (logical == "kv_heads" and heads_broken):
             continue
         heads_broken |= logical == "heads"
@@ -341,6 +384,13 @@ def _divisibility(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
                 fits = f"mesh.{axes[0]}={_nearest_text(parts, divisors(dim))} works, or {fits}"
         keys = (*(f"mesh.{axis}" for axis in axes), key)
         yield Problem(keys, f"{key}={dim} does not divide by {over} ({fits})")
+
+
+def _latent_dims(model: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Return the ranks of latent attention, which are sharded as `embed`: name -> (key, dim)."""
+    latent = model.latent_attention
+    ranks = {} if latent is None else {"q_rank": latent.q_rank, "kv_rank": latent.kv_rank}
+    return {name: (f"model.latent_attention.{name}", rank) for name, rank in ranks.items() if rank}
 
 
 def _batch(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
@@ -368,6 +418,11 @@ def _context(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
     if config.compute.attention.context in CHOICES["compute.attention.context"][1]:
         for keys, message in context_problems(config, sizes):
             yield Problem(keys, message)
+
+
+def _pipeline(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
+    for keys, message in pipeline_problems(config, sizes):
+        yield Problem(keys, message)
 
 
 def _compute(config: Config) -> Iterator[Problem]:

@@ -45,6 +45,13 @@ class RopeScaling(Section):
     """llama3 only: wavelengths below original_max_seq_len / high_freq_factor stay unchanged."""
     original_max_seq_len: PositiveInt = 8192
     """Context length of the original training, in tokens."""
+    truncate: bool = True
+    """yarn only: round the bounds of the interpolated dims to whole dims."""
+    mscale: PositiveFloat | None = None
+    """yarn of model.latent_attention only: rotated dims are multiplied by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)
+    (DeepSeek V2, arXiv 2405.04434); null: by 0.1 ln(factor) + 1, as in other models."""
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn of model.latent_attention only: attention scores are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2; null: by 1."""
 
 
 class MoEConfig(Section):
@@ -72,6 +79,8 @@ class MoEConfig(Section):
     """Groups that are chosen for each token."""
     group_score: Literal["best", "best_two"] = "best_two"
     """Score of a group: that of its best expert (DeepSeek V2), or the sum of its best two (DeepSeek V3)."""
+    logit_bias: bool = False
+    """A bias per expert in the router's logits."""
     choice_bias: bool = False
     """Add a bias per expert to the scores when experts are chosen, not to their weights. The train step changes it by
     loss.router_bias_rate."""
@@ -80,6 +89,21 @@ class MoEConfig(Section):
     def grouped(self) -> bool:
         """Whether groups are chosen before experts."""
         return self.groups_per_token < self.groups
+
+
+class LatentAttention(Section):
+    """Multi-head latent attention: keys and values are projections of one narrow vector per token, the latent (arXiv 2405.04434)."""
+
+    q_rank: PositiveInt | None = None
+    """Width of the latent of the queries; null: queries are projected from the residual stream (DeepSeek V2 Lite)."""
+    kv_rank: PositiveInt = 512
+    """Width of the latent of keys and values."""
+    nope_dim: PositiveInt = 128
+    """Dims of each query and key head without rotary positions."""
+    rope_dim: PositiveInt = 64
+    """Dims of each query and key head with rotary positions; those of the keys are the same in all heads."""
+    value_dim: PositiveInt = 128
+    """Width of each value head."""
 
 
 class ModelConfig(Section):
@@ -102,6 +126,8 @@ class ModelConfig(Section):
     """Number of key/value heads (K); null: num_heads (multi-head attention)."""
     head_dim: PositiveInt | None = None
     """Width of one head (H); null: embed_dim / num_heads."""
+    latent_attention: LatentAttention | None = None
+    """Multi-head latent attention; null: queries, keys and values are projected from the residual stream."""
     mlp_dim: PositiveInt = 1024
     """Hidden width of the MLP (F)."""
     moe: MoEConfig | None = None
@@ -128,22 +154,26 @@ class ModelConfig(Section):
     """Share of a head's dims that is rotated, from the first (partial rotary embedding)."""
     rope_interleaved: bool = False
     """true: dims 2i and 2i + 1 are a pair (GLM). false: dims i and i + half."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    """Activation function of the MLP."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu"] = "silu"
+    """Activation function of the MLP. gelu_sigmoid: x * sigmoid(1.702 x)."""
     gated_mlp: bool = True
     """true: down(act(gate(x)) * up(x)). false: down(act(up(x)))."""
+    mlp_clamp: PositiveFloat | None = None
+    """c: down(act(min(gate(x), c)) * (clip(up(x), -c, c) + 1)) in MLP and experts (gpt-oss); needs gated_mlp. null: no clamp."""
     attention_bias: bool = False
     """Bias in the query, key and value projections."""
     output_bias: bool = False
     """Bias in the attention output projection."""
     mlp_bias: bool = False
-    """Bias in the MLP projections."""
+    """Bias in the projections of the MLP, or of each expert."""
     qk_norm: bool = False
     """RMSNorm of queries and keys."""
     qk_norm_dims: Literal["head", "all_heads"] = "head"
     """Dims of the norms of queries and keys. head: each head, with one scale for all (Qwen3). all_heads: the whole projection (OLMo 2)."""
     query_pre_attn_scalar: PositiveFloat | None = None
     """Attention scores are divided by the square root of it; null: the head width."""
+    attention_sinks: bool = False
+    """A learned logit per query head in the denominator of the attention softmax, so that a query can attend to nothing (gpt-oss)."""
     attention_softcap: PositiveFloat | None = None
     """Soft-capping of attention scores: softcap * tanh(scores / softcap), before the mask (Gemma 2); null: none."""
     logit_softcap: PositiveFloat | None = None
@@ -185,8 +215,15 @@ class ModelConfig(Section):
 
     @property
     def head_width(self) -> int:
-        """Width of one head, with the default resolved."""
+        """Width of one query or key head, with the default resolved."""
+        if self.latent_attention is not None:
+            return self.latent_attention.nope_dim + self.latent_attention.rope_dim
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def value_width(self) -> int:
+        """Width of one value head."""
+        return self.head_width if self.latent_attention is None else self.latent_attention.value_dim
 
     @property
     def layer_period(self) -> int:
@@ -205,7 +242,7 @@ class ModelConfig(Section):
     @property
     def rotary_dims(self) -> int:
         """Rotated dims of a head."""
-        return int(self.head_width * self.rotary_fraction)
+        return int(self.head_width * self.rotary_fraction) if self.latent_attention is None else self.latent_attention.rope_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -248,8 +285,12 @@ class ExpertsConfig(Section):
     """How the experts of model.moe are computed."""
 
     capacity_factor: PositiveFloat | None = None
-    """Most tokens that each expert processes, over the mean: later tokens of a device's microbatch are dropped and counted. null: no
+    """Most tokens of a device's microbatch that each expert processes, over the mean: later ones are dropped and counted. null: no
     token is dropped."""
+    exchange: str = "auto"
+    """How tokens come to the experts of other devices (mesh.expert): gather (every device of the axis receives all), all_to_all (those
+    that chose its experts, once each); auto is all_to_all where mesh.expert is larger than model.moe.experts_per_token, times
+    capacity_factor if there is one."""
 
 
 class ComputeConfig(Section):
@@ -325,13 +366,13 @@ class MeshConfig(Section):
     """Devices per mesh axis. At most one axis may be -1: it gets the remaining devices."""
 
     pipeline: MeshSize = 1
-    """Pipeline parallelism. Only 1 is supported."""
+    """Stages of layers (pipeline parallelism, 1F1B). The microbatches of trainer.accumulation pass through them."""
     data: MeshSize = 1
     """Data parallelism with replicated parameters."""
     fsdp: MeshSize = -1
     """Fully sharded data parallelism (ZeRO stage 3)."""
     context: MeshSize = 1
-    """Sequence sharding inside attention. Only 1 is supported."""
+    """Sequence sharding (context parallelism), by the method of compute.attention.context."""
     tensor: MeshSize = 1
     """Tensor parallelism, with the residual stream sharded along the sequence between blocks (sequence parallelism)."""
     expert: MeshSize = 1
@@ -339,6 +380,8 @@ class MeshConfig(Section):
     zero_stage: Literal[0, 2] = 0
     """What `data` shards besides the batch. 0: nothing. 2: gradients, optimizer state and its update (ZeRO stage 2, arXiv 1910.02054); the
     updated parameters are gathered once per step. Stage 3 is `fsdp`; stage 1 would keep more and move no less."""
+    pipeline_chunks: PositiveInt = 1
+    """Chunks of layers per stage (interleaved schedule, arXiv 2104.04473): n of them divide the bubble by about n."""
     rules: dict[str, list[str]] = {}
     """Changes to the sharding rules: logical axis -> mesh axes, [] for replicated (defaults: sharding/rules.py)."""
 

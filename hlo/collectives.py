@@ -69,6 +69,8 @@ def collectives(module: Module | str, mesh_shape: Mapping[str, int]) -> list[Col
 def _collective(module: Module, computation: Computation, instruction: Instruction, kind: str, mesh_shape: Mapping[str, int]) -> Collective:
     devices = math.prod(mesh_shape.values())
     operands = computation.operand_shapes(instruction)
+    if kind == "ragged-all-to-all":
+        operands = operands[:1]  # not the array it is written to, and the places and sizes of the slices
     axes: tuple[str, ...] | None
     if kind == "collective-permute":
         axes, group_size = _permute_axes(instruction, mesh_shape), 2
@@ -176,6 +178,8 @@ def _permute_axes(instruction: Instruction, mesh_shape: Mapping[str, int]) -> tu
     pairs = np.array([[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]).reshape(-1, 2)
     if (pairs >= math.prod(mesh_shape.values())).any():
         return None
+    if not len(pairs):  # every device receives zeros
+        return ()
     source, target = (np.stack(np.unravel_index(pairs[:, side], list(mesh_shape.values())), axis=-1) for side in (0, 1))
     return tuple(name for name, moving in zip(mesh_shape, (source != target).any(axis=0), strict=True) if moving)
 

@@ -100,7 +100,7 @@ def one_device(config: Config, rows: int | None = None) -> Config:
     replicas = max(1, config.mesh.data) * max(1, config.mesh.fsdp)
     usual = min(config.data.batch_size // config.trainer.accumulation // replicas, MOST_TOKENS // config.data.seq_len)
     cut = {
-        "head_dim": model.head_width,
+        "head_dim": None if model.latent_attention is not None else model.head_width,
         "num_heads": model.num_heads // tensor,
         "num_kv_heads": model.kv_heads // tensor,
         "mlp_dim": model.mlp_dim // tensor,

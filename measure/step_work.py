@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import load_calibration
-from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, matmul_weights, muon_layers, recomputed
 from ridgeline.planner.flops import mean_keys_per_layer
 from ridgeline.planner.hardware import hardware, matmul_dtype
-from ridgeline.planner.kernels import ATTENTION_FORWARD_SHARE, Kernels
-from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.kernels import ATTENTION_FORWARD_SHARE, NEWTON_SCHULZ_STEPS, Kernels
+from ridgeline.planner.local import LocalSizes, muon_layers
+from ridgeline.planner.parameters import matmul_weights
+from ridgeline.planner.recompute import recomputed
 
 Shape = tuple[int, int, int]
 MAX_RESULT_ELEMENTS = 1 << 27
@@ -128,7 +129,7 @@ def _attention(local: LocalSizes, dtype: str, gpu: bool) -> Iterator[Matmul]:
     whole = local.rows * model.num_heads // local.tensor
     batch = max(1, min(whole, MAX_RESULT_ELEMENTS // (length * max(length, model.head_width))))
     count = model.num_layers * config.trainer.accumulation * seen * whole / batch / local.context
-    scores, values = (length, length, model.head_width), (length, model.head_width, length)
+    scores, values = (length, length, model.head_width), (length, model.value_width, length)
 
     def matmul(name: str, shape: Shape, times: int, *, counted: bool = True) -> Matmul:
         return Matmul("attention", name, dtype, shape, batch, count * times, counted)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.attention.latent import LatentSelfAttention
 from ridgeline.models.attention.layer import AttendWith, Attention, RotaryTable
 from ridgeline.models.mlp import MLP
 from ridgeline.models.moe.layer import MixtureOfExperts
@@ -27,7 +28,7 @@ class Block(nnx.Module):
             return NORMS[model.norm](model.embed_dim, model.norm_eps, make, execution.partitioner) if wanted else None
 
         self.attention_norm = norm("pre", "both")
-        self.attention = Attention(model, execution, residual_std, make)
+        self.attention = (Attention if model.latent_attention is None else LatentSelfAttention)(model, execution, residual_std, make)
         self.attention_post_norm = norm("post", "both")
         self.mlp_norm = norm("pre", "both")
         self.mlp = (MLP if model.moe is None else MixtureOfExperts)(model, execution, residual_std, make)

@@ -60,7 +60,7 @@ class Decoder(nnx.Module):
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         x_BTD, sums, layer = self.embed(tokens_BT, positions_BT), None, 0
         for blocks in self.stacks:
-            x_BTD, sums = self._run_blocks(blocks, layer, x_BTD, positions_BT, segment_ids_BT)
+            x_BTD, sums = self.run_blocks(blocks, layer, x_BTD, positions_BT, segment_ids_BT)
             layer += num_layers_of(blocks)
         return self.normalize(x_BTD), None if sums is None else RouterTotals.of(sums, tokens_BT.shape[1])
 
@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
             logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, w_DV, preferred_element_type=jnp.float32)[..., : self.model.vocab_size]
             return soft_cap(logits_BTV, self.model.logit_softcap)
 
-    def _run_blocks(
+    def run_blocks(
         self, blocks: Block, first: int, x_BTD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, RouterSums | None]:
         """Run a stack, whose first layer is layer `first`. A scan runs whole periods of the kinds of layers; the rest follows it."""
@@ -117,8 +117,8 @@ class Decoder(nnx.Module):
         tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(kinds))}
 
         def block_of(windowed: bool) -> Callable[[jax.Array, Any], tuple[jax.Array, RouterSums | None]]:
-            def attend_everywhere(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-                return execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, windowed=False)
+            def attend_everywhere(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
+                return execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N, windowed=False)
 
             def block(x_BTD: jax.Array, layer: tuple[nnx.State, dict[tuple[str, ...], jax.Array]]) -> tuple[jax.Array, RouterSums | None]:
                 parameters, amax = layer

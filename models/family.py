@@ -37,8 +37,14 @@ class Family:
     """config.json -> fields of ModelConfig. Raises UserError for what cannot be represented."""
     config_to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
     """ModelConfig -> config.json."""
+    reads_quantized: tuple[str, ...] = ()
+    """quant_method of quantized checkpoints whose weights are dequantized when they are read (models/huggingface/mxfp4.py)."""
     tensor_map: Callable[[ModelConfig], Sequence[TensorRule]] | None = None
     """Every tensor of a Hugging Face checkpoint with the parameters it contains, each exactly once."""
+    ignored_tensors: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
+    """config.json -> beginnings of the names of tensors that are not read."""
+    quantizations: tuple[str, ...] = ()
+    """`quantization_config.quant_method` of published checkpoints whose config.json can be planned; their weights are refused."""
 
     @property
     def model_type(self) -> str:

@@ -84,9 +84,8 @@ class Cache(NamedTuple):
 def init_cache(decoder: Decoder, batch: int, slots: int) -> Cache:
     """Return an empty cache for `slots` positions."""
     model = decoder.model
-    shape = (model.num_layers, batch, slots, model.kv_heads, model.head_width)
-    dtype = decoder.execution.matmul.compute_dtype
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    shape, dtype = (model.num_layers, batch, slots, model.kv_heads), decoder.execution.matmul.compute_dtype
+    return Cache(jnp.zeros((*shape, model.head_width), dtype), jnp.zeros((*shape, model.value_width), dtype))
 
 
 def advance(decoder: Decoder, cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Cache]:
@@ -102,10 +101,10 @@ def advance(decoder: Decoder, cache: Cache, tokens_BT: jax.Array, positions_BT: 
         window = None if model.sliding_window is None else jnp.where(windowed, model.sliding_window, old.key_LBSKH.shape[1])
         updated: list[Cache] = []
 
-        def attend_with(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+        def attend_with(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
             rows = jnp.arange(q_BTNH.shape[0])[:, None]
             updated.append(Cache(*(kept.at[rows, positions_BT].set(new) for kept, new in zip(old, (k_BTKH, v_BTKH), strict=True))))
-            return _attend_to_cache(q_BTNH, updated[0], positions_BT, window, model.attention_softcap)
+            return _attend_to_cache(q_BTNH, updated[0], positions_BT, window, model.attention_softcap, sinks_N)
 
         x_BTD = nnx.merge(structure, parameters)(x_BTD, rotary, None, attend_with)
         return x_BTD, updated[0]
@@ -123,7 +122,12 @@ def advance(decoder: Decoder, cache: Cache, tokens_BT: jax.Array, positions_BT: 
 
 
 def _attend_to_cache(
-    q_BTNH: jax.Array, cache: Cache, positions_BT: jax.Array, window: jax.Array | None, softcap: float | None
+    q_BTNH: jax.Array,
+    cache: Cache,
+    positions_BT: jax.Array,
+    window: jax.Array | None,
+    softcap: float | None,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Attend to the slots up to each query's position; softmax in float32. `cache` is that of one layer, [B, S, K, H]."""
     batch, length, _, width = q_BTNH.shape
@@ -135,9 +139,13 @@ def _attend_to_cache(
     visible_BTS = distance_BTS >= 0
     if window is not None:
         visible_BTS &= distance_BTS < window
-    weights_BKGTS = jax.nn.softmax(jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf), axis=-1)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    if sinks_N is not None:
+        sinks_BKGT1 = jnp.broadcast_to(sinks_N.reshape(*scores_BKGTS.shape[1:3], 1, 1), (*scores_BKGTS.shape[:4], 1))
+        scores_BKGTS = jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)[..., : key_BSKH.shape[1]]
     context_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(value_BSKH.dtype), value_BSKH)
-    return context_BTKGH.reshape(q_BTNH.shape)
+    return context_BTKGH.reshape(*q_BTNH.shape[:3], -1)
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:

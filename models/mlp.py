@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -20,8 +21,19 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
 }
+
+
+def activated(activation: str, clamp: float | None, up_F: jax.Array, *gate_F: jax.Array) -> jax.Array:
+    """Return the hidden values of an MLP or an expert: the activation of `up`, or that of `gate` times `up` (clamp: model.mlp_clamp)."""
+    act = ACTIVATIONS[activation]
+    if not gate_F:
+        return act(up_F)
+    if clamp is None:
+        return act(gate_F[0]) * up_F
+    return act(jnp.minimum(gate_F[0], clamp)) * (jnp.clip(up_F, -clamp, clamp) + 1)
 
 
 class MLP(nnx.Module):
@@ -36,12 +48,12 @@ class MLP(nnx.Module):
         self.up_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias else None
         self.down_bias = make.constant((width,), ("norm",), 0.0) if model.mlp_bias else None
         self.input_recent, self.down_recent = make.amax(2 if model.gated_mlp else 1), make.amax()
-        self.activation = model.activation
+        self.activation, self.mlp_clamp = model.activation, model.mlp_clamp
         self.execution = execution
 
     def __call__(self, x_BTD: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Map the residual stream to its update by the MLP of norm(x), same shape and dtype."""
-        act, matmul = ACTIVATIONS[self.activation], self.execution.matmul
+        matmul = self.execution.matmul
         sides = [(self.up, self.up_bias)] + ([] if self.gate is None else [(self.gate, self.gate_bias)])
 
         def widen(x_BTD: jax.Array) -> list[jax.Array]:
@@ -51,7 +63,7 @@ class MLP(nnx.Module):
         # Only the inputs of the elementwise part are saved for the backward pass; recomputing it is faster than loading its intermediates.
         @partial(jax.checkpoint, prevent_cse=False)
         def activate(up_BTF: jax.Array, *gate_BTF: jax.Array) -> jax.Array:
-            return act(gate_BTF[0]) * up_BTF if gate_BTF else act(up_BTF)
+            return activated(self.activation, self.mlp_clamp, up_BTF, *gate_BTF)
 
         def narrow(*wide_BTF: jax.Array) -> jax.Array:
             return matmul("btf,fd->btd", activate(*wide_BTF), self.down, self.down_recent)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ from ridgeline.models.attention.dispatch import SelfAttention
 from ridgeline.models.matmul import CollectiveMatmul, Matmul, platform_of
 from ridgeline.models.matmul.block_scaled import check_mesh as check_block_scaled_mesh
 from ridgeline.models.matmul.fp8 import check_mesh as check_fp8_mesh
+from ridgeline.models.moe.exchange import Exchange
 from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import choose_kernel
 from ridgeline.models.remat import Remat
+from ridgeline.planner.experts import exchange_method
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")
@@ -43,29 +45,36 @@ class Execution:
     experts: Experts | None = None
     """The routed experts of a layer; None: the model has none."""
 
-    def after_norm(self, norm: Callable[[jax.Array], jax.Array], matmuls: Callable[[jax.Array], Result], x_BTD: jax.Array) -> Result:
-        """Return matmuls(norm(x)), where x is the residual stream.
+    def after_norm(self, norm: Callable[[Any], Any], matmuls: Callable[[Any], Result], x_BTD: Any) -> Result:
+        """Return matmuls(norm(x)), where x is the residual stream, or arrays [B, T, ...] with its sharding.
 
         Sequence parallelism: where the residual stream is sharded along the sequence, the norm runs on the shards and its result is
         all-gathered once and saved for the backward pass. Otherwise the norm is recomputed with the matmuls and only x is saved.
         """
 
-        def normed(x_BTD: jax.Array) -> jax.Array:
-            return self.matmul.gather_input(norm(x_BTD))
+        def normed(x_BTD: Any) -> Any:
+            return jax.tree.map(self.matmul.gather_input, norm(x_BTD))
 
         if self.matmul.gathers_input:
             return self.remat.wrap_matmuls(matmuls)(normed(x_BTD))
         return self.remat.wrap_matmuls(lambda x_BTD: matmuls(normed(x_BTD)))(x_BTD)
 
     def attend(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None, *, windowed: bool = True
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        sinks_N: jax.Array | None = None,
+        *,
+        windowed: bool = True,
     ) -> jax.Array:
         """Return causal self-attention [B, T, N, H] with the configured backend; recomputed if the remat policy does.
 
         windowed: with the sliding window of the model, if it has one.
         """
         attention = self.attention if windowed else self.attention.without_window()
-        return self.remat.wrap_attention(lambda q, k, v: attention(q, k, v, segment_ids_BT))(q_BTNH, k_BTKH, v_BTKH)
+        return self.remat.wrap_attention(lambda q, k, v, sinks: attention(q, k, v, segment_ids_BT, sinks))(q_BTNH, k_BTKH, v_BTKH, sinks_N)
 
 
 def parallelize(model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner) -> Execution:
@@ -105,7 +114,10 @@ def parallelize(model: ModelConfig, compute: ComputeConfig, precision: Precision
     if model.moe is not None:
         widths = (model.embed_dim, model.expert_width // partitioner.axis_size("mlp"))
         kernel = choose_kernel(platform, compute_dtype, model.moe.experts, widths, compute.experts.capacity_factor)
-        experts = Experts(matmul, kernel, model.moe.experts, model.moe.experts_per_token)
+        count, per_token, factor = model.moe.experts, model.moe.experts_per_token, compute.experts.capacity_factor
+        method = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) or "gather"
+        exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))
+        experts = Experts(matmul, kernel, count, per_token, exchange, factor)
 
     # 7. Scan over layers: one compiled block, applied num_layers times.
     return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts)

@@ -34,10 +34,24 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """Return the factor on queries and keys: 1, or yarn's 0.1 ln(factor) + 1 (arXiv 2309.00071, equation 22)."""
+    """Return the factor on the rotated dims of queries and keys: 1, or yarn's 0.1 ln(factor) + 1 (arXiv 2309.00071, equation 22).
+
+    DeepSeek's has two factors instead, of which it divides one out again: see `score_factor`.
+    """
+    if scaling is not None and scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return _yarn_factor(scaling, scaling.mscale) / _yarn_factor(scaling, scaling.mscale_all_dim)
+    return _yarn_factor(scaling, 1.0)
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """Return the factor on attention scores of latent attention: 1, or yarn's (0.1 mscale_all_dim ln(factor) + 1)^2."""
+    return 1.0 if scaling is None or scaling.mscale_all_dim is None else _yarn_factor(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _yarn_factor(scaling: RopeScaling | None, mscale: float) -> float:
     if scaling is None or scaling.kind != "yarn" or scaling.factor <= 1:
         return 1.0
-    return 0.1 * math.log(scaling.factor) + 1.0
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0
 
 
 def _linear(frequencies: np.ndarray, head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
@@ -57,8 +71,10 @@ def _yarn(frequencies: np.ndarray, head_dim: int, theta: float, scaling: RopeSca
     def pair_turning(turns: float) -> float:
         return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_turning(YARN_BETA_FAST)), 0)
-    last = min(math.ceil(pair_turning(YARN_BETA_SLOW)), head_dim - 1)
+    first, last = pair_turning(YARN_BETA_FAST), pair_turning(YARN_BETA_SLOW)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2) - first) / max(last - first, 0.001), 0.0, 1.0)
     return frequencies * (1 - ramp) + frequencies / scaling.factor * ramp
 

@@ -30,6 +30,15 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     return Component(layers * per_layer, f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}")
 
 
+def units_in_flight(local: LocalSizes, backend: str) -> Component:
+    """Return the activations that are kept for backward passes: of a microbatch, or of all units in the slots of a pipeline stage."""
+    saved, schedule = saved_activations(local, backend), local.schedule
+    if local.pipeline == 1:
+        return saved
+    text = f"{schedule.kept} units in flight (microbatches in {local.model.num_layers // schedule.chunks} layers) and the one of the tick"
+    return Component((schedule.kept + 1) * (saved.bytes // schedule.chunks), f"{saved.assumption}; {text}")
+
+
 def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
     """Return (count, bytes of one) of the arrays of each shape that a layer keeps for the backward pass in device memory."""
     config = local.config
@@ -37,27 +46,51 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
     stream, cut, q, k, hidden = local.stream_bytes, local.cut_stream_bytes, local.query_bytes, local.key_bytes, local.hidden_bytes
     gates = 2 if local.model.gated_mlp else 1
     # experts: where each assignment goes, both ways, and its weight
-    sorted_bytes = 0 if local.model.moe is None else 4 * (local.expert_rows + 2 * local.tokens * local.model.moe.experts_per_token)
+    sorted_bytes, each = 0, 3 if local.model.mlp_bias else 2  # biases need the expert of each assignment too
+    if local.model.moe is not None:
+        sorted_bytes = 4 * (local.expert_rows + each * local.tokens * local.model.moe.experts_per_token)
     if policy in ("none", "attention-only"):
         gathered = 2 if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
         normed = 1 if local.model.qk_norm else 0
         after = 0 if local.model.norm_position == "pre" else 2  # inputs of the norms after attention and MLP
         kept = [(2 + after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
+        if local.latent_bytes:
+            kept = [*_latent_attention_saved(local, backend, gathered // 2), (gates, hidden), (1, sorted_bytes)]
         return [*kept, (1, local.softmax_bytes), (1, _scores_saved(local, backend))] if policy == "none" else kept
     if policy == "dots":
         # a ring's matmul with a scattered result is one matmul per chunk, and each is kept
         scattered = local.tensor if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0
         # results of 4-bit matmuls are float32 until they are multiplied by the scales of their tensors
         wide = 4 // local.compute_itemsize if config.precision.matmul == "nvfp4" else 1
+        if local.latent_bytes:
+            return [(2, cut), (1, local.latent_bytes // local.tensor), (1, q), (1, local.up_bytes), (gates, hidden)]
         return [(2 + scattered, cut), (1, wide * q), (2, wide * k), (gates, wide * hidden)]
     names = set(config.compute.remat.names) if policy == "names" else set()
     names -= set() if local.model.gated_mlp else {"mlp_gate"}
     names -= set() if backend in TAGS_STATISTICS else {"attention_lse"}
     named = _named_bytes(local)
-    alike = ({"attention_out", "mlp_out"}, {"query", "attention_context"}, {"key", "value"}, {"mlp_gate", "mlp_up"}, {"attention_lse"})
+    of_attention = ({"query", "attention_context"}, {"key", "value"})
+    if local.latent_bytes:
+        of_attention = ({"query", "key"}, {"attention_context", "value"})
+    alike = ({"attention_out", "mlp_out"}, *of_attention, {"mlp_gate", "mlp_up"}, {"attention_lse"})
     listed = [(len(group & names), max(named[name] for name in group)) for group in alike]
     inputs = 0 if _offloads_inputs(local) else 1
     return [(inputs + listed[0][0], cut), *listed[1:]]
+
+
+def _latent_attention_saved(local: LocalSizes, backend: str, gathered: int) -> list[tuple[int, int]]:
+    """Return what attention with latents keeps, with the inputs of the block and the MLP: the latents, before their norms on the shards of
+    the sequence and (`gathered`: 1) after them; where queries have none, also the gathered stream.
+
+    Backends that need heads of one width keep padded values and results, and the results without padding.
+    """
+    latent = local.model.latent_attention
+    assert latent is not None
+    streams = gathered * (1 if latent.q_rank else 2)
+    own = backend in ("reference", "chunked")
+    values, results = (local.value_bytes, local.context_bytes) if own else (local.key_bytes, local.query_bytes + local.context_bytes)
+    kept = [(2, local.cut_stream_bytes), (streams, local.stream_bytes), (1, local.latent_bytes // local.tensor)]
+    return [*kept, (gathered, local.latent_bytes), (1, local.query_bytes), (1, local.key_bytes), (1, values), (1, results)]
 
 
 def stacked_bytes(local: LocalSizes, backend: str) -> int:
@@ -98,8 +131,8 @@ def _named_bytes(local: LocalSizes) -> dict[str, int]:
         "block_input": local.cut_stream_bytes,
         "query": local.query_bytes,
         "key": local.key_bytes,
-        "value": local.key_bytes,
-        "attention_context": local.query_bytes,
+        "value": local.value_bytes,
+        "attention_context": local.context_bytes,
         "attention_lse": local.softmax_bytes,
         "attention_out": local.cut_stream_bytes,
         "mlp_gate": local.hidden_bytes if local.model.gated_mlp else 0,

@@ -117,6 +117,9 @@ def _keep_more(candidate: Candidate, machine: Machine) -> str | None:
     return f"compute.remat.policy={more.policy} would be {1 + gain:.2f}x as fast, but needs {short / 1e9:.1f} GB more than a device has."
 
 
+STAGES = "pipeline stages across nodes"
+
+
 @dataclass(frozen=True)
 class Alternative:
     """An obvious layout, and why it was not chosen."""
@@ -145,12 +148,14 @@ def alternatives(scale: Scale, machine: Machine) -> list[Alternative]:
         "tensor in a node, fsdp across": lambda x: x.tensor == node and x.data == 1,
         "nothing recomputed": lambda x: x.remat.policy == "none",
         "everything recomputed": lambda x: x.remat.policy == "full",
+        STAGES: lambda x: x.pipeline > 1,
     }
     found = []
     for name, matches in common.items():
         if matches(best.layout):
             continue
-        same = next((candidate for candidate in scale.candidates if matches(candidate.layout)), None)
+        staged = best.layout.pipeline > 1 or name == STAGES
+        same = next((c for c in scale.candidates if matches(c.layout) and (staged or c.layout.pipeline == 1)), None)
         if same is not None:
             slower = same.step.step_s / best.step.step_s - 1
             found.append(Alternative(name, _full_text(same.layout), slower, _slower_reason(same, best)))
@@ -162,6 +167,24 @@ def alternatives(scale: Scale, machine: Machine) -> list[Alternative]:
     return found
 
 
+def stages_sentence(scale: Scale) -> str:
+    """Return whether pipeline stages pay on a number of nodes, and why; empty where none were tried."""
+    found = {staged: next((c for c in scale.candidates if (c.layout.pipeline > 1) is staged), None) for staged in (True, False)}
+    with_them, without = found[True], found[False]
+    if with_them is None:
+        return ""
+    bubble = f"{with_them.step.breakdown_s['bubble'] / with_them.step.step_s:.0%} bubble"
+    name = f"{with_them.layout.text()}, {with_them.layout.accumulation} microbatches"
+    if without is None:
+        return f"Pipeline stages pay: nothing fits without them ({name}: {bubble})."
+    faster = without.step.step_s / with_them.step.step_s - 1
+    if faster > 0:
+        network = without.step.breakdown_s.get("network", 0.0) / without.step.step_s
+        return f"Pipeline stages pay: {1 + faster:.2f}x as fast as without ({name}: {bubble}; {network:.0%} exposed network without them)."
+    why, slower = _slower_reason(with_them, without), -faster / (1 + faster)
+    return f"Pipeline stages do not pay: {name} takes {slower:.0%} longer ({why}). They pay with a slower network between nodes."
+
+
 def _rejected_as(rejection: Rejection, matches: Callable[[Layout], bool]) -> bool:
     """Whether a rejected layout matches; a mesh that was rejected as a whole matches no rematerialization policy."""
     mesh, remat = rejection.mesh, next((r for r in MEMORY_LADDER if r.policy == rejection.remat), None)
@@ -171,6 +194,7 @@ def _rejected_as(rejection: Rejection, matches: Callable[[Layout], bool]) -> boo
         mesh.get("tensor", 1),
         remat=remat or RematConfig(policy="dots"),
         context=mesh.get("context", 1),
+        expert=mesh.get("expert", 1),
     )
     return matches(layout)
 
@@ -183,5 +207,6 @@ def _slower_reason(other: Candidate, best: Candidate) -> str:
     """Return the ceiling on which an alternative spends most additional time, relative to the best step."""
     more = {name: seconds - best.step.breakdown_s.get(name, 0.0) for name, seconds in other.step.breakdown_s.items()}
     worst = max(more, key=lambda name: more[name])
-    what = {"compute": "compute", "hbm": "memory traffic", "host_input": "waiting for data"}.get(worst, f"exposed {worst} communication")
+    names = {"compute": "compute", "hbm": "memory traffic", "host_input": "waiting for data", "bubble": "bubble of the stages"}
+    what = names.get(worst, f"exposed {worst} communication")
     return f"{more[worst] / best.step.step_s:.0%} of the best step more {what}" if more[worst] > 0 else "not faster"

@@ -96,7 +96,7 @@ def estimate_run(
     seconds = steps * step_s
     whole = state_bytes(config)
     write_s = whole / (cluster.storage.write_gb_per_s * 1e9)
-    per_device = whole / local.fsdp / local.tensor
+    per_device = whole / local.fsdp / local.tensor / local.pipeline
     save_s = per_device / device.host_bandwidth_bytes_per_s if config.checkpoint.asynchronous else write_s
     mtbf_s = fleet_mtbf_s([(nodes, cluster.node_mtbf_hours or DEFAULT_NODE_MTBF_HOURS)])
     interval_s = max(math.sqrt(2 * save_s * mtbf_s), write_s, LEAST_INTERVAL_S)

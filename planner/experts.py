@@ -1,4 +1,4 @@
-"""Sizes of the experts' buffers on one device: how many rows the grouped matmuls have.
+"""How tokens come to their experts, and the sizes of the experts' buffers on one device: how many rows the grouped matmuls have.
 
 Each device sorts the assignments of tokens to its experts. The matmul kernel for GPUs pads the rows of each expert to whole blocks
 (models/moe/grouped_matmul.py uses the same numbers).
@@ -7,8 +7,9 @@ Each device sorts the assignments of tokens to its experts. The matmul kernel fo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from ridgeline.configs.schema import MoEConfig
+from ridgeline.configs.schema import ExpertsConfig, MoEConfig
 
 MANY_EXPERTS = 32
 """Number of experts from which a block has 64 rows, not 128: each expert's rows are padded to whole blocks."""
@@ -24,12 +25,53 @@ def padded_rows(assignments: int, experts: int, block: int) -> int:
     return (assignments + experts * (block - 1)) // block * block
 
 
-def capacity(assignments: int, experts: int, factor: float) -> int:
-    """Return the most rows of one expert with compute.experts.capacity_factor."""
-    return min(assignments, math.ceil(factor * assignments / experts))
+def capacity(tokens: int, experts: int, per_token: int, factor: float) -> int:
+    """Return the most tokens of a device that an expert processes with compute.experts.capacity_factor.
+
+    Args:
+      tokens: of the device's microbatch, with sequence parallelism those of its part of the sequence.
+      experts: of the layer.
+      per_token: experts per token.
+      factor: compute.experts.capacity_factor.
+    """
+    return min(tokens, math.ceil(factor * tokens * per_token / experts))
 
 
-def buffer_rows(tokens: int, moe: MoEConfig, expert: int, factor: float | None) -> int:
+def peer_slots(tokens: int, experts: int, per_token: int, expert: int, factor: float | None) -> int:
+    """Return the slots for the tokens of one device on another: enough for all that it may send.
+
+    Args:
+      tokens: of the device.
+      experts: of the layer.
+      per_token: experts per token.
+      expert: size of the mesh axis.
+      factor: compute.experts.capacity_factor; None: all tokens of a device may choose experts of one other.
+    """
+    return tokens if factor is None else min(tokens, experts // expert * capacity(tokens, experts, per_token, factor))
+
+
+def exchange_method(moe: MoEConfig | None, compute: ExpertsConfig, sizes: Mapping[str, int]) -> str | None:
+    """Return how tokens come to their experts, gather or all_to_all, with `auto` resolved for a mesh of these axis sizes; None where each
+    device has all experts.
+
+    auto: all_to_all where a token goes to fewer devices than there are. Without a capacity these are at most experts_per_token; with one,
+    each device has room for capacity_factor * experts_per_token / mesh.expert of the tokens of another.
+    """
+    expert = sizes.get("expert", 1)
+    if moe is None or expert == 1:
+        return None
+    if compute.exchange != "auto":
+        return compute.exchange
+    return "all_to_all" if moe.experts_per_token * (compute.capacity_factor or 1.0) < expert else "gather"
+
+
+def peers_per_token(moe: MoEConfig, expert: int) -> float:
+    """Return the mean number of devices of `expert` that a token goes to when it chooses experts evenly."""
+    elsewhere = math.prod(1 - moe.experts / expert / (moe.experts - chosen) for chosen in range(moe.experts_per_token))
+    return expert * (1 - max(0.0, elsewhere))
+
+
+def buffer_rows(tokens: int, moe: MoEConfig, expert: int, factor: float | None, tensor: int = 1) -> int:
     """Return the rows of the buffer of the experts of a GPU.
 
     Args:
@@ -38,8 +80,9 @@ def buffer_rows(tokens: int, moe: MoEConfig, expert: int, factor: float | None) 
       expert: size of the mesh axis; a device processes tokens of all its devices. Without a capacity factor, all of them may choose its
         experts.
       factor: compute.experts.capacity_factor.
+      tensor: size of the mesh axis, whose devices drop tokens of their parts of the sequence.
     """
     experts = moe.experts // expert
     if factor is not None:
-        return experts * capacity(tokens * moe.experts_per_token, experts, factor)
+        return experts * expert * tensor * capacity(tokens // tensor, moe.experts, moe.experts_per_token, factor)
     return padded_rows(tokens * expert * min(moe.experts_per_token, experts), experts, block_rows(moe.experts))

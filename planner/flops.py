@@ -2,13 +2,14 @@
 
 Convention. Only matmuls count, a multiply-add as 2 FLOPs; backward costs twice forward, so training is 6 FLOPs per weight and token
 (Kaplan et al., arXiv 2001.08361, section 2.1; PaLM, arXiv 2204.02311, appendix B). Attention scores and their product with the values
-are 12*S*N*H per layer and token in training, S the number of keys a query sees on average: T for full attention, T/2 for causal (the
-unmasked half), W - W*W/(2T) for a sliding window of W < T (PaLM counts T; here only unmasked pairs count), the mean over the layers
-where only some have the window. The unembedding counts, with
-the vocabulary size without padding; the embedding lookup does not. Norms, softmax, activations, biases and the optimizer do not count,
-nor does recomputation. Document boundaries inside a packed row are ignored: a row counts as one sequence.
+are 6*S*N*(H + U) per layer and token in training (U = H but for latent attention), S the number of keys a query sees on average: T for full
+attention, T/2 for causal (the unmasked half), W - W*W/(2T) for a sliding window of W < T (PaLM counts T; here only unmasked pairs count),
+the mean over the layers where only some have the window. The unembedding counts, with the vocabulary size without padding; the embedding
+lookup does not. Norms, softmax, activations, biases and the optimizer do not count, nor does recomputation. Document boundaries inside a
+packed row are ignored: a row counts as one sequence.
 
-Notation: D width, F MLP width, L layers, N query heads, K key/value heads, H head dim, T sequence length, V vocabulary, W window.
+Notation: D width, F MLP width, L layers, N query heads, K key/value heads, H head dim, U that of values, T sequence length, V vocabulary,
+W window.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ class FlopCount:
     output_projection: float
     """6*L*N*H*D."""
     attention_scores: float
-    """12*L*S*N*H with S the keys a query sees on average: half for query times key, half for weights times value."""
+    """6*L*S*N*(H + U) with S the keys a query sees on average: H for query times key, U for weights times value."""
     mlp: float
     """18*L*D*F gated, 12*L*D*F otherwise; of experts, those that process a token, and 6*L*D*E of the router."""
     unembedding: float
     """6*D*V."""
     attention_scores_full: float
-    """12*L*T*N*H: attention scores if masked pairs counted too. Not part of the total."""
+    """6*L*T*N*(H + U): attention scores if masked pairs counted too. Not part of the total."""
+    query_key_share: float = 0.5
+    """H / (H + U): share of query times key in the attention scores."""
 
     @property
     def attention_projections(self) -> float:
@@ -68,8 +71,8 @@ class FlopCount:
         """Return component name -> FLOPs per token; they sum to `total`."""
         return {
             "qkv_projections": self.qkv_projections,
-            "query_key_products": self.attention_scores / 2,
-            "attention_value_products": self.attention_scores / 2,
+            "query_key_products": self.attention_scores * self.query_key_share,
+            "attention_value_products": self.attention_scores * (1 - self.query_key_share),
             "output_projection": self.output_projection,
             "mlp": self.mlp,
             "unembedding": self.unembedding,
@@ -92,8 +95,9 @@ def mean_keys_per_layer(model: ModelConfig, seq_len: int) -> float:
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
     """Count the training FLOPs per token of a causal model at a sequence length (convention: module docstring)."""
     layers = model.num_layers
-    output = model.num_heads * model.head_width * model.embed_dim
-    per_key = 12 * layers * model.num_heads * model.head_width
+    output = model.num_heads * model.value_width * model.embed_dim
+    both = model.head_width + model.value_width
+    per_key = 6 * layers * model.num_heads * both
     return FlopCount(
         qkv_projections=TRAIN_FLOPS_PER_WEIGHT * layers * (attention_matmul_parameters(model) - output),
         output_projection=TRAIN_FLOPS_PER_WEIGHT * layers * output,
@@ -101,6 +105,7 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
         mlp=TRAIN_FLOPS_PER_WEIGHT * all_mlp_matmul_parameters(model, active=True),
         unembedding=TRAIN_FLOPS_PER_WEIGHT * model.embed_dim * model.vocab_size,
         attention_scores_full=per_key * seq_len,
+        query_key_share=model.head_width / both,
     )
 
 

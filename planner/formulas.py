@@ -108,8 +108,8 @@ class _Sizes(LocalSizes):
     def of_state(self) -> LocalSizes:
         if not self.config.mesh.zero_stage:
             return self
-        own = LocalSizes(self.config, *(int(size) for size in (self.data, self.fsdp, self.tensor, self.context, self.expert))).of_state
-        return _StateSizes(self.config, own.data, own.fsdp, own.tensor, own.context, own.expert)
+        own = LocalSizes(self.config, *(int(getattr(self, field.name)) for field in fields(self)[1:])).of_state
+        return _StateSizes(*(getattr(own, field.name) for field in fields(own)))
 
 
 class _StateSizes(_Sizes):
@@ -153,7 +153,7 @@ class Formulas:
 def memory_formulas(config: Config, sizes: Mapping[str, int], *, gpu: bool) -> tuple[list[Formula], list[Formula]]:
     """Return the formula of every component of the memory of one device, and the symbols in them."""
     local = LocalSizes.of(config, sizes)
-    traced = memory_of(_Sizes(config, local.data, local.fsdp, local.tensor, local.context, local.expert), sizes, gpu=gpu)
+    traced = memory_of(_Sizes(*(getattr(local, field.name) for field in fields(local))), sizes, gpu=gpu)
     found = [
         Formula(name, int(part.bytes), "bytes", getattr(part.bytes, "text", ""), part.assumption)
         for name, part in traced.components.items()

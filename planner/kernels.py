@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ridgeline.planner.activations import TAGS_STATISTICS, stacked_bytes
+from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS, Recomputed, matmul_weights, muon_layers, recomputed
 from ridgeline.planner.flops import mean_keys_per_layer
 from ridgeline.planner.hardware import Hardware, matmul_dtype
-from ridgeline.planner.local import ITEMSIZE, LocalSizes
+from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
-from ridgeline.planner.parameters import layer_norms
+from ridgeline.planner.parameters import DOWN, attention_weights, layer_norms, matmul_weights
+from ridgeline.planner.recompute import Recomputed, recomputed
 from ridgeline.planner.software import Software
 
 ATTENTION_FORWARD_SHARE = 0.25
@@ -39,6 +39,9 @@ TRANSPOSED_BYTES = 16
 """Additional bytes per element with a transposed gradient: written and read in float32, and so its update."""
 TRANSPOSED_INT8_BYTES = 28
 """TRANSPOSED_BYTES with 8-bit moments: both decoded moments are written and read too."""
+
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations of Muon's orthogonalization (optax's default)."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,20 @@ class Kernels:
     def matmuls(self) -> dict[str, tuple[int, int, int]]:
         """Return (M, N, K) of each forward matmul of a layer on one device."""
         width, tokens = self.local.model.embed_dim, self.local.tokens
-        shapes = {}
+        shapes, tensor = {}, self.local.tensor
         moe = self.local.model.moe
+        for name, (inputs, outputs) in attention_weights(self.local.model).items():
+            if name in DOWN:  # tensor shards their tokens
+                shapes[name] = (tokens // tensor, outputs, inputs)
+            else:
+                shapes[name] = (tokens, outputs, inputs // tensor) if name == "out" else (tokens, outputs // tensor, inputs)
         for name, weights in matmul_weights(self.local.model).items():
-            other, rows = weights // width // self.local.tensor, tokens
+            if name in shapes:
+                continue
+            other, rows = weights // width // tensor, tokens
             if moe is not None and name in EXPERT_MATMULS:
                 rows = round(self.local.busy_rows / GROUPED_RATE) + moe.shared_experts * tokens
-            shapes[name] = (rows, width, other) if name in ("out", "down") else (rows, other, width)
+            shapes[name] = (rows, width, other) if name == "down" else (rows, other, width)
         return shapes
 
     def layer_forward(self) -> Work:
@@ -146,7 +156,7 @@ class Kernels:
         local, model = self.local, self.local.model
         length, backend = local.config.data.seq_len, local.attention_backend(gpu=self.device.tensor_cores)
         keys = mean_keys_per_layer(model, length)
-        flops = 12.0 * keys * model.num_heads * model.head_width * local.tokens / local.tensor
+        flops = 6.0 * keys * model.num_heads * (model.head_width + model.value_width) * local.tokens / local.tensor
         in_step = self.software.in_step_share(self.dtype, self.device)
         if backend in ("cudnn", "pallas"):
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
@@ -166,11 +176,12 @@ class Kernels:
         """Return logits, cross-entropy and both gradients of a microbatch, chunk by chunk."""
         local = self.local
         width, vocab, chunk = local.model.embed_dim, local.model.padded_vocab_size // local.tensor, local.loss_chunk_tokens
-        chunks = math.ceil(local.tokens / chunk)
+        tokens = local.tokens // local.pipeline  # each stage has a part of the tokens
+        chunks = math.ceil(tokens / chunk)
         # The gradient of the weight is a float32 sum over chunks: every chunk reads and writes the whole table.
         weight = max(self.matmul_s(width, vocab, chunk), self.memory_s(8 * width * vocab))
         compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + weight
-        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + 12 * local.table + 8 * local.stream_bytes
+        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + 12 * local.table + 8 * local.stream_bytes // local.pipeline
         return Work(chunks * compute, self.memory_s(memory))
 
     def optimizer(self) -> Work:
@@ -200,8 +211,10 @@ class Kernels:
 
     def stacks(self) -> Work:
         """Return what the scan over layers copies and zeroes in a microbatch."""
-        backend = self.local.attention_backend(gpu=self.device.tensor_cores)
-        return Work(0.0, self.memory_s(stacked_bytes(self.local, backend)))
+        local, backend = self.local, self.local.attention_backend(gpu=self.device.tensor_cores)
+        # with stages the stacks are also written to the slot of a unit, and read from it
+        slots = 4 * saved_activations(local, backend).bytes if local.pipeline > 1 else 0
+        return Work(0.0, self.memory_s(stacked_bytes(local, backend) + slots))
 
     def _elementwise_forward(self) -> float:
         """Return the bytes of the norms (read, write), two residual adds (read 2, write), rotation, activation, casts of the weights.
@@ -213,7 +226,7 @@ class Kernels:
         streams = 6 + 2 * layer_norms(local.model)
         return (
             streams * local.cut_stream_bytes
-            + 2 * (local.query_bytes + local.key_bytes)
+            + 2 * (local.query_bytes + local.key_bytes + local.latent_bytes // local.tensor)
             + (gates + 1) * local.hidden_bytes
             + 4 * local.row_bytes
             + self._casts()
@@ -230,6 +243,7 @@ class Kernels:
         size: float = (
             (6 + 3 * layer_norms(local.model)) * local.cut_stream_bytes
             + 2 * (local.query_bytes + local.key_bytes)
+            + 3 * local.latent_bytes // local.tensor
             + (2 * gates + 2) * local.hidden_bytes
         )
         size += 8 * local.gathered_layer_weights + 8 * local.row_bytes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pydantic import model_validator
 
-from ridgeline.configs.schema import Config, RematConfig
+from ridgeline.configs.schema import Config, LatentAttention, RematConfig
 from ridgeline.configs.section import Name, PositiveFloat, PositiveInt, Section
 from ridgeline.planner.local import LocalSizes
 
@@ -41,6 +41,8 @@ class LayerShape(Section):
     """model.gated_mlp of the config."""
     qk_norm: bool = False
     """model.qk_norm of the config."""
+    latent_attention: LatentAttention | None = None
+    """model.latent_attention of the config."""
     document_masking: bool = True
     """data.document_masking of the config."""
     sliding_window: PositiveInt | None = None
@@ -77,6 +79,7 @@ class LayerShape(Section):
             attention=f"chunked-{config.compute.attention.chunk}" if backend == "chunked" else backend,
             gated_mlp=model.gated_mlp,
             qk_norm=model.qk_norm,
+            latent_attention=model.latent_attention,
             document_masking=config.data.document_masking,
             sliding_window=model.sliding_window,
             full_attention_every=model.full_attention_every,

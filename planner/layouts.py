@@ -7,6 +7,7 @@ replicates them or, with mesh.zero_stage=2, shards gradients and moments, and bo
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,16 +45,20 @@ class Layout:
     context: int = 1
     zero_stage: int = 0
     """As mesh.zero_stage."""
+    expert: int = 1
+    pipeline: int = 1
+    pipeline_chunks: int = 1
+    """As mesh.pipeline_chunks."""
 
     @property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return self.data * self.fsdp * self.tensor * self.context
+        return math.prod(self.sizes.values())
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> devices, for all mesh axes."""
-        return dict.fromkeys(MESH_AXES, 1) | {"data": self.data, "fsdp": self.fsdp, "context": self.context, "tensor": self.tensor}
+        return {axis: getattr(self, axis, 1) for axis in MESH_AXES}
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -67,7 +72,8 @@ class Layout:
 
     def apply(self, config: Config) -> Config:
         """Return the config with this layout."""
-        mesh = config.mesh.model_copy(update={**self.sizes, "zero_stage": self.zero_stage})
+        changes = {**self.sizes, "zero_stage": self.zero_stage, "pipeline_chunks": self.pipeline_chunks}
+        mesh = config.mesh.model_copy(update=changes)
         trainer = config.trainer.model_copy(update={"accumulation": self.accumulation})
         compute = config.compute.model_copy(update={"remat": self.remat})
         return config.model_copy(update={"mesh": mesh, "trainer": trainer, "compute": compute})
@@ -81,22 +87,45 @@ class Mesh:
     refused: str | None
 
 
-def meshes(config: Config, devices: int) -> Iterator[Mesh]:
-    """Yield every factorization of the devices over data, fsdp, context and tensor, with the rule it breaks, if any; with several devices
-    on data also with mesh.zero_stage=2, where it is valid.
+def meshes(config: Config, devices: int, on_node: int) -> Iterator[Mesh]:
+    """Yield every factorization of the devices over data, fsdp, context, tensor and, for a model with experts, expert, with the rule it
+    breaks, if any; with several devices on data also with mesh.zero_stage=2, where it is valid.
 
-    `tensor` is at most the number of query heads, which it shards; `context` leaves each device SHORTEST_PIECE tokens of a row or more.
+    `tensor` is at most the number of query heads, which it shards; `context` leaves each device SHORTEST_PIECE tokens of a row or more;
+    `expert` divides the experts. With several nodes (of `on_node` devices) also stages of whole nodes, where each stores its own layers:
+    inside a node stages save no communication that costs anything.
     """
-    for context, tensor in itertools.product(divisors(devices), divisors(devices)):
-        if devices % (context * tensor) or tensor > config.model.num_heads or context > max(1, config.data.seq_len // SHORTEST_PIECE):
+    yield from _in_stages(config, devices, on_node)
+    experts = divisors(config.model.moe.experts) if config.model.moe is not None else [1]
+    for context, tensor, expert in itertools.product(divisors(devices), divisors(devices), experts):
+        inner = context * tensor * expert
+        if devices % inner or tensor > config.model.num_heads or context > max(1, config.data.seq_len // SHORTEST_PIECE):
             continue
-        for fsdp in divisors(devices // tensor // context):
-            layout = Layout(devices // tensor // context // fsdp, fsdp, tensor, context=context)
+        for fsdp in divisors(devices // inner):
+            layout = Layout(devices // inner // fsdp, fsdp, tensor, context=context, expert=expert)
             yield Mesh(layout, refusal(config, layout))
             zero = replace(layout, zero_stage=2)
             allowed = layout.data > 1 and config.optimizer.kind != "muon" and config.model.moe is None
             if allowed and refusal(config, zero) is None:
                 yield Mesh(zero, None)
+
+
+MOST_STAGES = 16
+"""Most stages that the search tries."""
+
+
+def _in_stages(config: Config, devices: int, on_node: int) -> Iterator[Mesh]:
+    """Yield the valid meshes with stages of whole nodes, whose parameters are sharded over a stage or over a node of it."""
+    chunks = config.mesh.pipeline_chunks
+    for stages in divisors(devices):
+        inside, chunk = devices // stages, stages * chunks * config.model.layer_period
+        if not 1 < stages <= MOST_STAGES or inside % on_node or config.model.num_layers % chunk:
+            continue
+        for tensor in divisors(on_node):
+            for fsdp in sorted({inside // tensor, on_node // tensor}):
+                layout = Layout(inside // tensor // fsdp, fsdp, tensor, stages, pipeline=stages, pipeline_chunks=chunks)
+                if tensor <= config.model.num_heads and refusal(config, layout) is None:
+                    yield Mesh(layout, None)
 
 
 def refusal(config: Config, layout: Layout) -> str | None:
@@ -115,8 +144,13 @@ def remat_choices(config: Config, measured: Sequence[RematConfig] = ()) -> list[
 
 
 def accumulations(config: Config, layout: Layout) -> list[int]:
-    """Return the numbers of microbatches that divide the rows of a shard, fewest first."""
-    return divisors(config.data.batch_size // (layout.data * layout.fsdp))
+    """Return the numbers of microbatches that divide the rows of a shard, fewest first; with stages most first, which has the smallest
+    bubble, and as many as stages at least."""
+    counts = divisors(config.data.batch_size // (layout.data * layout.fsdp * layout.expert))
+    if layout.pipeline == 1:
+        return counts
+    even = 1 if layout.pipeline_chunks == 1 else layout.pipeline
+    return [count for count in reversed(counts) if count >= layout.pipeline and count % even == 0]
 
 
 def dividing_nodes(config: Config, devices_per_node: int, most: int) -> set[int]:

@@ -1,7 +1,7 @@
 """Sizes on one device: parameters, activations and tokens of a config that is sharded over a mesh.
 
 Legend: R rows of a microbatch per device, T sequence, D embed width, F MLP width, N query heads, K key/value heads, H head width,
-V vocabulary rows, L layers; f, t, d, c devices on the axes fsdp, tensor, data, context.
+V vocabulary rows, L layers; f, t, d, c, s devices on the axes fsdp, tensor, data, context, pipeline.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ridgeline.configs.context import context_method
+from ridgeline.configs.pipeline import of_stage, stored_by_stage
 from ridgeline.configs.schema import Config, ModelConfig
-from ridgeline.planner.experts import block_rows, buffer_rows
+from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, peer_slots
 from ridgeline.planner.parameters import (
     all_mlp_matmul_parameters,
     attention_matmul_parameters,
     count_parameters,
     expert_parameters,
+    latent_parameters,
+    latent_width,
     mlp_matmul_parameters,
     moe_matmul_parameters,
 )
+from ridgeline.planner.pipeline import Schedule
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 FUSED_MAX_HEAD_DIM = 128
@@ -39,12 +43,18 @@ class LocalSizes:
     context: int = 1
     expert: int = 1
     """Devices on the axis expert, which `fsdp` includes: outside of the experts it is a further fsdp axis."""
+    pipeline: int = 1
+    """Stages. The layers of `config` are those of one stage; the rest of the model is sharded over stages as over fsdp."""
+    moved: int = 0
+    """1 where each step moves the layers to their stages; 0 where each stage stores its own."""
 
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int]) -> LocalSizes:
         """Shard a config over mesh axes of these sizes (missing axes: 1). The caller has checked that all dims divide."""
         expert = sizes.get("expert", 1)
-        return cls(config, sizes.get("data", 1), sizes.get("fsdp", 1) * expert, sizes.get("tensor", 1), sizes.get("context", 1), expert)
+        data, fsdp, tensor, context, stages = (sizes.get(axis, 1) for axis in ("data", "fsdp", "tensor", "context", "pipeline"))
+        moved = int(stages > 1 and not stored_by_stage(config, sizes))
+        return cls(of_stage(config, sizes), data, fsdp * expert, tensor, context, expert, stages, moved)
 
     @property
     def model(self) -> ModelConfig:
@@ -54,7 +64,7 @@ class LocalSizes:
     @property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return self.data * self.fsdp * self.tensor * self.context
+        return self.data * self.fsdp * self.tensor * self.context * self.pipeline
 
     @cached_property
     def length(self) -> int:
@@ -103,13 +113,37 @@ class LocalSizes:
 
     @cached_property
     def query_bytes(self) -> int:
-        """Bytes of queries (or attention results): R*T*N*H/t."""
+        """Bytes of queries: R*T*N*H/t."""
         return self.tokens * self.model.num_heads * self.model.head_width * self.compute_itemsize // self.tensor
 
     @cached_property
+    def context_bytes(self) -> int:
+        """Bytes of attention results: R*T*N*V/t."""
+        return self.query_bytes * self.model.value_width // self.model.head_width
+
+    @cached_property
     def key_bytes(self) -> int:
-        """Bytes of keys (or values): R*T*K*H/t."""
+        """Bytes of keys: R*T*K*H/t."""
         return self.tokens * self.model.kv_heads * self.model.head_width * self.compute_itemsize // self.tensor
+
+    @cached_property
+    def value_bytes(self) -> int:
+        """Bytes of values: R*T*K*V/t."""
+        return self.key_bytes * self.model.value_width // self.model.head_width
+
+    @cached_property
+    def latent_bytes(self) -> int:
+        """Bytes of the latents of a layer, gathered over the sequence; 0 without latent attention."""
+        return self.tokens * latent_width(self.model) * self.compute_itemsize
+
+    @cached_property
+    def up_bytes(self) -> int:
+        """Bytes of keys without rotated dims and values together, as they are projected from a latent; 0 without latent attention."""
+        latent = self.model.latent_attention
+        if latent is None:
+            return 0
+        width = self.model.num_heads * (latent.nope_dim + latent.value_dim)
+        return self.tokens * width * self.compute_itemsize // self.tensor
 
     @cached_property
     def hidden_bytes(self) -> int:
@@ -122,7 +156,7 @@ class LocalSizes:
         moe = self.model.moe
         if moe is None:
             return 0
-        return buffer_rows(self.tokens, moe, self.expert, self.config.compute.experts.capacity_factor)
+        return buffer_rows(self.tokens, moe, self.expert, self.config.compute.experts.capacity_factor, self.tensor)
 
     @cached_property
     def hidden_rows(self) -> int:
@@ -134,6 +168,17 @@ class LocalSizes:
     def row_bytes(self) -> int:
         """Bytes of the residual stream in the rows of the routed experts; 0 without experts."""
         return self.expert_rows * self.model.embed_dim * self.compute_itemsize
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of the tokens that the routed experts of a device may process, its own and those of others; 0 without mesh.expert."""
+        moe, expert, experts = self.model.moe, int(self.expert), self.config.compute.experts
+        if moe is None or expert == 1:
+            return 0
+        slots = tokens = int(self.tokens) // int(self.tensor)
+        if exchange_method(moe, experts, {"expert": expert}) == "all_to_all":
+            slots = peer_slots(tokens, moe.experts, moe.experts_per_token, expert, experts.capacity_factor)
+        return expert * int(self.tensor) * slots * self.model.embed_dim * self.compute_itemsize
 
     @cached_property
     def busy_rows(self) -> int:
@@ -164,20 +209,21 @@ class LocalSizes:
         return experts * self.model.embed_dim * self.model.expert_width // self.tensor
 
     @cached_property
-    def query_matrix(self) -> int:
-        """Elements of the query (or output) projection, gathered over fsdp and sharded over tensor: D*N*H/t."""
-        return self.model.embed_dim * self.model.num_heads * self.model.head_width // self.tensor
+    def out_matrix(self) -> int:
+        """Elements of attention's output projection, gathered over fsdp and sharded over tensor: D*N*V/t."""
+        return self.model.embed_dim * self.model.num_heads * self.model.value_width // self.tensor
 
     @cached_property
     def turned_matrices(self) -> int:
         """Elements of a layer's matrices that fsdp shards along their last dim, gathered: MLP down (not of experts) and attention out."""
-        return self.query_matrix + (self.mlp_matrix if self.model.moe is None else 0)
+        return self.out_matrix + (self.mlp_matrix if self.model.moe is None else 0)
 
     @cached_property
     def gathered_layer_weights(self) -> int:
         """Matrix elements of one layer, gathered over fsdp and sharded over tensor and expert."""
         elsewhere = 0 if self.model.moe is None else (1 - 1 / self.expert) * self.model.moe.experts * expert_parameters(self.model)
-        return (self.layer_weights - round(elsewhere)) // self.tensor
+        whole = latent_parameters(self.model)  # not sharded over tensor
+        return (self.layer_weights - round(elsewhere) - whole) // self.tensor + whole
 
     @cached_property
     def table(self) -> int:
@@ -187,7 +233,8 @@ class LocalSizes:
     @cached_property
     def layer_matrices(self) -> int:
         """Elements of all layers' matrices, sharded over fsdp and tensor."""
-        return self._all_layer_weights // (self.fsdp * self.tensor)
+        whole = self.model.num_layers * latent_parameters(self.model)  # not sharded over tensor
+        return ((self._all_layer_weights - whole) // self.tensor + whole) // self.fsdp
 
     @cached_property
     def _all_layer_weights(self) -> int:
@@ -197,13 +244,13 @@ class LocalSizes:
     @cached_property
     def tables(self) -> int:
         """Elements of embedding and unembedding, sharded over fsdp and tensor."""
-        return (1 if self.model.tie_embeddings else 2) * self.table // self.fsdp
+        return (1 if self.model.tie_embeddings else 2) * self.table // (self.fsdp * self.pipeline)
 
     @cached_property
     def vectors(self) -> int:
         """Elements of norms, biases and learned positions (positions are sharded over fsdp; the rest counts as replicated)."""
         count = count_parameters(self.model)
-        return count.attention + count.mlp + count.norms - self._all_layer_weights + count.positions // self.fsdp
+        return count.attention + count.mlp + count.norms - self._all_layer_weights + count.positions // (self.fsdp * self.pipeline)
 
     @cached_property
     def parameters(self) -> int:
@@ -213,8 +260,14 @@ class LocalSizes:
     @cached_property
     def loss_chunk_tokens(self) -> int:
         """Tokens of one device in a chunk of logits (models/loss.py)."""
-        chunks = math.ceil(self.length / max(1, self.config.compute.loss_chunk // self.rows))
-        return self.rows * math.ceil(self.length / chunks)
+        length = self.length // self.pipeline  # each stage has the loss of a part of the tokens
+        chunks = math.ceil(length / max(1, self.config.compute.loss_chunk // self.rows))
+        return self.rows * math.ceil(length / chunks)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The ticks of a step."""
+        return Schedule(self.pipeline, self.config.trainer.accumulation, self.config.mesh.pipeline_chunks)
 
     @property
     def ring(self) -> bool:
@@ -239,4 +292,10 @@ def attention_backend(config: Config, *, gpu: bool = True, ring: bool = False) -
         gpu and config.precision.compute in ("bfloat16", "float16") and width <= FUSED_MAX_HEAD_DIM
     ):
         return "chunked"
-    return "cudnn" if width % 8 == 0 and not config.data.document_masking and not ring else "pallas"
+    fused = width % 8 == 0 and not config.data.document_masking and not ring and not config.model.attention_sinks
+    return "cudnn" if fused else "pallas"
+
+
+def muon_layers(layers: int, devices: int) -> int:
+    """Return of how many layers each of these devices orthogonalizes the matrices."""
+    return -(-layers // devices)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ridgeline.configs.schema import Config
-from ridgeline.planner.activations import Component, saved_activations
+from ridgeline.planner.activations import Component, units_in_flight
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.peak_memory import StepMemory
@@ -27,6 +27,7 @@ MARGINS = {
     "microbatches": 0.01,
     "8-bit matmuls": 0.02,
     "mesh.tensor": 0.02,
+    "mesh.expert": 0.25,
     "compute.remat.policy=offload": 0.02,
     "mesh.zero_stage=2": 0.02,
 }
@@ -95,7 +96,7 @@ def memory_of(local: LocalSizes, sizes: Mapping[str, int], *, gpu: bool, overlap
     """As `memory_per_device`, from the sizes on one device."""
     state = _state(local, sizes, gpu)
     backend = local.attention_backend(gpu=gpu)
-    points = StepMemory(local, backend, overlap and gpu, overlap and gpu and combined, saved_activations(local, backend)).points()
+    points = StepMemory(local, backend, overlap and gpu, overlap and gpu and combined, units_in_flight(local, backend)).points()
     totals = {name: sum(part.bytes for part in parts.values()) for name, parts in points.items()}
     peak = max(totals, key=lambda name: totals[name])
     temporary = points[peak]
@@ -122,6 +123,7 @@ def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
         "microbatches": config.trainer.accumulation > 1,
         "8-bit matmuls": config.precision.matmul != "compute",
         "mesh.tensor": local.tensor > 1,
+        "mesh.expert": local.expert > 1,
         "compute.remat.policy=offload": config.compute.remat.offloads,
         "mesh.zero_stage=2": config.mesh.zero_stage == 2,
     }

@@ -1,9 +1,9 @@
 """Exposed and overlapped communication of a step.
 
 Gathers of parameters and reductions of gradients do not depend on the computation of the neighboring layer, so they can be overlapped
-with it: T = Tc + Tm - eta * min(Tc, Tm) for each pass over a layer. Gathers and scatters of the residual stream over `tensor`, and
-all-to-alls over `context`, are between two dependent matmuls and fully exposed; rings overlap with their own matmuls in part. Collectives
-of embedding, loss and optimizer are exposed.
+with it: T = Tc + Tm - eta * min(Tc, Tm) for each pass over a layer. Gathers and scatters of the residual stream over `tensor`, all-to-alls
+over `context` and the exchange of tokens over `expert` are between two dependent matmuls and fully exposed; rings overlap with their own
+matmuls in part. Collectives of embedding, loss and optimizer are exposed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ridgeline.planner.communication import CollectiveCost
 ETA = 0.9
 """Fraction of the shorter of compute and communication that XLA's latency-hiding scheduler overlaps with the longer. The rest is the
 slowdown of compute by communication kernels: NCCL occupies 8 to 20 of 132 multiprocessors."""
-OVERLAPPED_AXES = ("data", "fsdp", "context")
+OVERLAPPED_AXES = ("pipeline", "data", "fsdp", "context", "expert")
 """Mesh axes whose gathers and reductions inside layers are of parameters and overlapped with compute."""
 POOL_SHARE = 0.95
 """Fraction of a device's memory in XLA's pool in a run; the rest is for the CUDA context, NCCL and cuDNN."""
@@ -47,12 +47,12 @@ class Communication:
     def overlappable(self) -> bool:
         """Whether it can be overlapped with the compute of a layer."""
         item = self.planned
-        return item.where == "layer" and set(item.axes) <= set(OVERLAPPED_AXES) and item.kind != "all-to-all"
+        return item.where == "layer" and set(item.axes) <= set(OVERLAPPED_AXES) and item.kind != "all-to-all" and not item.of_tokens
 
     @property
     def in_ring(self) -> bool:
-        """Whether it is a hop of a ring."""
-        return self.planned.kind == "collective-permute"
+        """Whether it is a hop of a ring. A transfer between pipeline stages is not: it overlaps with a whole pass of another unit."""
+        return self.planned.kind == "collective-permute" and self.planned.axes != ("pipeline",)
 
     @property
     def hides_under(self) -> str:

@@ -21,7 +21,7 @@ class ParameterCount:
     positions: int
     """T*D of a learned position table."""
     attention: int
-    """Query, key, value and output projections with their biases, and query/key norms."""
+    """Query, key, value and output projections with their biases, query/key norms, and sinks."""
     mlp: int
     """Gate, up and down projections with their biases, of all experts; and routers."""
     norms: int
@@ -55,9 +55,42 @@ class ParameterCount:
         return values
 
 
+def attention_weights(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of each attention projection of a layer, unsharded.
+
+    D*N*H of query and out, D*K*H of key and value; of latent attention see models/attention/latent.py.
+    """
+    width, heads, latent = model.embed_dim, model.num_heads, model.latent_attention
+    query, out = heads * model.head_width, heads * model.value_width
+    if latent is None:
+        key = model.kv_heads * model.head_width
+        return {"query": (width, query), "key": (width, key), "value": (width, key), "out": (out, width)}
+    return {
+        **({"query_down": (width, latent.q_rank)} if latent.q_rank else {}),
+        "query": (latent.q_rank or width, query),
+        "key_value_down": (width, latent.kv_rank + latent.rope_dim),
+        "key_value": (latent.kv_rank, heads * (latent.nope_dim + latent.value_dim)),
+        "out": (out, width),
+    }
+
+
+DOWN = ("query_down", "key_value_down")
+"""Projections to a latent, whose parameters and results `tensor` does not shard; it shards their tokens."""
+
+
 def attention_matmul_parameters(model: ModelConfig) -> int:
-    """Return the weights of one layer's attention projections: 2*D*N*H + 2*D*K*H."""
-    return 2 * model.embed_dim * model.head_width * (model.num_heads + model.kv_heads)
+    """Return the weights of one layer's attention projections: 2*D*N*H + 2*D*K*H without latents."""
+    return sum(inputs * outputs for inputs, outputs in attention_weights(model).values())
+
+
+def latent_parameters(model: ModelConfig) -> int:
+    """Return the weights of one layer's projections to latents."""
+    return model.embed_dim * latent_width(model)
+
+
+def latent_width(model: ModelConfig) -> int:
+    """Return the width of a layer's latents together, the rotated dims of the keys included; 0 without latent attention."""
+    return sum(outputs for name, (_, outputs) in attention_weights(model).items() if name in DOWN)
 
 
 def mlp_matmul_parameters(model: ModelConfig) -> int:
@@ -71,7 +104,9 @@ def layer_norms(model: ModelConfig) -> int:
 
 
 def head_norms(model: ModelConfig) -> int:
-    """Return the scales of one layer's norms of queries and keys: 2*H, or (N + K)*H over all heads."""
+    """Return the scales of one layer's norms of queries and keys: 2*H, or (N + K)*H over all heads; or those of the norms of latents."""
+    if model.latent_attention is not None:
+        return latent_width(model) - model.latent_attention.rope_dim
     if not model.qk_norm:
         return 0
     return model.head_width * (model.num_heads + model.kv_heads if model.qk_norm_dims == "all_heads" else 2)
@@ -91,6 +126,21 @@ def moe_matmul_parameters(model: ModelConfig, *, active: bool) -> int:
     return model.embed_dim * moe.experts + (moe.shared_experts + routed) * expert_parameters(model)
 
 
+def mlp_bias_parameters(model: ModelConfig, width: int) -> int:
+    """Return the biases of one MLP or expert of this hidden width: 2*F + D gated, F + D otherwise."""
+    return ((2 if model.gated_mlp else 1) * width + model.embed_dim) if model.mlp_bias else 0
+
+
+def _mlp_biases(model: ModelConfig, *, active: bool) -> int:
+    """Return the biases of MLPs, experts and routers of all layers (`active`: those that process one token)."""
+    moe, biases = model.moe, model.dense_layers * mlp_bias_parameters(model, model.mlp_dim)
+    if moe is None:
+        return biases
+    routed = (moe.experts_per_token if active else moe.experts) * mlp_bias_parameters(model, model.expert_width)
+    shared = mlp_bias_parameters(model, moe.shared_experts * model.expert_width) if moe.shared_experts else 0
+    return biases + model.moe_layers * (routed + shared + (moe.choice_bias + moe.logit_bias) * moe.experts)
+
+
 def all_mlp_matmul_parameters(model: ModelConfig, *, active: bool) -> int:
     """Return the weights of MLPs, experts and routers of all layers (`active`: those that process one token)."""
     return model.dense_layers * mlp_matmul_parameters(model) + model.moe_layers * moe_matmul_parameters(model, active=active)
@@ -98,16 +148,15 @@ def all_mlp_matmul_parameters(model: ModelConfig, *, active: bool) -> int:
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model."""
-    d, f, layers, h = model.embed_dim, model.mlp_dim, model.num_layers, model.head_width
+    d, layers, h = model.embed_dim, model.num_layers, model.head_width
     n, k, v = model.num_heads, model.kv_heads, model.padded_vocab_size
     attention = attention_matmul_parameters(model)
     attention += (n + 2 * k) * h if model.attention_bias else 0
     attention += d if model.output_bias else 0
     attention += head_norms(model)
-    mlp, active = (all_mlp_matmul_parameters(model, active=active) for active in (False, True))
+    attention += n if model.attention_sinks else 0
+    mlp, active = (all_mlp_matmul_parameters(model, active=active) + _mlp_biases(model, active=active) for active in (False, True))
     inactive = mlp - active
-    mlp += layers * ((2 if model.gated_mlp else 1) * f + d) if model.mlp_bias else 0
-    mlp += model.moe_layers * model.moe.experts if model.moe and model.moe.choice_bias else 0
     norm = (2 if model.norm == "layernorm" else 1) * d  # layernorm: scale and bias
     tables = 1 if model.tie_embeddings else 2
     return ParameterCount(
@@ -120,3 +169,13 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         vocab_padding=tables * (v - model.vocab_size) * d,
         inactive=inactive,
     )
+
+
+def matmul_weights(model: ModelConfig) -> dict[str, int]:
+    """Return the weights of each matmul of a block, unsharded: those of attention, and D*F for gate, up, down.
+
+    Of a mixture of experts: those of one expert.
+    """
+    mlp = model.embed_dim * model.expert_width  # of experts: of one
+    weights = {name: inputs * outputs for name, (inputs, outputs) in attention_weights(model).items()} | {"up": mlp, "down": mlp}
+    return weights | ({"gate": mlp} if model.gated_mlp else {})

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes, saved_arrays
-from ridgeline.planner.collectives import matmul_weights, muon_layers
-from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.local import LocalSizes, muon_layers
+from ridgeline.planner.parameters import matmul_weights
 
 COMBINED_BYTES = 30 * 2**20
 """XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
@@ -22,7 +22,9 @@ STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
 
 EXPERT_ROWS_IN_FLIGHT = 3
-"""Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the results and of the inputs."""
+"""Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the inputs by gate and by up."""
+SLOTS_IN_FLIGHT = 2
+"""Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
 
 Components = dict[str, Component]
 
@@ -56,7 +58,26 @@ class StepMemory:
             points["last layer of the backward pass"] = self.last_layer()
         if self.local.config.optimizer.kind == "muon":
             points["orthogonalization"] = self.orthogonalization()
-        return points
+        return points if self.local.pipeline == 1 else {name: self._with_stages(name, parts) for name, parts in points.items()}
+
+    def _with_stages(self, point: str, parts: Components) -> Components:
+        """Return the components with what pipeline stages add: tables gathered over stages and their gradients, streams between stages, and
+        layers that were moved to their stages."""
+        local = self.local
+        elsewhere = local.tables * (local.pipeline - 1)  # stored by other stages
+        if point == "optimizer":
+            return parts
+        copies = (local.tables * local.pipeline + local.moved * local.layer_matrices) * local.parameter_itemsize
+        sums, summed = elsewhere * local.gradient_itemsize, parts.get("accumulated_gradients", self.accumulated())
+        text = "tables of all stages" + (", layers moved to their stages" if local.moved else "")
+        before, working = (parts.get(name, Component(0, "")) for name in ("parameter_copies", "working_activations"))
+        return parts | {
+            "parameter_copies": Component(before.bytes + copies, "; ".join(filter(None, (before.assumption, text)))),
+            "accumulated_gradients": Component(summed.bytes + sums, f"{summed.assumption}; tables of all stages"),
+            "working_activations": Component(
+                working.bytes + 4 * local.cut_stream_bytes, "; ".join(filter(None, (working.assumption, "streams between stages")))
+            ),
+        }
 
     # Used at several points.
 
@@ -73,7 +94,7 @@ class StepMemory:
     @property
     def in_loop(self) -> bool:
         """Whether microbatches run in a loop."""
-        return self.local.config.trainer.accumulation > 1
+        return self.local.config.trainer.accumulation > 1 or self.local.pipeline > 1
 
     @property
     def stack_itemsize(self) -> int:
@@ -277,7 +298,7 @@ class StepMemory:
         points = (
             (
                 "its MLP",
-                at_mlp * hidden + quantized + EXPERT_ROWS_IN_FLIGHT * local.row_bytes,
+                at_mlp * hidden + quantized + EXPERT_ROWS_IN_FLIGHT * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes,
                 STREAMS_IN_FLIGHT * stream,
                 2 * local.mlp_matrix * local.compute_itemsize,
                 down,
@@ -333,7 +354,7 @@ class StepMemory:
         local = self.local
         copies = 2 * 4 * local.table // self.sharded.fsdp
         if local.fsdp > 1:
-            copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.query_matrix) // self.sharded.fsdp
+            copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.out_matrix) // self.sharded.fsdp
         return {
             "gradients": Component(
                 self.sharded.parameters * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),

@@ -11,10 +11,11 @@ from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
-from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck
+from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck, stages_sentence
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.config_changes import ChunkChange, larger_loss_chunk, lower_precision_state
 from ridgeline.planner.economics import Spot, price_text
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layouts import Layout, dividing_nodes
 from ridgeline.planner.overlap import Communication
@@ -82,6 +83,8 @@ class Plan:
     """The bottleneck of each of `best`."""
     alternatives: list[Alternative]
     """Common layouts compared with the best."""
+    stages: str
+    """Whether pipeline stages pay, and why; empty where none were tried."""
     scaling: list[ScalingRow]
     """The best layout of each number of nodes."""
     worth_nodes: int | None
@@ -165,6 +168,7 @@ def make_plan(
         best=chosen,
         bottlenecks=[bottleneck(candidate, machines[candidate.nodes]) for candidate in chosen],
         alternatives=alternatives(best_scale, machines[chosen[0].nodes]),
+        stages=stages_sentence(best_scale),
         scaling=rows,
         worth_nodes=worth_nodes,
         worth=worth,
@@ -208,7 +212,7 @@ def _distinct(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
     found: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
         layout = candidate.layout
-        found.setdefault((candidate.nodes, layout.data, layout.fsdp, layout.tensor, layout.zero_stage, layout.remat.policy), candidate)
+        found.setdefault((candidate.nodes, *layout.sizes.values(), layout.zero_stage, layout.remat.policy), candidate)
         if len(found) == top:
             break
     return list(found.values())
@@ -330,6 +334,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             for candidate, bound in zip(plan.best, plan.bottlenecks, strict=True)
         ],
         "alternatives": [dict_of(alternative) for alternative in plan.alternatives],
+        "stages": plan.stages,
         "rejected": [dict_of(rejection) for scale in plan.scales for rejection in scale.rejections],
         "scaling": [_row_json(row) for row in plan.scaling],
         "worth_until_nodes": plan.worth_nodes,
@@ -361,13 +366,16 @@ def dict_of(value: Any) -> dict[str, Any]:
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """Return one candidate as JSON values."""
-    layout, step, run, memory = candidate.layout, candidate.step, candidate.run, candidate.memory
+    layout, step, run, memory, config = candidate.layout, candidate.step, candidate.run, candidate.memory, candidate.parts.config
     return {
         "nodes": candidate.nodes,
         "devices": step.devices,
         "mesh": layout.sizes,
         "zero_stage": layout.zero_stage,
-        "context_method": context_method(candidate.parts.config, layout.sizes),
+        "context_method": context_method(config, layout.sizes),
+        "expert_exchange": exchange_method(config.model.moe, config.compute.experts, layout.sizes),
+        "pipeline_chunks": layout.pipeline_chunks,
+        "bubble_fraction": candidate.parts.bubble,
         "microbatch": candidate.microbatch,
         "accumulation": layout.accumulation,
         "remat": layout.remat.policy,

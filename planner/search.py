@@ -100,7 +100,7 @@ def search_scale(config: Config, cluster: ClusterConfig, calibration: Calibratio
     devices = nodes * cluster.devices_per_node
     machine = Machine(cluster, calibration, devices)
     scale = Scale(nodes, devices)
-    for mesh in meshes(config, devices):
+    for mesh in meshes(config, devices, cluster.devices_per_node):
         if mesh.refused is not None:
             scale.rejections.append(Rejection(nodes, mesh.layout.mesh, None, mesh.refused))
             continue
@@ -129,13 +129,16 @@ def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[
     capacity = capacity_bytes(machine)
     counts = accumulations(config, mesh.layout)
     stage = mesh.layout.zero_stage
+    if not counts:  # rows for fewer microbatches than stages
+        yield Rejection(nodes, mesh.layout.mesh, None, f"has rows for fewer microbatches than mesh.pipeline={mesh.layout.pipeline}")
+        return
 
     def named(reason: str) -> str:
         return f"mesh.zero_stage={stage}: {reason}" if stage else reason
 
     layer = machine.calibration.layer(machine.device, LocalSizes.of(mesh.layout.apply(config), mesh.layout.sizes))
     for remat in remat_choices(config, [] if layer is None else [cost.remat for cost in layer.policies]):
-        if remat.offloads and not machine.device.tensor_cores:
+        if remat.offloads and (not machine.device.tensor_cores or mesh.layout.pipeline > 1):
             continue  # a CPU has no separate host memory
         timed, least, reason = 0, None, ""
         for accumulation in counts:

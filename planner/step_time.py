@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.pipeline import layer_slots
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import offloaded_bytes
 from ridgeline.planner.calibration import Calibration
@@ -71,12 +72,13 @@ class Machine:
 
     def cost(self, item: PlannedCollective, sizes: Mapping[str, int]) -> CollectiveCost:
         """Return the time of one execution of a planned collective on a mesh of these axis sizes."""
-        key = (item.kind, item.bytes, tuple(sizes.items()), item.axes)
+        size = item.sent_bytes
+        key = (item.kind, size, tuple(sizes.items()), item.axes)
         found = self._costs.get(key)
         if found is None:
             group = self.fabric.axes_group(sizes, item.axes)
             permuted = item.kind == "collective-permute"
-            found = self._costs[key] = hop_s(item.bytes, group) if permuted else time_s(item.kind, item.bytes, group)
+            found = self._costs[key] = hop_s(size, group) if permuted else time_s(item.kind.removeprefix("ragged-"), size, group)
         return found
 
 
@@ -105,6 +107,9 @@ class StepParts:
     """Measurement that the time of recomputation is from; None: it is counted by formulas."""
     recompute_s: float | None = None
     """Seconds per step that the policy adds to `none` by that measurement, part of `backward`; None: counted by formulas."""
+    bubble: float = 0.0
+    """Share of the time of `forward`, `backward` and their communication in which a pipeline stage does nothing of use, empty layers
+    included."""
     host_copy_s: float = 0.0
     """Seconds of copying activations to host memory in the forward pass; copying them back in the backward pass takes the same time."""
 
@@ -122,14 +127,18 @@ class StepParts:
         copies_s = self.host_copy_s / speed.get("pcie", 1.0)
         if exposed_copies_s := sum(max(0.0, copies_s - each.seconds) for each in (forward, backward)):
             exposed["pcie"] = exposed.get("pcie", 0.0) + exposed_copies_s
+        outside = [item for item in self.communication if item.planned.where != "layer"]
+        once = exposed_s(outside, {"forward": 0.0, "backward": 0.0}, self.eta, speed) if self.bubble else exposed
+        in_ticks = {kind: seconds - once.get(kind, 0.0) for kind, seconds in exposed.items()}
+        busy = 1 - self.bubble
         breakdown = {
-            "compute": forward.compute_s + backward.compute_s + rest.compute_s,
-            "hbm": forward.memory_s + backward.memory_s + rest.memory_s,
+            "compute": busy * (forward.compute_s + backward.compute_s) + rest.compute_s,
+            "hbm": busy * (forward.memory_s + backward.memory_s) + rest.memory_s,
             "nvlink": 0.0,
             "network": 0.0,
-            **exposed,
+            **{kind: seconds - self.bubble * in_ticks[kind] for kind, seconds in exposed.items()},
             "optimizer": scaled(self.optimizer).seconds,
-            "bubble": 0.0,
+            "bubble": self.bubble * (forward.seconds + backward.seconds + sum(in_ticks.values())),
         }
         on_device = sum(breakdown.values())
         breakdown["host_input"] = max(0.0, self.host_input_s / speed["host_input"] - on_device)
@@ -162,7 +171,9 @@ def step_parts(
     local = LocalSizes.of(config, sizes)
     memory = memory or memory_per_device(config, sizes, gpu=machine.device.tensor_cores)
     repeats = config.trainer.accumulation
-    layers = config.model.num_layers * repeats
+    # Bubble included: in a tick without a unit a stage computes nothing of use, and takes as long.
+    ticks = local.schedule.forward_ticks / local.schedule.chunks
+    layers = local.model.num_layers * ticks
     # The shapes of measured layers have no experts.
     measured, again_s = None if config.model.moe is not None else machine.calibration.layer(machine.device, local), None
     if measured is not None:
@@ -180,6 +191,7 @@ def step_parts(
         forward=(kernels.layer_forward() * layers + copies) * slowest,
         backward=(kernels.layer_backward() * layers + again + copies) * slowest,
         rest=(kernels.embedding() + kernels.loss() + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
+        bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layer_slots(config, local.pipeline),
         optimizer=kernels.optimizer() * slowest,
         communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
         host_input_s=host_input_s(local, machine),

@@ -19,7 +19,9 @@ from ridgeline.sharding.rules import TOKENS, Axes, LogicalAxes
 
 def on_shards(partitioner: Partitioner, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Return a function that runs `fn` on the local shards of each device (all mesh axes manual)."""
-    return jax.shard_map(fn, mesh=partitioner.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mesh = partitioner.current_mesh  # inside a pipeline stage the axis `pipeline` is manual already
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def active(partitioner: Partitioner, axes: Axes) -> Axes:

@@ -13,8 +13,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import MeshConfig
+from ridgeline.configs.pipeline import stored_by_stage
+from ridgeline.configs.schema import Config, MeshConfig
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.rules import LogicalAxes, Rules, matrix_sides
 
@@ -44,9 +46,10 @@ class Partitioner:
     """As mesh.zero_stage."""
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh, config: MeshConfig, *, zigzag: bool = False) -> Partitioner:
-        """Return the partitioner of a mesh section. Raises UserError for sharding rules that are not valid."""
-        return cls(mesh, Rules.from_config(config), zigzag, config.zero_stage)
+    def of(cls, mesh: Mesh | AbstractMesh, config: Config) -> Partitioner:
+        """Return the partitioner of a config on a mesh. Raises UserError for sharding rules that are not valid."""
+        rules = Rules.from_config(config.mesh, stored_by_stage=stored_by_stage(config, mesh.shape))
+        return cls(mesh, rules, context_method(config, mesh.shape) == "ring", config.mesh.zero_stage)
 
     @classmethod
     def single(cls) -> Partitioner:
@@ -69,12 +72,23 @@ class Partitioner:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
+    def current_mesh(self) -> Mesh | AbstractMesh:
+        """Return the mesh of what is being traced: inside a `jax.shard_map` over some axes, the mesh on which these are manual."""
+        context = jax.sharding.get_abstract_mesh()
+        return context if context.manual_axes else self.mesh
+
+    @property
     def of_state(self) -> Partitioner:
         """Return the partitioner of gradients and optimizer state: from ZeRO stage 2 on also sharded over `data`.
 
         The shard of a device is part of its shard of the parameter, so that only the updated parameters are communicated.
         """
         return self if self.zero_stage == 0 else replace(self, rules=replace(self.rules, embed=(*self.rules.embed, DATA_AXIS)))
+
+    @property
+    def in_stage(self) -> Partitioner:
+        """Return the partitioner of a pipeline stage: without the axis `pipeline`."""
+        return replace(self, rules=self.rules.in_stage)
 
     def batch_sharding(self, name: str = "tokens") -> NamedSharding:
         """Return the sharding of an array [B, T] of a batch. Every device of `context` has the segment ids of the whole row."""
@@ -90,16 +104,17 @@ class Partitioner:
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Constrain the sharding of an activation. Raises UserError for a dim that does not divide, which XLA would silently replicate."""
-        sharding = self.sharding(axes, x.shape, "activation")
-        return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
+        spec = self.spec(axes, x.shape, "activation")
+        return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, NamedSharding(self.current_mesh, spec))
 
     def gather_param(self, w: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter gathered over `fsdp` (ZeRO stage 3) and still sharded over `tensor`; its gradient is sharded over both."""
-        sharded = self.sharding(axes, w.shape, "parameter")
+        sharded = self.spec(axes, w.shape, "parameter")
         if self.mesh.size == 1:
             return w
-        gathered = NamedSharding(self.mesh, self.rules.spec(axes, without=gathered_axes(axes)))
-        return _gather(w, sharded, gathered)
+        mesh = self.current_mesh
+        gathered = NamedSharding(mesh, self.rules.spec(axes, without=gathered_axes(axes)))
+        return _gather(w, NamedSharding(mesh, sharded), gathered)
 
     def axis_size(self, logical: str | None) -> int:
         """Return the number of shards of a logical axis on this mesh."""
@@ -108,9 +123,10 @@ class Partitioner:
     def _check_even(self, axes: LogicalAxes, spec: PartitionSpec, shape: Sequence[int], name: str) -> None:
         assert len(axes) == len(shape), f"{name}: {len(axes)} logical axes {tuple(axes)} for shape {tuple(shape)}"
         for dim, (logical, size) in enumerate(zip(axes, shape, strict=True)):
-            pieces = self.axis_size(logical)
+            used = (spec[dim],) if isinstance(spec[dim], str) else spec[dim] or ()
+            pieces = math.prod(self.mesh.shape[axis] for axis in used)
             if size % pieces:
-                over = " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.rules.mesh_axes(logical))
+                over = " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in used)
                 raise UserError(
                     f"{name} of shape {tuple(shape)}: dim {dim} ('{logical}', size {size}) does not divide over mesh {over} = {pieces}; "
                     f"change the size or the mesh, or set mesh.rules.{logical}=[] to replicate the dim"

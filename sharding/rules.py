@@ -28,7 +28,7 @@ class Rules:
 
     # Parameters.
     layers: Axes = ("pipeline",)
-    """A pipeline stage has whole layers, so pipelines shard the stacked axis."""
+    """A pipeline stage has whole layers, so pipelines shard the stacked axis where the layers divide."""
     vocab: Axes = ("tensor",)
     """The two vocabulary tables are the largest matrices; sharding their rows also shards the logits."""
     embed: Axes = ("fsdp",)
@@ -39,6 +39,8 @@ class Rules:
     """As heads; a model with fewer key/value heads than `tensor` needs `kv_heads: []` (replicated) here."""
     head_dim: Axes = ()
     """Not sharded: the softmax needs the whole head."""
+    latent: Axes = ()
+    """Not sharded: every head reads the whole latent of latent attention, and its norm needs all of it."""
     mlp: Axes = ("tensor",)
     """The hidden activations are elementwise: sharded by column, then by row, with one reduction (Megatron)."""
     experts: Axes = ("expert",)
@@ -72,8 +74,10 @@ class Rules:
     """As `vocab`: logits stay sharded, and only sums over the vocabulary are reduced."""
 
     @classmethod
-    def from_config(cls, mesh: MeshConfig) -> Rules:
-        """Return the table with the changes of `mesh.rules`. Raises UserError with the nearest name for unknown logical or mesh axes."""
+    def from_config(cls, mesh: MeshConfig, *, stored_by_stage: bool = True) -> Rules:
+        """Return the table with the changes of `mesh.rules`.
+
+        stored_by_stage: as in configs/pipeline.py. Raises UserError with the nearest name for unknown logical or mesh axes."""
         for logical, axes in mesh.rules.items():
             if logical not in LOGICAL_AXES:
                 raise unknown_name("logical axis in mesh.rules", logical, LOGICAL_AXES)
@@ -85,7 +89,17 @@ class Rules:
                     f"mesh.rules.{logical}={axes}: 'fsdp' must be the only mesh axis of a parameter's dim; remove it or the others"
                 )
         rules = {logical: tuple(axes) for logical, axes in mesh.rules.items()}
-        return dataclasses.replace(cls(), **(WITH_EXPERTS if mesh.expert != 1 else {}) | rules)
+        table = dataclasses.replace(cls(), **(WITH_EXPERTS if mesh.expert != 1 else {}))
+        if mesh.pipeline != 1:
+            widths = {name: (*getattr(table, name), PIPELINE_AXIS) for name in WITH_PIPELINE}
+            table = dataclasses.replace(table, **widths, layers=(PIPELINE_AXIS,) if stored_by_stage else ())
+        return dataclasses.replace(table, **rules)
+
+    @property
+    def in_stage(self) -> Rules:
+        """The table inside of a pipeline stage: without the axis `pipeline`."""
+        rows = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Rules(**{name: tuple(axis for axis in axes if axis != PIPELINE_AXIS) for name, axes in rows.items()})
 
     def mesh_axes(self, logical: str | None) -> Axes:
         """Return the mesh axes of one logical axis; None is never sharded."""
@@ -106,7 +120,9 @@ class Rules:
 
         Raises UserError when two dims map to the same mesh axis.
         """
-        entries = [tuple(axis for axis in self.mesh_axes(logical) if axis not in without) for logical in axes]
+        if "layers" in axes and PIPELINE_AXIS in self.layers:  # whole layers, then no other dim
+            without = (*without, PIPELINE_AXIS)
+        entries = [tuple(axis for axis in self.mesh_axes(logical) if axis not in without or logical == "layers") for logical in axes]
         claimed: dict[str, str | None] = {}
         for logical, entry in zip(axes, entries, strict=True):
             for axis in entry:
@@ -119,6 +135,10 @@ class Rules:
         return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
 
 
+PIPELINE_AXIS = "pipeline"
+WITH_PIPELINE = ("embed", "expert_embed")
+"""Rows of the table that `mesh.pipeline` changes: for parameters that are not whole layers it is a further fsdp axis, so that no device
+stores or updates what another one does."""
 WITH_EXPERTS = {"batch": ("data", "fsdp", "expert"), "embed": ("fsdp", "expert")}
 """Rows of the table where `mesh.expert` is used: outside of the experts it is a further fsdp axis, so that no device repeats work."""
 HEAD_AXES = frozenset({"heads", "kv_heads", "head_dim"})
@@ -135,7 +155,7 @@ def matrix_sides(axes: LogicalAxes) -> list[tuple[int, ...]]:
 
 
 PARAMETER_AXES = frozenset(
-    {"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "expert_embed", "router", "norm", "positions"}
+    {"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "latent", "mlp", "experts", "expert_embed", "router", "norm", "positions"}
 )
 """Logical axes that only parameters have."""
 LOGICAL_AXES = tuple(field.name for field in dataclasses.fields(Rules))

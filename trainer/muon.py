@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ridgeline.planner.collectives import NEWTON_SCHULZ_STEPS
+from ridgeline.planner.kernels import NEWTON_SCHULZ_STEPS
 from ridgeline.sharding.manual import active, on_shards
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Axes, LogicalAxes, matrix_sides
@@ -58,8 +58,9 @@ def orthogonalized(coefficients: jax.Array, partitioner: Partitioner | None, axe
     each = partial(_each_layer, partial(_newton_schulz, coefficients, len(matrix_sides(axes)[0])))
     if partitioner is None or partitioner.mesh.size == 1:
         return each(x)
-    sharded = [(dim, over) for dim in range(1, x.ndim) if (over := active(partitioner, partitioner.rules.mesh_axes(axes[dim])))]
     spec = partitioner.spec(axes, x.shape, "momentum")
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    sharded = [(dim, over) for dim in range(1, x.ndim) if (over := active(partitioner, entries[dim]))]
     result: jax.Array = on_shards(partitioner, partial(_by_layers, each, sharded), spec, spec)(x)
     return result
 

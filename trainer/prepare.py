@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from ridgeline.configs.context import context_method
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import read_manifests
@@ -54,7 +53,7 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
     precision = config.compute.matmul_precision
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     mesh = build_mesh(config.mesh, devices, node)
-    partitioner = Partitioner.of(mesh, config.mesh, zigzag=context_method(config, mesh.shape) == "ring")
+    partitioner = Partitioner.of(mesh, config)
     attention = parallelize(config.model, config.compute, config.precision, partitioner).attention
     spec = model_spec(config, partitioner)
     optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes, partitioner)

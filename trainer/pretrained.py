@@ -28,7 +28,6 @@ from ridgeline.models.huggingface.convert import CONFIG_NAME, HfCheckpoint, chec
 from ridgeline.rundir.bench_results import config_sha256
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
-from ridgeline.sharding.rules import Rules
 from ridgeline.trainer.checkpoint.directories import step_dir
 from ridgeline.trainer.checkpoint.identity import check_config, check_tokenizer_files
 from ridgeline.trainer.checkpoint.param_slices import PARAMS_ONLY
@@ -307,7 +306,7 @@ def load_model(path: Path, *, step: int | None = None, adapt: Callable[[Config],
     config = adapt(source.config)  # which may create virtual devices
     devices = jax.local_devices()
     config = fit_devices(config, len(devices))
-    partitioner = Partitioner(build_mesh(config.mesh, devices[: math.prod(config.mesh.sizes.values())]), Rules.from_config(config.mesh))
+    partitioner = Partitioner.of(build_mesh(config.mesh, devices[: math.prod(config.mesh.sizes.values())]), config)
     spec = model_spec(config, partitioner)
     params, found = load_params(source, spec, step)
     return LoadedModel(source, config, partitioner, spec, params, found)

@@ -29,6 +29,7 @@ from ridgeline.observe.compilation import CompilerWatch, Program, compile_in_par
 from ridgeline.observe.profiler import StartAnalysis
 from ridgeline.observe.progress import Progress, build_progress
 from ridgeline.observe.writers import check_writers
+from ridgeline.planner.experts import exchange_method
 from ridgeline.rundir.directory import TRAIN_LOG
 from ridgeline.rundir.events import EventLog, event_file
 from ridgeline.rundir.lease import JobEnded
@@ -297,7 +298,8 @@ class _Session:
 
     def _context_note(self) -> str:
         method = context_method(self.config, self.parts.mesh.shape)
-        return f", {method} over context" if method else ""
+        exchange = exchange_method(self.config.model.moe, self.config.compute.experts, self.parts.mesh.shape)
+        return (f", {method} over context" if method else "") + (f"; experts: {exchange} over expert" if exchange else "")
 
     def _hooks(self, monitoring: Monitoring) -> list[Hook]:
         """Return everything that reacts to steps, in the order in which the loop calls it."""

@@ -74,7 +74,8 @@ def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
     """Describe the model of a config without allocating it. Raises UserError for a parameter dim that does not divide over the mesh."""
 
     def create(key: jax.Array, delayed: bool = False) -> Any:
-        return models.build(config.model, config.compute, config.precision, partitioner, nnx.Rngs(params=key), delayed=delayed)
+        in_stage = partitioner.in_stage  # what a module computes is inside of one stage
+        return models.build(config.model, config.compute, config.precision, in_stage, nnx.Rngs(params=key), delayed=delayed)
 
     def initial_params(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.split(create(key), nnx.Param)[1])

@@ -24,6 +24,7 @@ from ridgeline.models.matmul import fp8
 from ridgeline.models.moe.router import RouterTotals, balanced_bias
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.low_precision import apply_updates
+from ridgeline.trainer.pipeline import pipeline_gradient, pipeline_sums
 from ridgeline.trainer.state import ModelSpec, TrainState, Tree
 
 Batch = dict[str, jax.Array]
@@ -124,6 +125,7 @@ def _make_gradient(
     grad_dtype = jnp.dtype(config.precision.gradients)
     of_state = partitioner.of_state
     rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
+    staged = pipeline_gradient(spec, config, partitioner) if partitioner.mesh.shape["pipeline"] > 1 else None
 
     def microbatch_gradient(params: Tree, recent: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, Tree, Tree]:
         def objective(params: Tree, recent: Tree) -> tuple[jax.Array, Tree]:
@@ -141,9 +143,13 @@ def _make_gradient(
     def gradient(params: Tree, recent: Tree, batch: Batch) -> tuple[Tree, Tree, Tree, jax.Array]:
         weight = jnp.sum(batch["weights"], dtype=jnp.float32)
         divisor = jnp.maximum(weight, 1.0)
+        if staged is not None:
+            total = staged(params, recent, microbatches(batch, accumulation, partitioner), divisor)
+            means = {"loss": total.sums.nats / divisor, "z_loss": total.sums.z / divisor, "accuracy": total.sums.correct / divisor}
+            return total.grads, total.amax, means if total.router is None else {**means, ROUTER: total.router}, weight
         if accumulation == 1:
             return *microbatch_gradient(params, recent, batch, divisor), weight
-        micro = {name: split_rows(x, accumulation, partitioner, None if name == "segment_ids" else "seq") for name, x in batch.items()}
+        micro = microbatches(batch, accumulation, partitioner)
 
         def body(index: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
             one = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in micro.items()}
@@ -188,10 +194,20 @@ def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partition
     """Return the pure step (params, batch) -> token sums of one evaluation batch."""
 
     def evaluation_step(params: Tree, batch: Batch) -> Metrics:
-        sums, _ = loss_sums(spec, config, partitioner, params, batch)
+        if partitioner.mesh.shape["pipeline"] > 1:
+            most = len(batch["tokens"]) // partitioner.axis_size("batch")
+            count = max(n for n in range(1, most + 1) if most % n == 0 and n <= config.trainer.accumulation)
+            sums = pipeline_sums(spec, config, partitioner, params, microbatches(batch, count, partitioner))
+        else:
+            sums, _ = loss_sums(spec, config, partitioner, params, batch)
         return {"nats": sums.nats, "weight": sums.weight, "correct": sums.correct}
 
     return evaluation_step
+
+
+def microbatches(batch: Batch, count: int, partitioner: Partitioner) -> Batch:
+    """Return the microbatches [count, B / count, T] of a batch."""
+    return {name: split_rows(x, count, partitioner, None if name == "segment_ids" else "seq") for name, x in batch.items()}
 
 
 def split_rows(x_BT: jax.Array, accumulation: int, partitioner: Partitioner, sequence: str | None = None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`ridge convert from-hf DIR --output RUN` and `ridge convert to-hf RUN DIR`: import and export Hugging Face models."""
+"""`ridge convert`: import (from-hf) and export (to-hf) of Hugging Face models, and experts from a dense model (upcycle)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ridgeline.cli.options import json_option
 from ridgeline.configs.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ridgeline.configs.schema import ModelConfig
+
+    Slice = tuple[str, int | None, np.ndarray]
+    """Path of a parameter, layer (None: the whole parameter), values."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,57 +40,84 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
     Weights are converted one layer's tensor at a time, so host memory stays small. Use the result with `ridge train ... init_from=OUTPUT`,
     `ridge evaluate` and `ridge generate`.
     """
-    import numpy as np
-
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed, so do not occupy a GPU
-    from ridgeline.configs.dump import to_yaml
-    from ridgeline.configs.schema import Config, DataConfig, PrecisionConfig
-    from ridgeline.loaders.hf_files import copy_tokenizer, left_behind
-    from ridgeline.loaders.tokenizers import holds_tokenizer
+    from ridgeline.loaders.hf_files import left_behind
     from ridgeline.models.huggingface.convert import open_hf
-    from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES
     from ridgeline.models.params import STACKS
-    from ridgeline.trainer.checkpoint import identity
-    from ridgeline.trainer.checkpoint.param_slices import write_params_only
-    from ridgeline.trainer.start import start_run
 
     start_s = time.perf_counter()
     checkpoint = open_hf(directory)
     kept = dtype or checkpoint.stored_dtype
-    kind = next(known for known in FLOAT_DTYPES.values() if known.name == kept)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.absolute().name).lstrip("._-") or "imported"
-    data = DataConfig(seq_len=min(DataConfig().seq_len, checkpoint.model.max_seq_len))
-    config = Config(name=name, run_dir=output, model=checkpoint.model, precision=PrecisionConfig(params=kept, compute=kept), data=data)
+    kind = _numpy_dtype(kept)
 
-    def slices() -> Iterator[tuple[str, int | None, np.ndarray]]:
+    def slices() -> Iterator[Slice]:
         for path, shape in checkpoint.shapes.items():
             for layer in range(shape[0]) if path.startswith(STACKS) else (None,):
                 yield path, layer, checkpoint.read_layer(path, layer, kind)
 
-    with _new_directory(output) as target:
-        start = config.model_copy(update={"run_dir": target})
-        started = start_run(start, command=sys.argv, log=lambda line: click.echo(line, err=True))
-        started.lease.release()
-        (target / "config.yaml").write_text(to_yaml(config))
-        copied = copy_tokenizer(directory, target / "tokenizer", checkpoint.config)
-        bound = identity.describe(config, started.id, None, target / "tokenizer", {})
-        metadata = {"source": str(directory.absolute()), **bound}
-        size_bytes = write_params_only(target / "checkpoints", checkpoint.shapes, kind, slices(), metadata)
+    written = _write_run(output, checkpoint.model, kept, slices(), directory, directory, checkpoint.config)
     if lost := left_behind(directory):
         click.echo(f"note: not copied: {', '.join(lost)} (tokenizers with their own Python code are not supported)", err=True)
-    if not holds_tokenizer(output / "tokenizer"):
-        click.echo(f"note: {directory} has no tokenizer (tokenizer.json or *.model): `ridge generate` will need one", err=True)
-    parameters = sum(int(np.prod(shape)) for shape in checkpoint.shapes.values())
-    result = {
-        "output": str(output),
-        "family": checkpoint.model.family,
-        "parameters": parameters,
-        "dtype": kept,
-        "bytes": size_bytes,
-        "tokenizer": copied,
-        "seconds": round(time.perf_counter() - start_s, 2),
-    }
-    _report(result, as_json)
+    _report({**written, "seconds": round(time.perf_counter() - start_s, 2)}, as_json)
+
+
+@click.command("upcycle")
+@click.argument("dense", metavar="DENSE", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUTPUT", type=click.Path(path_type=Path))
+@click.option("--experts", required=True, type=click.IntRange(min=2), help="Experts of each layer.")
+@click.option("--experts-per-token", default=2, show_default=True, type=click.IntRange(min=1), help="Experts that process each token.")
+@click.option(
+    "--reinitialize",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of the hidden dims of each expert that is drawn anew, so that experts differ from the start (drop-upcycling).",
+)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the routers and of what is drawn anew.")
+@click.option("--step", type=int, help="Checkpoint of a run [default: the newest valid one].")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Parameter dtype [default: as stored].")
+@json_option
+def upcycle(
+    dense: Path,
+    output: Path,
+    experts: int,
+    experts_per_token: int,
+    reinitialize: float,
+    seed: int,
+    step: int | None,
+    dtype: Any,
+    as_json: bool,
+) -> None:
+    """Make a model with experts from a dense one: a run directory OUTPUT with one checkpoint of parameters.
+
+    DENSE is a run or a Hugging Face directory of the families llama, mistral (to mixtral) or qwen3 (to qwen3_moe). Every expert is a copy
+    of the layer's MLP and the router is new, so that the result computes what DENSE does until it is trained (arXiv 2212.05055). Weights
+    are converted one layer's parameter at a time. Train it with `ridge train OUTPUT/config.yaml init_from=OUTPUT run_dir=NEW ...`.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from ridgeline.models.upcycle import Upcycling
+    from ridgeline.trainer.checkpoint import identity
+    from ridgeline.trainer.checkpoint.param_slices import ParamReader
+    from ridgeline.trainer.pretrained import open_source
+
+    start_s = time.perf_counter()
+    source = open_source(dense)
+    plan, model, checkpoint = Upcycling(experts, experts_per_token, reinitialize, seed), source.config.model, source.hf
+    upcycled = plan.model(model)
+    kept = dtype or source.config.precision.params
+    kind = _numpy_dtype(kept)
+    if checkpoint is not None:
+        if step is not None:
+            raise UserError(f"{dense} is a Hugging Face directory: it has no steps")
+        slices = plan.slices(model, lambda path, layer: checkpoint.read_layer(path, layer, kind), kind)
+    else:
+        reader = ParamReader(dense / "checkpoints", step)
+        if note := identity.check_config(source.config, reader.metadata, dense):
+            click.echo(f"note: {note}", err=True)
+        slices = plan.slices(model, reader.read, kind)
+    tokenizer = source.tokenizer_dir or source.files_dir
+    written = _write_run(output, upcycled, kept, slices, dense, tokenizer, None if checkpoint is None else checkpoint.config)
+    _report({**written, "seconds": round(time.perf_counter() - start_s, 2)}, as_json)
 
 
 @click.command("to-hf")
@@ -143,6 +178,68 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
         "seconds": round(time.perf_counter() - start_s, 2),
     }
     _report(result, as_json)
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES
+
+    return next(known for known in FLOAT_DTYPES.values() if known.name == name)
+
+
+def _write_run(
+    output: Path,
+    model: ModelConfig,
+    dtype: Any,
+    slices: Iterable[Slice],
+    source: Path,
+    tokenizer: Path,
+    hf_config: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Write a run directory with one checkpoint of parameters; return what to report about it.
+
+    source: where the parameters come from; tokenizer: the directory to copy it from; hf_config: the config.json of a Hugging Face
+    directory, None for a run.
+    """
+    import numpy as np
+
+    from ridgeline.configs.dump import to_yaml
+    from ridgeline.configs.schema import Config, DataConfig, PrecisionConfig
+    from ridgeline.loaders.hf_files import copy_tokenizer
+    from ridgeline.loaders.tokenizers import holds_tokenizer
+    from ridgeline.models.huggingface.convert import parameter_shapes
+    from ridgeline.trainer.checkpoint import identity
+    from ridgeline.trainer.checkpoint.param_slices import write_params_only
+    from ridgeline.trainer.start import start_run
+
+    shapes = parameter_shapes(model)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.absolute().name).lstrip("._-") or "imported"
+    data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
+    config = Config(name=name, run_dir=output, model=model, precision=PrecisionConfig(params=dtype, compute=dtype), data=data)
+    with _new_directory(output) as target:
+        start = config.model_copy(update={"run_dir": target})
+        started = start_run(start, command=sys.argv, log=lambda line: click.echo(line, err=True))
+        started.lease.release()
+        (target / "config.yaml").write_text(to_yaml(config))
+        if hf_config is not None:
+            copied = copy_tokenizer(tokenizer, target / "tokenizer", hf_config)
+        elif tokenizer.is_dir():  # of a run: any kind of tokenizer
+            shutil.copytree(tokenizer, target / "tokenizer", dirs_exist_ok=True)
+            copied = sorted(path.name for path in tokenizer.iterdir())
+        else:
+            copied = []
+        bound = identity.describe(config, started.id, None, target / "tokenizer", {})
+        metadata = {"source": str(source.absolute()), **bound}
+        size_bytes = write_params_only(target / "checkpoints", shapes, _numpy_dtype(dtype), slices, metadata)
+    if not holds_tokenizer(output / "tokenizer"):
+        click.echo(f"note: {source} has no tokenizer (tokenizer.json or *.model): `ridge generate` will need one", err=True)
+    return {
+        "output": str(output),
+        "family": model.family,
+        "parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
+        "dtype": dtype,
+        "bytes": size_bytes,
+        "tokenizer": copied,
+    }
 
 
 @contextlib.contextmanager

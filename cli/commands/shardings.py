@@ -38,7 +38,7 @@ def shardings(config: str, overrides: tuple[str, ...], devices: int | None, as_j
 
     sizes = resolved.mesh.sizes.values()
     devices = devices or (math.prod(sizes) if -1 not in sizes else jax.device_count())
-    partitioner = Partitioner.of(abstract_mesh(resolved.mesh, devices), resolved.mesh)
+    partitioner = Partitioner.of(abstract_mesh(resolved.mesh, devices), resolved)
     # Attention backend and rematerialization may need the real devices, and do not change the parameters.
     spec = model_spec(resolved.model_copy(update={"compute": ComputeConfig()}), partitioner)
     optimizer = build_optimizer(resolved.optimizer, resolved.precision, spec.param_axes, partitioner)

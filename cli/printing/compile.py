@@ -19,6 +19,7 @@ def print_report(report: Report, change: list[str] | None, name: str, cluster: s
     c = report.compiled
     mesh = " x ".join(f"{axis}={size}" for axis, size in c.mesh.items() if size > 1) or "one device"
     mesh += f", attention over context: {report.context_method}" if report.context_method else ""
+    mesh += f", exchange of tokens over expert: {report.expert_exchange}" if report.expert_exchange else ""
     print(f"{name} on {plural(nodes, 'node')} of {cluster} ({math.prod(c.mesh.values())} x {report.device.name}, {mesh})")
     took = f"compiled in {c.compile_s:.1f} s (traced in {c.trace_s:.1f} s, lowered in {c.lower_s:.1f} s)"
     print(f"{took} with jaxlib {c.versions['jaxlib']}; GB is 1e9 bytes\n")

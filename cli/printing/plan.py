@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.cli.printing.estimate import formula_results, print_results, print_symbols
 from ridgeline.cli.tables import Column, print_table
 from ridgeline.configs.context import context_method
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.plan import Plan
 from ridgeline.planner.search import Candidate
 from ridgeline.planner.software import DEFAULT_SOFTWARE
@@ -116,16 +117,17 @@ def _range_sentence(made: Plan) -> str:
     return f"range of the best layout, +-{around.share:.0%}: {', '.join(parts)} ({around.basis})"
 
 
-def _context_note(candidate: Candidate) -> str:
-    method = context_method(candidate.parts.config, candidate.layout.sizes)
-    return f" ({method})" if method else ""
+def _methods_note(candidate: Candidate) -> str:
+    config, sizes = candidate.parts.config, candidate.layout.sizes
+    methods = (context_method(config, sizes), exchange_method(config.model.moe, config.compute.experts, sizes))
+    return "".join(f" ({method})" for method in methods if method)
 
 
 def _print_candidates(made: Plan) -> None:
     rows = [
         {
             "nodes": c.nodes,
-            "layout": c.layout.text() + _context_note(c),
+            "layout": c.layout.text() + _methods_note(c),
             "micro": f"{c.layout.accumulation} x {c.microbatch}",
             "remat": c.layout.remat.policy,
             "memory": c.memory.total_bytes / GB,
@@ -261,6 +263,8 @@ def _print_scaling(made: Plan) -> None:
         title="scaling at this batch size; efficiency: tokens/s per device relative to the first row",
     )
     print(f"{made.objective}: {made.worth}.")
+    if made.stages:
+        print(made.stages)
 
 
 def _run_sentence(made: Plan, best: Candidate) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
-from ridgeline.configs.mesh import WORKING_AXES
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.explain.study.document import Prediction
@@ -46,7 +45,7 @@ def growing_axis(config: Config, wanted: str | None) -> str:
     sizes = config.mesh.sizes
     wild = next((axis for axis, size in sizes.items() if size == -1), None)
     if wanted is None:
-        return wild if wild in WORKING_AXES and wild is not None else "data" if sizes["data"] > 1 else "fsdp"
+        return wild if wild is not None else "data" if sizes["data"] > 1 else "fsdp"
     if wild is not None and wild != wanted:
         raise UserError(f"--axis {wanted}: mesh.{wild}=-1 already takes all remaining devices; add mesh.{wild}=1")
     return wanted

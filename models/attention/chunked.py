@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.models.attention.interface import AttentionRequest
-from ridgeline.models.attention.masks import soft_cap, visible, zero_padding
+from ridgeline.models.attention.masks import sink_gradient, soft_cap, visible, zero_padding
 
 LOWEST = -1e30
 """Initial running maximum: finite, so that a row without keys so far gives exp(-inf - LOWEST) = 0 and never NaN."""
@@ -76,6 +76,7 @@ class Chunked:
         causal: bool,
         sliding_window: int | None,
         softcap: float | None,
+        sinks_N: jax.Array | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is the number of queries and of keys per block."""
@@ -89,14 +90,17 @@ class Chunked:
         q_BKGTH = jnp.pad(q_BTNH, pad).reshape(batch, -1, k_BSKH.shape[2], heads // k_BSKH.shape[2], width).transpose(0, 2, 3, 1, 4)
         k_BKTH, v_BKTH = (jnp.pad(x, pad).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
         segments_BT = None if segment_ids_BT is None else jnp.pad(segment_ids_BT, pad[:2])
-        out_BKGTH = _attend(Plan(block, blocks, causal, sliding_window, softcap), q_BKGTH, k_BKTH, v_BKTH, segments_BT)
-        out_BTNH = out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, width)[:, :length]
+        sinks_KG = None if sinks_N is None else sinks_N.reshape(k_BSKH.shape[2], -1)
+        out_BKGTH = _attend(Plan(block, blocks, causal, sliding_window, softcap), q_BKGTH, k_BKTH, v_BKTH, segments_BT, sinks_KG)
+        out_BTNH = out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, blocks * block, heads, -1)[:, :length]
         return zero_padding(out_BTNH, segment_ids_BT)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-    return _forward(plan, q_BKGTH, k_BKTH, v_BKTH, segments_BT)[0]
+def _attend(
+    plan: Plan, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None, sinks_KG: jax.Array | None
+) -> jax.Array:
+    return _forward(plan, q_BKGTH, k_BKTH, v_BKTH, segments_BT, sinks_KG)[0]
 
 
 def _take(x: jax.Array, plan: Plan, index: jax.Array, dim: int) -> jax.Array:
@@ -122,10 +126,13 @@ def _scores(plan: Plan, q_BKGQH: jax.Array, k_BKSH: jax.Array, segments_BT: jax.
 
 
 def _forward(
-    plan: Plan, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None
+    plan: Plan, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None, sinks_KG: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output [B, K, G, T, H] in q's dtype and the log-sum-exp of each row, float32 [B, K, G, T]."""
+    """Return the output [B, K, G, T, H] in q's dtype and the log-sum-exp of each row (and its sink), float32 [B, K, G, T]."""
     lead = q_BKGTH.shape[:3]
+    first: tuple[jax.Array | float, float] = (
+        (LOWEST, 0.0) if sinks_KG is None else (sinks_KG[..., None], 1.0)
+    )  # maximum and sum before the first key
 
     def one_query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         q_BKGQH = _take(q_BKGTH, plan, i, 3)
@@ -141,9 +148,9 @@ def _forward(
             return new_top, total * keep + jnp.sum(weights, axis=-1), out * keep[..., None] + update
 
         start = (
-            jnp.full((*lead, plan.block), LOWEST, jnp.float32),
-            jnp.zeros((*lead, plan.block), jnp.float32),
-            jnp.zeros((*lead, plan.block, q_BKGTH.shape[-1]), jnp.float32),
+            jnp.full((*lead, plan.block), first[0], jnp.float32),
+            jnp.full((*lead, plan.block), first[1], jnp.float32),
+            jnp.zeros((*lead, plan.block, v_BKTH.shape[-1]), jnp.float32),
         )
         top, total, out = jax.lax.fori_loop(plan.first_key_block(i), plan.end_key_block(i), one_key_block, start)
         total = jnp.where(total == 0, 1.0, total)  # a row without keys: output 0
@@ -159,14 +166,16 @@ def _join(blocks: jax.Array) -> jax.Array:
     return moved.reshape(*moved.shape[:3], moved.shape[3] * moved.shape[4], *moved.shape[5:])
 
 
-def _attend_forward(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, Any]:
-    out, lse = _forward(plan, q, k, v, segments_BT)
+def _attend_forward(
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None, sinks_KG: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    out, lse = _forward(plan, q, k, v, segments_BT, sinks_KG)
     out, lse = checkpoint_name(out, "attention_context"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, segments_BT, out, lse)
+    return out, (q, k, v, segments_BT, sinks_KG, out, lse)
 
 
-def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q_BKGTH, k_BKTH, v_BKTH, segments_BT, out_BKGTH, lse_BKGT = residuals
+def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+    q_BKGTH, k_BKTH, v_BKTH, segments_BT, sinks_KG, out_BKGTH, lse_BKGT = residuals
     delta_BKGT = jnp.sum(dout_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
     # A row without keys has lse = LOWEST; infinity makes its weights exactly 0.
     lse_BKGT = jnp.where(lse_BKGT <= LOWEST / 2, jnp.inf, lse_BKGT)
@@ -198,8 +207,9 @@ def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple
         return dq, tuple(x_BKHS.swapaxes(2, 3).astype(dtype) for x_BKHS in (dk, dv))
 
     dq, (dk, dv) = jax.lax.scan(one_key_block, jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.arange(plan.blocks))
-    join = lambda blocks: jnp.moveaxis(blocks, 0, 2).reshape(k_BKTH.shape)  # noqa: E731
-    return dq.astype(dtype), join(dk), join(dv), None
+    dk, dv = (jnp.moveaxis(blocks, 0, 2).reshape(like.shape) for blocks, like in ((dk, k_BKTH), (dv, v_BKTH)))
+    dsinks_KG = sink_gradient(sinks_KG, jnp.moveaxis(lse_BKGT, 3, 1), jnp.moveaxis(delta_BKGT, 3, 1))
+    return dq.astype(dtype), dk, dv, None, dsinks_KG
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ridgeline.models.attention.interface import NO_SOFTCAP, AttentionRequest
+from ridgeline.models.attention.interface import NO_SINKS, NO_SOFTCAP, AttentionRequest
 
 MAX_HEAD_DIM = 128
 """Widest head on every supported GPU; 256 needs Hopper, which is unknown when compiling ahead of time."""
@@ -27,6 +27,8 @@ class Cudnn:
         """Return why the kernels do not support the request, or None."""
         if request.softcap is not None:
             return NO_SOFTCAP
+        if request.sinks:
+            return NO_SINKS
         if request.platform not in ("gpu", "cuda"):  # gpu in JAX, cuda in a compile-only topology
             return f"runs on NVIDIA GPUs only, and the devices are {request.platform}"
         if request.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -49,6 +51,7 @@ class Cudnn:
         causal: bool,
         sliding_window: int | None,
         softcap: float | None,
+        sinks_N: jax.Array | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is ignored."""

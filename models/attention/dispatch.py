@@ -30,6 +30,8 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(
 QUERY_AXES = ("batch", "seq", "act_heads", None)
 KEY_AXES = ("batch", "seq", "act_kv_heads", None)
 CONTEXT_AXIS = "context"
+OWN_VALUE_WIDTH = ("reference", "chunked")
+"""Backends with heads of values narrower than those of queries and keys (latent attention); for the others values are padded."""
 AUTO = ("cudnn", "pallas", "chunked")
 """Backends of `auto`, the fastest first; the last supports everything. The memory of each grows with T, not with T * T."""
 
@@ -64,18 +66,20 @@ def attend(
     causal: bool = True,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     backend: str = "auto",
     chunk: int = 512,
     platform: str | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention of rows to themselves.
 
-    Shapes: q [B, T, N, H]; k, v [B, T, K, H] of the same dtype; segment_ids int32 [B, T] (0 = padding) or None for one document per row.
-    Returns [B, T, N, H] in q's dtype; softmax in float32; padding gives zeros and no gradient.
+    Shapes: q [B, T, N, H]; k [B, T, K, H]; v [B, T, K, V] with V <= H, of the same dtype; segment_ids int32 [B, T] (0 = padding) or None
+    for one document per row; sinks float32 [N]: a learned logit per head in the denominator of the softmax, or None.
+    Returns [B, T, N, V] in q's dtype; softmax in float32; padding gives zeros and no gradient.
     `platform` is that of the devices that will run it (default: JAX's default backend).
     Raises UserError when the backend does not support the request.
     """
-    assert q_BTNH.shape[1] == k_BSKH.shape[1] and k_BSKH.shape == v_BSKH.shape, (q_BTNH.shape, k_BSKH.shape, v_BSKH.shape)
+    assert q_BTNH.shape[1] == k_BSKH.shape[1] and k_BSKH.shape[:3] == v_BSKH.shape[:3], (q_BTNH.shape, k_BSKH.shape, v_BSKH.shape)
     assert q_BTNH.shape[2] % k_BSKH.shape[2] == 0, (q_BTNH.shape, k_BSKH.shape)
     request = AttentionRequest(
         platform=platform or jax.default_backend(),
@@ -86,12 +90,21 @@ def attend(
         causal=causal,
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=sinks is not None,
         packed=segment_ids is not None,
         length=q_BTNH.shape[1],
     )
     run = resolve_backend(backend, request)
+    v_BSKH, width = v_BSKH if run.name in OWN_VALUE_WIDTH else _as_wide(v_BSKH, k_BSKH), v_BSKH.shape[3]
     arrays = (q_BTNH, k_BSKH, v_BSKH, segment_ids)
-    return run(*arrays, causal=causal, sliding_window=sliding_window, softcap=softcap, chunk=chunk)
+    out_BTNH = run(*arrays, causal=causal, sliding_window=sliding_window, softcap=softcap, sinks_N=sinks, chunk=chunk)
+    return out_BTNH[..., :width]
+
+
+def _as_wide(v_BSKH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
+    """Pad values with zeros to the width of keys."""
+    missing = k_BSKH.shape[3] - v_BSKH.shape[3]
+    return jnp.pad(v_BSKH, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else v_BSKH
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,15 @@ class SelfAttention:
         """Check a config. Raises UserError, before the first step is compiled, when the backend does not support the model."""
         heads, kv_heads, window = model.num_heads, model.kv_heads, model.sliding_window
         request = AttentionRequest(
-            platform, compute_dtype, model.head_width, heads, kv_heads, True, window, packed=False, softcap=model.attention_softcap
+            platform,
+            compute_dtype,
+            model.head_width,
+            heads,
+            kv_heads,
+            sliding_window=window,
+            packed=False,
+            softcap=model.attention_softcap,
+            sinks=model.attention_sinks,
         )
         attention = cls(partitioner, config.backend, config.chunk, request)
         attention.resolved(packed=False)
@@ -131,9 +152,16 @@ class SelfAttention:
             return BACKENDS[AUTO[-1]]
         raise UserError(f"compute.attention.backend: {self.backend} needs queries and keys sharded alike over tensor (mesh.rules)")
 
-    def __call__(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        sinks_N: jax.Array | None = None,
+    ) -> jax.Array:
         """Return [B, T, N, H]; arguments as `attend`."""
-        arrays = [x for x in (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) if x is not None]
+        arrays = (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
         if self.partitioner.mesh.shape[CONTEXT_AXIS] > 1:  # every device has the segment ids of its whole rows
             return self._on_shards(self._over_context, arrays, ("batch", None))
         backend, request = self.resolved(packed=segment_ids_BT is not None), self.request
@@ -147,23 +175,27 @@ class SelfAttention:
         )
         # XLA cannot partition the kernels of some backends: they run under shard_map on the rows and heads of one device.
         if not backend.per_device or self.partitioner.mesh.size == 1:
-            return run(q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT)
+            return run(q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, sinks=sinks_N)
 
-        def one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segment_ids: jax.Array) -> jax.Array:
-            return run(q, k, v, segment_ids=segment_ids[0] if segment_ids else None)
+        def one_device(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | None, sinks_N: jax.Array | None) -> jax.Array:
+            return run(q, k, v, segment_ids=segment_ids_BT, sinks=sinks_N)
 
         return self._on_shards(one_device, arrays, ("batch", "seq"))
 
-    def _over_context(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | None = None) -> jax.Array:
+    def _over_context(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | None, sinks_N: jax.Array | None
+    ) -> jax.Array:
         """Return attention of this device's tokens to rows whose sequence is sharded (inside `on_shards`)."""
         window = self.request.sliding_window
         if self.partitioner.zigzag:
-            return ring_attention(self._ring_kernel(), q, k, v, segment_ids_BT, window)
+            return ring_attention(self._ring_kernel(), q, k, _as_wide(v, k), segment_ids_BT, window, sinks_N)[..., : v.shape[3]]
         exchange = partial(jax.lax.all_to_all, axis_name=CONTEXT_AXIS, tiled=True)
         q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))  # all tokens of some heads
+        if sinks_N is not None:
+            sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, jax.lax.axis_index(CONTEXT_AXIS) * q.shape[2], q.shape[2])
         backend, platform = self.resolved(packed=segment_ids_BT is not None).name, self.request.platform
         run = partial(attend, sliding_window=window, softcap=self.request.softcap, backend=backend, chunk=self.chunk, platform=platform)
-        out = run(q, k, v, segment_ids=segment_ids_BT)
+        out = run(q, k, v, segment_ids=segment_ids_BT, sinks=sinks_N)
         gathered: jax.Array = exchange(out, split_axis=1, concat_axis=2)
         return gathered
 
@@ -173,10 +205,11 @@ class SelfAttention:
             return RingKernel(interpret=getattr(BACKENDS["pallas"], "interpret", False))
         return Blockwise(self.chunk)
 
-    def _on_shards(self, fn: Callable[..., jax.Array], arrays: Sequence[jax.Array], row_axes: LogicalAxes) -> jax.Array:
-        """Run on the shards of each device: queries, keys, values and, of packed rows, segment ids; return [B, T, N, H]."""
-        q, k, row = (self._spec(axes) for axes in (QUERY_AXES, KEY_AXES, row_axes))
-        out: jax.Array = on_shards(self.partitioner, fn, (q, k, k, row)[: len(arrays)], q)(*arrays)
+    def _on_shards(self, fn: Callable[..., jax.Array], arrays: Sequence[jax.Array | None], row_axes: LogicalAxes) -> jax.Array:
+        """Run on the shards of each device: queries, keys, values and, where there are any, segment ids and sinks; return [B, T, N, H]."""
+        q, k, row, sinks = (self._spec(axes) for axes in (QUERY_AXES, KEY_AXES, row_axes, QUERY_AXES[2:3]))
+        specs = [None if array is None else spec for array, spec in zip(arrays, (q, k, k, row, sinks), strict=True)]
+        out: jax.Array = on_shards(self.partitioner, fn, tuple(specs), q)(*arrays)
         return out
 
     def _spec(self, axes: LogicalAxes) -> PartitionSpec:

@@ -32,9 +32,12 @@ class AttentionRequest:
     """Tokens per row; None while unknown (when a model is created)."""
     softcap: float | None = None
     """Soft-capping of the scores."""
+    sinks: bool = False
+    """A learned logit per head in the denominator of the softmax."""
 
 
 NO_SOFTCAP = "does not support soft-capping of scores (model.attention_softcap)"
+NO_SINKS = "does not support attention sinks (model.attention_sinks)"
 
 
 class Backend(Protocol):
@@ -61,6 +64,10 @@ class Backend(Protocol):
         causal: bool,
         sliding_window: int | None,
         softcap: float | None,
+        sinks_N: jax.Array | None,
         chunk: int,
     ) -> jax.Array:
-        """Return softmax(soft_cap(q k^T / sqrt(H))) v under the mask, [B, T, N, H] in q's dtype; zeros where the segment is 0."""
+        """Return softmax(soft_cap(q k^T / sqrt(H))) v under the mask, [B, T, N, H] in q's dtype; zeros where the segment is 0.
+
+        sinks: float32 logits of one further key per head, which every query sees and whose value is zero; None: no such key.
+        """

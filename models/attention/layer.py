@@ -19,8 +19,8 @@ from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 from ridgeline.models.rope import RotaryTable, apply_rotary
 
-AttendWith = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Rotated q [B, T, N, H] and k, v [B, T, K, H] -> context [B, T, N, H]."""
+AttendWith = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""Rotated q [B, T, N, H], k and v [B, T, K, H], and the sinks [N] of a model that has them -> context [B, T, N, H]."""
 
 
 class Attention(nnx.Module):
@@ -38,6 +38,7 @@ class Attention(nnx.Module):
         self.key_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
         self.value_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
         self.out_bias = make.constant((width,), ("norm",), 0.0) if model.output_bias else None
+        self.sinks = make.normal((heads,), ("heads",), std) if model.attention_sinks else None
         self.query_norm = _head_norm(model, heads, "heads", execution, make) if model.qk_norm else None
         self.key_norm = _head_norm(model, kv_heads, "kv_heads", execution, make) if model.qk_norm else None
         # Backends divide scores by sqrt(head width); queries are multiplied by what remains.
@@ -73,10 +74,11 @@ class Attention(nnx.Module):
         q_BTNH = checkpoint_name(self._rotated(q_BTNH, self.query_norm, rotary, self.query_scale), "query")
         k_BTKH = checkpoint_name(self._rotated(k_BTKH, self.key_norm, rotary), "key")
         v_BTKH = checkpoint_name(v_BTKH, "value")
+        sinks_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         if attend_with is not None:
-            context_BTNH = attend_with(q_BTNH, k_BTKH, v_BTKH)
+            context_BTNH = attend_with(q_BTNH, k_BTKH, v_BTKH, sinks_N)
         else:
-            context_BTNH = self.execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+            context_BTNH = self.execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
         context_BTNH = self.execution.partitioner.constrain(context_BTNH, "batch", "seq", "act_heads", None)
         return matmul.add_bias(matmul("btnh,nhd->btd", context_BTNH, self.out, self.out_recent), self.out_bias)
 

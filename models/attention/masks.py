@@ -53,6 +53,20 @@ def whole_mask(length: int, segment_ids_BT: jax.Array | None, causal: bool, slid
     return mask if mask is None or mask.ndim == 3 else mask[None]
 
 
+def sink_gradient(sinks_N: jax.Array | None, lse_BTN: jax.Array, delta_BTN: jax.Array) -> jax.Array | None:
+    """Return the gradient of the sinks, float32.
+
+    Args:
+      sinks_N: the sinks, in the shape of the last dims of lse and delta.
+      lse_BTN: log-sum-exp of the scores of each query and its sink.
+      delta_BTN: sum over the head of the result times its gradient. The value of the sink's key is zero, so that its score has the gradient
+        weight * (0 - delta).
+    """
+    if sinks_N is None:
+        return None
+    return -jnp.sum(jnp.exp(sinks_N - lse_BTN) * delta_BTN, axis=tuple(range(lse_BTN.ndim - sinks_N.ndim)))
+
+
 def zero_padding(out_BTNH: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
     """Set padding (segment 0) to exactly zero, so that it is finite and has no gradient."""
     if segment_ids_BT is None:

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ridgeline.models.attention.interface import NO_SOFTCAP, AttentionRequest
+from ridgeline.models.attention.masks import sink_gradient
 from ridgeline.planner.flops import mean_keys_per_query
 
 WIDTHS = (32, 64, 128)
@@ -95,6 +96,7 @@ class Pallas:
         causal: bool,
         sliding_window: int | None,
         softcap: float | None,
+        sinks_N: jax.Array | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is ignored."""
@@ -104,7 +106,7 @@ class Pallas:
         keys_BT2 = jnp.stack(key_ranges(q_BTNH.shape[:2], segment_ids_BT, causal, sliding_window), -1)
         queries_BT2 = jnp.stack(query_ranges(q_BTNH.shape[:2], segment_ids_BT, causal, sliding_window), -1)
         q, k, v = (_whole_blocks(x) for x in (q_BTNH, k_BSKH, v_BSKH))
-        out_BTNH = _attend(plan, q, k, v, block_ranges(_whole_blocks(keys_BT2), _whole_blocks(queries_BT2), BLOCK))
+        out_BTNH = _attend(plan, q, k, v, block_ranges(_whole_blocks(keys_BT2), _whole_blocks(queries_BT2), BLOCK), sinks_N)
         return out_BTNH[:, :length]
 
 
@@ -195,8 +197,8 @@ def block_ranges(keys_BT2: jax.Array, queries_BS2: jax.Array, block: int) -> Ran
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges) -> jax.Array:
-    return _attend_forward(plan, q_BTNH, k_BTKH, v_BTKH, ranges)[0]
+def _attend(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges, sinks_N: jax.Array | None) -> jax.Array:
+    return _attend_forward(plan, q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N)[0]
 
 
 def _widened(plan: Plan, x_BTNH: jax.Array) -> jax.Array:
@@ -206,21 +208,24 @@ def _widened(plan: Plan, x_BTNH: jax.Array) -> jax.Array:
     return jnp.pad(x_BTNH, [(0, 0), (0, 0), (0, 0), (0, wanted - width)])
 
 
-def _attend_forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges) -> tuple[jax.Array, Any]:
-    out, lse = _forward(plan, _widened(plan, q_BTNH), _widened(plan, k_BTKH), _widened(plan, v_BTKH), ranges)
+def _attend_forward(
+    plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges, sinks_N: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    out, lse = _forward(plan, _widened(plan, q_BTNH), _widened(plan, k_BTKH), _widened(plan, v_BTKH), ranges, sinks_N)
     out = out[..., : q_BTNH.shape[3]]
     out, lse = checkpoint_name(out, "attention_context"), checkpoint_name(lse, "attention_lse")
-    return out, (q_BTNH, k_BTKH, v_BTKH, ranges, out, lse)
+    return out, (q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N, out, lse)
 
 
-def _attend_backward(plan: Plan, residuals: Any, dout_BTNH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, ranges, out, lse_BNT = residuals
+def _attend_backward(plan: Plan, residuals: Any, dout_BTNH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+    q, k, v, ranges, sinks_N, out, lse_BNT = residuals
     delta_BNT = jnp.einsum("btnh,btnh->bnt", dout_BTNH.astype(jnp.float32), out.astype(jnp.float32))
     wide_q, wide_k, wide_v, wide_dout = (_widened(plan, x) for x in (q, k, v, dout_BTNH))
     dq = _query_gradient(plan, wide_q, wide_k, wide_v, ranges, wide_dout, lse_BNT, delta_BNT)
     dk, dv = _key_gradients(plan, wide_q, wide_k, wide_v, ranges, wide_dout, lse_BNT, delta_BNT)
     width = q.shape[3]
-    return dq[..., :width], dk[..., :width], dv[..., :width], None
+    dsinks_N = sink_gradient(sinks_N, lse_BNT.swapaxes(1, 2), delta_BNT.swapaxes(1, 2))
+    return dq[..., :width], dk[..., :width], dv[..., :width], None, dsinks_N
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -249,13 +254,17 @@ def _hidden(first_Q: jax.Array, end_Q: jax.Array, start: jax.Array, size: int) -
     return (key_S[None, :] < first_Q[:, None]) | (key_S[None, :] >= end_Q[:, None])
 
 
-def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges) -> tuple[jax.Array, jax.Array]:
-    """Return the output in q's dtype and the log-sum-exp of each row, float32 [B, N, T]."""
+def _forward(
+    plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ranges: Ranges, sinks_N: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output in q's dtype and the log-sum-exp of each row (and its sink), float32 [B, N, T]."""
     batch, length, heads, width = q_BTNH.shape
     group, block = heads // k_BTKH.shape[2], plan.block
     scale = plan.scale
 
-    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, end_ref: Any, range_ref: Any, out_ref: Any, lse_ref: Any) -> None:
+    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, end_ref: Any, range_ref: Any, *refs: Any) -> None:
+        *sink_ref, out_ref, lse_ref = refs
+        first_top, first_total = (sink_ref[0][0], 1.0) if sink_ref else (LOWEST, 0.0)  # before the first key
         q_QH, first_Q, end_Q = q_ref[...], first_ref[...], end_ref[...]
 
         def one_block(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -268,7 +277,11 @@ def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
             v_SH = v_ref[keys, :]
             return new_top, total * keep + jnp.sum(weights, axis=1), out * keep[:, None] + triton.dot(weights.astype(v_SH.dtype), v_SH)
 
-        start = (jnp.full((block,), LOWEST, jnp.float32), jnp.zeros((block,), jnp.float32), jnp.zeros((block, width), jnp.float32))
+        start = (
+            jnp.full((block,), first_top, jnp.float32),
+            jnp.full((block,), first_total, jnp.float32),
+            jnp.zeros((block, width), jnp.float32),
+        )
         top, total, out = jax.lax.fori_loop(range_ref[0], range_ref[1], one_block, start)
         total = jnp.where(total == 0, 1.0, total)  # a row without keys: output 0
         out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
@@ -286,6 +299,7 @@ def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
             own,
             own,
             pl.BlockSpec((None, None, 2), lambda i, b, n: (b, i, 0)),
+            *([] if sinks_N is None else [pl.BlockSpec((1,), lambda i, b, n: (n,))]),
         ],
         out_specs=[_block(plan, width, lambda i, b, n: (b, i, n, 0)), pl.BlockSpec((None, None, block), lambda i, b, n: (b, n, i))],
         out_shape=[jax.ShapeDtypeStruct(q_BTNH.shape, plan.dtype(q_BTNH)), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
@@ -293,7 +307,7 @@ def _forward(plan: Plan, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
         interpret=plan.interpret,
         name="attention_forward",
         metadata=_flops(plan, q_BTNH, 2),
-    )(q_BTNH, k_BTKH, v_BTKH, ranges.first_BT, ranges.end_BT, ranges.key_blocks_BX2)
+    )(q_BTNH, k_BTKH, v_BTKH, ranges.first_BT, ranges.end_BT, ranges.key_blocks_BX2, *([] if sinks_N is None else [sinks_N]))
     return out, lse
 
 

@@ -33,6 +33,7 @@ class Reference:
         causal: bool,
         sliding_window: int | None,
         softcap: float | None,
+        sinks_N: jax.Array | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is ignored."""
@@ -44,6 +45,9 @@ class Reference:
         if mask_BTS is not None:
             # Finite, so that a row without any key stays finite; zero_padding then clears it.
             scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
-        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-        out = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH.astype(jnp.float32)).reshape(batch, length, heads, width)
+        if sinks_N is not None:
+            sinks_BKGT1 = jnp.broadcast_to(sinks_N.reshape(1, k_BSKH.shape[2], -1, 1, 1), (*scores_BKGTS.shape[:4], 1))
+            scores_BKGTS = jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1)
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)[..., :length]
+        out = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH.astype(jnp.float32)).reshape(batch, length, heads, -1)
         return checkpoint_name(zero_padding(out, segment_ids_BT).astype(q_BTNH.dtype), "attention_context")

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ridgeline.models.attention.masks import sink_gradient
 from ridgeline.models.attention.pallas import key_ranges, query_ranges
 
 LOWEST = -1e30
@@ -50,25 +51,34 @@ class Kernel(Protocol):
 
 
 def ring_attention(
-    kernel: Kernel, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, segment_ids_BT: jax.Array | None, sliding_window: int | None
+    kernel: Kernel,
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    sliding_window: int | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Return causal attention of this device's tokens to the row, [B, L, N, H] (inside `on_shards`).
 
-    q, k, v: this device's chunks (module docstring); segment_ids: of the whole row, in order, or None for one document per row.
+    q, k, v: this device's chunks (module docstring); segment_ids: of the whole row, in order, or None for one document per row;
+    sinks: as in `Backend`. The result over no keys has the sink as its log-sum-exp, so that no kernel needs it.
     """
     shape = (q_BLNH.shape[0], q_BLNH.shape[1] * jax.lax.axis_size(AXIS))
     keys_BT2 = jnp.stack(key_ranges(shape, segment_ids_BT, True, sliding_window), -1)
     queries_BT2 = jnp.stack(query_ranges(shape, segment_ids_BT, True, sliding_window), -1)
-    return _attend(kernel, q_BLNH, k_BLKH, v_BLKH, keys_BT2, queries_BT2)
+    return _attend(kernel, q_BLNH, k_BLKH, v_BLKH, keys_BT2, queries_BT2, sinks_N)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, keys_BT2: jax.Array, queries_BT2: jax.Array) -> jax.Array:
-    return _attend_forward(kernel, q, k, v, keys_BT2, queries_BT2)[0]
+def _attend(
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, keys_BT2: jax.Array, queries_BT2: jax.Array, sinks_N: jax.Array | None
+) -> jax.Array:
+    return _attend_forward(kernel, q, k, v, keys_BT2, queries_BT2, sinks_N)[0]
 
 
 def _attend_forward(
-    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, keys_BT2: jax.Array, queries_BT2: jax.Array
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, keys_BT2: jax.Array, queries_BT2: jax.Array, sinks_N: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     spans = partial(_spans, keys_BT2, queries_BT2, q.shape[1] // 2)
     queries = _halves(q)
@@ -85,17 +95,20 @@ def _attend_forward(
         kv, found = carry
         return _shifted(kv), attend(step, kv, found)  # the transfer does not depend on the matmuls, and runs at the same time
 
-    nothing = tuple((jnp.zeros(x.shape, jnp.float32), jnp.full(x.shape[:3], LOWEST, jnp.float32)) for x in queries)
+    lowest: jax.Array | float = LOWEST if sinks_N is None else sinks_N
+    nothing = tuple((jnp.zeros(x.shape, jnp.float32), jnp.full(x.shape[:3], lowest, jnp.float32)) for x in queries)
     last = jax.lax.axis_size(AXIS) - 1
     kv, found = jax.lax.fori_loop(0, last, one_step, ((k, v), nothing))
     found = attend(last, kv, found)
     out = checkpoint_name(jnp.concatenate([out for out, _ in found], 1).astype(q.dtype), "attention_context")
     lse = checkpoint_name(jnp.concatenate([lse for _, lse in found], 1), "attention_lse")
-    return out, (q, k, v, keys_BT2, queries_BT2, out, lse)
+    return out, (q, k, v, keys_BT2, queries_BT2, sinks_N, out, lse)
 
 
-def _attend_backward(kernel: Kernel, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    q, k, v, keys_BT2, queries_BT2, out, lse = residuals
+def _attend_backward(
+    kernel: Kernel, residuals: Any, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None, jax.Array | None]:
+    q, k, v, keys_BT2, queries_BT2, sinks_N, out, lse = residuals
     k, v = jax.lax.optimization_barrier((k, v))  # else XLA keeps a hop of the forward pass for this one, with its memory
     spans = partial(_spans, keys_BT2, queries_BT2, q.shape[1] // 2)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
@@ -124,7 +137,7 @@ def _attend_backward(kernel: Kernel, residuals: Any, dout: jax.Array) -> tuple[j
     dq, kv, gradients = jax.lax.fori_loop(0, last, one_step, (zeros[0], (k, v), (zeros[1], zeros[2])))
     dq, gradients = add(last, dq, (*kv, *gradients))
     dk, dv = _shifted(tuple(x.astype(k.dtype) for x in gradients))  # home, complete
-    return dq.astype(q.dtype), dk, dv, None, None
+    return dq.astype(q.dtype), dk, dv, None, None, sink_gradient(sinks_N, lse, delta)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

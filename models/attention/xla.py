@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ridgeline.models.attention.interface import NO_SOFTCAP, AttentionRequest
+from ridgeline.models.attention.interface import NO_SINKS, NO_SOFTCAP, AttentionRequest
 from ridgeline.models.attention.masks import whole_mask, zero_padding
 
 
@@ -17,7 +17,9 @@ class Xla:
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return why the request is not supported, or None; every mask is, because it is materialized."""
-        return NO_SOFTCAP if request.softcap is not None else None
+        if request.softcap is not None:
+            return NO_SOFTCAP
+        return NO_SINKS if request.sinks else None
 
     def __call__(
         self,
@@ -29,6 +31,7 @@ class Xla:
         causal: bool,
         sliding_window: int | None,
         softcap: float | None,
+        sinks_N: jax.Array | None,
         chunk: int,
     ) -> jax.Array:
         """See `Backend`; `chunk` is ignored."""

@@ -26,9 +26,12 @@ PLAIN = {
     "local_rope_theta": None,
     "full_attention_every": None,
     "query_pre_attn_scalar": None,
+    "attention_sinks": False,
+    "mlp_clamp": None,
     "attention_softcap": None,
     "logit_softcap": None,
     "scale_embeddings": False,
+    "latent_attention": None,
 }
 """What the oldest architectures have; their config.json has no fields for it."""
 

@@ -20,15 +20,16 @@ ACTIVATIONS_FROM_HF = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_sigmoid",
     "relu": "relu",
 }
 """Hugging Face activation -> model.activation."""
-ACTIVATIONS_TO_HF = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+ACTIVATIONS_TO_HF = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "gelu_sigmoid": "quick_gelu", "relu": "relu"}
 
 LARGEST = 2**31 - 1
 """Largest number of a config.json."""
 
-YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None, "mscale_all_dim": None, "attention_factor": None}
+YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "mscale": None, "mscale_all_dim": None, "attention_factor": None}
 """The yarn settings that models/rope.py implements."""
 
 
@@ -64,11 +65,11 @@ def activation_from_hf(config: Mapping[str, Any], key: str, default: str) -> str
     return ACTIVATIONS_FROM_HF[name]
 
 
-def rope_from_hf(config: Mapping[str, Any], *, rotary_fraction: float | None = None) -> dict[str, Any]:
+def rope_from_hf(config: Mapping[str, Any], *, rotary_fraction: float | None = None, mscale: bool = False) -> dict[str, Any]:
     """Return rope_theta, rope_scaling and rotary_fraction of the model section.
 
     Reads both spellings: `rope_theta` beside `rope_scaling` (transformers 4) and everything in `rope_parameters` (transformers 5).
-    rotary_fraction: the default of partial_rotary_factor; None: the family rotates whole heads.
+    rotary_fraction: the default of partial_rotary_factor; None: the family rotates whole heads. mscale: yarn may have DeepSeek's factors.
     Raises UserError for an unsupported scaling.
     """
     rope = {**field(config, "rope_scaling", dict, {}), **field(config, "rope_parameters", dict, {})}
@@ -92,6 +93,12 @@ def rope_from_hf(config: Mapping[str, Any], *, rotary_fraction: float | None = N
         scaling["low_freq_factor"] = field(rope, "low_freq_factor", float)
         scaling["high_freq_factor"] = field(rope, "high_freq_factor", float)
     if kind == "yarn":
+        scaling["truncate"] = field(rope, "truncate", bool, True)
+    if kind == "yarn" and mscale:
+        factors = {key: field(rope, key, float, None) or None for key in ("mscale", "mscale_all_dim")}
+        refuse_unless({**rope, **dict.fromkeys(factors)}, YARN_DEFAULTS)
+        scaling |= factors
+    elif kind == "yarn":
         factor = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1.0
         given = rope.get("attention_factor")
         written = isinstance(given, float) and math.isclose(given, factor, rel_tol=1e-6)  # the default, written out
@@ -125,9 +132,12 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind != "linear":
         fields["original_max_position_embeddings"] = scaling.original_max_seq_len
+    if not scaling.truncate:
+        fields["truncate"] = False
     if scaling.kind == "llama3":
         fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    return fields
+    factors = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    return fields | {key: value for key, value in factors.items() if value is not None}
 
 
 def window_from_hf(config: Mapping[str, Any], num_layers: int) -> int | None:
@@ -186,8 +196,8 @@ def require_moe(model: ModelConfig, architecture: str, needed: Mapping[str, Any]
     """
     if model.moe is None:
         raise UserError(f"model.moe = null is not supported by Hugging Face's {architecture} (it needs experts)")
-    only = {"score": "softmax", "scale": 1.0, "groups": 1, "groups_per_token": 1, "shared_experts": 0, "choice_bias": False, **needed}
-    _require(model.moe, "model.moe", architecture, only)
+    only = {"score": "softmax", "scale": 1.0, "groups": 1, "groups_per_token": 1, "shared_experts": 0}
+    _require(model.moe, "model.moe", architecture, {**only, "choice_bias": False, "logit_bias": False, **needed})
     return model.moe
 
 

@@ -29,6 +29,7 @@ from ridgeline.configs.schema import ComputeConfig, DType, ModelConfig, Precisio
 from ridgeline.models import build
 from ridgeline.models.family import Family, families, find_family
 from ridgeline.models.huggingface.config import field
+from ridgeline.models.huggingface.mxfp4 import Mxfp4Tensor, with_dequantized
 from ridgeline.models.huggingface.safetensors_stream import (
     FLOAT_DTYPES,
     PlannedTensor,
@@ -83,12 +84,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def model_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Return the model section of a config.json. Raises UserError for an architecture or feature that is not supported."""
     kind = _family_of(config)
-    if config.get("quantization_config"):
-        quantization = config["quantization_config"]
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        raise UserError(
-            f"config.json: quantized weights (quantization_config, {shortened(method)}) are not supported; use the unquantized checkpoint"
-        )
+    _refuse_quantized(config, except_for=(*kind.quantizations, *kind.reads_quantized))
     assert kind.config_from_hf is not None
     try:
         model = ModelConfig.model_validate({"family": kind.name, **kind.config_from_hf(dict(config))})
@@ -99,6 +95,17 @@ def model_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     for problem in model_problems(model):
         raise UserError(f"config.json gives {problem.keys[0]}: {problem.message}")
     return model
+
+
+def _refuse_quantized(config: Mapping[str, Any], except_for: tuple[str, ...] = ()) -> None:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+    if method not in except_for:
+        raise UserError(
+            f"config.json: quantized weights (quantization_config, {shortened(method)}) are not supported; use the unquantized checkpoint"
+        )
 
 
 def _family_of(config: Mapping[str, Any]) -> Family:
@@ -148,7 +155,7 @@ class HfCheckpoint:
     directory: Path
     config: dict[str, Any]
     model: ModelConfig
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensor | Mxfp4Tensor]
     rules: list[TensorRule]
     shapes: dict[str, Shape]
 
@@ -215,10 +222,18 @@ class HfCheckpoint:
 
     def _read_one(self, path: str, rule: TensorRule, place: Place, index: Index, dtype: np.dtype) -> np.ndarray:
         block, name = rule.block(path, rule.one(self.shapes), index, self.model.vocab_size), rule.name(*place)
-        stored = self.tensors[name].read(block.region)
-        if not all_finite(stored):
-            raise UserError(f"{self.tensors[name].file}: tensor '{name}' has weights that are NaN or infinite")
-        return cast_weights(block.arrange(stored), dtype, name)
+        out: np.ndarray | None = None
+        for region, at in block.pieces():
+            stored = self.tensors[name].read(region)
+            if not all_finite(stored):
+                raise UserError(f"{self.tensors[name].file}: tensor '{name}' has weights that are NaN or infinite")
+            piece = cast_weights(block.arrange(stored), dtype, name)
+            if piece.shape == block.shape:
+                return piece
+            out = np.empty(block.shape, dtype) if out is None else out
+            out[at] = piece
+        assert out is not None
+        return out
 
 
 def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
@@ -230,14 +245,17 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
     """
     config = read_config(directory)
     described = model_from_hf(config)
+    _refuse_quantized(config, except_for=_family_of(config).reads_quantized)
     if model is not None:
         check_same_model(directory, described, model)
     model = model or described
-    tensors = read_directory(directory)
+    stored = read_directory(directory)
+    tensors: dict[str, StoredTensor | Mxfp4Tensor] = with_dequantized(stored) if config.get("quantization_config") else {**stored}
     _check_layers(directory, described, tensors)
     rules, shapes = _with_stored_prefix(tensor_rules(model), tensors), parameter_shapes(model)
     expected = {name: rule.hf_shape(rule.one(shapes), model.vocab_size) for rule in rules for name in _names(rule, shapes)}
-    _check_tensors(directory, tensors, expected)
+    ignored = find_family(model.family).ignored_tensors
+    _check_tensors(directory, tensors, expected, () if ignored is None else ignored(config))
     _check_tied(directory, model, tensors, rules)
     return HfCheckpoint(directory, config, model, tensors, rules, shapes)
 
@@ -276,7 +294,7 @@ def _names(rule: TensorRule, shapes: Mapping[str, Shape]) -> list[str]:
     return [rule.name(*place) for place in rule.places(shapes)]
 
 
-def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTensor]) -> list[TensorRule]:
+def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTensor | Mxfp4Tensor]) -> list[TensorRule]:
     """Drop the prefix `model.` or `transformer.` for a checkpoint of the base model, saved without its head."""
     prefix = rules[0].hf.split(".")[0] + "."
     return rules if any(name.startswith(prefix) for name in tensors) else [rule.with_prefix(prefix, "") for rule in rules]
@@ -294,7 +312,7 @@ def check_same_model(directory: Path, described: ModelConfig, wanted: ModelConfi
         raise UserError(f"the config differs from the model in {directory}: {listed}")
 
 
-def _check_layers(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+def _check_layers(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor | Mxfp4Tensor]) -> None:
     """Raise UserError when config.json describes more layers than there are tensors, before names are made for each of them."""
     if model.num_layers > len(tensors):
         raise UserError(
@@ -302,7 +320,9 @@ def _check_layers(directory: Path, model: ModelConfig, tensors: Mapping[str, Sto
         )
 
 
-def _check_tensors(directory: Path, tensors: Mapping[str, StoredTensor], expected: Mapping[str, Shape]) -> None:
+def _check_tensors(
+    directory: Path, tensors: Mapping[str, StoredTensor | Mxfp4Tensor], expected: Mapping[str, Shape], ignored: tuple[str, ...]
+) -> None:
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise UserError(f"{directory} lacks {len(missing)} of {len(expected)} tensors: {_some(missing)}")
@@ -311,7 +331,8 @@ def _check_tensors(directory: Path, tensors: Mapping[str, StoredTensor], expecte
     ]
     if wrong_shape:
         raise UserError(f"{directory} has tensors whose shape differs from its config.json: {_some(wrong_shape)}")
-    unexpected = [name for name in tensors if name not in expected and not _BUFFERS.search(name) and name != "lm_head.weight"]
+    known = lambda name: _BUFFERS.search(name) or name == "lm_head.weight" or name.startswith(ignored)  # noqa: E731
+    unexpected = [name for name in tensors if name not in expected and not known(name)]
     if unexpected:
         raise UserError(f"{directory} has {len(unexpected)} tensors that the model does not have: {_some(unexpected)}")
     unsupported = [f"{name} ({tensors[name].dtype})" for name in expected if tensors[name].dtype not in FLOAT_DTYPES]
@@ -319,7 +340,7 @@ def _check_tensors(directory: Path, tensors: Mapping[str, StoredTensor], expecte
         raise UserError(f"{directory} has weights of an unsupported dtype: {_some(unsupported)} (supported: {', '.join(FLOAT_DTYPES)})")
 
 
-def _check_tied(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor], rules: list[TensorRule]) -> None:
+def _check_tied(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor | Mxfp4Tensor], rules: list[TensorRule]) -> None:
     """Raise UserError when a tied checkpoint has an lm_head that differs from its embedding: it would be silently dropped."""
     if not model.tie_embeddings or "lm_head.weight" not in tensors:
         return

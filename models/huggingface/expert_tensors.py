@@ -1,13 +1,25 @@
-"""The tensors of Hugging Face checkpoints with experts: one per layer, expert and matrix."""
+"""The tensors of Hugging Face checkpoints with experts: one per layer, expert and matrix, or one per layer and matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from ridgeline.configs.schema import ModelConfig
-from ridgeline.models.huggingface.tensor_map import TensorRule
+from ridgeline.models.huggingface.tensor_map import Index, Shape, TensorRule
+
+
+def without_mlp(dense: Sequence[TensorRule], model: ModelConfig) -> list[TensorRule]:
+    """Return the rules of a model with experts, but theirs, from the rules of the same model with an MLP in each layer."""
+    first = model.dense_layers
+    rules = [rule for rule in dense if not rule.per_layer]
+    of_layers = [rule for rule in dense if rule.per_layer]
+    if first:
+        rules += [replace(rule, params=tuple(f"dense_{path}" for path in rule.params)) for rule in of_layers]
+    return rules + [replace(rule, first_layer=first) for rule in of_layers if not rule.params[0].startswith("blocks.mlp.")]
 
 
 def with_experts(dense: Sequence[TensorRule], model: ModelConfig, router: str, experts: str, names: dict[str, str]) -> list[TensorRule]:
@@ -20,12 +32,7 @@ def with_experts(dense: Sequence[TensorRule], model: ModelConfig, router: str, e
       experts: name of an expert's tensor, with {layer}, {expert} and {matrix}.
       names: parameter (gate, up, down) -> {matrix}.
     """
-    first = model.dense_layers
-    rules = [rule for rule in dense if not rule.per_layer]
-    of_layers = [rule for rule in dense if rule.per_layer]
-    if first:
-        rules += [replace(rule, params=tuple(f"dense_{path}" for path in rule.params)) for rule in of_layers]
-    rules += [replace(rule, first_layer=first) for rule in of_layers if not rule.params[0].startswith("blocks.mlp.")]
+    first, rules = model.dense_layers, without_mlp(dense, model)
     rules.append(TensorRule(router, ("blocks.mlp.router",), "out_in", first_layer=first))
     layout: Literal["in_out", "out_in"]
     for parameter, matrix in names.items():
@@ -34,3 +41,58 @@ def with_experts(dense: Sequence[TensorRule], model: ModelConfig, router: str, e
         layout = "in_out" if parameter == "down" else "out_in"
         rules.append(TensorRule(name, (f"blocks.mlp.{parameter}",), layout, first_layer=first))
     return rules
+
+
+@dataclass(frozen=True)
+class AllExperts(TensorRule):
+    """One Hugging Face tensor of all experts of a layer, such as [E, D, 2F]; several parameters take turns along its last dim."""
+
+    order: tuple[int, ...] = ()
+    """The parameter's dims in the order of the tensor's, of which the first is that of the experts."""
+
+    def hf_shape(self, shapes: Mapping[str, Shape], vocab_size: int) -> Shape:
+        """See `TensorRule`."""
+        *dims, last = (shapes[self.params[0]][dim] for dim in self.order)
+        return (*dims, last * len(self.params))
+
+    def export(self, values: Mapping[str, np.ndarray], vocab_size: int) -> np.ndarray:
+        """See `TensorRule`."""
+        parts = [values[path].transpose(self.order) for path in self.params]
+        return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+
+    def block(self, path: str, shapes: Mapping[str, Shape], index: Index, vocab_size: int) -> ExpertsBlock:
+        """See `TensorRule`."""
+        bounds = [slice(*s.indices(dim)[:2]) for s, dim in zip(index, shapes[path], strict=True)]
+        parts = len(self.params)
+        *region, last = (bounds[dim] for dim in self.order)
+        return ExpertsBlock(
+            region=(*region, slice(last.start * parts, last.stop * parts)),
+            order=self.order,
+            part=self.params.index(path),
+            parts=parts,
+            shape=tuple(s.stop - s.start for s in bounds),
+        )
+
+
+@dataclass(frozen=True)
+class ExpertsBlock:
+    """A block of one parameter as a region of a tensor of all experts."""
+
+    region: Index
+    """The region to read."""
+    order: tuple[int, ...]
+    part: int
+    parts: int
+    shape: Shape
+    """Shape of the block."""
+
+    def pieces(self) -> Iterator[tuple[Index, Index]]:
+        """Yield the region of each expert and its place in the block: reading these one after another bounds the memory."""
+        first, *rest = self.region
+        for at, expert in enumerate(range(first.start, first.stop)):
+            place = tuple(slice(at, at + 1) if dim == self.order[0] else slice(None) for dim in range(len(self.order)))
+            yield (slice(expert, expert + 1), *rest), place
+
+    def arrange(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the values of the parameter in the values of a region."""
+        return tensor[..., self.part :: self.parts].transpose(np.argsort(self.order))

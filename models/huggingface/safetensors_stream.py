@@ -41,6 +41,8 @@ FLOAT_DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Safetensors name -> supported dtype of weights."""
+READABLE_DTYPES = FLOAT_DTYPES | {"U8": np.dtype(np.uint8)}
+"""Safetensors name -> dtype of what can be read: weights, and the bytes of quantized ones."""
 DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 _EXPONENTS: dict[np.dtype, tuple[type[np.unsignedinteger[Any]], int]] = {
     FLOAT_DTYPES["F64"]: (np.uint64, 0x7FF0_0000_0000_0000),
@@ -68,7 +70,7 @@ class StoredTensor:
 
         Only the selected rows (dim 0) are read from the file; a selection of columns passes through a buffer of BLOCK_BYTES.
         """
-        dtype = FLOAT_DTYPES[self.dtype]
+        dtype = READABLE_DTYPES[self.dtype]
         if not self.shape:
             return self._read_rows(0, 1, dtype, ()).reshape(())
         bounds = [s.indices(dim) for s, dim in zip(index or (slice(None),) * len(self.shape), self.shape, strict=True)]
@@ -147,7 +149,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int, file_byte
     if data_start + end > file_bytes:
         raise UserError(f"{path} is truncated: tensor '{name}' ends at byte {data_start + end:,} of a file of {file_bytes:,}")
     tensor = StoredTensor(path, entry["dtype"], tuple(shape), data_start + begin, end - begin)
-    dtype = FLOAT_DTYPES.get(tensor.dtype)
+    dtype = READABLE_DTYPES.get(tensor.dtype)
     if dtype is not None and tensor.num_bytes != math.prod(shape) * dtype.itemsize:
         raise UserError(f"{path}: tensor '{name}' of shape {tensor.shape} and dtype {tensor.dtype} cannot have {tensor.num_bytes:,} bytes")
     return tensor

@@ -8,10 +8,10 @@ Legend: D embed width, N heads, H head width. Parameters have separate head dims
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class TensorRule:
             parts.append(flat.T if self.layout == "out_in" else flat)
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=self._output_dim)
 
-    def block(self, path: str, shapes: Mapping[str, Shape], index: Index, vocab_size: int) -> Block:
+    def block(self, path: str, shapes: Mapping[str, Shape], index: Index, vocab_size: int) -> Region:
         """Return the location of block `index` of parameter `path` (at one place) in the Hugging Face tensor."""
         shape = shapes[path]
         index = tuple(slice(*s.indices(dim)[:2]) for s, dim in zip(index, shape, strict=True))
@@ -131,6 +131,20 @@ class TensorRule:
         return matrix[::-1] if self.layout == "out_in" else matrix
 
 
+class Region(Protocol):
+    """A block of one parameter in a Hugging Face tensor."""
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the block."""
+
+    def pieces(self) -> Iterator[tuple[Index, Index]]:
+        """Yield the regions to read one after another, and their places in the block."""
+
+    def arrange(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the part of the block from the values of a region."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A block of one parameter as a region of a Hugging Face tensor."""
@@ -145,6 +159,10 @@ class Block:
     """The requested part of the region."""
     shape: Shape
     """Shape of the block; larger than the requested part where it includes vocabulary padding, which is zero."""
+
+    def pieces(self) -> Iterator[tuple[Index, Index]]:
+        """Yield the regions to read one after another, and their places in the block."""
+        yield self.region, (slice(None),) * len(self.shape)
 
     def arrange(self, tensor: np.ndarray) -> np.ndarray:
         """Return the block from the values of `region`."""

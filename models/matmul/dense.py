@@ -37,16 +37,18 @@ def matmul(partitioner: Partitioner, equation: str, a: jax.Array, b: jax.Array) 
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32 if wide else None).astype(a.dtype)
 
 
-def weight_gradient(partitioner: Partitioner, equation: str, x: jax.Array, dy: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def weight_gradient(
+    partitioner: Partitioner, equation: str, x: jax.Array, dy: jax.Array, dtype: jnp.dtype, tokens: str = "seq"
+) -> jax.Array:
     """Return einsum(equation, x, dy) in `dtype`: the gradient of a parameter, summed over the rows and tokens both begin with.
 
     In float32, XLA's CPU backend copies x when two dims are contracted or several dims are left, and does not for a matmul of two
     matrices, so rows and tokens are merged to one dim. In bfloat16 it is fast only with two contracted dims. When the sequence is
-    sharded, rows and tokens cannot be merged.
+    sharded (logical axis `tokens`), rows and tokens cannot be merged.
     """
     x_dims, _, y_dims = equation.partition("->")[0].partition(",")
     assert equation == f"{x_dims},{y_dims}->{x_dims[2:]}{y_dims[2:]}" and x_dims[:2] == y_dims[:2], equation
-    if platform_of(partitioner) == "cpu" and x.dtype == jnp.float32 and partitioner.axis_size("seq") == 1:
+    if platform_of(partitioner) == "cpu" and x.dtype == jnp.float32 and partitioner.axis_size(tokens) == 1:
         x_SI, dy_SO = (a.reshape(a.shape[0] * a.shape[1], -1) for a in (x, dy))
         return jnp.einsum("si,so->io", x_SI, dy_SO, preferred_element_type=dtype).reshape(*x.shape[2:], *dy.shape[2:])
     return jnp.einsum(equation, x, dy, preferred_element_type=dtype)

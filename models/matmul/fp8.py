@@ -105,7 +105,7 @@ def _on_row_shards(partitioner: Partitioner, fn: Callable[..., jax.Array]) -> Ca
         return fn
     spec, manual = PartitionSpec(*sharded), {axis for axes in sharded for axis in axes}
     run: Callable[..., jax.Array] = jax.shard_map(
-        fn, mesh=partitioner.mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False
+        fn, mesh=partitioner.current_mesh, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False
     )
     return run
 

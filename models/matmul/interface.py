@@ -248,7 +248,8 @@ def _weight_gradient(matmul: Matmul, equation: str, axes: LogicalAxes, x: jax.Ar
     equation, dtype = weight_equation(equation), matmul.gradient_dtype
     if matmul.block_format is not None:
         return block_scaled.weight_gradient(matmul.partitioner, block_scaled.GRADIENTS, equation, axes, x, dy, dtype)
-    return matmul.partitioner.constrain(dense.weight_gradient(matmul.partitioner, equation, x, dy, dtype), *axes)
+    tokens = "residual_seq" if "latent" in axes else "seq"  # a latent is computed where the residual stream is
+    return matmul.partitioner.constrain(dense.weight_gradient(matmul.partitioner, equation, x, dy, dtype, tokens), *axes)
 
 
 # The lookup and its reductions are written by hand (sharding/manual.py): XLA would communicate the whole table when its rows are sharded.

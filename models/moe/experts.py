@@ -1,16 +1,17 @@
 """The routed experts: tokens are sorted by expert, multiplied with the matrices of their experts, and added up again.
 
-Each device sorts tokens by expert (`plan`), multiplies them with the gate and up matrices (`widen`) and, after the activation,
-with the down matrix (`narrow`). Both directions of both are written by hand on the shards of a device: permutations are then gathers in
-both passes, never scatters, parameters are gathered over fsdp again in the backward pass, and their gradients are reduced once.
+Each device brings its tokens to the devices of their experts (models/moe/exchange.py) and sorts them by expert (`plan`), multiplies them
+with the gate and up matrices (`widen`) and, after the activation, with the down matrix (`narrow`). Both directions of both are written by
+hand on the shards of a device: permutations are then gathers in both passes, never scatters, parameters are gathered over fsdp again in the
+backward pass, and their gradients are reduced once.
 
-With `mesh.expert` each device has E / expert whole experts. The devices of that axis all-gather their tokens, each processes those that
-chose its experts, and the results are reduce-scattered. No token is dropped whatever the loads, with buffers of static size: a device
-receives each token of its group once, as the padded buffers of an all-to-all would have to provide for, and its experts' buffer has
-tokens of the group * min(K, E / expert) rows.
+With `mesh.expert` each device has E / expert whole experts. No token is dropped whatever the loads, with buffers of static size: a device
+has a slot for each token of its group, and its experts' buffer has tokens of the group * min(K, E / expert) rows. With a capacity, each
+device drops what its own tokens choose beyond it, so that the drops do not depend on the exchange.
 
-Legend: B rows, T tokens of a row, D embed width, E experts, K experts per token, F hidden width of an expert, S tokens of a
-group of devices along `expert`, A = S*K assignments of tokens to experts, R rows of the buffer of a device's experts.
+Legend: B rows, T tokens of a row, D embed width, E experts, K experts per token, F hidden width of an expert, S tokens of a device
+(with sequence parallelism: of its part of the sequence), G slots for the tokens of a group of devices, A = G*K assignments of tokens to
+experts, R rows of the buffer of a device's experts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ridgeline.models.matmul import Matmul
-from ridgeline.models.moe.grouped_matmul import Capacity, GroupedMatmul
-from ridgeline.sharding.manual import active, on_shards, reduce_gradient
+from ridgeline.models.moe.exchange import Exchange, Route
+from ridgeline.models.moe.grouped_matmul import GroupedMatmul
+from ridgeline.planner.experts import capacity
+from ridgeline.sharding.manual import on_shards, reduce_gradient
 
 if TYPE_CHECKING:
     from ridgeline.sharding.rules import Axes
@@ -38,12 +41,16 @@ _STREAM = ("batch", "residual_seq", "act_embed")
 
 
 class Plan(NamedTuple):
-    """Where the tokens of each device go, int32; the devices' parts follow each other."""
+    """Where the tokens of each device go; the devices' parts follow each other."""
 
+    route: Route
+    """To which devices, and back."""
+    weights_GK: jax.Array
+    """Weights of the assignments of each slot, float32; without a gradient."""
     assignment_R: jax.Array
-    """Assignment in each row of the buffer; A for an empty row."""
+    """Assignment in each row of the buffer; A for an empty row. int32, as the others."""
     row_A: jax.Array
-    """Row of each assignment; R for a dropped one."""
+    """Row of each assignment; R for one to an expert of another device, and a dropped one."""
     load_E: jax.Array
     """Assignments of each expert that are not dropped."""
 
@@ -57,22 +64,35 @@ class Experts:
     kernel: GroupedMatmul
     experts: int
     per_token: int
+    exchange: Exchange
+    capacity_factor: float | None = None
 
-    def plan(self, experts_BTK: jax.Array) -> tuple[Plan, jax.Array]:
+    def plan(self, experts_BTK: jax.Array, weights_BTK: jax.Array) -> tuple[Plan, jax.Array]:
         """Sort the assignments of each device by expert; return the plan and the number of dropped assignments of each device."""
 
-        def local(experts_BTK: jax.Array) -> tuple[Plan, jax.Array]:
-            expert_A = self._gather_tokens(experts_BTK).reshape(-1)
-            if self._groups > 1:
-                first = jax.lax.axis_index("expert") * self._local
-                expert_A = jnp.where((expert_A >= first) & (expert_A < first + self._local), expert_A - first, self._local)
-            most = expert_A.shape[0] // self.per_token * min(self.per_token, self._local)
-            most = expert_A.shape[0] // self._groups if isinstance(self.kernel, Capacity) else most  # relative to the mean
-            plan = _plan(self.kernel, expert_A, self._local, most)
-            return plan, (jnp.sum(expert_A < self._local) - jnp.sum(plan.load_E)).astype(jnp.float32)[None]
+        def local(experts_BTK: jax.Array, weights_BTK: jax.Array) -> tuple[Plan, jax.Array]:
+            expert_SK = experts_BTK.reshape(-1, self.per_token)
+            most = self.exchange.sources * expert_SK.shape[0] * min(self.per_token, self._local)
+            if self.capacity_factor is not None:
+                limit = capacity(expert_SK.shape[0], self.experts, self.per_token, self.capacity_factor)
+                expert_SK = _within(expert_SK, self.experts, limit)
+                most = self.exchange.sources * limit * self._local
+            route = self.exchange.route(expert_SK)
+            # One transfer for both: 0 in an empty slot, as in all transfers, is an expert before the first.
+            bits_SK = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(weights_BTK), jnp.int32).reshape(expert_SK.shape)
+            both_GK = self.exchange.dispatch(jnp.concatenate([expert_SK + 1, bits_SK], -1), route)
+            expert_GK, bits_GK = jnp.split(both_GK, 2, -1)
+            own_A = expert_GK.reshape(-1) - 1
+            if self.exchange.groups > 1:
+                own_A -= jax.lax.axis_index("expert") * self._local
+            own_A = jnp.where((own_A >= 0) & (own_A < self._local), own_A, self._local)
+            placed = _place(self.kernel, own_A, self._local, most)
+            dropped = jnp.sum(expert_SK == self.experts).astype(jnp.float32)[None]
+            return Plan(route, jax.lax.bitcast_convert_type(bits_GK, jnp.float32), *placed), dropped
 
-        run = on_shards(self.matmul.partitioner, local, self._choice_spec, (self._plan_spec, PartitionSpec(self._token_axes)))
-        planned: tuple[Plan, jax.Array] = run(experts_BTK)
+        out_specs = (self._plan_spec, PartitionSpec(self._source_axes))
+        run = on_shards(self.matmul.partitioner, local, (self._choice_spec, self._choice_spec), out_specs)
+        planned: tuple[Plan, jax.Array] = run(experts_BTK, weights_BTK)
         return planned
 
     def widen(self, x_BTD: jax.Array, plan: Plan, params: tuple[nnx.Param, ...]) -> list[jax.Array]:
@@ -90,14 +110,9 @@ class Experts:
     # What the local functions share.
 
     @property
-    def _groups(self) -> int:
-        """Devices over which the experts are divided."""
-        return self.matmul.partitioner.axis_size("experts")
-
-    @property
     def _local(self) -> int:
         """Experts of one device."""
-        return self.experts // self._groups
+        return self.experts // self.exchange.groups
 
     @property
     def _token_axes(self) -> Axes:
@@ -106,11 +121,10 @@ class Experts:
         return (*rules.mesh_axes("batch"), *rules.mesh_axes("seq"))
 
     @property
-    def _scattered(self) -> Axes:
-        """Mesh axes that shard the sequence between blocks and not inside of them."""
-        partitioner = self.matmul.partitioner
-        seq = partitioner.rules.mesh_axes("seq")
-        return active(partitioner, tuple(axis for axis in partitioner.rules.mesh_axes("residual_seq") if axis not in seq))
+    def _source_axes(self) -> Axes:
+        """Mesh axes over which tokens are sharded between blocks."""
+        rules = self.matmul.partitioner.rules
+        return (*rules.mesh_axes("batch"), *rules.mesh_axes("residual_seq"))
 
     @property
     def _stream_spec(self) -> PartitionSpec:
@@ -122,7 +136,7 @@ class Experts:
 
     @property
     def _plan_spec(self) -> Any:
-        return PartitionSpec(self._token_axes)  # of each array of a plan
+        return Plan(PartitionSpec(self._source_axes), *[PartitionSpec(self._token_axes)] * 4)  # type: ignore[arg-type]
 
     @property
     def _rows_spec(self) -> PartitionSpec:
@@ -137,41 +151,41 @@ class Experts:
         """Cast and gather a stored parameter."""
         return self.matmul.partitioner.gather_param(param.astype(self.matmul.compute_dtype), *MATRIX_AXES)
 
-    def _gather_tokens(self, x_BTx: jax.Array) -> jax.Array:
-        """All-gather over the shards of the experts, which are further rows, and over those of the sequence."""
-        x_BTx = jax.lax.all_gather(x_BTx, "expert", axis=0, tiled=True) if self._groups > 1 else x_BTx
-        return jax.lax.all_gather(x_BTx, self._scattered, axis=1, tiled=True) if self._scattered else x_BTx
-
-    def _scatter_tokens(self, x_BTx: jax.Array) -> jax.Array:
-        """Add up over the shards of the hidden width and of the experts, and keep the device's part of the sequence and its rows."""
-        axes = active(self.matmul.partitioner, self.matmul.partitioner.rules.mesh_axes("mlp"))
-        whole = tuple(axis for axis in axes if axis not in self._scattered)
-        x_BTx = jax.lax.psum(x_BTx, whole) if whole else x_BTx
-        x_BTx = jax.lax.psum_scatter(x_BTx, self._scattered, scatter_dimension=1, tiled=True) if self._scattered else x_BTx
-        return jax.lax.psum_scatter(x_BTx, "expert", scatter_dimension=0, tiled=True) if self._groups > 1 else x_BTx
-
     def _rows(self, x_BTD: jax.Array, plan: Plan) -> jax.Array:
         """Return the token in each row of the buffer; 0 in empty rows."""
-        x_SD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        return x_SD.at[plan.assignment_R // self.per_token].get(mode="fill", fill_value=0)
+        x_GD = self.exchange.dispatch(x_BTD.reshape(-1, x_BTD.shape[-1]), plan.route)
+        return x_GD.at[plan.assignment_R // self.per_token].get(mode="fill", fill_value=0)
 
-    def _assigned(self, rows_Rx: jax.Array, plan: Plan, like_BTx: jax.Array) -> jax.Array:
-        """Return the row of each assignment, [B, T, K, ...]; 0 for dropped ones."""
+    def _assigned(self, rows_Rx: jax.Array, plan: Plan) -> jax.Array:
+        """Return the row of each assignment, [G, K, ...]; 0 for those that have none here."""
         assigned = rows_Rx.at[plan.row_A].get(mode="fill", fill_value=0)
-        return assigned.reshape(*like_BTx.shape[:2], self.per_token, *rows_Rx.shape[1:])
+        return assigned.reshape(-1, self.per_token, *rows_Rx.shape[1:])
+
+    def _back(self, y_Gx: jax.Array, plan: Plan, like_BTx: jax.Array) -> jax.Array:
+        """Return the sum of each token's slots, of all devices, [B, T, ...]."""
+        return self.exchange.combine(y_Gx, plan.route).reshape(*like_BTx.shape[:2], *y_Gx.shape[1:])
 
     def _reduced(self, grad: jax.Array) -> jax.Array:
         rows = tuple(axis for axis in self._token_axes if axis != "expert")  # its own experts saw the tokens of all of that axis
         return reduce_gradient(self.matmul.partitioner, grad, MATRIX_AXES, rows)
 
 
-def _plan(kernel: GroupedMatmul, expert_A: jax.Array, experts: int, most: int) -> Plan:
-    """Sort assignments by expert; equal ones keep their order, so that the last tokens are dropped.
+def _within(expert_SK: jax.Array, experts: int, limit: int) -> jax.Array:
+    """Replace all but the first `limit` assignments to each expert by `experts`: the last tokens are dropped."""
+    expert_A = expert_SK.reshape(-1)
+    order_A = jnp.argsort(expert_A, stable=True)
+    sorted_A = expert_A[order_A]
+    rank_A = jnp.arange(expert_A.size) - jnp.searchsorted(sorted_A, sorted_A, side="left", method="sort")
+    kept_A = jnp.zeros(expert_A.size, bool).at[order_A].set(rank_A < limit, unique_indices=True)
+    return jnp.where(kept_A, expert_A, experts).reshape(expert_SK.shape)
 
-    `expert_A` is `experts` for assignments to experts of other devices; at most `most` are not.
+
+def _place(kernel: GroupedMatmul, expert_A: jax.Array, experts: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sort assignments by expert; return the plan's assignment_R, row_A and load_E.
+
+    `expert_A` is `experts` for assignments that have no row; at most `most` have one, and of an expert at most the kernel's limit.
     """
-    count = expert_A.shape[0]
-    rows, limit = kernel.rows(most, experts), kernel.limit(most, experts)
+    count, rows = expert_A.shape[0], kernel.rows(most, experts)
     order_A = jnp.argsort(expert_A, stable=True).astype(jnp.int32)
     sorted_A = expert_A[order_A]
     ends_E = jnp.searchsorted(sorted_A, jnp.arange(experts), side="right", method="scan_unrolled").astype(jnp.int32)
@@ -179,11 +193,11 @@ def _plan(kernel: GroupedMatmul, expert_A: jax.Array, experts: int, most: int) -
     of_A = jnp.minimum(sorted_A, experts - 1)
     rank_A = jnp.arange(count, dtype=jnp.int32) - (ends_E - load_E)[of_A]
     row_A = kernel.starts(load_E, most).astype(jnp.int32)[of_A] + rank_A
-    row_A = jnp.where((rank_A < limit) & (sorted_A < experts), row_A, rows)
-    return Plan(
-        assignment_R=jnp.full(rows, count, jnp.int32).at[row_A].set(order_A, mode="drop"),
-        row_A=jnp.zeros(count, jnp.int32).at[order_A].set(row_A, unique_indices=True),
-        load_E=jnp.minimum(load_E, limit),
+    row_A = jnp.where(sorted_A < experts, row_A, rows)
+    return (
+        jnp.full(rows, count, jnp.int32).at[row_A].set(order_A, mode="drop"),
+        jnp.zeros(count, jnp.int32).at[order_A].set(row_A, unique_indices=True),
+        load_E,
     )
 
 
@@ -203,7 +217,7 @@ def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Matri
     used = tuple(experts._used(param) for param in params)
 
     def local(x_BTD: jax.Array, plan: Plan, used: Matrices) -> Matrices:
-        x_RD = experts._rows(experts._gather_tokens(x_BTD), plan)
+        x_RD = experts._rows(x_BTD, plan)
         return tuple(experts.kernel.matmul(x_RD, w_DEF, plan.load_E) for w_DEF in used)
 
     in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * len(params))
@@ -217,13 +231,12 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
     kernel, dtype = experts.kernel, experts.matmul.gradient_dtype
 
     def local(x_BTD: jax.Array, plan: Plan, used: Matrices, dhidden: Matrices) -> tuple[jax.Array, Matrices]:
-        x_BTD = experts._gather_tokens(x_BTD)
         x_RD = experts._rows(x_BTD, plan)
         dws = tuple(experts._reduced(kernel.outer(x_RD, dh_RF, plan.load_E, dtype)) for dh_RF in dhidden)
-        parts = [kernel.matmul(dh_RF, w_DEF, plan.load_E, transposed=True) for dh_RF, w_DEF in zip(dhidden, used, strict=True)]
-        dx_RD = sum(parts[1:], parts[0])
-        dx_BTD = jnp.sum(experts._assigned(dx_RD, plan, x_BTD), 2, dtype=jnp.float32).astype(x_BTD.dtype)
-        return experts._scatter_tokens(dx_BTD), dws
+        # Each matrix's part of the gradient is added up in the slots, so that no sum of rows is stored.
+        parts_RD = [kernel.matmul(dh_RF, w_DEF, plan.load_E, transposed=True) for dh_RF, w_DEF in zip(dhidden, used, strict=True)]
+        parts_GD = [jnp.sum(experts._assigned(dx_RD, plan), 1, dtype=jnp.float32) for dx_RD in parts_RD]
+        return experts._back(sum(parts_GD[1:], parts_GD[0]).astype(x_BTD.dtype), plan, x_BTD), dws
 
     count = len(params)
     in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * count, (experts._rows_spec,) * count)
@@ -244,38 +257,36 @@ def _narrow_forward(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Arr
     used = experts._used(param)
 
     def local(hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, w_DEF: jax.Array) -> jax.Array:
-        weights_BTK = experts._gather_tokens(weights_BTK)
         y_RD = experts.kernel.matmul(hidden_RF, w_DEF, plan.load_E, transposed=True)
-        y_BTD = jnp.sum(experts._assigned(y_RD, plan, weights_BTK) * weights_BTK[..., None], 2)
-        return experts._scatter_tokens(y_BTD.astype(hidden_RF.dtype))
+        y_GD = jnp.sum(experts._assigned(y_RD, plan) * plan.weights_GK[..., None], 1)
+        return experts._back(y_GD.astype(hidden_RF.dtype), plan, weights_BTK)
 
     in_specs = (experts._rows_spec, experts._choice_spec, experts._plan_spec, experts._used_spec)
     y_BTD: jax.Array = _on_shards(experts, local, in_specs, experts._stream_spec)(hidden_RF, weights_BTK, plan, used)
-    return y_BTD, (hidden_RF, weights_BTK, plan, param, used if experts.matmul.save_gathered else None)
+    return y_BTD, (hidden_RF, plan, param, used if experts.matmul.save_gathered else None)
 
 
 def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    hidden_RF, weights_BTK, plan, param, saved = residuals
+    hidden_RF, plan, param, saved = residuals
     used = experts._used(param) if saved is None else saved
     kernel, dtype = experts.kernel, experts.matmul.gradient_dtype
 
-    def local(
-        hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, w_DEF: jax.Array, dy_BTD: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        weights_BTK = experts._gather_tokens(weights_BTK)
-        weight_R = weights_BTK.reshape(-1).at[plan.assignment_R].get(mode="fill", fill_value=0)[:, None]
-        dy_RD = experts._rows(experts._gather_tokens(dy_BTD), plan)
+    def local(hidden_RF: jax.Array, plan: Plan, w_DEF: jax.Array, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        weight_R = plan.weights_GK.reshape(-1).at[plan.assignment_R].get(mode="fill", fill_value=0)[:, None]
+        dy_RD = experts._rows(dy_BTD, plan)
         # The weight's gradient needs the expert's result times dy: hidden W dy, which is hidden times the gradient of hidden.
         unweighted_RF = kernel.matmul(dy_RD, w_DEF, plan.load_E)
         dweight_R = jnp.sum(unweighted_RF.astype(jnp.float32) * hidden_RF, -1)
-        dweights_BTK = experts._scatter_tokens(experts._assigned(dweight_R, plan, weights_BTK))
-        dw_DEF = kernel.outer((dy_RD * weight_R).astype(dy_RD.dtype), hidden_RF, plan.load_E, dtype)
+        dweights_BTK = experts._back(experts._assigned(dweight_R, plan), plan, dy_BTD)
+        wide = dy_RD.shape[-1] > hidden_RF.shape[-1]  # the weights are multiplied into the smaller array
+        left_RD, right_RF = (dy_RD, hidden_RF * weight_R) if wide else (dy_RD * weight_R, hidden_RF)
+        dw_DEF = kernel.outer(left_RD.astype(dy_RD.dtype), right_RF.astype(dy_RD.dtype), plan.load_E, dtype)
         return (unweighted_RF * weight_R).astype(hidden_RF.dtype), dweights_BTK, experts._reduced(dw_DEF)
 
-    in_specs = (experts._rows_spec, experts._choice_spec, experts._plan_spec, experts._used_spec, experts._stream_spec)
+    in_specs = (experts._rows_spec, experts._plan_spec, experts._used_spec, experts._stream_spec)
     out_specs = (experts._rows_spec, experts._choice_spec, experts.matmul.partitioner.rules.spec(MATRIX_AXES))
     run = _on_shards(experts, local, in_specs, out_specs)
-    dhidden_RF, dweights_BTK, dw_DEF = run(hidden_RF, weights_BTK, plan, used, dy_BTD)
+    dhidden_RF, dweights_BTK, dw_DEF = run(hidden_RF, plan, used, dy_BTD)
     return dhidden_RF, dweights_BTK, None, dw_DEF.astype(param.dtype)
 
 

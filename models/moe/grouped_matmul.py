@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from ridgeline.planner.experts import block_rows, capacity, padded_rows
+from ridgeline.planner.experts import block_rows, padded_rows
 
 TILE = 64
 """Inputs and outputs of a tile of the Pallas kernel: it needs multiples of it."""
@@ -29,9 +29,6 @@ class GroupedMatmul(Protocol):
 
     def starts(self, load_E: jax.Array, assignments: int) -> jax.Array:
         """Return the first row of each expert."""
-
-    def limit(self, assignments: int, experts: int) -> int:
-        """Return the most rows of one expert; later ones are dropped."""
 
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """Return the rows times the matrix of their expert (transposed: w is [O, E, I]), summed in float32, [R, O] in x's dtype.
@@ -58,10 +55,6 @@ class Ragged:
         """Return the sum of the loads before each expert."""
         return jnp.cumsum(load_E) - load_E
 
-    def limit(self, assignments: int, experts: int) -> int:
-        """Nothing is dropped."""
-        return assignments
-
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """See `GroupedMatmul`."""
         w_EIO = w_IEO.transpose((1, 2, 0) if transposed else (1, 0, 2))
@@ -75,21 +68,15 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Plain batched matmuls: each expert has `factor` times the mean load of rows, and drops what is beyond."""
-
-    factor: float
+    """Plain batched matmuls: each expert has as many rows."""
 
     def rows(self, assignments: int, experts: int) -> int:
-        """Return E * C."""
-        return experts * self.limit(assignments, experts)
+        """Return one row per assignment."""
+        return assignments
 
     def starts(self, load_E: jax.Array, assignments: int) -> jax.Array:
-        """Return the multiples of C."""
-        return jnp.arange(load_E.shape[0]) * self.limit(assignments, load_E.shape[0])
-
-    def limit(self, assignments: int, experts: int) -> int:
-        """Return C."""
-        return capacity(assignments, experts, self.factor)
+        """Return the multiples of the rows of an expert."""
+        return jnp.arange(load_E.shape[0]) * (assignments // load_E.shape[0])
 
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """See `GroupedMatmul`."""
@@ -128,10 +115,6 @@ class Blocks:
         """Return the first row of each expert's first block."""
         blocks_E = self._blocks(load_E)
         return (jnp.cumsum(blocks_E) - blocks_E) * self.block
-
-    def limit(self, assignments: int, experts: int) -> int:
-        """Nothing is dropped."""
-        return assignments
 
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """See `GroupedMatmul`."""
@@ -219,7 +202,7 @@ def _tile(outputs: int) -> int:
 def choose_kernel(platform: str, dtype: jnp.dtype, experts: int, widths: tuple[int, ...], capacity_factor: float | None) -> GroupedMatmul:
     """Return the kernel for experts of these widths on one device (embed width, hidden width)."""
     if capacity_factor is not None:
-        return Capacity(capacity_factor)
+        return Capacity()
     if platform in ("gpu", "cuda") and dtype == jnp.bfloat16 and not any(width % TILE for width in widths):
         return Blocks.of(experts)
     return Ragged()

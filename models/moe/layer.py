@@ -16,9 +16,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.schema import ModelConfig
-from ridgeline.models.mlp import ACTIVATIONS, MLP
+from ridgeline.models.mlp import MLP, activated
+from ridgeline.models.moe.biases import HIDDEN_BIAS_AXES, UPDATE_BIAS_AXES, add_biases, weighted_biases
 from ridgeline.models.moe.experts import MATRIX_AXES, Plan
-from ridgeline.models.moe.router import ROUTER_AXES, RouterSums, choose, router_logits, sums_of
+from ridgeline.models.moe.router import ROUTER_AXES, Choice, RouterSums, choose, router_logits, sums_of
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 
@@ -41,38 +42,51 @@ class MixtureOfExperts(nnx.Module):
         self.gate = make.normal(shape, MATRIX_AXES, std) if model.gated_mlp else None
         self.up = make.normal(shape, MATRIX_AXES, std)
         self.down = make.normal(shape, MATRIX_AXES, residual_std)  # [D, E, F] as the others
+        self.logit_bias = make.normal((experts,), ("router",), std) if moe.logit_bias else None
+        bias = model.mlp_bias
+        self.gate_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias and model.gated_mlp else None
+        self.up_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias else None
+        self.down_bias = make.constant((experts, width), UPDATE_BIAS_AXES, 0.0) if bias else None
         shared = model.without_experts(moe.shared_experts * hidden) if moe.shared_experts else None
         self.shared = None if shared is None else MLP(shared, execution, residual_std, make)
-        self.moe, self.activation, self.execution = moe, model.activation, execution
+        self.moe, self.activation, self.mlp_clamp, self.execution = moe, model.activation, model.mlp_clamp, execution
 
     def __call__(self, x_BTD: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Map the residual stream to its update by the experts of norm(x), same shape and dtype; leave the sums of the router."""
-        execution, act = self.execution, ACTIVATIONS[self.activation]
+        execution = self.execution
         experts, remat, partitioner = execution.experts, execution.remat, execution.partitioner
         assert experts is not None
 
-        def widen(x_BTD: jax.Array) -> tuple[list[jax.Array], jax.Array, Plan, RouterSums]:
+        def widen(x_BTD: jax.Array) -> tuple[list[jax.Array], Choice, Plan, RouterSums]:
             x_BTD = partitioner.constrain(norm(x_BTD), "batch", "residual_seq", "act_embed")
             with jax.named_scope("router"):
                 bias_E = None if self.router_bias is None else self.router_bias[...]
                 logits_BTE = router_logits(partitioner, x_BTD, self.router[...])
+                if self.logit_bias is not None:
+                    logits_BTE += self.logit_bias[...].astype(jnp.float32)
                 choice, scores_BTE = choose(partitioner, self.moe, logits_BTE, bias_E)
-                plan, dropped = experts.plan(choice.experts_BTK)
+                plan, dropped = experts.plan(choice.experts_BTK, choice.weights_BTK)
                 sums = sums_of(partitioner, logits_BTE, scores_BTE, choice, dropped)
             kernels = (self.up,) if self.gate is None else (self.up, self.gate)
-            return experts.widen(x_BTD, plan, kernels), choice.weights_BTK, plan, sums
+            return experts.widen(x_BTD, plan, kernels), choice, plan, sums
 
         # Only the inputs of the elementwise part are saved for the backward pass, as in the MLP.
         @partial(jax.checkpoint, prevent_cse=False)
-        def activate(up_RF: jax.Array, *gate_RF: jax.Array) -> jax.Array:
-            return act(gate_RF[0]) * up_RF if gate_RF else act(up_RF)
+        def activate(biases: tuple[jax.Array, ...], plan: Plan, *wide_RF: jax.Array) -> jax.Array:
+            wide_RF = add_biases(experts, wide_RF, plan, biases) if biases else wide_RF
+            return activated(self.activation, self.mlp_clamp, *wide_RF)
 
-        def narrow(weights_BTK: jax.Array, plan: Plan, *wide_RF: jax.Array) -> jax.Array:
-            return experts.narrow(activate(*wide_RF), weights_BTK, plan, self.down)
+        biases = tuple(bias[...] for bias in (self.up_bias, self.gate_bias) if bias is not None)
 
-        wide_RF, weights_BTK, plan, sums = remat.wrap_matmuls(widen)(x_BTD)
+        def narrow(choice: Choice, plan: Plan, *wide_RF: jax.Array) -> jax.Array:
+            update_BTD = experts.narrow(activate(biases, plan, *wide_RF), choice.weights_BTK, plan, self.down)
+            if self.down_bias is None:
+                return update_BTD
+            return (update_BTD + weighted_biases(partitioner, *choice, self.down_bias[...])).astype(update_BTD.dtype)
+
+        wide_RF, choice, plan, sums = remat.wrap_matmuls(widen)(x_BTD)
         wide_RF = [checkpoint_name(side_RF, name) for side_RF, name in zip(wide_RF, ("mlp_up", "mlp_gate"), strict=False)]
-        update_BTD: jax.Array = remat.wrap_matmuls(narrow)(weights_BTK, plan, *wide_RF)
+        update_BTD: jax.Array = remat.wrap_matmuls(narrow)(choice, plan, *wide_RF)
         self.sums = RouterState(sums)
         return update_BTD if self.shared is None else update_BTD + self.shared(x_BTD, norm)
 

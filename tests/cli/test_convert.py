@@ -16,11 +16,13 @@ from click.testing import CliRunner
 from flax import nnx
 
 from ridgeline import models
-from ridgeline.cli.commands.convert import from_hf, to_hf
+from ridgeline.cli.commands.convert import from_hf, to_hf, upcycle
 from ridgeline.cli.commands.generate import generate
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.schema import ComputeConfig, ModelConfig, MoEConfig, PrecisionConfig
 from ridgeline.models.huggingface.convert import export_weights, hf_config, open_hf
+from ridgeline.models.upcycle import Upcycling
+from ridgeline.planner.parameters import count_parameters
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.checkpoint.param_slices import ParamReader
 from ridgeline.trainer.pretrained import load_model
@@ -208,3 +210,73 @@ def test_an_export_names_its_step_and_config(imported, tmp_path):
     assert recorded == {"run": "imported", "step": 0, "config_sha256": answer["config_sha256"]}
     assert answer["step"] == 0
     assert len(answer["config_sha256"]) == 64
+
+
+def logits_of(source):
+    loaded = load_model(source)
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 40)).astype(np.int32)
+    structure = nnx.split(
+        nnx.eval_shape(
+            lambda: models.build(
+                loaded.source.config.model, ComputeConfig(), PrecisionConfig(compute="float32"), Partitioner.single(), nnx.Rngs(params=0)
+            )
+        )
+    )[0]
+    decoder = nnx.merge(structure, jax.device_get(loaded.params))
+    return np.asarray(decoder.logits(decoder(tokens)))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_an_upcycled_model_computes_the_function_of_the_dense_one(hf, imported, tmp_path, family):
+    """From a Hugging Face directory and from a run; its export is one of the family with experts, and reinitialized experts differ."""
+    qk_norm = {"qk_norm": True} if family == "qwen3" else {}
+    dense = hf if family == "llama" else write_hf(tmp_path / "hf", MODEL.model_copy(update={"family": family, **qk_norm}))
+    answer = json.loads(run(upcycle, dense, tmp_path / "moe", "--experts", "5", "--experts-per-token", "2", "--json"))
+    reader = ParamReader(tmp_path / "moe" / "checkpoints")
+    assert answer["family"] == {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}[family]
+    assert answer["parameters"] == count_parameters(load_model(tmp_path / "moe").source.config.model).total
+    assert reader.read("blocks.mlp.router", 0).std() > 0.1 and not np.array_equal(*(reader.read("blocks.mlp.router", n) for n in (0, 1)))
+    np.testing.assert_allclose(logits_of(tmp_path / "moe"), logits_of(dense), atol=2e-5)
+    if family == "llama":
+        run(upcycle, imported, tmp_path / "of-run", "--experts", "5")
+        other = ParamReader(tmp_path / "of-run" / "checkpoints")
+        assert all(np.array_equal(reader.read(path, 0), other.read(path, 0)) for path in reader.shapes if path.startswith("blocks."))
+        run(to_hf, tmp_path / "moe", tmp_path / "exported")
+        assert json.loads((tmp_path / "exported" / "config.json").read_text())["architectures"] == ["MixtralForCausalLM"]
+        assert open_hf(tmp_path / "exported").model == load_model(tmp_path / "moe").source.config.model
+        assert (tmp_path / "of-run" / "tokenizer" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+
+
+def test_reinitialized_dims_are_the_same_in_the_three_matrices_and_keep_mean_and_deviation():
+    rng = np.random.default_rng(0)
+    dense = {
+        f"blocks.mlp.{name}": rng.normal(0.3, 0.2, (64, 48) if name != "down" else (48, 64)).astype(np.float32)
+        for name in ("gate", "up", "down")
+    }
+    model = MODEL.model_copy(update={"num_layers": 1, "embed_dim": 64})
+    read = lambda path, layer: dense.get(path, np.zeros(1, np.float32))  # noqa: E731
+    made = {path: values for path, _, values in Upcycling(3, reinitialized=0.25).slices(model, read, np.dtype(np.float32))}
+    changed = []
+    for name in ("gate", "up", "down"):
+        old = dense[f"blocks.mlp.{name}"]
+        new_DEF = made[f"blocks.mlp.{name}"]
+        differs_EF = (new_DEF != (old.T if name == "down" else old)[:, None]).all(0)
+        assert (differs_EF.sum(1) == 12).all()
+        drawn = new_DEF[:, differs_EF]
+        assert drawn.mean() == pytest.approx(0.3, abs=0.03) and drawn.std() == pytest.approx(0.2, abs=0.02)
+        changed.append(differs_EF)
+    assert (changed[0] == changed[1]).all() and (changed[0] == changed[2]).all() and (changed[0][0] != changed[0][1]).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"family": "gpt2"}, {"experts": 4}, r"'gpt2' has no counterpart with experts \(supported: llama, mistral, qwen3\)"),
+        ({}, {"experts": 4, "experts_per_token": 5}, "model.moe.experts_per_token: must be at most model.moe.experts=4"),
+        ({"moe": MoEConfig()}, {"experts": 4}, "has experts already"),
+        ({"attention_bias": True, "output_bias": True}, {"experts": 4}, "model.attention_bias = true is not supported by .*Mixtral"),
+    ],
+)
+def test_models_that_cannot_be_upcycled_are_refused(changes, arguments, message):
+    with pytest.raises(UserError, match=message):
+        Upcycling(**arguments).model(MODEL.model_copy(update=changes))

@@ -65,7 +65,10 @@ CASES = [
     ),
     (["model.moe={score: tanh}"], "model.moe.score: ... softmax ... sigmoid"),
     (["model.moe={expert: 4}"], "model.moe.expert: unknown key; did you mean 'experts'?"),
-    (["model.moe={}", "model.mlp_bias=true"], "model.mlp_bias: experts have no biases; set model.mlp_bias=false, or model.moe=null"),
+    (
+        ["model.moe={}", "model.mlp_bias=true", "compute.experts.capacity_factor=1.25"],
+        "compute.experts.capacity_factor: experts with biases drop no tokens; set capacity_factor=null",
+    ),
     (["compute.experts.capacity_factor=1.25"], "compute.experts.capacity_factor: there are no experts: set it to null, or set model.moe"),
     (["model.moe={}", "precision.matmul=fp8"], "precision.matmul: fp8 does not support experts; set precision.matmul=compute"),
     (["model.moe={}", "optimizer.kind=muon"], "optimizer.kind: muon does not support experts; use adamw, lion or sgd"),
@@ -75,7 +78,26 @@ CASES = [
     # mesh
     (["mesh.data=-1"], "mesh.data: only one mesh axis may be -1 ... mesh.data and mesh.fsdp"),
     (["mesh.tensor=0"], "mesh.tensor: must be at least 1, or -1 ... got 0"),
-    (["mesh.pipeline=2"], "mesh.pipeline: ... got 2 (data, fsdp, context, tensor, expert may be larger)"),
+    # stages
+    (
+        ["mesh.pipeline=16", "model.num_layers=9"],
+        "mesh.pipeline: model.num_layers=9 leaves a stage ... mesh.pipeline=16 (mesh.pipeline=9 works)",
+    ),
+    (["mesh.pipeline_chunks=2"], "mesh.pipeline_chunks: needs mesh.pipeline of 2 or more, got 2 (1: no chunks)"),
+    (
+        ["mesh.pipeline=2", "mesh.pipeline_chunks=2", "trainer.accumulation=3", "data.batch_size=6"],
+        "mesh.pipeline_chunks: needs trainer.accumulation to be a multiple of mesh.pipeline=2, got 3 (4 works)",
+    ),
+    (["mesh.pipeline=2", "data.seq_len=511"], "mesh.pipeline: data.seq_len=511 does not divide by 2, ... (data.seq_len=512 works)"),
+    (
+        ["mesh.pipeline=2", "compute.remat={policy: offload, names: [block_input]}"],
+        "compute.remat.policy: offload does not go with mesh.pipeline=2; set compute.remat.policy=full",
+    ),
+    (["mesh.pipeline=2", "mesh.rules={layers: []}"], "mesh.rules.layers: cannot be changed with mesh.pipeline=2; remove it, or "),
+    (
+        ["mesh.pipeline=2", "model.moe={dense_layers: 1}"],
+        "mesh.pipeline: supports no dense layers before those with experts, model.moe.dense_layers=1 (set mesh.pipeline=1)",
+    ),
     # a sequence sharded over context
     (
         ["mesh.context=4", "data.seq_len=500", "compute.attention.context=ring"],

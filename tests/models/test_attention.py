@@ -164,6 +164,36 @@ def test_backends_without_soft_capping_refuse_it_and_auto_does_not_take_them(bac
     assert resolve_backend("auto", request(softcap=50.0)).name == "chunked"
 
 
+@pytest.mark.parametrize("mask", ["causal", "symmetric window"])
+def test_sinks_are_the_definition_forward_and_backward(interpreted, mask) -> None:
+    """Against JAX's gradients of one more key per head, whose value is zero; sinks far below, near and far above the scores."""
+    q, k, v, cotangent = inputs((4, 2), ODD_LENGTH, "float32")
+    sinks = jnp.asarray([-20.0, 0.5, 3.0, 30.0], jnp.float32)
+    segments, (causal, window) = packed_rows(2, ODD_LENGTH, np.random.default_rng(0)), MASKS[mask]
+    index = jnp.arange(ODD_LENGTH)
+    seen_BTS = visible(index, index, causal=causal, sliding_window=window, query_segments_BT=segments, key_segments_BS=segments)
+
+    def definition(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        scores = jnp.einsum("btkgh,bskh->bkgts", q.reshape(2, ODD_LENGTH, 2, 2, 8), k) / np.sqrt(8)
+        weights = jnp.exp(scores) * seen_BTS[:, None, None]
+        weights /= weights.sum(-1, keepdims=True) + jnp.exp(sinks).reshape(2, 2, 1, 1)
+        return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+
+    want, want_pullback = jax.vjp(definition, q, k, v, sinks)
+    for backend in ("reference", "chunked", "pallas"):
+        call = partial(attend, segment_ids=segments, causal=causal, sliding_window=window, backend=backend, chunk=CHUNK)
+        got, pullback = jax.vjp(lambda q, k, v, sinks, call=call: call(q, k, v, sinks=sinks), q, k, v, sinks)
+        for one, other in zip((got, *pullback(cotangent)), (want, *want_pullback(cotangent)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=backend)
+
+
+@pytest.mark.parametrize("backend", ["xla", "cudnn"])
+def test_backends_without_sinks_refuse_them_and_auto_takes_the_next_one(backend) -> None:
+    with pytest.raises(UserError, match=rf"{backend} does not support attention sinks .*supported here: reference, chunked, pallas"):
+        resolve_backend(backend, request(sinks=True))
+    assert resolve_backend("auto", request(sinks=True)).name == "pallas"
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 def test_backends_agree_with_the_reference_at_other_sizes(size, packed) -> None:
@@ -382,10 +412,10 @@ def test_kernels_that_xla_cannot_cut_run_on_the_rows_and_heads_of_each_device(in
 
 
 @pytest.mark.parametrize(
-    ("context", "window", "kernel"),
-    [(4, None, "chunked"), (2, 10, "chunked"), (2, None, "pallas")],
+    ("context", "window", "kernel", "sinks"),
+    [(4, None, "chunked", False), (2, 10, "chunked", True), (2, None, "pallas", True)],
 )
-def test_kernels_of_the_ring_agree_with_the_reference(interpreted, context, window, kernel) -> None:
+def test_kernels_of_the_ring_agree_with_the_reference(interpreted, context, window, kernel, sinks) -> None:
     """Packed rows, grouped queries, and halves that are no whole number of blocks; every kernel runs only where the mask is not empty."""
     length, mesh = 40, MeshConfig(fsdp=1, context=context)
     partitioner = Partitioner(build_mesh(mesh, jax.devices()[:context]), zigzag=True)
@@ -393,15 +423,20 @@ def test_kernels_of_the_ring_agree_with_the_reference(interpreted, context, wind
     assert order is not None and sorted(order) == list(range(length))
     q, k, v, cotangent = inputs((4, 2), length, "float32")
     segment_ids = packed_rows(2, length, np.random.default_rng(0))
-    model = ModelConfig(vocab_size=64, num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, sliding_window=window)
+    dims = {"vocab_size": 64, "num_layers": 1, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 32}
+    model = ModelConfig(**dims, sliding_window=window, attention_sinks=sinks)
     config = AttentionConfig(backend=kernel, chunk=8)
+    sinks_N = jnp.asarray([-2.0, 0.0, 1.0, 9.0], jnp.float32) if sinks else None
     attention = dispatch.SelfAttention.resolve(model, config, "cpu", jnp.dtype("float32"), partitioner)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        out, pullback = jax.vjp(lambda *qkv: attention(*qkv, segment_ids), q, k, v)
+        out, pullback = jax.vjp(lambda *qkv: attention(*qkv[:3], segment_ids, *qkv[3:]), q, k, v, sinks_N)
         return out, *pullback(cotangent)
 
     results = jax.jit(run, compiler_options=QUICK_COMPILE)(*(x[:, order] for x in (q, k, v, cotangent)))
-    expected = result_and_gradients("reference", (q, k, v, cotangent), segment_ids, (True, window))
-    for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+    reference = partial(attend, segment_ids=segment_ids, sliding_window=window, backend="reference")
+    out, pullback = jax.vjp(lambda q, k, v, sinks_N: reference(q, k, v, sinks=sinks_N), q, k, v, sinks_N)
+    for name, got, want in zip(("out", "dq", "dk", "dv"), results, (out, *pullback(cotangent)), strict=False):
         np.testing.assert_allclose(got, want[:, order], rtol=2e-5, atol=2e-5, err_msg=name)
+    if sinks:
+        np.testing.assert_allclose(results[4], pullback(cotangent)[3], rtol=2e-5, atol=2e-5)

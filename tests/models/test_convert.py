@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import MeshConfig, ModelConfig
+from ridgeline.models.family import families
 from ridgeline.models.huggingface.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
 from ridgeline.models.huggingface.safetensors_stream import read_header
 from ridgeline.models.huggingface.tensor_map import TensorRule
@@ -201,9 +202,26 @@ def resolved_dims(model):
     return {**model.model_dump(), "num_kv_heads": model.kv_heads, "head_dim": model.head_width}
 
 
+def test_the_layer_for_multi_token_prediction_and_quantized_weights_are_not_read(tmp_path):
+    """As published: DeepSeek V3 has one more layer than num_hidden_layers, and its weights are block-scaled fp8."""
+    short = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 8, "vocab_size": 40}
+    small = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 16, "first_k_dense_replace": 1, "q_lora_rank": 12}
+    published = PUBLISHED["deepseek-v3-671b"] | short | small
+    write_hf(tmp_path, model_from_hf(published), num_nextn_predict_layers=1)
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": np.zeros((32, 64), np.float32)}))
+    assert open_hf(tmp_path).model.num_layers == 2
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match=r"1 tensors that the model does not have: model.layers.2.eh_proj.weight"):
+        open_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": published["quantization_config"]}))
+    with pytest.raises(UserError, match=r"quantized weights \(quantization_config, fp8\) are not supported"):
+        open_hf(tmp_path)
+
+
 def test_every_family_has_a_published_config_json():
     families_here = {model_from_hf(config).family for config in PUBLISHED.values()}
-    assert families_here >= {"gemma2", "gemma3", "glm4", "gpt2", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3"}
+    assert families_here >= set(families())
 
 
 def test_a_directory_or_model_that_is_not_known_is_refused_with_the_known_names(tmp_path):

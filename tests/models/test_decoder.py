@@ -33,6 +33,8 @@ SMALL: dict[str, Any] = {
     "max_seq_len": 64,
     "init_std": 0.2,
 }
+LATENT = {"kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}
+MOE = {"experts": 6, "experts_per_token": 2, "expert_dim": 20, "shared_experts": 1, "dense_layers": 1, "groups": 3, "groups_per_token": 2}
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "llama": {"num_kv_heads": 2},
     "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "gated_mlp": False, "tie_embeddings": True}
@@ -45,11 +47,15 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "glm4": {"norm_position": "both", "rotary_fraction": 0.5, "rope_interleaved": True, "num_kv_heads": 2, "attention_bias": True},
     "olmo2": {"norm_position": "post", "qk_norm": True, "qk_norm_dims": "all_heads"},
     "olmo3": {"norm_position": "post", "qk_norm": True, "qk_norm_dims": "all_heads", "sliding_window": 5, "full_attention_every": 3},
+    "gpt_oss": {"moe": {"experts": 4, "logit_bias": True}, "mlp_bias": True, "mlp_clamp": 0.7, "activation": "gelu_sigmoid"}
+    | {"attention_sinks": True, "attention_bias": True, "output_bias": True, "sliding_window": 5, "full_attention_every": 2},
     "phi3": {"rotary_fraction": 0.75, "sliding_window": 5},
     "mistral": {"num_kv_heads": 2, "sliding_window": 5},
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16},
     "mixtral": {"num_kv_heads": 2, "moe": {"experts": 5, "experts_per_token": 2}},
     "qwen3_moe": {"num_kv_heads": 2, "qk_norm": True, "moe": {"experts": 6, "experts_per_token": 3, "expert_dim": 20, "dense_layers": 1}},
+    "deepseek_v2": {"latent_attention": LATENT, "rope_interleaved": True, "moe": MOE | {"group_score": "best", "normalize": False}},
+    "deepseek_v3": {"latent_attention": LATENT | {"q_rank": 12}, "moe": MOE | {"score": "sigmoid", "choice_bias": True}},
 }
 
 

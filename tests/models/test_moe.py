@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ridgeline.configs.schema import LossConfig, MoEConfig
-from ridgeline.models.moe.experts import _plan
+from ridgeline.configs.schema import Config, LossConfig, MeshConfig, MoEConfig
+from ridgeline.models.moe.exchange import Slices, padded_ragged_all_to_all
+from ridgeline.models.moe.experts import _place, _within
 from ridgeline.models.moe.grouped_matmul import Blocks, Capacity, Ragged
 from ridgeline.models.moe.router import Choice, RouterTotals, balanced_bias, choose, sums_of
+from ridgeline.planner.experts import capacity
+from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from tests.models import tiny
 
-ROWS, LENGTH = 2, 12
+ROWS, LENGTH = 4, 12
 
 
 def direct_choice(moe: MoEConfig, logits: np.ndarray, bias: np.ndarray) -> tuple[list[int], np.ndarray]:
@@ -49,46 +52,54 @@ def test_experts_are_chosen_as_by_sorting(score: Any, groups: dict[str, Any]) ->
             np.testing.assert_allclose(choice.weights_BTK[0, token], weights, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [Ragged(), Capacity(0.5), Capacity(3.0), Blocks(16)])
-def test_a_plan_places_every_assignment_once_or_drops_it(kernel: Any) -> None:
-    for seed in range(5):
-        expert_A = np.random.default_rng(seed).integers(0, 5, 40) ** 2 // 4  # loads differ
-        plan = jax.tree.map(np.asarray, _plan(kernel, jnp.asarray(expert_A), 5, 40))
-        rows, starts = kernel.rows(40, 5), np.asarray(kernel.starts(jnp.asarray(np.bincount(expert_A, minlength=5)), 40))
-        kept = plan.row_A < rows
-        np.testing.assert_array_equal(plan.load_E, np.minimum(np.bincount(expert_A, minlength=5), kernel.limit(40, 5)))
-        assert kept.sum() == plan.load_E.sum() == (plan.assignment_R < 40).sum()
+@pytest.mark.parametrize("kernel", [Ragged(), Capacity(), Blocks(16)])
+def test_every_assignment_has_one_row_of_its_expert_or_is_dropped(kernel: Any) -> None:
+    for seed, factor in enumerate((None, 0.5, 0.9, 3.0)):
+        factor = 5.0 if factor is None and isinstance(kernel, Capacity) else factor
+        chosen_A = np.random.default_rng(seed).integers(0, 5, 40) ** 2 // 4  # loads differ
+        limit = 40 if factor is None else capacity(40, 5, 1, factor)
+        most = 40 if factor is None else 5 * limit
+        expert_A = np.asarray(_within(jnp.asarray(chosen_A)[:, None], 5, limit))[:, 0]
+        assignment_R, row_A, load_E = (np.asarray(a) for a in _place(kernel, jnp.asarray(expert_A), 5, most))
+        rows, starts = kernel.rows(most, 5), np.asarray(kernel.starts(jnp.asarray(load_E), most))
+        kept = row_A < rows
+        np.testing.assert_array_equal(kept, expert_A < 5)
+        np.testing.assert_array_equal(load_E, np.minimum(np.bincount(chosen_A, minlength=5), limit))
+        assert kept.sum() == load_E.sum() == (assignment_R < 40).sum()
         for assignment in np.flatnonzero(kept):
-            row, expert = plan.row_A[assignment], expert_A[assignment]
-            assert plan.assignment_R[row] == assignment
-            assert starts[expert] <= row < starts[expert] + plan.load_E[expert]
+            row, expert = row_A[assignment], chosen_A[assignment]
+            assert assignment_R[row] == assignment
+            assert starts[expert] <= row < starts[expert] + load_E[expert]
         for expert in range(5):  # the last tokens are dropped
-            mine = kept[expert_A == expert]
+            mine = kept[chosen_A == expert]
             assert mine.tolist() == sorted(mine, reverse=True)
 
 
 @pytest.mark.parametrize("loads", [[5, 0, 20, 39, 0], [0, 0, 0, 64, 0], [16, 16, 16, 0, 16]])
 def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(loads: list[int]) -> None:
     kernel, rng, width, hidden = Blocks(16, interpret=True), np.random.default_rng(0), 64, 128
-    plan = _plan(kernel, jnp.repeat(jnp.arange(5), np.array(loads), total_repeat_length=64), 5, 64)
+    assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(5), np.array(loads), total_repeat_length=64), 5, 64)
     x_SD, w_DEF, y_SF = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((64, width), (width, 5, hidden), (64, hidden)))
     expert_S = np.repeat(np.arange(5), loads)
-    x_RD, y_RF = (a.at[plan.assignment_R].get(mode="fill", fill_value=0) for a in (x_SD, y_SF))
-    found = kernel.matmul(x_RD, w_DEF, plan.load_E)[plan.row_A]
+    x_RD, y_RF = (a.at[assignment_R].get(mode="fill", fill_value=0) for a in (x_SD, y_SF))
+    found = kernel.matmul(x_RD, w_DEF, load_E)[row_A]
     np.testing.assert_allclose(found, np.einsum("sd,dsf->sf", x_SD, w_DEF[:, expert_S]), atol=1e-4)
-    found = kernel.matmul(y_RF, w_DEF, plan.load_E, transposed=True)[plan.row_A]
+    found = kernel.matmul(y_RF, w_DEF, load_E, transposed=True)[row_A]
     np.testing.assert_allclose(found, np.einsum("sf,dsf->sd", y_SF, w_DEF[:, expert_S]), atol=1e-4)
     wanted = np.stack([np.asarray(x_SD)[expert_S == e].T @ np.asarray(y_SF)[expert_S == e] for e in range(5)], 1)
-    np.testing.assert_allclose(kernel.outer(x_RD, y_RF, plan.load_E, jnp.dtype("float32")), wanted, atol=1e-4)
+    np.testing.assert_allclose(kernel.outer(x_RD, y_RF, load_E, jnp.dtype("float32")), wanted, atol=1e-4)
 
 
 MOE = {"experts": 6, "experts_per_token": 2, "expert_dim": 20, "shared_experts": 1}
 
 
-def layer_and_input(moe: dict[str, Any], capacity: float | None = None) -> tuple[Any, jax.Array]:
+def layer_and_input(
+    moe: dict[str, Any], factor: float | None = None, mesh: dict[str, int] | None = None, exchange: str = "auto"
+) -> tuple[Any, jax.Array]:
     model = tiny.ModelConfig(**{**tiny.BASE, "num_layers": 1, "moe": moe})
-    decoder = tiny.build(model, tiny.ComputeConfig.model_validate({"experts": {"capacity_factor": capacity}}))
-    structure, stacked = nnx.split(decoder.blocks.mlp)
+    compute = tiny.ComputeConfig.model_validate({"experts": {"capacity_factor": factor, "exchange": exchange}})
+    partitioner = Partitioner.single() if mesh is None else Partitioner.of(build_mesh(MeshConfig(**mesh)), Config(mesh=MeshConfig(**mesh)))
+    structure, stacked = nnx.split(tiny.build(model, compute, partitioner=partitioner).blocks.mlp)
     layer = nnx.merge(structure, jax.tree.map(lambda leaf: 8 * leaf[0], stacked))
     return layer, jax.random.normal(jax.random.key(1), (ROWS, LENGTH, model.embed_dim))
 
@@ -106,17 +117,46 @@ def direct_layer(params: Any, moe: MoEConfig, x_BTD: jax.Array, kept_BTK: jax.Ar
     return jnp.einsum("ebtd,bte->btd", each, weight_BTE) + mlp(*(params["shared"][name] for name in ("gate", "up", "down")))
 
 
-@pytest.mark.parametrize("capacity", [None, 0.6])
-def test_layer_and_gradients_equal_a_direct_computation(capacity: float | None) -> None:
-    moe = MoEConfig(**MOE)
-    layer, x_BTD = layer_and_input(MOE, capacity)
+def of_sources(x_BTx: jax.Array, rows: int, parts: int) -> jax.Array:
+    """[B, T, ...] -> [devices, tokens of a device, ...] for rows and the sequence cut into this many parts."""
+    split = x_BTx.reshape(rows, x_BTx.shape[0] // rows, parts, x_BTx.shape[1] // parts, *x_BTx.shape[2:])
+    return jnp.moveaxis(split, 2, 1).reshape(rows * parts, -1, *x_BTx.shape[2:])
+
+
+ON_MESH = {**MOE, "experts": 8, "experts_per_token": 3}
+"""On four devices of expert: tokens choose up to two experts of a device."""
+
+
+@pytest.mark.parametrize(
+    ("moe", "factor", "mesh", "exchange"),
+    [
+        (MOE, None, None, "auto"),
+        (MOE, 0.6, None, "auto"),
+        (ON_MESH, None, {"tensor": 2, "expert": 4}, "gather"),
+        (ON_MESH, None, {"tensor": 2, "expert": 4}, "all_to_all"),
+        (ON_MESH, 0.6, {"tensor": 2, "expert": 4}, "gather"),
+        (ON_MESH, 0.6, {"tensor": 2, "expert": 4}, "all_to_all"),
+        (ON_MESH, 1.1, {"fsdp": 2, "tensor": 2, "expert": 2}, "all_to_all"),
+    ],
+)
+def test_layer_and_gradients_equal_a_direct_computation(
+    moe: dict[str, Any], factor: float | None, mesh: dict[str, int] | None, exchange: str
+) -> None:
+    """On meshes too: the exchange changes nothing, also not which tokens are dropped."""
+    config, sizes = MoEConfig(**moe), {"fsdp": 1, "tensor": 1, "expert": 1} | (mesh or {})
+    layer, x_BTD = layer_and_input(moe, factor, mesh, exchange)
     structure, state = nnx.split(layer)
     dy_BTD = jax.random.normal(jax.random.key(2), x_BTD.shape)
-    kept_BTK = None
-    if capacity is not None:
-        choice, _ = choose(Partitioner.single(), moe, x_BTD @ layer.router[...], None)
-        plan = _plan(Capacity(capacity), choice.experts_BTK.reshape(-1), moe.experts, choice.experts_BTK.size)
-        kept_BTK = (plan.row_A < plan.assignment_R.shape[0]).reshape(choice.experts_BTK.shape).astype(jnp.float32)
+    choice, _ = choose(Partitioner.single(), config, x_BTD @ layer.router[...], None)
+    kept_BTK = jnp.ones(choice.experts_BTK.shape)
+    if factor is not None:
+        cut = (sizes["fsdp"] * sizes["expert"], sizes["tensor"])
+        kept = []
+        for expert_SK in of_sources(choice.experts_BTK, *cut):
+            limit = capacity(expert_SK.shape[0], config.experts, config.experts_per_token, factor)
+            kept.append(_within(expert_SK, config.experts, limit) < config.experts)
+        at_BT = jnp.argsort(of_sources(jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH), *cut).reshape(-1))
+        kept_BTK = jnp.concatenate(kept)[at_BT].reshape(choice.experts_BTK.shape).astype(jnp.float32)
         assert 0 < kept_BTK.mean() < 1
 
     def ours(params: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
@@ -125,16 +165,37 @@ def test_layer_and_gradients_equal_a_direct_computation(capacity: float | None) 
         return jnp.sum(update * dy_BTD), (update, layer.sums.get_raw_value().dropped)
 
     def theirs(params: Any, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        update = direct_layer(params, moe, x_BTD, kept_BTK)
+        update = direct_layer(params, config, x_BTD, kept_BTK)
         return jnp.sum(update * dy_BTD), update
 
     quick = {"compiler_options": tiny.QUICK_COMPILE}
     (_, (found, dropped)), grads = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True), **quick)(state, x_BTD)
     (_, expected), wanted = jax.jit(jax.value_and_grad(theirs, (0, 1), has_aux=True), **quick)(nnx.to_pure_dict(state), x_BTD)
     np.testing.assert_allclose(found, expected, atol=2e-5)
-    assert float(dropped.sum()) == (0 if kept_BTK is None else float((1 - kept_BTK).sum()))
+    assert float(dropped.sum()) == float((1 - kept_BTK).sum())
     for one, other in zip(jax.tree.leaves((nnx.to_pure_dict(grads[0]), grads[1])), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()) + 1e-7)
+
+
+def test_the_padded_exchange_moves_the_slices_that_the_ragged_one_is_documented_to_move() -> None:
+    """As in the documentation of jax.lax.ragged_all_to_all, which XLA's CPU backend does not have."""
+    devices, rng, spec = 4, np.random.default_rng(0), jax.sharding.PartitionSpec("expert")
+    sent = rng.integers(0, 4, (devices, devices))
+    start = np.cumsum(sent, 1) - sent
+    to = np.cumsum(sent, 0) - sent  # where each slice starts at its receiver
+    x, out = rng.normal(size=(devices, 16, 3)), rng.normal(size=(devices, 20, 3))
+    wanted = out.copy()
+    for source, target in np.ndindex(devices, devices):
+        size, first, at = sent[source, target], start[source, target], to[source, target]
+        wanted[target, at : at + size] = x[source, first : first + size]
+
+    def local(x: jax.Array, out: jax.Array, start: jax.Array, sent: jax.Array, to: jax.Array, received: jax.Array) -> jax.Array:
+        return padded_ragged_all_to_all(x, out, Slices(start, sent), Slices(to, received), 4)
+
+    mesh = build_mesh(MeshConfig(expert=devices), jax.devices()[:devices])
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec, check_vma=False))
+    arrays = [jnp.asarray(a).reshape(-1, *a.shape[2:]) for a in (x, out, start, sent, to.T, sent.T)]
+    np.testing.assert_allclose(run(*arrays).reshape(wanted.shape), wanted, rtol=1e-6)
 
 
 def test_losses_of_the_router_are_1_at_balance_and_largest_where_all_tokens_choose_the_same() -> None:

@@ -34,9 +34,9 @@ QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 """These programs are compiled once and run once."""
 
 
-def create(model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig) -> Decoder:
-    """Create a decoder on one device from seed 0."""
-    return models.build(model, compute, precision, Partitioner.single(), nnx.Rngs(params=0))
+def create(model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner | None = None) -> Decoder:
+    """Create a decoder from seed 0, on one device unless `partitioner` is given."""
+    return models.build(model, compute, precision, partitioner or Partitioner.single(), nnx.Rngs(params=0))
 
 
 @functools.cache
@@ -45,10 +45,15 @@ def initial_state(model: ModelConfig, precision: PrecisionConfig) -> nnx.State:
     return jax.jit(lambda: nnx.state(create(model, ComputeConfig(), precision)), compiler_options=QUICK_COMPILE)()
 
 
-def build(model: ModelConfig | None = None, compute: ComputeConfig | None = None, precision: PrecisionConfig | None = None) -> Decoder:
-    """Build a decoder on one device, in float32 unless `precision` is given."""
+def build(
+    model: ModelConfig | None = None,
+    compute: ComputeConfig | None = None,
+    precision: PrecisionConfig | None = None,
+    partitioner: Partitioner | None = None,
+) -> Decoder:
+    """Build a decoder on one device unless `partitioner` is given, in float32 unless `precision` is; its parameters are not sharded."""
     model, precision = model or ModelConfig(**BASE), precision or PrecisionConfig(compute="float32")
-    structure = nnx.split(nnx.eval_shape(lambda: create(model, compute or ComputeConfig(), precision)))[0]
+    structure = nnx.split(nnx.eval_shape(lambda: create(model, compute or ComputeConfig(), precision, partitioner)))[0]
     return nnx.merge(structure, initial_state(model, precision))
 
 

@@ -45,6 +45,18 @@ LLAMA3_ROPE = {
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 3000.0}
 QWEN3_MOE = LLAMA | {"num_key_value_heads": 2, "head_dim": 24, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+DEEPSEEK = LLAMA | {
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "num_key_value_heads": 4,
+}
+DEEPSEEK_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.1}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -57,9 +69,12 @@ class Variant:
 
     def config(self) -> transformers.PretrainedConfig:
         config_class = {
+            "deepseek_v2": transformers.DeepseekV2Config,
+            "deepseek_v3": transformers.DeepseekV3Config,
             "gemma2": transformers.Gemma2Config,
             "gemma3": transformers.Gemma3TextConfig,
             "glm4": transformers.Glm4Config,
+            "gpt_oss": transformers.GptOssConfig,
             "gpt2": transformers.GPT2Config,
             "llama": transformers.LlamaConfig,
             "mistral": transformers.MistralConfig,
@@ -112,7 +127,24 @@ VARIANTS: dict[str, Variant] = {
     ),
     "qwen3": Variant("qwen3", LLAMA | {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
     "mixtral": Variant("mixtral", LLAMA | {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "gpt-oss": Variant(
+        "gpt_oss",
+        LLAMA
+        | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 7, "swiglu_limit": 0.7}
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": YARN_ROPE | {"truncate": False}},
+    ),
     "qwen3-moe": Variant("qwen3_moe", QWEN3_MOE | {"mlp_only_layers": [0]}),
+    "deepseek-v2-lite": Variant("deepseek_v2", DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy"}),
+    "deepseek-v2": Variant(
+        "deepseek_v2",
+        DEEPSEEK
+        | {"q_lora_rank": 22, "n_shared_experts": 2, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+        | {"routed_scaling_factor": 1.5, "rope_parameters": DEEPSEEK_ROPE},
+    ),
+    "deepseek-v3": Variant(
+        "deepseek_v3",
+        DEEPSEEK | {"q_lora_rank": 22, "n_shared_experts": 1, "n_group": 3, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE},
+    ),
 }
 
 
@@ -125,6 +157,9 @@ def save_random_model(variant: Variant, directory: Path) -> torch.nn.Module:
             center = 1.0 if "norm" in name or ".ln_" in name else 0.0
             std = 0.1 if parameter.dim() == 1 else 0.15
             parameter.copy_(center * (not name.endswith("bias")) + std * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(directory)
     return model.eval()
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ridgeline.configs.load import load
@@ -11,21 +12,19 @@ from ridgeline.configs.schema import (
     ComputeConfig,
     Config,
     DataConfig,
+    ExpertsConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     PrecisionConfig,
     RematConfig,
     TrainerConfig,
 )
-from ridgeline.planner.collectives import (
-    as_compiled_for_cpu,
-    as_compiled_for_gpu,
-    bytes_per_step,
-    matmul_weights,
-    planned_collectives,
-    recomputed,
-)
+from ridgeline.planner.collectives import as_compiled_for_cpu, as_compiled_for_gpu, bytes_per_step, planned_collectives
+from ridgeline.planner.experts import exchange_method, peers_per_token
+from ridgeline.planner.parameters import matmul_weights
+from ridgeline.planner.recompute import recomputed
 
 D, F, N, K, H, V, L = 64, 160, 8, 4, 8, 512, 3
 HERE = Path(__file__).parent
@@ -158,3 +157,33 @@ def test_the_gpu_form_joins_axes_of_replicated_gradients_and_sums_over_microbatc
     embedding = [item for item in compiled if item.what == "embedding" and item.kind == "all-reduce"]
     assert [item.count for item in embedding] == [1]
     assert {item.count for item in planned if item.what == "unembedding" and item.kind == "all-reduce"} == {4}
+
+
+def test_tokens_go_to_as_many_devices_as_their_experts_are_on():
+    rng = np.random.default_rng(0)
+    for experts, per_token, expert in ((8, 2, 4), (128, 8, 8), (128, 8, 64), (16, 16, 4)):
+        moe = MoEConfig(experts=experts, experts_per_token=per_token)
+        chosen = np.argsort(rng.random((4000, experts)), 1)[:, :per_token]
+        devices = [len(set(row)) for row in (chosen // (experts // expert)).tolist()]
+        assert peers_per_token(moe, expert) == pytest.approx(np.mean(devices), rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 1.25])
+def test_auto_exchanges_all_to_all_where_that_sends_less(factor):
+    """Also not by a little: where auto gathers, a token goes to as many devices as there are, or has room on as many."""
+    for expert in (2, 4, 8, 16, 32):
+        sizes = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 2, "expert": expert}
+        moe = MoEConfig(experts=64, experts_per_token=4, expert_dim=32)
+        sent = {}
+        for exchange in ("auto", "gather", "all_to_all"):
+            experts = ExpertsConfig(exchange=exchange, capacity_factor=factor)
+            made = config().model_copy(update={"compute": ComputeConfig(experts=experts), "data": DataConfig(batch_size=128, seq_len=64)})
+            made = made.model_copy(update={"model": made.model.model_copy(update={"moe": moe})})
+            planned = [item for item in planned_collectives(made, sizes) if item.of_tokens]
+            sent[exchange] = sum(item.sent_bytes * item.count for item in planned)
+            kinds = {item.kind for item in planned}
+            method = exchange_method(moe, experts, sizes)
+            assert (method == "gather") == (kinds == {"all-gather", "reduce-scatter"})
+            assert method == (exchange if exchange != "auto" else "all_to_all" if expert > 4 * (factor or 1) else "gather")
+        assert sent["auto"] == min(sent["auto"], sent["gather"]) and sent["all_to_all"] <= sent["gather"]
+        assert sent["auto"] < sent["gather"] or expert <= 4 * (factor or 1)

@@ -1,4 +1,4 @@
-"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, three families, seventeen layouts."""
+"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, 22 layouts."""
 
 import math
 from functools import cache
@@ -8,6 +8,7 @@ import pytest
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.planner.collectives import as_compiled_for_gpu, bytes_per_step, planned_collectives
+from ridgeline.planner.memory import memory_per_device
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
 from ridgeline.trainer.aot.report import build_report
 from ridgeline.trainer.plan_comparison import payload_bytes
@@ -34,13 +35,22 @@ LAYOUTS = {
         *("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "compute.remat.policy=full", "compute.attention.context=ring"),
         "trainer.accumulation=2",
     ),
+    "pipeline2-fsdp2-tensor2": (
+        *("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "compute.remat.policy=full", "trainer.accumulation=4", "model.num_layers=4"),
+    ),
     "fsdp4-context2-all-to-all": (*("mesh.fsdp=4", "mesh.context=2", "compute.remat.policy=dots", "compute.attention.context=all_to_all"),),
+}
+EXPERT_LAYOUTS = {
+    "expert8": ("mesh.expert=8", "compute.remat.policy=full", "trainer.accumulation=2"),
+    "expert8-capacity": ("mesh.expert=8", "compute.experts.capacity_factor=1.5", "compute.remat.policy=none"),
+    "tensor2-expert4": ("mesh.expert=4", "mesh.tensor=2", "compute.remat.policy=none"),
+    "fsdp2-tensor2-expert2-gather": ("mesh.fsdp=2", "mesh.tensor=2", "mesh.expert=2", "compute.experts.exchange=gather"),
 }
 ACCIDENT = "an MLP that nobody cuts"
 LAYOUTS_OF = {
     "llama": (
         *("fsdp8", "fsdp8-dots", "data2-fsdp4", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data4-fsdp4", "data2-fsdp4-tensor2"),
-        *("data2-fsdp2-tensor2-zero", "data2-context4-ring", ACCIDENT),
+        *("data2-fsdp2-tensor2-zero", "data2-context4-ring", "pipeline2-fsdp2-tensor2", ACCIDENT),
     ),
     "qwen3": ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data2-fsdp2-tensor2", "fsdp2-context2-tensor2-ring"),
     "gpt2": (
@@ -55,7 +65,7 @@ SCALARS_BYTES = 1024
 
 def request(family, layout):
     """As many nodes of eight devices as the mesh has devices for."""
-    overrides = ("mesh.fsdp=4", "mesh.tensor=2", "mesh.rules.mlp=[]") if layout == ACCIDENT else LAYOUTS[layout]
+    overrides = ("mesh.fsdp=4", "mesh.tensor=2", "mesh.rules.mlp=[]") if layout == ACCIDENT else (LAYOUTS | EXPERT_LAYOUTS)[layout]
     config = small(family, *overrides)
     return Request.on(config, cluster(), math.prod(config.mesh.sizes.values()) // 8, xla_flags=QUICK)
 
@@ -63,8 +73,9 @@ def request(family, layout):
 @cache
 def compiled(family):
     """Every layout of a family, compiled in one process."""
-    requests = [request(family, layout) for layout in LAYOUTS_OF[family]]
-    return dict(zip(LAYOUTS_OF[family], zip(requests, compile_many(requests), strict=True), strict=True))
+    layouts = LAYOUTS_OF.get(family, EXPERT_LAYOUTS)
+    requests = [request(family, layout) for layout in layouts]
+    return dict(zip(layouts, zip(requests, compile_many(requests), strict=True), strict=True))
 
 
 def group(family):
@@ -88,7 +99,8 @@ def test_every_layout_and_every_family_with_every_recomputation_is_compiled():
         for family, layouts in LAYOUTS_OF.items()
         for layout in layouts
         if layout != ACCIDENT
-    ],
+    ]
+    + [pytest.param("experts", layout, marks=group("experts")) for layout in EXPERT_LAYOUTS],
 )
 def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, layout):
     request, result = compiled(family)[layout]
@@ -98,10 +110,21 @@ def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, lay
     for c in collectives(parse(result.hlo_text), result.mesh):
         if payload_bytes(c) > SCALARS_BYTES:
             found[c.kind, c.axes] = found.get((c.kind, c.axes), 0) + payload_bytes(c) * c.count
-    assert found == pytest.approx(planned, rel=1e-4, abs=SCALARS_BYTES)
+    model = request.config.model
+    metrics = 4 * model.moe_layers * (model.moe.experts + 4) if model.moe is not None else 0  # of the router, for each layer
+    assert found == pytest.approx(planned, rel=1e-4, abs=SCALARS_BYTES + metrics)
     report = build_report(request, cluster(), result)
     assert all(row.agrees for row in report.traffic), report.traffic
     assert [compiled_collective(c) for c in report.unplanned] == []
+
+
+@pytest.mark.slow
+@group("llama")
+def test_stages_need_the_memory_that_is_planned():
+    request, result = compiled("llama")["pipeline2-fsdp2-tensor2"]
+    assert isinstance(result, Compiled), result
+    planned = memory_per_device(request.config, result.mesh, overlap=False, combined=False)
+    assert planned.compiled_bytes == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.05)
 
 
 @pytest.mark.slow

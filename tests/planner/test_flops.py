@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 
 from ridgeline import models
 from ridgeline.configs.compose import FAMILIES
+from ridgeline.configs.load import load
 from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
 from ridgeline.hlo import parse as hlo
 from ridgeline.models.loss import cross_entropy
@@ -102,6 +103,26 @@ MODELS = {
     "qwen2": family("qwen2"),
     "qwen3": family("qwen3"),
 }
+
+
+LATENT = {"num_kv_heads": None, "head_dim": None, "latent_attention": {"q_rank": 24, "kv_rank": 20, "nope_dim": 10, "rope_dim": 6}}
+
+
+@pytest.mark.parametrize(("preset", "gflops"), [("deepseek-v2-236b", 155), ("deepseek-v3-671b", 250)])
+def test_deepseek_has_the_published_flops(preset, gflops):
+    # per token at T=4096: Insights into DeepSeek-V3 (arXiv 2505.09343), table 2, causal attention
+    assert train_flops_per_token(load(f"models/{preset}").config.model, 4096).total / 1e9 == pytest.approx(gflops, rel=0.003)
+
+
+@pytest.mark.parametrize("q_rank", [24, None])
+def test_latent_attention_counts_the_dots_of_xlas_forward_pass(q_rank):
+    latent = LATENT["latent_attention"] | {"q_rank": q_rank, "value_dim": 12}
+    model = family("llama", **LATENT | {"latent_attention": latent})
+    seen = sum(flops for *_, flops in lowered_dots(model, "reference", gradient=False))
+    flops = train_flops_per_token(model, T)
+    assert seen == pytest.approx(flops.total_full_attention / 3 * T, rel=1e-12)
+    assert flops.components()["query_key_products"] == pytest.approx(flops.attention_scores * 16 / 28)
+    assert flops.total == pytest.approx(sum(flops.components().values()))
 
 
 def lowered_dots(model, backend, *, gradient):

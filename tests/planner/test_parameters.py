@@ -73,7 +73,12 @@ PUBLISHED = {
     "glm4-32b": 32_566_081_536,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2-236b": 235_741_434_880,
+    "deepseek-v3-671b": 671_026_419_200,
 }
 
 
@@ -97,10 +102,16 @@ def test_presets_count_as_published_and_as_built(preset):
 
 
 @pytest.mark.parametrize(
-    ("preset", "billions"), [("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.2), ("qwen3-8b", 8.19)]
+    ("preset", "billions"),
+    [
+        *(("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.2), ("qwen3-8b", 8.19)),
+        *(("deepseek-v2-lite", 2.66), ("deepseek-v2-236b", 21.4), ("deepseek-v3-671b", 37.55)),
+        *(("gpt-oss-20b", 3.61 + 0.579), ("gpt-oss-120b", 5.13 + 0.579)),
+    ],
 )
 def test_active_parameters_are_as_published(preset, billions):
-    """Mixtral's paper (arXiv 2401.04088) and Qwen3's model cards, which round: 12.9B, 3.3B, 22B."""
+    """Mixtral's paper (arXiv 2401.04088), Qwen3's model cards and DeepSeek's papers, which round: 12.9B, 3.3B, 22B; 2.4B (without
+    embedding), 21B, 37B; gpt-oss's model card (arXiv 2508.10925), which does not count the embedding table."""
     assert count_parameters(load(f"models/{preset}").config.model).active == pytest.approx(billions * 1e9, rel=0.01)
 
 
@@ -128,7 +139,10 @@ BASE = {"vocab_size": 50, "num_layers": 3, "embed_dim": 16, "num_heads": 4, "mlp
         {"position": "learned"},
         {"moe": {"experts": 6, "expert_dim": 20}},
         {"moe": {"experts": 6, "dense_layers": 1, "shared_experts": 2, "choice_bias": True}, "gated_mlp": False},
+        {"moe": {"experts": 6, "logit_bias": True, "shared_experts": 1, "dense_layers": 1}, "mlp_bias": True, "attention_sinks": True},
         {"sliding_window": 8},
+        {"latent_attention": {"kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}},
+        {"latent_attention": {"q_rank": 14, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}, "num_layers": 2},
         {
             "num_kv_heads": 2,
             "attention_bias": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.load import load
 from ridgeline.planner.calibration import load_calibration
-from ridgeline.planner.collectives import recomputed
+from ridgeline.planner.recompute import recomputed
 from ridgeline.planner.search import evaluate, search_scale
 from ridgeline.planner.step_time import Machine
 

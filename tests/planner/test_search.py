@@ -14,7 +14,8 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.rules import check_config, check_devices
 from ridgeline.configs.schema import OptimizerConfig, RematConfig
-from ridgeline.planner.advice import alternatives, bottleneck
+from ridgeline.planner.advice import alternatives, bottleneck, stages_sentence
+from ridgeline.planner.calculators.pipeline_schedule import pipeline_estimate
 from ridgeline.planner.layouts import Layout, accumulations, meshes, remat_choices
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.overlap import ETA
@@ -109,7 +110,7 @@ def test_every_mesh_is_either_a_candidate_or_rejected_with_a_reason():
     model, made = config(rows=128), cluster()
     scale = search_scale(model, made, CALIBRATION, 2, TOKENS)
     seen = {tuple(c.layout.mesh.items()) for c in scale.candidates} | {tuple(r.mesh.items()) for r in scale.rejections}
-    assert seen == {tuple(mesh.layout.mesh.items()) for mesh in meshes(model, 16)}
+    assert seen == {tuple(mesh.layout.mesh.items()) for mesh in meshes(model, 16, made.devices_per_node)}
     assert all(rejection.reason for rejection in scale.rejections)
     illegal = [r for r in scale.rejections if r.remat is None]
     assert any("num_kv_heads=8 does not divide by mesh.tensor=16" in r.reason for r in illegal)
@@ -118,7 +119,7 @@ def test_every_mesh_is_either_a_candidate_or_rejected_with_a_reason():
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "mixtral-8x7b", "gemma3-1b"])
 def test_meshes_without_a_reason_break_no_rule_of_a_config(preset):
     model = load(f"models/{preset}", ["data.batch_size=64", "data.seq_len=32768", "optimizer.kind=adamw"]).config
-    valid = [mesh.layout for mesh in meshes(model, 16) if not mesh.refused]
+    valid = [mesh.layout for mesh in meshes(model, 16, 8) if not mesh.refused]
     assert len(valid) > 5
     for layout in valid:
         assert not check_config(layout.apply(model)), layout
@@ -128,7 +129,7 @@ def test_pruning_finds_what_an_exhaustive_search_finds():
     model, made = config(rows=64), cluster()
     machine = Machine(made, CALIBRATION, 16)
     quickest = math.inf
-    for mesh in meshes(model, 16):
+    for mesh in meshes(model, 16, made.devices_per_node):
         if mesh.refused:
             continue
         for remat in remat_choices(model):
@@ -274,3 +275,27 @@ def test_only_a_best_layout_near_capacity_is_compiled_and_a_failed_compile_leave
     above = make_plan(model, made, CALIBRATION, [1], tokens=TOKENS, compiler=broken, compiled_above=0.0)
     assert above.best[0].layout == below.best[0].layout and above.compiled[0].fits is None
     assert "not compiled: the compiler failed" in above.compiled[0].sentence
+
+
+# Stages.
+
+
+def test_stages_pay_on_a_slow_network_with_few_rows_and_not_on_a_fast_one():
+    model = config("models/llama-3.1-70b", rows=128)
+    slow = search_scale(model, cluster(links=links(network=2.0), nic_gb_per_s=16.0), CALIBRATION, 16, TOKENS)
+    fast = search_scale(model, cluster(), CALIBRATION, 16, TOKENS)
+    assert slow.best.layout.pipeline > 1 and stages_sentence(slow).startswith("Pipeline stages pay: ")
+    assert fast.best.layout.pipeline == 1 and stages_sentence(fast).startswith("Pipeline stages do not pay: ")
+    assert all(c.layout.accumulation >= c.layout.pipeline for scale in (slow, fast) for c in scale.candidates)
+
+
+def test_the_bubble_of_a_plan_is_that_of_the_formula():
+    """Of what the stages do: loss and update are not in their ticks."""
+    scale = search_scale(config("models/llama-3.1-70b", rows=128), cluster(), CALIBRATION, 16, TOKENS)
+    staged = next(c for c in scale.candidates if c.layout.pipeline > 1)
+    stages, microbatches = staged.layout.pipeline, staged.layout.accumulation
+    formula = pipeline_estimate(stages=stages, microbatches=microbatches, forward_s=1, backward_s=2).bubble_fraction
+    assert staged.parts.bubble == pytest.approx(formula)
+    ticks = staged.parts.forward.seconds + staged.parts.backward.seconds
+    assert formula * ticks <= staged.step.breakdown_s["bubble"] <= formula * staged.step.step_s
+    assert sum(staged.step.breakdown_s.values()) == pytest.approx(staged.step.step_s)

@@ -1,5 +1,6 @@
 """The compiled gradient holds exactly the planned collectives, with the planned bytes, and nothing else."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -7,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ridgeline.configs.context import context_method
 from ridgeline.configs.schema import (
     AttentionConfig,
     ComputeConfig,
     Config,
     DataConfig,
+    ExpertsConfig,
+    LatentAttention,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -40,8 +42,9 @@ GEMMA = {"norm": "rmsnorm_1p", "norm_position": "both", "qk_norm": True, "tie_em
 def make_config(
     data: int, fsdp: int, tensor: int, compute: str = "float32", accumulation: int = 1, context: int = 1, method: str = "auto", **model: Any
 ) -> Config:
+    shape = {"vocab_size": VOCAB, "num_layers": LAYERS, "embed_dim": D, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_dim": F}
     return Config(
-        model=ModelConfig(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=D, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=F, **model),
+        model=ModelConfig(**shape | model),
         compute=ComputeConfig(attention=AttentionConfig(backend="chunked", chunk=16, context=method), loss_chunk=BATCH * SEQ),
         precision=PrecisionConfig(compute=compute),
         mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor, context=context),
@@ -56,8 +59,7 @@ def abstract_batch(partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def partitioned(config: Config) -> Partitioner:
-    mesh = build_mesh(config.mesh)
-    return Partitioner.of(mesh, config.mesh, zigzag=context_method(config, mesh.shape) == "ring")
+    return Partitioner.of(build_mesh(config.mesh, jax.devices()[: math.prod(config.mesh.sizes.values())]), config)
 
 
 def compile_step(config: Config) -> tuple[str, dict[str, int]]:
@@ -105,6 +107,8 @@ def budget(items) -> dict[tuple, int]:
     return dict(total)
 
 
+LATENT = {"head_dim": None, "latent_attention": LatentAttention(q_rank=24, kv_rank=16, nope_dim=6, rope_dim=4, value_dim=5)}
+LITE = LATENT | {"latent_attention": LATENT["latent_attention"].model_copy(update={"q_rank": None})}
 BIASES = {"attention_bias": True, "mlp_bias": True, "output_bias": True, "norm": "layernorm", "position": "learned", "max_seq_len": SEQ}
 
 
@@ -114,11 +118,15 @@ BIASES = {"attention_bias": True, "mlp_bias": True, "output_bias": True, "norm":
         *(make_config(*mesh) for mesh in MESHES),
         make_config(2, 2, 2, **OLMO),
         make_config(2, 2, 2, **GEMMA),
+        make_config(2, 1, 4, **LATENT),
+        make_config(2, 2, 2, **LITE),
         make_config(1, 1, 1, context=8, method="ring"),
         make_config(2, 2, 1, context=2, method="ring"),
         make_config(1, 2, 2, context=2, method="ring", **BIASES),
         make_config(1, 2, 2, context=2, method="all_to_all"),
         make_config(2, 1, 1, context=4, method="all_to_all"),
+        make_config(1, 2, 2, context=2, method="all_to_all", **LATENT),
+        make_config(2, 1, 2, context=2, method="ring", **LITE),
     ],
     ids=lambda config: "-".join(f"{axis}{n}" for axis, n in config.mesh.sizes.items() if n > 1) + config.compute.attention.context,
 )
@@ -136,19 +144,45 @@ def test_gradient_contains_exactly_the_planned_collectives(config):
     )
 
 
+SINKS_AND_BIASES = {"attention_sinks": True, "attention_bias": True, "output_bias": True, "mlp_bias": True}
+
+
 @pytest.mark.parametrize(
-    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "expert": 2}, {"data": 2, "fsdp": 1, "context": 4}], ids=str
+    ("mesh", "experts", "model"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}, {}),
+        ({"fsdp": 2, "tensor": 2, "expert": 2}, {"exchange": "gather"}, {}),
+        ({"fsdp": 1, "tensor": 2, "expert": 4}, {"capacity_factor": 1.2}, {}),
+        ({"data": 2, "fsdp": 1, "expert": 4}, {}, {}),
+        ({"data": 2, "fsdp": 1, "context": 4}, {}, {}),
+        ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, SINKS_AND_BIASES),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, {}, SINKS_AND_BIASES),
+    ],
+    ids=str,
 )
-def test_experts_communicate_as_planned(mesh):
-    config = make_config(2, 2, 2)
-    moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=32)
-    config = config.model_copy(update={"mesh": MeshConfig(**mesh), "model": config.model.model_copy(update={"moe": moe})})
+def test_experts_communicate_as_planned(mesh, experts, model):
+    config = make_config(2, 2, 2, **model)
+    moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=32, logit_bias=bool(model))
+    compute = config.compute.model_copy(update={"experts": ExpertsConfig(**experts)})
+    model = config.model.model_copy(update={"moe": moe})
+    config = config.model_copy(update={"mesh": MeshConfig(**mesh), "model": model, "compute": compute})
     text, mesh_shape = compile_gradient(config)
     found = [c for c in collectives(parse(text), mesh_shape) if array_bytes(c)]
-    planned = [as_compiled_for_cpu(item) for item in planned_collectives(config, mesh_shape)]
     assert budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in found) == budget(
-        ((item.kind, item.axes), item.bytes * item.count) for item in planned
+        ((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, mesh_shape, gpu=False)
     )
+
+
+def test_stages_communicate_as_planned():
+    """With fsdp and tensor: tests/planner/test_collectives_gpu.py."""
+    mesh = {"pipeline": 4, "data": 2}
+    config = make_config(1, 1, 1, accumulation=4)
+    model = config.model.model_copy(update={"num_layers": 4})
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh), "model": model})
+    text, mesh_shape = compile_step(config)
+    moved = budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in collectives(text, mesh_shape) if array_bytes(c))
+    planned = budget(((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, mesh_shape, gpu=False))
+    assert moved == pytest.approx(planned, rel=0, abs=512)
 
 
 def test_half_precision_compute_gathers_in_half_precision():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ridgeline.configs.rules import check_config
-from ridgeline.configs.schema import AttentionConfig, ComputeConfig, Config, MoEConfig, RematConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, Config, ExpertsConfig, MoEConfig, RematConfig
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.planner.collectives import compiled_collectives
@@ -25,7 +25,7 @@ from tests.sharding.test_equality import BATCH, SEQ, compare, make_config, packe
 DEVICES = int(re.search(r"device_count=(\d+)", os.environ["XLA_FLAGS"])[1])
 COUNT, SEED = os.environ.get("COMPOSITIONS", "10"), int(os.environ.get("SEED", "0"))
 """Compositions to run (`all`, or a number), and the seed with which they are drawn."""
-AXES = ("data", "fsdp", "context", "tensor", "expert")
+AXES = ("pipeline", "data", "fsdp", "context", "tensor", "expert")
 EXPERTS = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=32)}
 STEPS = 2
 ROUTER_BYTES = 2048
@@ -38,43 +38,56 @@ class Composition:
 
     sizes: tuple[int, ...]
     method: str
+    """Of attention over context."""
     experts: bool
+    exchange: str
     zero_stage: int
     accumulation: int
     remat: str
     packed: bool
+    chunks: int
+    """Of layers in a pipeline stage."""
 
     @property
     def name(self) -> str:
         """For the test's id."""
-        axes = [f"{axis}{size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        axes = [f"{axis}{size}" for axis, size in self.mesh.items() if size > 1]
         options = {
-            self.method: self.sizes[2] > 1,
+            self.method: self.mesh["context"] > 1,
             "experts": self.experts,
+            f"{self.exchange}-exchange": self.mesh["expert"] > 1,
             "zero": self.zero_stage,
             "microbatches": self.accumulation > 1,
             "unpacked": not self.packed,
+            "interleaved": self.chunks > 1,
         }
         return "-".join([*axes, *(name for name, on in options.items() if on), self.remat])
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """Axis -> devices."""
+        return dict(zip(AXES, self.sizes, strict=True))
+
+    @property
     def config(self) -> Config:
         """A small model on this layout."""
-        sizes = dict(zip(AXES, self.sizes, strict=True))
-        config = make_config(sizes["data"], sizes["fsdp"], sizes["tensor"], self.accumulation, zero=self.zero_stage, **self.model)
-        mesh = config.mesh.model_copy(update={"context": sizes["context"], "expert": sizes["expert"]})
+        config = make_config(1, 1, 1, self.accumulation, zero=self.zero_stage, **self.model)
+        mesh = config.mesh.model_copy(update=self.mesh | {"pipeline_chunks": self.chunks})
         compute = ComputeConfig(
             attention=AttentionConfig(backend="chunked", chunk=2, context=self.method),
             loss_chunk=BATCH * SEQ,
             remat=RematConfig(policy=self.remat),
+            experts=ExpertsConfig(exchange=self.exchange),
         )
         data = config.data.model_copy(update={"document_masking": self.packed})
         return config.model_copy(update={"mesh": mesh, "compute": compute, "data": data})
 
     @property
     def model(self) -> dict:
-        """The settings of its model."""
-        return EXPERTS if self.experts else {"num_kv_heads": 4 if self.sizes[2] * self.sizes[3] <= 4 else 8}
+        """The settings of its model. XLA unrolls the loop of a stage with one layer, and moves its gathers out of the loop of ticks."""
+        layers = {"num_layers": 2 * self.mesh["pipeline"] * self.chunks}
+        heads = {} if self.experts else {"num_kv_heads": 4 if self.mesh["context"] * self.mesh["tensor"] <= 4 else 8}
+        return layers | heads | (EXPERTS if self.experts else {})
 
 
 @cache
@@ -85,14 +98,16 @@ def compositions() -> list[Composition]:
     for sizes in itertools.product(powers, repeat=len(AXES)):
         if np.prod(sizes) != DEVICES:
             continue
-        data, _, context, _, expert = sizes
+        pipeline, data, _, context, _, expert = sizes
         for method, zero in itertools.product(("ring", "all_to_all") if context > 1 else ("auto",), (0, 2) if data > 1 else (0,)):
             drawn = (
                 expert > 1 or rng.random() < 0.3,
+                rng.choice(("gather", "all_to_all")),
                 zero,
-                rng.choice((1, 1, 2)),
+                rng.choice((1, 1, 2)) if pipeline == 1 else rng.choice((pipeline, 2 * pipeline)),
                 rng.choice(("none", "full", "dots")),
                 rng.random() < 0.7,
+                rng.choice((1, 1, 2)) if pipeline > 1 else 1,
             )
             one = Composition(sizes, method, *drawn)
             if not check_config(one.config):
@@ -118,7 +133,13 @@ def test_a_composition_trains_as_one_device_and_moves_what_is_planned(one):
     compare(found, (losses[: 2 * STEPS], gradients))
     sizes = dict(config.mesh.sizes)
     moved = budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in collectives(parse(compiled.as_text()), sizes) if array_bytes(c))
-    planned = budget(((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, sizes, gpu=False))
+    items = compiled_collectives(config, sizes, gpu=False)
+    planned = budget(((item.kind, item.axes), item.bytes * item.count) for item in items)
+    # In a stage XLA's CPU backend may gather the gradient of an update once where its GPU backend gathers it twice.
+    second = [item.bytes * item.count for item in items if item.what.endswith("update (again)") and item.axes == ("tensor",)]
+    merged = {sum(some) for n in range(len(second) + 1) for some in itertools.combinations(second, n)}
     statistics = ROUTER_BYTES * config.trainer.accumulation if one.experts else 0
     for key in moved.keys() | planned.keys():
-        assert abs(moved.get(key, 0) - planned.get(key, 0)) <= (statistics if key[0] == "all-reduce" else 0), (key, moved, planned)
+        less = merged if key == ("all-gather", ("tensor",)) else {0}
+        off = min(abs(planned.get(key, 0) - fewer - moved.get(key, 0)) for fewer in less)
+        assert off <= (statistics if key[0] == "all-reduce" else 0), (key, moved, planned)

@@ -1,4 +1,4 @@
-"""Every way of laying 8 devices out over data, fsdp and tensor trains as one device does."""
+"""Every way of laying 8 devices out over the mesh axes trains as one device does."""
 
 import math
 from functools import cache
@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from ridgeline.configs.context import context_method
 from ridgeline.configs.schema import (
     AttentionConfig,
     ComputeConfig,
     Config,
     DataConfig,
+    LatentAttention,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -33,6 +33,7 @@ FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 
 BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5
 
 
+LATENT = {"head_dim": None, "latent_attention": LatentAttention(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, value_dim=5)}
 MOE = {"moe": MoEConfig(experts=6, experts_per_token=2, expert_dim=16, dense_layers=1, shared_experts=1)}
 
 
@@ -76,7 +77,7 @@ def remember_gradient() -> optax.GradientTransformation:
 def prepared(config: Config, devices) -> tuple[Partitioner, Any, optax.GradientTransformation, Any]:
     """Partitioner, model, optimizer and abstract state of a config."""
     mesh = build_mesh(config.mesh, devices)
-    partitioner = Partitioner.of(mesh, config.mesh, zigzag=context_method(config, mesh.shape) == "ring")
+    partitioner = Partitioner.of(mesh, config)
     spec = model_spec(config, partitioner)
     optimizer = optax.chain(remember_gradient(), build_optimizer(config.optimizer, config.precision, spec.param_axes))
     return partitioner, spec, optimizer, abstract_state(config, spec, optimizer, partitioner)
@@ -162,19 +163,40 @@ def test_gradients_and_state_sharded_over_data_equal_one_device(mesh, accumulati
         {"tie_embeddings": True, "attention_bias": True, "mlp_bias": True, "output_bias": True, "norm": "layernorm", "position": "learned"},
         {"qk_norm": True, "pad_vocab_to": 104},
         MOE,
+        LATENT | MOE,
     ],
-    ids=["gpt2-like", "qwen3-like", "experts"],
+    ids=["gpt2-like", "qwen3-like", "experts", "deepseek-like"],
 )
-def test_biases_tables_head_norms_and_experts_equal_one_device(model):
+def test_biases_tables_head_norms_latents_and_experts_equal_one_device(model):
     compare(run(make_config(2, 2, 2, **model), jax.devices()), reference(**model))
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 4), (1, 2, 2, 2)], ids=str)
 def test_experts_over_expert_equal_one_device(mesh):
     """data, fsdp, tensor, expert; the loads of the experts differ, and none is dropped."""
-    model = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16)}
+    model = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16, logit_bias=True), "mlp_bias": True, "attention_sinks": True}
     config = make_config(*mesh[:3], **model)
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"expert": mesh[3]})})
+    compare(run(config, jax.devices()), reference(**model))
+
+
+EXPERTS = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulation", "model"),
+    [
+        ({"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, {}),
+        ({"pipeline": 4, "context": 2}, 2, {"num_layers": 3}),
+        ({"pipeline": 2, "pipeline_chunks": 2, "data": 2, "tensor": 2, "zero_stage": 2}, 4, {"num_layers": 3}),
+        ({"pipeline": 2, "fsdp": 2, "expert": 2}, 2, EXPERTS),
+    ],
+    ids=["1F1B", "an empty stage, fewer microbatches than stages", "interleaved, an empty layer, ZeRO", "experts"],
+)
+def test_stages_equal_one_device(mesh, accumulation, model):
+    """On one device the batch is one microbatch."""
+    config = make_config(1, 1, 1, accumulation, **model)
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh)})
     compare(run(config, jax.devices()), reference(**model))
 
 
@@ -209,7 +231,7 @@ def packed_reference(packed: bool, **model) -> tuple[list[float], dict]:
 
 
 GROUPED = {"num_kv_heads": 2}
-WINDOW = {"sliding_window": 5}
+WINDOW = {"sliding_window": 5, "attention_sinks": True}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +246,7 @@ WINDOW = {"sliding_window": 5}
         ("all_to_all", {"context": 2, "data": 2, "fsdp": 2}, GROUPED | WINDOW),
         ("all_to_all", {"context": 2, "fsdp": 2, "tensor": 2}, {"packed": False}),
         ("all_to_all", {"context": 4, "data": 2}, {"accumulation": 2}),
+        ("ring", {"context": 2, "fsdp": 2, "tensor": 2}, LATENT),
     ],
 )
 def test_a_sharded_sequence_equals_one_device(method, mesh, settings):

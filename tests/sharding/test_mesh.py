@@ -113,11 +113,8 @@ def test_abstract_mesh_needs_no_devices():
         ({"tensor": 3}, "mesh.tensor=3 does not divide 8 devices; set mesh.tensor=4 or mesh.tensor=2"),
         ({"data": -1}, "mesh.data and mesh.fsdp are both -1; only one mesh axis may be -1"),
         ({"fsdp": 0}, "mesh.fsdp=0: must be at least 1, or -1 for the remaining devices"),
-        ({"pipeline": 2}, "mesh.pipeline=2: only 1 is supported (axes that may be larger: data, fsdp, context, tensor, expert)"),
-        (
-            {"fsdp": 1, "pipeline": -1},
-            "mesh.pipeline=-1 would become 8: only 1 is supported (axes that may be larger: data, fsdp, context, tensor, expert)",
-        ),
+        ({"fsdp": 1, "pipeline": 3}, "mesh.pipeline=3 does not match 8 devices; set mesh.pipeline=8"),
+        ({"fsdp": 3, "pipeline": -1}, "mesh.fsdp=3 does not divide 8 devices; set mesh.fsdp=4 or mesh.fsdp=2"),
         ({"fsdp": 5, "data": 3, "tensor": 7}, "set mesh.fsdp=-1 and every other axis to 1"),
     ],
 )

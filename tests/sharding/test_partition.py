@@ -1,5 +1,8 @@
 """The Partitioner: specs of real trees, refusals, and initialization directly into shards."""
 
+import math
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import ComputeConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig
-from ridgeline.sharding.mesh import build_mesh
+from ridgeline.configs.schema import ComputeConfig, Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, OptimizerConfig, PrecisionConfig
+from ridgeline.sharding.mesh import abstract_mesh, build_mesh
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, param_axes, param_shardings, state_shardings
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.state import abstract_state, init_state, initial_state, model_spec
@@ -111,6 +114,33 @@ def test_factored_statistics_keep_the_axes_of_the_dims_they_keep():
     assert ((2, 512), P("pipeline", "tensor")) in columns
     attention = [v for k, v in found.items() if "v_col" in k and "['query']" in k]
     assert ((2, 256), P("pipeline", "tensor")) in attention  # [L, N*H]: heads keep the cut
+
+
+def test_no_parameter_is_replicated_over_expert():
+    """Attention, dense layers, shared experts and tables are sharded over expert as over fsdp; experts are divided over it; rows too."""
+    rng = random.Random(0)
+    for _ in range(8):
+        sizes = {
+            "data": rng.choice([1, 2]),
+            "fsdp": rng.choice([1, 2, 4]),
+            "tensor": rng.choice([1, 2, 4]),
+            "expert": rng.choice([2, 4, 8]),
+        }
+        moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=64, dense_layers=rng.choice([0, 1]), shared_experts=rng.choice([0, 1]))
+        config = small_config(**sizes)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"moe": moe})})
+        partitioner = Partitioner.of(abstract_mesh(config.mesh, math.prod(sizes.values())), config)
+        spec = model_spec(config, partitioner)
+        shardings = param_shardings(partitioner, spec.abstract_params, spec.param_axes)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_flatten_with_path(spec.abstract_params)[0], jax.tree.leaves(shardings), strict=True
+        ):
+            if leaf.ndim - ("blocks" in str(path)) < 2:
+                continue  # norms
+            parts = leaf.size // math.prod(sharding.shard_shape(leaf.shape))
+            tensor = 1 if "router" in str(path) else sizes["tensor"]
+            assert parts == sizes["fsdp"] * sizes["expert"] * tensor, (path, sizes)
+        assert partitioner.axis_size("batch") == sizes["data"] * sizes["fsdp"] * sizes["expert"]
 
 
 def test_initialization_never_holds_a_full_array():

@@ -13,8 +13,8 @@ import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.launch.environment import run_flags
-from ridgeline.planner.collectives import matmul_weights
 from ridgeline.planner.hardware import catalog, hardware
+from ridgeline.planner.parameters import matmul_weights
 from ridgeline.trainer.aot import compile as aot
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
 from ridgeline.trainer.aot.report import build_report

@@ -13,7 +13,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import MeshConfig, OptimizerConfig, PrecisionConfig
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
-from ridgeline.planner.collectives import muon_layers
+from ridgeline.planner.local import muon_layers
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, param_shardings
 from ridgeline.trainer.muon import scale_by_muon
@@ -229,7 +229,7 @@ def test_sharded_update_equals_the_unsharded_one(kind):
 
 
 def test_muon_moves_every_stack_over_every_axis_and_back():
-    """No matrix is gathered: two all-to-alls per axis move the float32 matrices of a share of the layers (planner/collectives.py)."""
+    """No matrix is gathered: two all-to-alls per axis move the float32 matrices of a share of the layers (planner/collectives/)."""
     partitioner = Partitioner(build_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
     rule = build_optimizer(config("muon"), PrecisionConfig(), AXES, partitioner)
     abstract = jax.eval_shape(lambda: random_params(0))

@@ -621,7 +621,7 @@ def test_what_a_checkpoint_is_bound_to_is_compared_where_it_is_used(
     load_model(tmp_path / "run")
     config_file, tokenizer = tmp_path / "run" / "config.yaml", tmp_path / "run" / "tokenizer"
     text = config_file.read_text()
-    config_file.write_text(re.sub(r"norm_eps: [^,}\s]+", "norm_eps: 0.25", text))
+    config_file.write_text(re.sub(r"norm_eps:\s+[^,}\s]+", "norm_eps: 0.25", text))
     for read in (lambda: load_model(tmp_path / "run"), lambda: call(to_hf, tmp_path / "run", tmp_path / "hf")):
         with pytest.raises(UserError, match=r"config\.yaml differs .* \(model\.norm_eps: .* -> 0\.25\): change it back"):
             read()

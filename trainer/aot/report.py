@@ -19,7 +19,9 @@ from ridgeline.hlo.parse import parse
 from ridgeline.hlo.roofline import Kernel, kernels, total_flops, without_flops
 from ridgeline.hlo.schedule import Schedule, simulate
 from ridgeline.planner.calibration import Calibration, load_calibration
+from ridgeline.planner.collectives import planned_collectives
 from ridgeline.planner.communication import hop_s, time_s
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.links import Fabric
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
@@ -58,6 +60,8 @@ class Report:
     """The compiled schedule, simulated with calibrated rates of kernels and links."""
     context_method: str | None = None
     """ring or all_to_all, where the sequence is sharded."""
+    expert_exchange: str | None = None
+    """gather or all_to_all, where the experts are divided over devices."""
     uncounted_loops: tuple[str, ...] = ()
     """Loops with an unknown trip count; their bodies are counted once."""
 
@@ -117,6 +121,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         dtype=dtype,
         schedule=_simulate(request, cluster, compiled, rates, launched, found, dtype),
         context_method=context_method(config, compiled.mesh),
+        expert_exchange=exchange_method(config.model.moe, config.compute.experts, compiled.mesh),
         uncounted_loops=tuple(module.unknown_loops),
     )
 
@@ -157,8 +162,12 @@ def _simulate(
         group = fabric.axes_group(compiled.mesh, axes)
         if collective.kind == "collective-permute":
             return hop_s(collective.bytes, group).seconds
-        op = collective.kind if collective.kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all") else "all-gather"
-        return time_s(op, collective.bytes, group).seconds
+        kind = collective.kind.removeprefix("ragged-")
+        op = kind if kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all") else "all-gather"
+        return time_s(op, sent_bytes.get((collective.kind, collective.bytes), collective.bytes), group).seconds
+
+    planned = planned_collectives(request.config, compiled.mesh)
+    sent_bytes: dict[tuple[str, int], int] = {(item.kind, item.bytes): item.sent_bytes for item in planned if item.used_bytes is not None}
 
     return simulate(parse(compiled.hlo_text), launched, found, kernel_s, collective_s)
 
@@ -199,6 +208,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "compile_s": c.compile_s,
         "mesh": c.mesh,
         "context_method": report.context_method,
+        "expert_exchange": report.expert_exchange,
         "device": report.device.name,
         "versions": c.versions,
         "warnings": list(c.warnings),

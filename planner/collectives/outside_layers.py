@@ -1,0 +1,83 @@
+"""The collectives outside of the layers: token lookup, loss and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeline.planner.collectives.planned import Kind, PlannedCollective, StepSizes
+from ridgeline.planner.local import LocalSizes, muon_layers
+from ridgeline.planner.parameters import matmul_weights
+
+
+def embedding(step: StepSizes) -> list[PlannedCollective]:
+    """Return the collectives of the token lookup."""
+    table = step.model.padded_vocab_size * step.model.embed_dim
+    planned = step.parameters("embedding", "embed", table, step.lookups, by_hand=True, backward_gather=False)
+    alone = not step.model.tie_embeddings  # with tied embeddings the gradient is first added to that of the unembedding
+    planned = [replace(item, summed=alone) if item.kind == "all-reduce" else item for item in planned]
+    planned += [
+        PlannedCollective("embedded tokens", "embed", "forward", "reduce-scatter", step.over("tensor"), step.stream, step.lookups, 1, True),
+        PlannedCollective("embedded tokens", "embed", "backward", "all-gather", step.over("tensor"), step.stream, step.lookups, 1, True),
+    ]
+    return [*planned, *_positions(step)]
+
+
+def _positions(step: StepSizes) -> list[PlannedCollective]:
+    """Return the collectives of learned positions: tensor shards their tokens, not their table.
+
+    With mesh.zero_stage=2 their gradient is scattered over data only where nothing is summed over tensor.
+    """
+    if step.model.position != "learned":
+        return []
+    whole = step.model.max_seq_len * step.model.embed_dim
+    scattered = step.config.mesh.zero_stage == 2 and step.tensor == 1
+    rest = step.over("context") if scattered else step.over("data", "context", "tensor")
+    planned = step.parameters("positions", "embed", whole * step.tensor, step.lookups, by_hand=True, backward_gather=False)
+    gathered = [item for item in planned if item.kind != "all-reduce" and (scattered or item.axes != step.over("data"))]
+    summed = PlannedCollective("positions", "embed", "backward", "all-reduce", rest, whole // step.fsdp * step.grad, step.lookups, 1, True)
+    return [*gathered, replace(summed, summed=not step.config.mesh.zero_stage)]
+
+
+def loss(step: StepSizes) -> list[PlannedCollective]:
+    """Return the collectives of final norm, unembedding and cross-entropy, whose gradients are computed in the forward pass."""
+    model, tensor = step.model, step.over("tensor")
+    tokens, stream = step.tokens // step.schedule.stages, step.stream // step.schedule.stages  # each stage has a part of the tokens
+    table = model.padded_vocab_size * model.embed_dim
+    planned = step.parameters("unembedding", "loss", table, step.micro, by_hand=True, backward_gather=False, grad=4)
+    planned = [replace(item, phase="forward") for item in planned]
+
+    def item(what: str, kind: Kind, size: int) -> PlannedCollective:
+        return PlannedCollective(what, "loss", "forward", kind, tensor, size, step.micro)
+
+    planned += [
+        item("final hidden states", "all-gather", stream),
+        item("largest logits", "all-reduce", tokens * 4),
+        item("partition function and target logits", "all-reduce", 2 * tokens * 4),
+        item("gradient of the final hidden states", "all-reduce", stream),
+    ]
+    if step.schedule.stages > 1:  # cut out where the tokens are sharded over tensor
+        planned.append(item("targets and weights of a stage", "all-gather", 2 * tokens * 4))
+    norms = 2 if model.norm == "layernorm" else 1
+    final = step.replicated_gradient("final norm", norms * model.embed_dim * 4)
+    return planned + [replace(item, where="loss", count=step.micro, summed=True) for item in final]
+
+
+def optimizer(step: StepSizes) -> list[PlannedCollective]:
+    """Return the collectives of the optimizer: none but for Muon, and of mesh.zero_stage=2.
+
+    Muon, in float32: an all-to-all per mesh axis shards each stack of matrices over its layers, and another one back.
+    """
+    model, weights = step.model, matmul_weights(step.model)
+    if step.config.mesh.zero_stage:
+        local = LocalSizes.of(step.config, step.sizes)
+        positions = model.max_seq_len * model.embed_dim // step.fsdp if model.position == "learned" else 0
+        size = (local.layer_matrices + local.tables + positions) * step.master
+        return [PlannedCollective("updated parameters", "optimizer", "backward", "all-gather", step.over("data"), size, 1, 1, True)]
+    if step.config.optimizer.kind != "muon":
+        return []
+    stack = 4 * muon_layers(step.model.num_layers, step.fsdp * step.tensor)
+    return [
+        PlannedCollective(f"{name} to orthogonalize", "optimizer", "backward", "all-to-all", step.over(axis), stack * matrix, 2, 1, True)
+        for name, matrix in weights.items()
+        for axis in ("fsdp", "tensor")
+    ]

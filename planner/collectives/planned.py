@@ -1,0 +1,162 @@
+"""One collective of a step, and the sizes from which the collectives of its parts follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ridgeline.configs.pipeline import of_stage
+from ridgeline.configs.schema import Config
+from ridgeline.planner.parameters import latent_width
+from ridgeline.planner.pipeline import Schedule
+
+Where = Literal["layer", "embed", "loss", "optimizer"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all", "ragged-all-to-all"]
+Phase = Literal["forward", "backward"]
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+CPU_ITEMSIZE = {"float32": 4, "bfloat16": 4, "float16": 2, "float8": 2}
+"""Bytes per element in collectives of XLA's CPU backend, which has none in bfloat16 (it moves float32) or float8 (float16)."""
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of the step."""
+
+    what: str
+    """What is communicated, e.g. `mlp parameters`."""
+    where: Where
+    """`layer`: inside the blocks; `embed`: the token lookup; `loss`: final norm, unembedding and cross-entropy; `optimizer`: the update."""
+    phase: Literal["forward", "backward"]
+    kind: Kind
+    axes: tuple[str, ...]
+    """Mesh axes, all larger than 1."""
+    bytes: int
+    """Bytes of the unsharded side on one device: input of a reduction, output of a gather, bytes sent by a permute, all bytes of an
+    all-to-all (of a ragged one: of the array that it sends from)."""
+    count: int
+    """Executions per optimizer step."""
+    parts: int = 1
+    """Number of matmul results whose sum is reduced: a compiler that does not reassociate (XLA's CPU backend) reduces each of them."""
+    by_hand: bool = False
+    """Written with shard_map, so that every backend has this kind. Otherwise XLA forms a reduce-scatter from an all-reduce and a slice,
+    which its GPU backend does and its CPU backend does not."""
+    loop_invariant: bool = False
+    """The result is the same for every microbatch: XLA's CPU backend moves it out of their loop, the GPU backend does not."""
+    summed: bool = False
+    """The result is only added to a sum over microbatches: XLA's GPU backend adds first and communicates once."""
+    replicated: bool = False
+    """The gradient of a replicated parameter: XLA's GPU backend reduces it over all axes at once."""
+    of_tokens: bool = False
+    """Of tokens on the way to their experts and back, on which the next matmul waits."""
+    used_bytes: int | None = None
+    """Of a ragged all-to-all: bytes that are sent when the experts are chosen evenly; `bytes` is the size of its buffer."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that its time depends on."""
+        return self.bytes if self.used_bytes is None else self.used_bytes
+
+
+class StepSizes:
+    """The sizes of one step that its collectives share, and collectives that several parts of it have."""
+
+    def __init__(self, config: Config, sizes: Mapping[str, int], gpu: bool) -> None:
+        itemsize = ITEMSIZE if gpu else CPU_ITEMSIZE
+        self.config, self.model, self.sizes = config, of_stage(config, sizes).model, sizes
+        self.gpu = gpu
+        self.schedule = Schedule.of(config, sizes)
+        self.tensor, self.context, self.expert = sizes["tensor"], sizes["context"], sizes.get("expert", 1)
+        self.fsdp = sizes["fsdp"] * self.expert  # outside of the experts a further fsdp axis
+        self.micro = config.trainer.accumulation
+        self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
+        self.act = itemsize[config.precision.compute]
+        narrow = itemsize.get("float8", 1) if config.precision.eight_bit or config.precision.matmul == "mxfp8" else self.act
+        self.gathered = narrow
+        """Bytes per element of a layer's parameters in an all-gather."""
+        self.update_grad = narrow if gpu else self.act
+        """Bytes per element of the gradients of attention's and MLP's updates in an all-gather. GPUs quantize before they communicate."""
+        self.grad = itemsize[config.precision.gradients]
+        self.master = itemsize[config.precision.params]
+        self.tokens = self.rows * config.data.seq_len // self.context
+        self.stream = self.tokens * self.model.embed_dim * self.act
+        self.latents = self.tokens * latent_width(self.model) * self.act
+        self.layers = self.model.num_layers * self.schedule.forward_ticks // self.schedule.chunks
+        """Executions of a layer on a device, those of the bubble included."""
+        self.lookups = self.schedule.forward_ticks if self.schedule.chunks == 1 else self.micro
+        self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
+
+    def over(self, *axes: str) -> tuple[str, ...]:
+        """Return the axes with more than one device."""
+        return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
+
+    def in_layers(self, layers: int, planned: list[PlannedCollective]) -> list[PlannedCollective]:
+        """Return collectives of every layer as those of this number of layers."""
+        return [replace(item, count=item.count * layers // self.model.num_layers) for item in planned]
+
+    def half(self, half: str, inputs: int) -> list[PlannedCollective]:
+        """Return the collectives of the residual stream around attention or MLP, over tensor."""
+        narrow = self.stream // self.act * self.update_grad
+        # Inside a stage XLA's partitioner gathers the gradient of an update for each of its two uses; on CPUs it merges some of these.
+        again = self.schedule.stages > 1
+        return [
+            *([self.through_tensor(f"{half} update (again)", "backward", "all-gather", narrow)] if again else []),
+            self.through_tensor(f"{half} input", "forward", "all-gather", self.stream),
+            self.through_tensor(f"{half} update", "forward", "reduce-scatter", self.stream),
+            self.through_tensor(f"{half} update", "backward", "all-gather", narrow),
+            self.through_tensor(f"{half} input", "backward", "reduce-scatter", self.stream, inputs),
+        ]
+
+    def through_tensor(self, what: str, phase: Literal["forward", "backward"], kind: Kind, size: int, parts: int = 1) -> PlannedCollective:
+        """Return a gather or scatter of the stream over tensor, or the ring that replaces it (a ring sums `parts` first)."""
+        item = self.item(what, phase, kind, self.over("tensor"), size)
+        if not self.ring:
+            return replace(item, parts=parts)
+        return replace(item, kind="collective-permute", bytes=size // self.tensor, count=item.count * (self.tensor - 1), by_hand=True)
+
+    def item(self, what: str, phase: Literal["forward", "backward"], kind: Kind, axes: tuple[str, ...], size: int) -> PlannedCollective:
+        return PlannedCollective(what, "layer", phase, kind, axes, size, self.layers)
+
+    def parameters(
+        self,
+        what: str,
+        where: Literal["layer", "embed", "loss"],
+        weights: int,
+        count: int,
+        *,
+        by_hand: bool = False,
+        backward_gather: bool = True,
+        grad: int | None = None,
+        of_experts: bool = False,
+        reduced_by_hand: bool = False,
+        whole: bool = False,
+    ) -> list[PlannedCollective]:
+        """Return the gathers of `weights` parameters, sharded over fsdp and tensor, and the reductions of their gradient.
+
+        by_hand: both are written by hand (models/moe, sharding/manual.py); reduced_by_hand: only the reductions are. whole: not sharded
+        over tensor, which shards the tokens.
+        """
+        local, grad = weights // (1 if whole else self.tensor) // (self.expert if of_experts else 1), grad or self.grad
+        gathered = local * (self.gathered if where == "layer" else self.act)
+        fsdp, sequence = self.over("fsdp") if of_experts else self.over("fsdp", "expert"), ("context", "tensor") if whole else ("context",)
+        data = self.over("data", *sequence)
+        shards = self.fsdp // self.expert if of_experts else self.fsdp
+        planned = [
+            PlannedCollective(what, where, "forward", "all-gather", fsdp, gathered, count, 1, by_hand, where != "layer"),
+            PlannedCollective(what, where, "backward", "all-gather", fsdp, gathered, count, 1, by_hand),
+            PlannedCollective(what, where, "backward", "reduce-scatter", fsdp, local * grad, count, 1, by_hand),
+            PlannedCollective(what, where, "backward", "all-reduce", data, local // shards * grad, count, 1, by_hand),
+        ]
+        if self.config.mesh.zero_stage:
+            planned[3] = replace(planned[3], kind="reduce-scatter", by_hand=False)
+        groups = [axes for axes in (self.over("data"), self.over(*sequence)) if axes]
+        if reduced_by_hand:
+            planned[2:] = [replace(item, by_hand=True) for item in planned[2:]]
+        elif where == "layer" and not fsdp and len(groups) > 1:  # sums over rows and over the sequence
+            planned[3:] = [replace(planned[3], axes=axes, replicated=True) for axes in groups]
+        return planned if backward_gather else [planned[0], *planned[2:]]
+
+    def replicated_gradient(self, what: str, size: int) -> list[PlannedCollective]:
+        """Return the reductions of the gradient of a replicated parameter."""
+        groups = (self.over("context", "tensor"), self.over("data", "fsdp", "expert"))
+        return [replace(self.item(what, "backward", "all-reduce", axes, size), replicated=True) for axes in groups]

@@ -1,0 +1,47 @@
+"""What the backward pass of a block computes a second time, under each compute.remat policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.configs.schema import ModelConfig, RematConfig
+from ridgeline.planner.parameters import DOWN, attention_weights
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What the backward pass of a block computes a second time."""
+
+    weights: frozenset[str]
+    """Matmuls with these parameters: query, key, value, out, gate, up."""
+    inputs: bool
+    """The normalized inputs of attention and MLP, gathered over tensor."""
+    attention: bool
+    """Attention scores, softmax and values."""
+    attention_update: bool
+    """Attention's update of the residual stream, reduce-scattered over tensor."""
+    mlp_update: bool = False
+    """The MLP's update of the residual stream, which only a norm after it needs."""
+
+
+def recomputed(model: ModelConfig, remat: RematConfig) -> Recomputed:
+    """Return what a rematerialization policy recomputes (models/remat.py)."""
+    matmuls = frozenset((*attention_weights(model), *(("gate", "up") if model.gated_mlp else ("up",))))
+    after = model.norm_position != "pre"  # a norm after the MLP needs its result
+    if remat.policy == "none":
+        return Recomputed(frozenset(), False, False, False)
+    if remat.policy == "attention-only":
+        return Recomputed(frozenset(), False, True, False)
+    if remat.policy == "dots":
+        return Recomputed(frozenset(), True, True, False)
+    if remat.policy == "full":
+        return Recomputed(matmuls | ({"down"} if after else set()), True, True, True, after)
+    saved = set(remat.names)
+    keeps = {"query": {"query"}, "key": {"key"}, "value": {"value"}, "out": {"attention_out"}, "gate": {"mlp_gate"}, "up": {"mlp_up"}}
+    keeps |= {"key_value": {"key", "value"}}  # latents have no name, and the projections from them need them
+    again = {matmul for matmul in matmuls if matmul in DOWN or not keeps[matmul] <= saved}
+    if model.qk_norm:
+        again |= {"query", "key"}  # their norms need the values before the norm
+    again |= {"down"} if after and "mlp_out" not in saved else set()
+    attention = "attention_lse" not in saved or "attention_context" not in saved
+    return Recomputed(frozenset(again), True, attention, "out" in again, "down" in again)
