@@ -12,6 +12,9 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.remat import POLICIES, remat_problems
 from ridgeline.configs.schema import RematConfig
 
+GROUPED_MATMUL = "grouped_matmul"
+"""Checkpoint name of the results of the experts' first matmuls, which are no dots."""
+
 
 @dataclass(frozen=True)
 class Remat:
@@ -45,7 +48,9 @@ class Remat:
         if self.policy == "full":
             saved = policies.nothing_saveable
         elif self.policy == "dots":
-            saved = policies.dots_with_no_batch_dims_saveable
+            saved = policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(GROUPED_MATMUL)
+            )
         elif self.policy == "names":
             saved = policies.save_only_these_names(*self.names)
         else:

@@ -22,6 +22,7 @@ from ridgeline.models.moe.experts import MATRIX_AXES, Plan
 from ridgeline.models.moe.router import ROUTER_AXES, Choice, RouterSums, choose, router_logits, sums_of
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
+from ridgeline.models.remat import GROUPED_MATMUL
 
 
 class RouterState(nnx.Variable):
@@ -85,7 +86,8 @@ class MixtureOfExperts(nnx.Module):
             return (update_BTD + weighted_biases(partitioner, *choice, self.down_bias[...])).astype(update_BTD.dtype)
 
         wide_RF, choice, plan, sums = remat.wrap_matmuls(widen)(x_BTD)
-        wide_RF = [checkpoint_name(side_RF, name) for side_RF, name in zip(wide_RF, ("mlp_up", "mlp_gate"), strict=False)]
+        names = ("mlp_up", "mlp_gate")
+        wide_RF = [checkpoint_name(checkpoint_name(side_RF, name), GROUPED_MATMUL) for side_RF, name in zip(wide_RF, names, strict=False)]
         update_BTD: jax.Array = remat.wrap_matmuls(narrow)(choice, plan, *wide_RF)
         self.sums = RouterState(sums)
         return update_BTD if self.shared is None else update_BTD + self.shared(x_BTD, norm)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.remat import NAMES, POLICIES
-from ridgeline.configs.schema import AttentionConfig, ComputeConfig, ModelConfig, RematConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, ModelConfig, MoEConfig, RematConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.remat import Remat
 from tests.models.tiny import BASE, build, tokens, value_and_grad
@@ -85,6 +85,19 @@ def test_policies_keep_what_they_claim() -> None:
     assert kept["names"] == kept["one name"] + CONTEXT_BYTES + LSE_BYTES
     assert kept["full"] < kept["names"] < kept["dots"] < kept["none"]
     assert kept["none"] - kept["attention-only"] >= LSE_BYTES
+
+
+def test_dots_keeps_what_the_experts_matmuls_return() -> None:
+    """As it keeps the hidden activations of an MLP; and the router's logits."""
+    moe = MoEConfig(experts=4, experts_per_token=2, expert_dim=24)
+    attention = AttentionConfig(backend="chunked", chunk=8)
+    kept = {
+        policy: kept_bytes(build(ModelConfig(**BASE, moe=moe), ComputeConfig(remat=CONFIGS[policy], attention=attention)))
+        for policy in ("full", "dots")
+    }
+    of_attention = kept_bytes(decoder_with("dots")) - kept_bytes(decoder_with("full")) - 2 * HIDDEN_BYTES
+    hidden, logits = (4 * LAYERS * ROWS * LENGTH * width for width in (2 * 24, 4))
+    assert 2 * hidden <= kept["dots"] - kept["full"] - of_attention <= 2 * hidden + logits
 
 
 def test_inputs_of_matmuls_that_can_be_recomputed_are_not_saved() -> None:
