@@ -12,13 +12,20 @@ from ridgeline.cli.options import Function
 
 _PATH = click.Path(path_type=Path)
 _TEXT_OPTIONS = (
-    click.option("-i", "--input", "inputs", type=_PATH, multiple=True, required=True, help="File or directory with text; repeatable."),
+    click.option(
+        "-i",
+        "--input",
+        "inputs",
+        multiple=True,
+        required=True,
+        help="File, directory, or URL (s3://, gs://, hf://datasets/, https://); repeatable.",
+    ),
     click.option(
         "--format",
         "input_format",
         default="auto",
         show_default=True,
-        help="auto (from the file name), text (one document per file), lines, records, jsonl, parquet, arrow, or a plug-in's.",
+        help="auto (from the file name), text (a document per file), lines, records, jsonl, json, parquet, arrow, or a plug-in's.",
     ),
     click.option("--split", help="Split of a Hugging Face dataset directory [default: train]."),
     click.option(
@@ -26,7 +33,7 @@ _TEXT_OPTIONS = (
     ),
     click.option("--exclude", multiple=True, metavar="GLOB", help="Skip matching files and directories; repeatable."),
     click.option("--text-field", default="text", show_default=True, help="Field of a record that contains the text."),
-    click.option("--sft", is_flag=True, help="Records contain prompt and completion, or messages; the loss counts only the model's part."),
+    click.option("--sft", is_flag=True, help="Records contain prompt and completion as raw text; the loss counts the completion."),
     click.option(
         "--holdout",
         "holdouts",
@@ -37,6 +44,13 @@ _TEXT_OPTIONS = (
     click.option("--max-bad", type=int, default=100, show_default=True, help="Stop after more bad records than this."),
 )
 _CORPUS_OPTIONS = (
+    click.option(
+        "--chat",
+        is_flag=True,
+        help="Records are conversations or preference pairs: written by the tokenizer's chat template, with loss on the"
+        " assistant's messages. The corpus is OUTPUT/train.",
+    ),
+    click.option("--chat-template", type=_PATH, help="Jinja file to use in place of the tokenizer's chat template."),
     click.option("-o", "--output", type=_PATH, required=True, help="Directory of the corpus; with --holdout, the parent of its sets."),
     click.option("--tokenizer", required=True, help="'bytes'; or a tokenizer.json, *.model or *.tiktoken file, or a directory with one."),
     click.option(
@@ -79,6 +93,6 @@ def text_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "inputs": values["inputs"],
         "options": InputOptions(format=values["input_format"], **selected),
-        "fields": RecordFields(text=values["text_field"], sft=values["sft"]),
+        "fields": RecordFields(text=values["text_field"], sft=values["sft"], chat=values.get("chat", False)),
         "holdouts": parse_holdouts(values["holdouts"]),
     }

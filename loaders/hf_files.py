@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.foreign import read_inside, read_object
+from ridgeline.loaders.chat_template import TEMPLATES
 from ridgeline.loaders.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 GENERATION_CONFIG = "generation_config.json"
@@ -24,12 +25,10 @@ FILES = (
     GENERATION_CONFIG,
 )
 """Copied unchanged, on import and on export."""
-TEMPLATES = "additional_chat_templates"
-"""Directory of further chat templates, copied too."""
 
 
 def copy_files(source: Path, target: Path) -> list[str]:
-    """Copy those of FILES and TEMPLATES that `source` has; return their names.
+    """Copy those of FILES and of the directory TEMPLATES that `source` has; return their names.
 
     Raises UserError for a link that leaves the directory, a file that is not regular, or one that is too large; OSError.
     """

@@ -5,6 +5,7 @@ The units depend only on names, sizes and settings, not on the machine or the nu
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -16,9 +17,10 @@ from pathlib import Path
 from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.foreign import read_object
-from ridgeline.loaders.records import BadRecord, Document, RecordFields
+from ridgeline.loaders.records import BadRecord, Document, Place, RecordFields
+from ridgeline.loaders.remote import RemoteFile, is_url, list_remote, open_remote
 
-FORMATS = ("auto", "text", "lines", "records", "jsonl", "parquet", "arrow")
+FORMATS = ("auto", "text", "lines", "records", "jsonl", "json", "parquet", "arrow")
 RECORD_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 BLOCK_BYTES = 4 << 20
@@ -36,7 +38,8 @@ class InputOptions:
     """How inputs are listed. `include` and `exclude` are globs for paths below a directory; without a slash, for names at any depth."""
 
     format: str = "auto"
-    """auto, text (a file is a document), lines (a line is a document), records (jsonl, parquet, arrow files), jsonl, parquet or arrow."""
+    """auto, text (a file is a document), lines (a line is a document), records (jsonl, parquet, arrow files), jsonl, json (a list of
+    records), parquet or arrow."""
     split: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -51,6 +54,12 @@ class Unit:
     size_bytes: int
     start: int = 0
     stop: int | None = None
+    remote: RemoteFile | None = None
+    """Where `path`, a place in the cache, is copied from before it is read."""
+
+    def place(self, number: int | None = None, skipped_bytes: int = 0) -> Place:
+        """Return the place of a record of the file."""
+        return Place(self.path, number, skipped_bytes, None if self.remote is None else self.remote.url)
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class InputFile:
     format: str
     size_bytes: int
     mtime_ns: int
+    remote: RemoteFile | None = None
+    """Where `path`, a place in the cache, is copied from."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,9 @@ class Listing:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of names, formats, sizes and modification times: changes when a file is added, removed or modified."""
-        lines = "".join(f"{file.name}\0{file.format}\0{file.size_bytes}\0{file.mtime_ns}\n" for file in self.files)
+        versions = [str(file.mtime_ns) if file.remote is None else file.remote.version for file in self.files]
+        parts = zip(self.files, versions, strict=True)
+        lines = "".join(f"{file.name}\0{file.format}\0{file.size_bytes}\0{version}\n" for file, version in parts)
         return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
     @property
@@ -104,7 +117,7 @@ class Listing:
         return [unit for file in self.files for unit in _split_into_units(file)]
 
 
-def list_inputs(paths: Sequence[Path], options: InputOptions, output: Path | None = None) -> Listing:
+def list_inputs(paths: Sequence[str | Path], options: InputOptions, output: Path | None = None) -> Listing:
     """List the files of `paths` in order, without those of the directory `output`, which may lie within an input.
 
     Raises UserError for a missing, empty or ambiguous input.
@@ -116,7 +129,11 @@ def list_inputs(paths: Sequence[Path], options: InputOptions, output: Path | Non
         raise UserError("no input; add a file or directory with --input")
     files: list[InputFile] = []
     notes: list[str] = []
-    for index, path in enumerate(paths):
+    for index, given in enumerate(paths):
+        if is_url(str(given)):
+            files += _list_url(str(given), options, notes, index)
+            continue
+        path = Path(given)
         if path.is_dir():
             found = _list_directory(path, options, notes, output)
         elif path.exists():
@@ -125,6 +142,28 @@ def list_inputs(paths: Sequence[Path], options: InputOptions, output: Path | Non
             raise UserError(f"input not found: {path}")
         files += [_input_file(file, f"{index}/{name}", file_format) for file, name, file_format in found]
     return Listing(tuple(files), tuple(notes))
+
+
+def _list_url(url: str, options: InputOptions, notes: list[str], index: int) -> list[InputFile]:
+    """List a file or directory in a store: a directory as one of this machine, with the same choice of files and split."""
+    is_directory, listed = list_remote(url)
+    names = {file.name: file for file in listed}
+    if is_directory:
+        chosen = [name for name in names if _wanted(name, options)]
+        files = _choose_files(url, [(Path(name), name) for name in chosen], options, notes)
+    else:
+        files = [(Path(name), name, _format_of(Path(name), options)) for name in names]
+    found = [(names[name], file_format) for _, name, file_format in files]
+    return [InputFile(file.path, f"{index}/{file.name}", kind, file.size_bytes, 0, file) for file, kind in found]
+
+
+def _wanted(name: str, options: InputOptions) -> bool:
+    """Return whether --include and --exclude select a path; an excluded directory excludes what is in it."""
+    parts = name.split("/")
+    above = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+    if any(_glob(pattern)(part) for pattern in options.exclude for part in above):
+        return False
+    return not options.include or any(_glob(pattern)(name) for pattern in options.include)
 
 
 def _input_file(path: Path, name: str, file_format: str) -> InputFile:
@@ -167,7 +206,11 @@ def _list_directory(root: Path, options: InputOptions, notes: list[str], output:
     saved = _saved_dataset(root, options, notes)
     if saved is not None:
         return saved
-    walked = [(root / name, name) for name in _walk(root, options, output)]
+    return _choose_files(root, [(root / name, name) for name in _walk(root, options, output)], options, notes)
+
+
+def _choose_files(root: str | Path, walked: list[tuple[Path, str]], options: InputOptions, notes: list[str]) -> Found:
+    """Choose what to read of the files of a directory, each given as its path and its name below `root`."""
     if not walked:
         given = "no file matches --include/--exclude" if options.include or options.exclude else "no files"
         raise UserError(f"{root}: {given}")
@@ -225,7 +268,7 @@ def _saved_arrow_files(root: Path, prefix: str) -> Found:
     return [(root / name, prefix + name, "arrow") for name in names]
 
 
-def _choose_split(root: Path, files: Found, wanted: str | None, notes: list[str]) -> Found:
+def _choose_split(root: str | Path, files: Found, wanted: str | None, notes: list[str]) -> Found:
     splits = {name: _split_of(name) for _, name, _ in files}
     present = sorted(set(splits.values()))
     if wanted is None:
@@ -292,9 +335,9 @@ def _split_into_units(file: InputFile) -> Iterator[Unit]:
     elif file.format in ("jsonl", "lines") and file.path.suffix not in COMPRESSED_SUFFIXES:
         for start in range(0, max(file.size_bytes, 1), BLOCK_BYTES):
             stop = min(start + BLOCK_BYTES, file.size_bytes)
-            yield Unit(file.path, file.format, stop - start, start, stop)
+            yield Unit(file.path, file.format, stop - start, start, stop, file.remote)
     else:
-        yield Unit(file.path, file.format, file.size_bytes)
+        yield Unit(file.path, file.format, file.size_bytes, remote=file.remote)
 
 
 def _row_groups(file: InputFile) -> Iterator[Unit]:
@@ -302,8 +345,12 @@ def _row_groups(file: InputFile) -> Iterator[Unit]:
     import pyarrow.parquet
 
     try:
-        metadata = pyarrow.parquet.read_metadata(file.path)
+        with contextlib.ExitStack() as stack:
+            # Of a file in a store only the footer is read here.
+            source = file.path if file.remote is None else stack.enter_context(open_remote(file.remote))
+            metadata = pyarrow.parquet.read_metadata(source)
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{file.path}: not a readable Parquet file ({error})") from error
+        place = file.path if file.remote is None else file.remote.url
+        raise UserError(f"{place}: not a readable Parquet file ({error})") from error
     for group in range(metadata.num_row_groups):
-        yield Unit(file.path, "parquet", metadata.row_group(group).total_byte_size, group, group + 1)
+        yield Unit(file.path, "parquet", metadata.row_group(group).total_byte_size, group, group + 1, file.remote)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ridgeline.loaders.documents import document_bounds
 from ridgeline.loaders.manifest import CorpusError, Manifest, ShardInfo
 from ridgeline.loaders.rows import Rows, RowSource
-from ridgeline.loaders.token_reader import Shard
+from ridgeline.loaders.token_reader import Shard, TokenReader
 from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
 
 STATISTICS_TOKENS = 1 << 26
@@ -46,12 +48,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One row of a batch."""
+    """One row of a batch, or one conversation of a fine-tuning corpus."""
 
     row: int
+    """Number of the row, or of the conversation."""
     segments: tuple[Segment, ...]
     padding: int
     """Padding tokens."""
+    tokens: tuple[int, ...]
+    """Ids, without padding."""
+    weights: tuple[float, ...]
+    """Of each token as a target: 1.0 if the loss counts it, else 0.0."""
+    text: str
+    """Decoded tokens, special tokens included."""
+    runs: tuple[tuple[str, bool], ...]
+    """The text in runs of tokens with equal weight: (text, whether the loss counts it)."""
+    side: str | None = None
+    """Of a preference pair: chosen or rejected."""
 
 
 def length_statistics(directory: Path, manifest: Manifest, limit_tokens: int = STATISTICS_TOKENS) -> LengthStatistics:
@@ -111,7 +124,47 @@ def sample_rows(directory: Path, manifest: Manifest, *, seq_len: int, count: int
     chosen = np.sort(np.random.default_rng(seed).choice(source.num_rows, min(count, source.num_rows), replace=False))
     rows = source.read(chosen)
     for index, row in enumerate(chosen):
-        yield SampleRow(int(row), tuple(_segments(rows, index, tokenizer)), int((rows["segment_ids"][index] == 0).sum()))
+        real = rows["segment_ids"][index] > 0
+        ids = rows["tokens"][index, real]
+        counts = np.append(False, rows["weights"][index, :-1] > 0)[: len(ids)]  # the weight of a target is that of the next token
+        yield _sample(tokenizer, int(row), ids, counts, tuple(_segments(rows, index, tokenizer)), int((~real).sum()))
+
+
+def sample_conversations(directory: Path, manifest: Manifest, *, count: int, seed: int = 0) -> Iterator[SampleRow]:
+    """Yield up to `count` random conversations of a chat corpus (of the first shards, if it is large), in order, each as a whole.
+
+    Of preference pairs the chosen and the rejected conversation, until there are `count` in all.
+    """
+    reader, tokenizer = TokenReader(directory, manifest), load_corpus_tokenizer(directory, manifest)
+    bounds = document_bounds(reader, STATISTICS_TOKENS)
+    step = 2 if manifest.has_pairs else 1
+    number = len(bounds) // step
+    chosen = np.sort(np.random.default_rng(seed).choice(number, min(-(-count // step), number), replace=False))
+    numbers = [int(first) * step + offset for first in chosen for offset in range(step)][:count]
+    for document in numbers:
+        start, stop = (int(place) for place in bounds[document])
+        windows = reader.read([start], stop - start)
+        counts = np.ones(stop - start, bool) if windows.mask is None else windows.mask[0]
+        counts = counts & (np.arange(stop - start) > 0)  # nothing predicts the first token
+        side = ("chosen", "rejected")[document % 2] if manifest.has_pairs else None
+        segment = Segment(tokenizer.decode(windows.ids[0].tolist()), stop - start, int(counts.sum()))
+        yield _sample(tokenizer, document // step, windows.ids[0], counts, (segment,), 0, side)
+
+
+def _sample(
+    tokenizer: Tokenizer,
+    row: int,
+    ids: np.ndarray,
+    counts: np.ndarray,
+    segments: tuple[Segment, ...],
+    padding: int,
+    side: str | None = None,
+) -> SampleRow:
+    tokens = ids.tolist()
+    edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(tokens)]
+    runs = [(tokenizer.decode_all(tokens[a:b]), bool(counts[a])) for a, b in itertools.pairwise(edges) if b > a]
+    weights = tuple(counts.astype(float).tolist())
+    return SampleRow(row, segments, padding, tuple(tokens), weights, tokenizer.decode_all(tokens), tuple(runs), side)
 
 
 def _segments(rows: Rows, index: int, tokenizer: Tokenizer) -> Iterator[Segment]:

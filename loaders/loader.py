@@ -200,10 +200,10 @@ class EvaluationSet:
         self._source, self._batch_size, self._rows = source, batch_size, np.asarray(rows, np.int64)
         self.tokenizer = source.manifest.tokenizer
         self.num_batches = -(-source.num_rows // batch_size)
-        sft = bool(source.manifest.parameters.get("sft"))
-        self.text_bytes = source.manifest.counted_bytes if sft or source.document_masking else source.manifest.text_bytes
+        masked = source.manifest.masked
+        self.text_bytes = source.manifest.counted_bytes if masked or source.document_masking else source.manifest.text_bytes
         """UTF-8 bytes of the text of the target tokens; None: unknown."""
-        self.gzip9_bytes = None if sft else source.manifest.gzip9_bytes
+        self.gzip9_bytes = None if masked else source.manifest.gzip9_bytes
         """Summed `gzip -9` size of the documents; None: not measured, or (fine-tuning) of other text than the targets'."""
 
     def __iter__(self) -> Iterator[Rows]:

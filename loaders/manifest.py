@@ -108,6 +108,17 @@ class Manifest:
             return None  # a corpus made before this was recorded
         return sum(shard.text_bytes if shard.counted_bytes is None else shard.counted_bytes for shard in self.shards)
 
+    @property
+    def masked(self) -> bool:
+        """Whether the loss counts only a part of the text (fine-tuning corpora)."""
+        return bool(self.parameters.get("sft") or self.parameters.get("chat"))
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether documents 2k and 2k + 1 are the chosen and the rejected conversation of preference pair k."""
+        chat = self.parameters.get("chat")
+        return isinstance(chat, Mapping) and bool(chat.get("pairs"))
+
     def shard_length(self, shard: ShardInfo) -> int:
         """Length of a shard in tokens, including the padding of rows in a packed corpus."""
         return shard.tokens if self.pack_length is None else shard.records * self.pack_length

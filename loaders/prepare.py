@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.loaders.chat import ChatEncoder
+from ridgeline.loaders.chat_template import ChatTemplate, load_chat_template
+from ridgeline.loaders.conversations import Pair
 from ridgeline.loaders.inputs import InputOptions, Listing, Unit, list_inputs
 from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo
-from ridgeline.loaders.prepare_state import BAD_RECORDS_FILE, State
-from ridgeline.loaders.records import TRAIN, RecordFields
+from ridgeline.loaders.prepare_state import BAD_RECORDS_FILE, State, recorded
+from ridgeline.loaders.readers import read_unit
+from ridgeline.loaders.records import TRAIN, BadRecord, RecordFields
+from ridgeline.loaders.remote import is_url
 from ridgeline.loaders.shard_hashes import remember
 from ridgeline.loaders.shard_work import Advance, ShardResult, ShardTask, make_shard
 from ridgeline.loaders.token_reader import Shard
@@ -43,19 +48,22 @@ LARGE_SHARD_BYTES = 256 << 20
 class PrepareSettings:
     """The settings that determine the corpus."""
 
-    inputs: tuple[Path, ...]
+    inputs: tuple[str | Path, ...]
+    """Files, directories, and URLs (loaders/remote.py)."""
     output: Path
     tokenizer: str
     """`bytes`, or the path of a tokenizer."""
     options: InputOptions = field(default_factory=InputOptions)
     fields: RecordFields = field(default_factory=RecordFields)
     holdouts: Mapping[str, float] = field(default_factory=dict)
-    """Set name -> share of the documents; with holdouts the sets are in OUTPUT/train and OUTPUT/<name>."""
+    """Set name -> share of the documents. With holdouts, and for conversations, the sets are in OUTPUT/train and OUTPUT/<name>."""
     shards: int | None = None
     pack_length: int | None = None
     gzip_baseline: bool = False
     add_bos: bool | None = None
     """Whether documents begin with BOS; None: as the tokenizer's own files have it."""
+    chat_template: Path | None = None
+    """A Jinja file used in place of the tokenizer's chat template."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +136,14 @@ def prepare(
     tokenizer = load_tokenizer(settings.tokenizer)
     if settings.add_bos is not None:
         tokenizer.add_bos = settings.add_bos
-    state = State(settings.output, describe(settings, listing, tokenizer))
+    chat = _chat_of(settings, listing, tokenizer, overwrite) if settings.fields.chat else None
+    state = State(settings.output, describe(settings, listing, tokenizer, chat))
     finished = None if overwrite else state.finished()
     if finished is not None:
         return _finished_summary(settings, finished, listing)
     try:
         with state.claimed(overwrite, f"{slice.index}-of-{slice.count}" if slice else None):
-            run = _Run(settings, state, listing, tokenizer, max_bad, on_progress)
+            run = _Run(settings, state, listing, tokenizer, chat, max_bad, on_progress)
             run.make(slice, workers or available_cores())
             return run.slice_summary() if slice else run.merge()
     except OSError as error:
@@ -146,10 +155,40 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def describe(settings: PrepareSettings, listing: Listing, tokenizer: Tokenizer) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Chat:
+    """How conversations are written, and whether the records are preference pairs."""
+
+    template: ChatTemplate
+    pairs: bool
+
+    def describe(self) -> dict[str, Any]:
+        """Return what determines the text of a conversation; the date only where the template uses it."""
+        date = {"date": self.template.date} if self.template.uses_date else {}
+        return {"template_sha256": self.template.sha256, "pairs": self.pairs, **date}
+
+
+def _chat_of(settings: PrepareSettings, listing: Listing, tokenizer: Tokenizer, overwrite: bool) -> Chat:
+    """Read the chat template, with the date of an earlier start, and find out whether the first record is a pair. Raises UserError."""
+    if settings.fields.sft:
+        raise UserError("--chat and --sft exclude each other: --sft is raw prompt and completion without a template")
+    if settings.add_bos is not None:
+        raise UserError("--bos and --no-bos have no effect with --chat: the chat template writes BOS")
+    earlier = None if overwrite else recorded(settings.output).get("chat")
+    date = earlier.get("date") if isinstance(earlier, dict) else None
+    template = load_chat_template(Path(settings.tokenizer), settings.chat_template, date if isinstance(date, str) else None)
+    ChatEncoder(tokenizer, template)  # refuses a tokenizer without special tokens
+    found = (item for unit in listing.units() for item in read_unit(unit, settings.fields))
+    pairs = isinstance(next((item for item in found if not isinstance(item, BadRecord)), None), Pair)
+    if pairs and settings.pack_length is not None:
+        raise UserError("--pack-length does not apply to preference pairs: they are read one conversation per row")
+    return Chat(template, pairs)
+
+
+def describe(settings: PrepareSettings, listing: Listing, tokenizer: Tokenizer, chat: Chat | None = None) -> dict[str, Any]:
     """Return everything that determines the output, as JSON values."""
     return {
-        "inputs": [os.path.abspath(path) for path in settings.inputs],
+        "inputs": [str(path) if is_url(str(path)) else os.path.abspath(path) for path in settings.inputs],
         **asdict(settings.options),
         "text_field": settings.fields.text,
         "sft": settings.fields.sft,
@@ -158,14 +197,15 @@ def describe(settings: PrepareSettings, listing: Listing, tokenizer: Tokenizer) 
         "shards": settings.shards,
         "pack_length": settings.pack_length,
         "gzip_baseline": settings.gzip_baseline,
-        "sets": [name for name in set_directories(settings) if settings.holdouts],
+        "sets": [name for name, directory in set_directories(settings).items() if directory != settings.output],
+        **({} if chat is None else {"chat": chat.describe()}),
         "input_fingerprint": listing.fingerprint,
     }
 
 
 def set_directories(settings: PrepareSettings) -> dict[str, Path]:
     """Return set name -> corpus directory."""
-    if not settings.holdouts:
+    if not settings.holdouts and not settings.fields.chat:
         return {TRAIN: settings.output}
     return {name: settings.output / name for name in (TRAIN, *settings.holdouts)}
 
@@ -210,11 +250,12 @@ class _Run:
         state: State,
         listing: Listing,
         tokenizer: Tokenizer,
+        chat: Chat | None,
         max_bad: int,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self.settings, self.state, self.listing, self.tokenizer = settings, state, listing, tokenizer
-        self.max_bad, self.on_progress = max_bad, on_progress
+        self.chat, self.max_bad, self.on_progress = chat, max_bad, on_progress
         tokenizer.save(state.tokenizer)
         self.directories = set_directories(settings)
         self.tasks = [self._task(index, units) for index, units in enumerate(divide(listing.units(), settings.shards))]
@@ -232,6 +273,8 @@ class _Run:
             tokenizer=(self.state.tokenizer, self.tokenizer.kind, self.tokenizer.add_bos),
             pack_length=self.settings.pack_length,
             gzip_baseline=self.settings.gzip_baseline,
+            chat=None if self.chat is None else self.chat.template,
+            pairs=self.chat is not None and self.chat.pairs,
             work=self.state.work,
         )
 
@@ -286,15 +329,17 @@ class _Run:
         bad, empty = len(self.bad), sum(result.empty_documents for result in results)
         self.state.discard()
         if not documents:
-            raise UserError(
-                f"empty corpus: no text in {', '.join(map(str, self.settings.inputs))} ({bad} bad records, {empty} empty documents)"
-            )
+            first = f"; the first: {self.bad[0][0]}: {self.bad[0][1]}" if self.bad else ""
+            inputs = ", ".join(map(str, self.settings.inputs))
+            raise UserError(f"empty corpus: no text in {inputs} ({empty} empty documents, {bad} bad records{first})")
         raise UserError(f"the set '{name}' has none of the {documents} documents; change the fractions of --holdout")
 
     def _write_set(self, name: str, directory: Path, results: Sequence[ShardResult]) -> SetSummary:
         parts = [part for result in results if (part := result.sets[name]).info is not None]
         tokenizer = self.tokenizer
         tokenizer.save(directory / TOKENIZER_DIRECTORY)
+        if self.chat is not None:
+            self.chat.template.save(directory / TOKENIZER_DIRECTORY)
         manifest = Manifest(
             tokenizer=TokenizerInfo(
                 kind=tokenizer.kind,

@@ -173,6 +173,14 @@ class State:
             partial.unlink()
 
 
+def recorded(output: Path) -> dict[str, Any]:
+    """Return what an earlier preparation in `output` described; empty when there is none or it is damaged."""
+    try:
+        return (State(output, {})._earlier() or {}).get("described", {})
+    except UserError:
+        return {}  # reported when the settings are compared
+
+
 def _dump(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=1, sort_keys=True) + "\n"
 

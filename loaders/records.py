@@ -1,12 +1,7 @@
 """Documents: how a record (a JSON object or a table row) becomes one, and which documents are held out.
 
-Two layouts of supervised fine-tuning records (`sft`), with loss only on the model's replies:
-
-    {"prompt": P, "completion": C}                     ->  P C                     loss on C
-    {"messages": [{"role": R, "content": T}, ...]}     ->  <|R|> newline T, joined by newlines; loss on the T of assistant messages
-
-The role markers are plain text, so any tokenizer can encode them. An EOS token with loss follows each text with loss: the model learns to
-stop.
+With `sft` a record is raw text for a model without a chat template: {"prompt": P, "completion": C} becomes the text P C with loss on C, and
+an EOS token with loss follows: the model learns to stop. With `chat` it is a conversation (loaders/conversations.py).
 
 Held-out sets are drawn by a hash of the document's text, the same on every machine and in every order of files. Equal documents are always
 in the same set, so no copy of a held-out document is trained on.
@@ -22,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.errors import UserError
 
-ROLES = ("system", "user", "assistant", "tool")
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 """Names of the sets of a corpus: subdirectories."""
 TRAIN = "train"
@@ -41,11 +35,13 @@ class Place:
     path: Path
     number: int | None = None
     skipped_bytes: int = 0
+    url: str | None = None
+    """Where `path` was copied from: printed in its place."""
 
     def __str__(self) -> str:
         if self.number is None:
-            return str(self.path)
-        return f"{self.path}:{self.number + _count_newlines(self.path, self.skipped_bytes)}"
+            return self.url or str(self.path)
+        return f"{self.url or self.path}:{self.number + _count_newlines(self.path, self.skipped_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -82,10 +78,11 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class RecordFields:
-    """Which fields of a record become its document: one text field, or the fine-tuning layouts."""
+    """Which fields of a record become its document: one text field, prompt and completion (`sft`), or a conversation (`chat`)."""
 
     text: str = "text"
     sft: bool = False
+    chat: bool = False
 
 
 def document_from_text(text: str, source: Place, loss_spans: tuple[tuple[int, int], ...] | None = None) -> Document | BadRecord:
@@ -108,14 +105,13 @@ def document_from_bytes(data: bytes, source: Place) -> Document | BadRecord:
 def document_from_record(record: Any, fields: RecordFields, source: Place) -> Document | BadRecord:
     """Return the document of a record, or a BadRecord with the reason."""
     if not isinstance(record, Mapping):
-        return BadRecord(source, f"expected a JSON object, got {_type_name(record)}")
+        return BadRecord(source, f"expected a JSON object, got {type_name(record)}")
     if not fields.sft:
         return _from_text_field(record, fields.text, source)
-    if "messages" in record:
-        return _from_messages(record["messages"], source)
     if "prompt" in record and "completion" in record:
         return _from_completion(record["prompt"], record["completion"], source)
-    return BadRecord(source, f"neither 'messages' nor 'prompt' and 'completion' (has: {_names(record)})")
+    hint = "; use --chat for messages" if "messages" in record else ""
+    return BadRecord(source, f"no fields 'prompt' and 'completion' (has: {_names(record)}){hint}")
 
 
 def _from_text_field(record: Mapping[str, Any], name: str, source: Place) -> Document | BadRecord:
@@ -123,38 +119,18 @@ def _from_text_field(record: Mapping[str, Any], name: str, source: Place) -> Doc
         return BadRecord(source, f"missing field '{name}' (has: {_names(record)})")
     text = record[name]
     if not isinstance(text, str):
-        return BadRecord(source, f"field '{name}' is not a string but {_type_name(text)}")
+        return BadRecord(source, f"field '{name}' is not a string but {type_name(text)}")
     return document_from_text(text, source)
 
 
 def _from_completion(prompt: Any, completion: Any, source: Place) -> Document | BadRecord:
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str):
-            return BadRecord(source, f"field '{name}' is not a string but {_type_name(value)}")
+            return BadRecord(source, f"field '{name}' is not a string but {type_name(value)}")
     if not completion:
         return BadRecord(source, "field 'completion' is empty: nothing to learn")
     text = prompt + completion
     return document_from_text(text, source, ((len(prompt), len(text)),))
-
-
-def _from_messages(messages: Any, source: Place) -> Document | BadRecord:
-    if not isinstance(messages, list) or not messages:
-        return BadRecord(source, "field 'messages' is not a non-empty list")
-    text = ""
-    spans: list[tuple[int, int]] = []
-    for index, message in enumerate(messages):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        if not isinstance(role, str) or not isinstance(content, str):
-            return BadRecord(source, f"messages[{index}] has no string 'role' and 'content'")
-        if role not in ROLES:
-            return BadRecord(source, f"messages[{index}]: {unknown_name('role', role, ROLES)}")
-        text += ("\n" if text else "") + f"<|{role}|>\n"
-        if role == "assistant" and content:
-            spans.append((len(text), len(text) + len(content)))
-        text += content
-    if not spans:
-        return BadRecord(source, "no assistant message with text: nothing to learn")
-    return document_from_text(text, source, tuple(spans))
 
 
 def _names(record: Mapping[str, Any]) -> str:
@@ -162,7 +138,8 @@ def _names(record: Mapping[str, Any]) -> str:
     return names + (", ..." if len(record) > 8 else "") if names else "nothing"
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """Return what a JSON value is, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
 

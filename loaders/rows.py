@@ -27,6 +27,8 @@ class RowSource:
     def __init__(self, directory: Path, seq_len: int, *, document_masking: bool = True, manifest: Manifest | None = None) -> None:
         self.directory, self.seq_len, self.document_masking = directory, seq_len, document_masking
         self.manifest = read_manifest(directory) if manifest is None else manifest
+        if self.manifest.has_pairs:
+            raise UserError(f"{directory} has preference pairs: rows of it would train on the rejected answers too")
         packed = self.manifest.pack_length
         if packed is not None and packed != seq_len:
             raise UserError(f"{directory} is packed in rows of {packed} tokens: set data.seq_len={packed} (it is {seq_len})")

@@ -18,11 +18,14 @@ import numpy as np
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.foreign import read_object
+from ridgeline.loaders.chat import ChatEncoder
+from ridgeline.loaders.chat_template import ChatTemplate, TemplateError
+from ridgeline.loaders.conversations import Conversation, Pair
 from ridgeline.loaders.inputs import Unit
 from ridgeline.loaders.manifest import ShardInfo
 from ridgeline.loaders.prepare_state import SHARD_SUFFIX
 from ridgeline.loaders.readers import read_unit
-from ridgeline.loaders.records import BadRecord, Document, RecordFields, set_of
+from ridgeline.loaders.records import BadRecord, Document, Place, RecordFields, set_of
 from ridgeline.loaders.token_writer import TokenWriter
 from ridgeline.loaders.tokenizers import Tokenizer, load_tokenizer
 
@@ -45,6 +48,10 @@ class ShardTask:
     """Directory of the tokenizer's copy, its kind, and whether documents begin with BOS."""
     pack_length: int | None
     gzip_baseline: bool
+    chat: ChatTemplate | None
+    """The template of conversations; None: the units have documents."""
+    pairs: bool
+    """Whether the units have preference pairs."""
     work: Path
     """Directory of partial files and of the results of finished shards."""
 
@@ -83,6 +90,7 @@ class Advance:
 
 
 Send = Callable[[Advance], None]
+Content = Document | Conversation | Pair
 
 
 def make_shard(task: ShardTask, send: Send) -> ShardResult:
@@ -111,6 +119,7 @@ class _Shard:
     def __init__(self, task: ShardTask, partial: Path, send: Send) -> None:
         self.task, self.partial, self.send = task, partial, send
         self.tokenizer = _load_tokenizer(*task.tokenizer)
+        self.chat = None if task.chat is None else ChatEncoder(self.tokenizer, task.chat)
         self.writers: dict[str, TokenWriter] = {}
         self.counts = {name: [0, 0, 0] for name in task.sets}  # documents, text bytes, gzip bytes
         self.bad: list[tuple[str, str]] = []
@@ -118,43 +127,70 @@ class _Shard:
 
     def run(self) -> ShardResult:
         for unit in self.task.units:
-            for documents in self._batches(unit):
-                tokens = self._write(documents)
-                self.send(Advance(0, len(documents), tokens))
+            for items in self._batches(unit):
+                tokens = sum(self._write(entry) for entry in self._entries(items))
+                self.send(Advance(0, len(items), tokens))
             self.send(Advance(unit.size_bytes))
         infos = {name: self._finish(name, writer) for name, writer in self.writers.items()}
         sets = {name: SetShard(infos.get(name), *counts) for name, counts in self.counts.items()}
         return ShardResult(self.task.index, sets, self.bad, self.empty_documents)
 
-    def _batches(self, unit: Unit) -> Iterator[list[Document]]:
-        documents: list[Document] = []
+    def _batches(self, unit: Unit) -> Iterator[list[Content]]:
+        items: list[Content] = []
         characters = 0
         for item in read_unit(unit, self.task.fields):
             if isinstance(item, BadRecord):
-                self.bad.append((str(item.source), item.reason))
-                self.send(Advance(bad=(self.bad[-1],)))
+                self._skip(item.source, item.reason)
                 continue
-            if not item.text:
+            if isinstance(item, Document) and not item.text:
                 self.empty_documents += 1
                 continue
-            documents.append(item)
-            characters += len(item.text)
-            if len(documents) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-                yield documents
-                documents, characters = [], 0
-        if documents:
-            yield documents
+            items.append(item)
+            characters += len(item.text) if isinstance(item, Document) else 0
+            if len(items) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+                yield items
+                items, characters = [], 0
+        if items:
+            yield items
 
-    def _write(self, documents: list[Document]) -> int:
-        tokens = 0
-        for document, encoded in zip(documents, encode_documents(self.tokenizer, documents), strict=True):
-            name = set_of(document.text, self.task.holdouts)
-            data = document.text.encode()
-            if name not in self.writers:
-                self.writers[name] = self._open(name)
+    def _skip(self, source: Place, reason: str) -> None:
+        self.bad.append((str(source), reason))
+        self.send(Advance(bad=(self.bad[-1],)))
+
+    def _entries(self, items: list[Content]) -> Iterator[Entry]:
+        """Yield what is stored of the items of a batch, in order."""
+        if self.chat is None:
+            documents = [item for item in items if isinstance(item, Document)]
+            assert len(documents) == len(items)
+            for document, encoded in zip(documents, encode_documents(self.tokenizer, documents), strict=True):
+                yield Entry(document.text, ((document.text, encoded),))
+            return
+        for item in items:
+            if isinstance(item, Document) or isinstance(item, Pair) != self.task.pairs:
+                what = "a preference pair" if isinstance(item, Pair) else "no preference pair"
+                self._skip(item.source, f"the record is {what}, unlike the first one of the input; prepare them apart")
+                continue
+            conversations = (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
+            try:
+                yield Entry(item.key, tuple(self._encode_chat(self.chat, conversation) for conversation in conversations))
+            except TemplateError as error:
+                self._skip(item.source, str(error))
+
+    def _encode_chat(self, encoder: ChatEncoder, conversation: Conversation) -> tuple[str, Encoded]:
+        chat = encoder.encode(conversation)
+        counted = np.flatnonzero(chat.loss_mask)
+        counted_text = self.tokenizer.decode(chat.ids[counted[counted > 0]].tolist())
+        return chat.text, Encoded(chat.ids, chat.loss_mask, len(counted_text.encode()))
+
+    def _write(self, entry: Entry) -> int:
+        name = set_of(entry.key, self.task.holdouts)
+        if name not in self.writers:
+            self.writers[name] = self._open(name)
+        counts, tokens = self.counts[name], 0
+        for text, encoded in entry.documents:
+            data = text.encode()
             with _writing(self.task.sets[name]):
                 self.writers[name].add(encoded.ids, loss_mask=encoded.loss_mask, text_bytes=len(data), counted_bytes=encoded.counted_bytes)
-            counts = self.counts[name]
             counts[0] += 1
             counts[1] += len(data)
             if self.task.gzip_baseline:
@@ -198,6 +234,16 @@ class Encoded:
     """bool [n], True where the token counts; None: all."""
     counted_bytes: int
     """UTF-8 bytes of the text of the tokens that count as targets."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is stored of one item, always in one set: a document or conversation, or the two conversations of a pair."""
+
+    key: str
+    """Text by whose hash the set is drawn."""
+    documents: tuple[tuple[str, Encoded], ...]
+    """(text, its tokens)."""
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[Encoded]:

@@ -1,6 +1,7 @@
 """Tokenizers with one interface, and the registry of their kinds.
 
-Text is always encoded as plain text: the characters `<|endoftext|>` in a document never become the special token.
+Documents are encoded as plain text: the characters `<|endoftext|>` in one never become the special token. Only the output of a chat
+template (loaders/chat.py) is encoded with special tokens.
 The code that writes documents adds BOS and EOS; `encode_batch` does not.
 
 Whether a text begins with BOS is one rule per tokenizer, `add_bos`, for prepared documents, prompts and exports alike. A tokenizer.json
@@ -75,6 +76,10 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids; special tokens and ids outside the vocabulary are dropped, invalid UTF-8 becomes U+FFFD."""
+
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """Decode ids with the names of special tokens, where the kind has them; to show rows."""
+        return self.decode(ids)
 
     @abc.abstractmethod
     def save_copy(self, directory: Path) -> Path:
@@ -177,6 +182,21 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def decode_all(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def encode_with_special_tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode a text in which the names of special tokens are those tokens, without adding any.
+
+        Returns ids [n] and the range of characters of each [n]. For the output of a chat template; other text is plain.
+        """
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return encoding.ids, encoding.offsets
 
     def post_processor_prefix(self) -> list[int]:
         """Return the special tokens that the post-processor puts before a text."""

@@ -20,7 +20,7 @@ from ridgeline.configs.files import read_limited
 from ridgeline.configs.foreign import read_object
 from ridgeline.loaders.inputs import InputOptions, Listing, list_inputs
 from ridgeline.loaders.readers import read_unit
-from ridgeline.loaders.records import TRAIN, BadRecord, RecordFields, set_of
+from ridgeline.loaders.records import TRAIN, BadRecord, Document, RecordFields, set_of
 from ridgeline.rundir.files import write_atomically
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")
@@ -34,7 +34,7 @@ indentation after them (frequent in code), other spaces."""
 class TokenizerSettings:
     """The settings that determine the trained tokenizer."""
 
-    inputs: tuple[Path, ...]
+    inputs: tuple[str | Path, ...]
     output: Path
     vocab_size: int = 32768
     min_frequency: int = 2
@@ -104,7 +104,7 @@ class _TrainingText:
             for item in read_unit(unit, settings.fields):
                 if isinstance(item, BadRecord):
                     self._count_bad(item)
-                elif item.text and set_of(item.text, settings.holdouts) == TRAIN:
+                elif isinstance(item, Document) and item.text and set_of(item.text, settings.holdouts) == TRAIN:
                     if settings.max_bytes is not None and self.text_bytes >= settings.max_bytes:
                         return
                     self.documents += 1

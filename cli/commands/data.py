@@ -33,7 +33,7 @@ BENCH_ROWS = 32
     type=click.IntRange(min=0),
     default=2,
     show_default=True,
-    help="Number of random rows to print as text.",
+    help="Number of random rows (chat corpora: conversations) to print as text.",
 )
 @click.option("--seq-len", type=click.IntRange(min=1), help=f"Tokens per printed row [default: {SAMPLE_TOKENS}, or the packed length].")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed for the choice of rows.")
@@ -42,9 +42,11 @@ BENCH_ROWS = 32
 def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verify: bool, as_json: bool) -> None:
     """Show the corpus in DIRECTORY: counts, shards, document lengths, and rows as the model receives them.
 
+    Of a chat corpus, whole conversations: what the loss counts is green, the rest is dim.
+
     Every record that is read is checked; --verify reads all records.
     """
-    from ridgeline.loaders.inspect import length_statistics, sample_rows
+    from ridgeline.loaders.inspect import length_statistics, sample_conversations, sample_rows
     from ridgeline.loaders.manifest import read_manifest
     from ridgeline.loaders.token_reader import verify_shards
 
@@ -52,11 +54,14 @@ def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verif
     if verify:
         verify_shards(directory, manifest)
     lengths = length_statistics(directory, manifest)
-    shown = list(sample_rows(directory, manifest, seq_len=seq_len or manifest.pack_length or SAMPLE_TOKENS, count=samples, seed=seed))
+    if manifest.parameters.get("chat"):
+        shown = list(sample_conversations(directory, manifest, count=samples, seed=seed))
+    else:
+        shown = list(sample_rows(directory, manifest, seq_len=seq_len or manifest.pack_length or SAMPLE_TOKENS, count=samples, seed=seed))
     summary = _summary(directory, manifest)
     shards = [dataclasses.asdict(shard) for shard in manifest.shards]
     if as_json:
-        rows = [dataclasses.asdict(row) for row in shown]
+        rows = [{key: value for key, value in dataclasses.asdict(row).items() if key != "runs"} for row in shown]
         content = {**summary, "shards": shards, "lengths": dataclasses.asdict(lengths), "samples": rows}
         print_json({**content, **({"verified": True} if verify else {})})
         return
@@ -73,7 +78,7 @@ def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verif
     if verify:
         click.echo(f"verified: the SHA-256 of all {len(shards)} shards matches the manifest")
     for row in shown:
-        _print_row(row)
+        _print_conversation(row) if manifest.parameters.get("chat") else _print_row(row)
 
 
 @click.command()
@@ -182,3 +187,9 @@ def _print_row(row: SampleRow) -> None:
     for number, segment in enumerate(row.segments, start=1):
         click.echo(f"-- segment {number}: {segment.tokens} tokens, {segment.counted} targets in the loss")
         click.echo(segment.text)
+
+
+def _print_conversation(row: SampleRow) -> None:
+    what = f"pair {row.row}, {row.side}" if row.side else f"conversation {row.row}"
+    click.echo(f"\n{what}: {len(row.tokens)} tokens, {int(sum(row.weights))} in the loss")
+    click.echo("".join(click.style(text, fg="green") if counts else click.style(text, dim=True) for text, counts in row.runs))

@@ -36,6 +36,7 @@ def prepare(
     shards: int | None,
     gzip_baseline: bool,
     max_bad: int,
+    chat_template: Path | None,
     overwrite: bool,
     workers: int | None,
     slice_text: str | None,
@@ -44,8 +45,9 @@ def prepare(
 ) -> None:
     """Tokenize text into a corpus of token files.
 
-    Reads text files, JSON lines (.gz, .zst), Parquet, directories of files and Hugging Face datasets. The output depends only on the input
-    and the settings. To continue after an interruption, run the same command again.
+    Reads text files, JSON lines (.gz, .zst), Parquet, directories of files, Hugging Face datasets, and URLs of object stores and hubs. With
+    --chat, conversations become tokens by the tokenizer's chat template. The output depends only on the input and the settings. To continue
+    after an interruption, run the same command again.
     """
     from ridgeline.loaders.prepare import PrepareSettings
     from ridgeline.loaders.prepare import prepare as run
@@ -57,6 +59,7 @@ def prepare(
         pack_length=pack_length,
         gzip_baseline=gzip_baseline,
         add_bos=add_bos,
+        chat_template=chat_template,
         **text_settings(text),
     )
     started_s = time.monotonic()

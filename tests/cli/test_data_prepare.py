@@ -55,7 +55,7 @@ def test_from_source_files_to_a_corpus(tree: Path, capfd: pytest.CaptureFixture[
     [
         (["--input", "none", "--tokenizer", "bytes"], "input not found: none"),
         (["--input", "src", "--tokenizer", "bite"], "tokenizer not found: bite; did you mean 'bytes'?"),
-        (["--input", "src", "--tokenizer", "bytes", "--format", "jsonk"], "unknown format 'jsonk'; did you mean 'jsonl'?"),
+        (["--input", "src", "--tokenizer", "bytes", "--format", "jsonll"], "unknown format 'jsonll'; did you mean 'jsonl'?"),
         (["--input", "src", "--tokenizer", "bytes", "--slice", "1of2"], "--slice '1of2'"),
         (["--input", "src", "--tokenizer", "bytes", "--holdout", "v=2"], "holdout 'v=2'"),
         (

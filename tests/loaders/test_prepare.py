@@ -354,23 +354,19 @@ def test_full_disk_is_one_clear_line_and_the_same_command_continues(source: Path
     assert tree_digests(tmp_path / "out") == tree_digests(tmp_path / "whole")
 
 
-def test_fine_tuning_masks_decode_to_the_replies_of_the_model(tmp_path: Path) -> None:
-    chats = [("Hi", "Hello 🙂!\n", "And?", "Bye"), ("Größe", "5 µm", "Sure?", "Yes\n\n")]
-    records: list[dict[str, Any]] = [
-        {"messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, chat, strict=True)]}
-        for chat in chats
-    ]
-    records.append({"prompt": "2+2=", "completion": "4"})
+def test_fine_tuning_masks_decode_to_the_completions(tmp_path: Path) -> None:
+    pairs = [("Hi ", "Hello 🙂!\n"), ("Größe", "5 µm"), ("2+2=", "4")]
+    records = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     run(tmp_path / "a.jsonl", tmp_path / "out", fields=RecordFields(sft=True))
     tokenizer = load_tokenizer("bytes")
     documents = read_documents(tmp_path / "out")
     replies = [tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) for ids, mask in documents]
-    assert replies == ["Hello 🙂!\nBye", "5 µmYes\n\n", "4"]
-    for (ids, mask), count in zip(documents, (2, 2, 1), strict=True):
+    assert replies == [completion for _, completion in pairs]
+    for ids, mask in documents:
         assert not mask[0], "BOS has no loss"
         assert ids[-1] == tokenizer.eos_id
-        assert [counts for i, counts in zip(ids, mask, strict=True) if i == tokenizer.eos_id] == [True] * count, "EOS has loss"
+        assert mask[-1], "EOS has loss"
 
 
 def test_packed_rows_hold_whole_documents(source: Path, tmp_path: Path) -> None:
@@ -447,13 +443,10 @@ def test_the_number_of_shards_follows_the_size() -> None:
 
 def test_counted_bytes_are_those_of_the_text_with_loss(tmp_path: Path) -> None:
     rows = [{"prompt": "a long prompt ", "completion": "ä!"}, {"prompt": "", "completion": "xyz"}]
-    rows += [
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}]}
-    ]
     text = tmp_path / "sft.jsonl"
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sft = RecordFields(sft=True)
-    for add_bos, counted in ((True, 3 + 3 + 5), (False, 3 + 2 + 5)):  # without BOS nothing predicts the x
+    for add_bos, counted in ((True, 3 + 3), (False, 3 + 2)):  # without BOS nothing predicts the x
         output = tmp_path / str(add_bos)
         prepare(PrepareSettings((text,), output, "bytes", fields=sft, add_bos=add_bos), workers=1)
         manifest = Manifest.read(output)

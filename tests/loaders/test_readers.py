@@ -278,7 +278,6 @@ def test_the_fingerprint_changes_with_changed_added_and_removed_files(tmp_path: 
 
 
 SFT = RecordFields(sft=True)
-CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!\n"}, {"role": "user", "content": "Bye"}]
 
 
 def loss_text(item: Item) -> list[str]:
@@ -286,36 +285,27 @@ def loss_text(item: Item) -> list[str]:
     return [text for text, counts in item.segments() if counts]
 
 
-def test_fine_tuning_records_have_loss_on_the_replies(tmp_path: Path) -> None:
-    chat = [*CHAT, {"role": "assistant", "content": "Ciao"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}, {"messages": chat}, {"messages": CHAT, "id": 3}])
+def test_prompt_and_completion_have_loss_on_the_completion(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "x", "id": 3}])
     items = read(path, fields=SFT)
-    assert texts(items)[:2] == ["2+2=4", "<|user|>\nHi\n<|assistant|>\nHello!\n\n<|user|>\nBye\n<|assistant|>\nCiao"]
-    assert [loss_text(item) for item in items] == [["4"], ["Hello!\n", "Ciao"], ["Hello!\n"]]
-    assert ["".join(text for text, _ in item.segments()) for item in items if isinstance(item, Document)] == texts(items)
+    assert texts(items) == ["2+2=4", "x"]
+    assert [loss_text(item) for item in items] == [["4"], ["x"]]
 
 
-def test_fine_tuning_records_from_tables(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pa.table({"messages": [CHAT, CHAT], "id": [1, 2]}), tmp_path / "a.parquet")
-    assert [loss_text(item) for item in read(tmp_path / "a.parquet", fields=SFT)] == [["Hello!\n"]] * 2
-    pyarrow.parquet.write_table(pa.table({"prompt": ["p"], "completion": ["c"]}), tmp_path / "b.parquet")
+def test_prompt_and_completion_from_tables(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pa.table({"prompt": ["p"], "completion": ["c"], "id": [1]}), tmp_path / "b.parquet")
     assert [loss_text(item) for item in read(tmp_path / "b.parquet", fields=SFT)] == [["c"]]
     pyarrow.parquet.write_table(pa.table({"text": ["p"]}), tmp_path / "c.parquet")
-    with pytest.raises(UserError, match=r"no columns 'messages' or 'prompt' and 'completion' \(has: text\)"):
+    with pytest.raises(UserError, match=r"no columns 'prompt' and 'completion' \(has: text\)"):
         read(tmp_path / "c.parquet", fields=SFT)
 
 
 def test_bad_fine_tuning_records(tmp_path: Path) -> None:
-    user = {"role": "user", "content": "x"}
     records = [
-        ({"text": "x"}, "neither 'messages' nor 'prompt' and 'completion' (has: text)"),
+        ({"text": "x"}, "no fields 'prompt' and 'completion' (has: text)"),
+        ({"messages": []}, "use --chat for messages"),
         ({"prompt": "x", "completion": ""}, "'completion' is empty"),
         ({"prompt": 1, "completion": "x"}, "'prompt' is not a string but a number"),
-        ({"messages": []}, "not a non-empty list"),
-        ({"messages": [user]}, "no assistant message"),
-        ({"messages": [user, {"role": "asistant", "content": "x"}]}, "did you mean 'assistant'?"),
-        ({"messages": [user, {"role": "assistant", "content": None}]}, "messages[1] has no string 'role' and 'content'"),
-        ({"messages": ["hello"]}, "messages[0] has no string"),
     ]
     path = write_jsonl(tmp_path / "a.jsonl", [record for record, _ in records])
     found = bad(read(path, fields=SFT))
