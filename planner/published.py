@@ -54,6 +54,8 @@ class Run:
     """Measured, of one device."""
     sets: bool
     """Whether it set a constant."""
+    capacity: float | None = None
+    """Capacity factor of experts: 1 where the source forces even loads."""
 
     @property
     def name(self) -> str:
@@ -102,7 +104,8 @@ def _run(line: dict[str, str]) -> Run:
     device = device or load_cluster(cluster).config.device
     values: dict[str, Any] = {key: line[key] for key in ("source", "model", "mesh", "matmul", "remat", "software")}
     values |= {key: int(line[key]) for key in ("devices", "rows", "accumulation", "seq_len")}
-    return Run(**values, cluster=cluster, device=device, tokens_per_s=float(line["tokens_per_s"]), sets=line["sets"] == "sets")
+    values |= {"tokens_per_s": float(line["tokens_per_s"]), "sets": line["sets"] == "sets"}
+    return Run(**values, cluster=cluster, device=device, capacity=float(line["capacity"]) if line["capacity"] else None)
 
 
 @functools.cache
@@ -116,13 +119,14 @@ def run_config(run: Run) -> tuple[Config, dict[str, int]]:
     base = _base(run.model)
     sizes = dict.fromkeys(MESH_AXES, 1) | {axis: int(size) for axis, size in (part.split("=") for part in run.mesh.split())}
     remat = RematConfig(policy="names", names=run.remat.split("+")) if "+" in run.remat else RematConfig(policy=run.remat)
-    rows = run.rows * run.accumulation * sizes["data"] * sizes["fsdp"]
+    experts = base.compute.experts.model_copy(update={"capacity_factor": run.capacity})
+    rows = run.rows * run.accumulation * sizes["data"] * sizes["fsdp"] * sizes["expert"]
     return base.model_copy(
         update={
             "mesh": MeshConfig.model_validate(sizes),
             "trainer": TrainerConfig(accumulation=run.accumulation),
             "data": DataConfig(seq_len=run.seq_len, batch_size=rows, document_masking=False),
-            "compute": base.compute.model_copy(update={"remat": remat, "scan_layers": False}),
+            "compute": base.compute.model_copy(update={"remat": remat, "scan_layers": False, "experts": experts}),
             "precision": base.precision.model_copy(update={"matmul": run.matmul}),
         }
     ), sizes
