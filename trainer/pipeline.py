@@ -14,7 +14,7 @@ Legend: M microbatches, S stages, B rows of a microbatch, T tokens of a row, D e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -340,12 +340,17 @@ class _Ticks:
 
     def to_keep(self, pull: Any) -> Tree:
         x_position = 2  # of the arguments of `run`
-        return pull.args_res[x_position], pull.opaque_residuals
+        return pull.args_res[x_position], {name: getattr(pull, name) for name in self.residuals}
+
+    @property
+    def residuals(self) -> list[str]:
+        """The attributes of a pullback that hold what its arguments do not: jax 0.12 has one more than 0.10."""
+        return [field.name for field in fields(self.pull) if field.name.endswith("_residuals")]
 
     def with_kept(self, kept: Tree, side: Batch, chunk: Any) -> Any:
         x_BTD = kept[0] if jax.tree.leaves(kept[0]) else jnp.zeros(())  # not needed, but it has a place
         args = jax.tree.leaves((self.chunk(self.blocks, chunk), self.chunk(self.recent, chunk), x_BTD, side))
-        return type(self.pull)(self.pull.fun, self.pull.in_tree, self.pull.out_tree, args, kept[1])
+        return replace(self.pull, args_res=args, **kept[1])
 
     # The step.
 
