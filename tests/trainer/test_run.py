@@ -124,19 +124,19 @@ def test_a_run_goes_on_bitwise_in_data_and_closely_in_loss_on_another_mesh(
         assert again[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_run_goes_on_with_and_without_its_state_sharded_over_data(
+def test_a_run_goes_on_with_and_without_its_state_sharded_over_data_and_its_layers_over_stages(
     corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]
 ) -> None:
-    """Saved with ZeRO stage 2, restored without; saved without, restored with it."""
+    """Saved with ZeRO stage 2, restored on stages and without it; saved there, restored with it and without stages."""
     source, losses = whole
-    zero = {"data": 4, "fsdp": 2, "zero_stage": 2}
     own = make_config(corpus, tmp_path / "run")
-    for halts, config in (
-        (True, make_config(corpus, tmp_path / "run", mesh=zero, trainer={"stop_after_s": 1e-9})),
-        (True, make_config(corpus, tmp_path / "run", trainer={"stop_after_s": 1e-9})),
-        (False, make_config(corpus, tmp_path / "run", mesh=zero)),
+    zero = {"data": 4, "fsdp": 2, "zero_stage": 2}
+    for halts, mesh, trainer in (
+        (True, zero, {"stop_after_s": 1e-9}),
+        (True, {"pipeline": 2, "fsdp": 4}, {"stop_after_s": 1e-9, "accumulation": 2}),
+        (False, zero, {}),
     ):
-        found = run(config)
+        found = run(make_config(corpus, tmp_path / "run", mesh=mesh, trainer=trainer))
         assert (max(found) < STEPS) == halts
     assert found.keys() == losses.keys()
     for step, loss in losses.items():
