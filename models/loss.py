@@ -10,6 +10,7 @@ V vocabulary rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,8 @@ from ridgeline.sharding.manual import sum_token_shards
 from ridgeline.sharding.rules import TOKENS
 
 if TYPE_CHECKING:
+    from ridgeline.configs.schema import Config
+    from ridgeline.models.decoder import Decoder
     from ridgeline.sharding.partition import Partitioner
 
 
@@ -36,6 +39,22 @@ class LossSums(NamedTuple):
     """Sum of the weights."""
     correct: jax.Array
     """Sum of the weights where the target has the largest logit."""
+
+
+def loss_of(model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax.Array, rows: Mapping[str, jax.Array]) -> LossSums:
+    """Return the summed cross-entropy of `rows` (targets, weights [B, T]) from the normalized residual stream after the layers."""
+    return cross_entropy(
+        x_BTD,
+        model.unembedding(),
+        rows["targets"],
+        rows["weights"],
+        vocab_size=config.model.vocab_size,
+        chunk=config.compute.loss_chunk,
+        z_loss=config.loss.z_loss,
+        partitioner=partitioner,
+        softcap=config.model.logit_softcap,
+        reduce_first=config.compute.reduces_unembedding_first,
+    )
 
 
 class _Settings(NamedTuple):

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from ridgeline.configs.pipeline import chunk_layers
 from ridgeline.configs.schema import Config
-from ridgeline.models.loss import LossSums, cross_entropy
+from ridgeline.models.loss import LossSums, loss_of
 from ridgeline.models.moe.router import RouterTotals
 from ridgeline.planner.pipeline import Schedule
 from ridgeline.sharding.manual import on_shards
@@ -147,19 +147,8 @@ class _Stage:
 
     def loss(self, shared: Tree, blocks: Tree, x_BTD: jax.Array, rows: Batch) -> LossSums:
         """Return the sums of the tokens of one stage, from the residual stream after the last layer."""
-        config, model = self.config, self.spec.merge({STACK: blocks, **shared})
-        return cross_entropy(
-            model.normalize(x_BTD),
-            model.unembedding(),
-            rows["targets"],
-            rows["weights"],
-            vocab_size=config.model.vocab_size,
-            chunk=config.compute.loss_chunk,
-            z_loss=config.loss.z_loss,
-            partitioner=self.partitioner,
-            softcap=config.model.logit_softcap,
-            reduce_first=config.compute.reduces_unembedding_first,
-        )
+        model = self.spec.merge({STACK: blocks, **shared})
+        return loss_of(model, self.config, self.partitioner, model.normalize(x_BTD), rows)
 
     # The tokens of a stage are 1/S of those of each device: no token moves but over `pipeline`.
 

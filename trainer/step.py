@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from ridgeline.configs.schema import Config
-from ridgeline.models.loss import LossSums, cross_entropy
+from ridgeline.models.loss import LossSums, loss_of
 from ridgeline.models.matmul import fp8
 from ridgeline.models.moe.router import RouterTotals, balanced_bias
 from ridgeline.sharding.partition import Partitioner
@@ -45,19 +45,7 @@ def loss_sums(
     # Without segments attention uses its plain causal kernel; padding is at the end of a row.
     segment_ids = batch["segment_ids"] if config.data.document_masking else None
     x_BTD, router = model.forward(batch["tokens"], batch["positions"], segment_ids)
-    sums = cross_entropy(
-        x_BTD,
-        model.unembedding(),
-        batch["targets"],
-        batch["weights"],
-        vocab_size=config.model.vocab_size,
-        chunk=config.compute.loss_chunk,
-        z_loss=config.loss.z_loss,
-        partitioner=partitioner,
-        softcap=config.model.logit_softcap,
-        reduce_first=config.compute.reduces_unembedding_first,
-    )
-    return sums, router
+    return loss_of(model, config, partitioner, x_BTD, batch), router
 
 
 def make_train_step(

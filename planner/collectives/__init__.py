@@ -88,7 +88,9 @@ def as_compiled_for_gpu(planned: Sequence[PlannedCollective]) -> list[PlannedCol
         if not item.replicated:
             compiled.append(item)
         elif (item.what, item.where) in merged:
-            axes = merged[item.what, item.where].axes + item.axes
+            other = merged[item.what, item.where]
+            assert not set(other.axes) & set(item.axes), f"two gradients named {item.what}, {item.where}"
+            axes = other.axes + item.axes
             merged[item.what, item.where] = replace(item, axes=tuple(axis for axis in MESH_AXES if axis in axes))
         else:
             merged[item.what, item.where] = item

@@ -60,6 +60,8 @@ def test_permutes_and_all_to_alls_have_axes_too(mesh):
     ring = compile_text(by_hand(mesh, lambda x: jax.lax.ppermute(x, "b", [(0, 1), (1, 0)]), P("b"), P("b")), (8, 4))
     [found] = collectives(ring, MESH_SHAPE)
     assert (found.kind, found.axes, found.bytes) == ("collective-permute", ("b",), 4 * 4 * 4)
+    nothing = compile_text(by_hand(mesh, lambda x: jax.lax.ppermute(x, "b", []), P("b"), P("b")), (8, 4))
+    assert [(found.kind, found.axes) for found in collectives(nothing, MESH_SHAPE)] == [("collective-permute", ())]
     swap = compile_text(by_hand(mesh, lambda x: jax.lax.all_to_all(x, "a", 1, 0, tiled=True), P("a"), P(None, "a")), (8, 4))
     assert [c.axes for c in collectives(swap, MESH_SHAPE) if c.kind == "all-to-all"] == [("a",)]
 

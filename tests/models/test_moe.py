@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from ridgeline.configs.schema import Config, LossConfig, MeshConfig, MoEConfig
-from ridgeline.models.moe.exchange import Slices, padded_ragged_all_to_all
+from ridgeline.models.moe.exchange import Exchange, Route, Slices, padded_ragged_all_to_all
 from ridgeline.models.moe.experts import _place, _within
 from ridgeline.models.moe.grouped_matmul import Blocks, Capacity, Ragged
 from ridgeline.models.moe.router import Choice, RouterTotals, balanced_bias, choose, sums_of
@@ -196,6 +196,40 @@ def test_the_padded_exchange_moves_the_slices_that_the_ragged_one_is_documented_
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec, check_vma=False))
     arrays = [jnp.asarray(a).reshape(-1, *a.shape[2:]) for a in (x, out, start, sent, to.T, sent.T)]
     np.testing.assert_allclose(run(*arrays).reshape(wanted.shape), wanted, rtol=1e-6)
+
+
+def test_the_ragged_exchange_brings_each_token_once_to_each_device_of_its_experts_and_back() -> None:
+    """What GPUs are asked to send, computed here as documented for jax.lax.ragged_all_to_all, which XLA's CPU backend does not have."""
+    devices, tokens, experts, per_token, rng = 4, 6, 8, 3, np.random.default_rng(3)
+    partitioner = Partitioner(build_mesh(MeshConfig(expert=devices), jax.devices()[:devices]))
+    exchange = Exchange(partitioner, "all_to_all", experts, per_token, None, ragged=True)
+    expert_PSK = np.stack([[rng.permutation(experts)[:per_token] for _ in range(tokens)] for _ in range(devices)])
+    expert_PSK[0] = [0, 1, 2]  # a device that sends to two devices only, and one, 3, that it sends nothing
+    spec = jax.sharding.PartitionSpec("expert")
+    find = jax.shard_map(exchange.route, mesh=partitioner.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    route: Route = jax.tree.map(lambda a: np.asarray(a).reshape(devices, -1), jax.jit(find)(jnp.asarray(expert_PSK.reshape(-1, per_token))))
+
+    def ragged(x_PN: np.ndarray, out_PN: np.ndarray, sent: Slices, received: Slices, to_PP: np.ndarray) -> np.ndarray:
+        for source, target in np.ndindex(devices, devices):
+            size, first, at = sent.size_P[source, target], sent.start_P[source, target], to_PP[source, target]
+            assert size == received.size_P[target, source]  # XLA requires it
+            assert at == received.start_P[target, source]
+            out_PN[target, at : at + size] = x_PN[source, first : first + size]
+        return out_PN
+
+    name_PS = 1 + np.arange(devices * tokens).reshape(devices, tokens)
+    padded_PS = np.concatenate([name_PS, np.zeros((devices, 1), int)], 1)
+    rows_PN = np.take_along_axis(padded_PS, route.token_N, 1)
+    slots_PG = ragged(rows_PN, np.zeros((devices, devices * tokens), int), route.rows, route.slots, route.to_P)
+    goes_PSP = (expert_PSK[..., None] // (experts // devices) == np.arange(devices)).any(2)
+    for source, target in np.ndindex(devices, devices):
+        wanted = name_PS[source][goes_PSP[source, :, target]]
+        found = slots_PG[target, source * tokens :][:tokens]
+        np.testing.assert_array_equal(found, np.pad(wanted, (0, tokens - len(wanted))))
+    back_PN = ragged(slots_PG, np.zeros_like(rows_PN), route.slots, route.rows, route.from_P)
+    np.testing.assert_array_equal(back_PN, rows_PN)
+    copies_PSJ = np.take_along_axis(np.pad(back_PN, ((0, 0), (0, 1))), route.row_SJ.reshape(devices, -1), 1).reshape(devices, tokens, -1)
+    np.testing.assert_array_equal(copies_PSJ.sum(2), name_PS * goes_PSP.sum(2))
 
 
 def test_losses_of_the_router_are_1_at_balance_and_largest_where_all_tokens_choose_the_same() -> None:
