@@ -17,7 +17,7 @@ from ridgeline.planner.config_changes import ChunkChange, larger_loss_chunk, low
 from ridgeline.planner.economics import Spot, price_text
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import hardware
-from ridgeline.planner.layouts import Layout, dividing_nodes
+from ridgeline.planner.layouts import dividing_nodes
 from ridgeline.planner.overlap import Communication
 from ridgeline.planner.ranges import Range, step_range
 from ridgeline.planner.scaling import ScalingRow, scaling_table, worth_until
@@ -250,18 +250,17 @@ def _nearest(config: Config, cluster: ClusterConfig, calibration: Calibration, s
     tried = {scale.nodes for scale in scales}
     wanted = max(tried)
 
-    def works(changed: Config, nodes: int) -> Layout | None:
-        best = search_scale(changed, cluster, calibration, nodes, tokens).best
-        return None if best is None else best.layout
+    def works(changed: Config, nodes: int) -> Candidate | None:
+        return search_scale(changed, cluster, calibration, nodes, tokens).best
 
     counts = dividing_nodes(config, cluster.devices_per_node, most) - tried
     near = sorted(counts, key=lambda nodes: abs(math.log(nodes / wanted)))[:MOST_TRIED]
-    found = next(((nodes, layout) for nodes in near if (layout := works(config, nodes)) is not None), None)
-    parts = [] if found is None else [f"nearest at this batch: {_nodes_text(*found)}"]
-    if found is None or not wanted / 2 < found[0] <= wanted:
+    found = next((best for nodes in near if (best := works(config, nodes)) is not None), None)
+    parts = [] if found is None else [f"nearest at this batch: {_cost_text(found, wanted)}"]
+    if found is None or not wanted / 2 < found.nodes <= wanted:
         for nodes in range(wanted, max(0, wanted - MOST_TRIED), -1):
-            if layout := works(changed := _with_rows_for(config, nodes * cluster.devices_per_node), nodes):
-                parts.append(f"with data.batch_size={changed.data.batch_size}: {_nodes_text(nodes, layout)}")
+            if best := works(changed := _with_rows_for(config, nodes * cluster.devices_per_node), nodes):
+                parts.append(f"with data.batch_size={changed.data.batch_size}: {_cost_text(best, wanted)}")
                 break
     if not parts:
         return f"Nothing up to {most:,} nodes fits either: change data.batch_size={config.data.batch_size}, data.seq_len or the model."
@@ -269,8 +268,15 @@ def _nearest(config: Config, cluster: ClusterConfig, calibration: Calibration, s
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _nodes_text(nodes: int, layout: Layout) -> str:
-    return f"{nodes:,} node{'s' if nodes != 1 else ''} ({layout.text()}, remat {layout.remat.policy})"
+def _cost_text(best: Candidate, wanted: int) -> str:
+    """Return the nodes of a layout, what it costs, and how many of the `wanted` nodes it does not use."""
+    layout, run, nodes = best.layout, best.run, best.nodes
+    usd = "" if run.wall_cost_usd is None else f", {run.wall_cost_usd:,.0f} USD"
+    unused = f"; {wanted - nodes:,} of {wanted:,} nodes unused, {1 - nodes / wanted:.1%}" if nodes < wanted else ""
+    mesh = f"{layout.text()}, remat {layout.remat.policy}"
+    return (
+        f"{nodes:,} node{'s' if nodes != 1 else ''} ({mesh}; {best.step.tokens_per_s:.3g} tokens/s, {run.wall_days:.3g} days{usd}{unused})"
+    )
 
 
 def _with_rows_for(config: Config, devices: int) -> Config:

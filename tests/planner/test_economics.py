@@ -129,12 +129,18 @@ def test_a_model_that_is_too_large_gets_the_missing_memory_and_the_nearest_numbe
         planned(config("models/llama-3.1-70b", rows=64), nodes=(1, 2))
 
 
-def test_nodes_that_do_not_divide_the_batch_get_a_batch_that_works():
-    with pytest.raises(UserError, match=r"no layout .*batch_size=.*with data\.batch_size=(\d+): (\d+) nodes") as error:
-        planned(config("models/llama-3.1-8b", rows=1024), nodes=(125,))
-    rows, nodes = map(int, re.findall(r"with data\.batch_size=(\d+): (\d+) nodes", str(error.value))[0])
-    assert 120 < nodes <= 125 and abs(rows / 1024 - 1) < 0.5
-    assert planned(config("models/llama-3.1-8b", rows=rows), nodes=(nodes,)).best
+@pytest.mark.parametrize(("name", "rows", "wanted"), [("8b", 1024, 125), ("70b", 2500, 1250)])
+def test_nodes_that_do_not_divide_the_batch_get_a_batch_that_works_with_its_cost(name, rows, wanted):
+    model, made = f"models/llama-3.1-{name}", cluster(nodes=None)
+    with pytest.raises(UserError, match=r"no layout .*with data\.batch_size=\d+: [\d,]+ nodes") as error:
+        planned(config(model, rows=rows), made, nodes=(wanted,))
+    found = re.findall(r"with data\.batch_size=(\d+): ([\d,]+) nodes", str(error.value))[0]
+    other, nodes = (int(text.replace(",", "")) for text in found)
+    assert 0.95 * wanted < nodes <= wanted
+    best = planned(config(model, rows=other), made, nodes=(nodes,)).best[0]
+    cost = f"{best.step.tokens_per_s:.3g} tokens/s, {best.run.wall_days:.3g} days, {best.run.wall_cost_usd:,.0f} USD"
+    unused = f"; {wanted - nodes:,} of {wanted:,} nodes unused, {1 - nodes / wanted:.1%}" if nodes < wanted else ""
+    assert f"{cost}{unused})" in str(error.value)
 
 
 def test_the_node_counts_that_divide_the_batch_are_those_with_a_mesh_that_divides():
