@@ -60,7 +60,7 @@ install: $(VENV)/.installed  ## make .venv and install the package
 quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a sample, in a few minutes
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
-test: $(VENV)/.installed-dev  ## the test suite
+test: $(VENV)/.installed-dev  ## the test suite (FULL=1: every case of the long tables, of which it draws some)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore $(INJECTIONS) tests
 
 test-injections: $(VENV)/.installed-dev  ## every rule of the diagnosis on a real run with its fault planted, alone on the machine

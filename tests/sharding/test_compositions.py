@@ -19,12 +19,13 @@ from ridgeline.configs.schema import AttentionConfig, ComputeConfig, Config, Exp
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.planner.collectives import compiled_collectives
+from tests.sampling import drawn
 from tests.sharding.test_collective_budget import array_bytes, budget
 from tests.sharding.test_equality import BATCH, SEQ, compare, make_config, packed_reference, trained
 
 DEVICES = int(re.search(r"device_count=(\d+)", os.environ["XLA_FLAGS"])[1])
-COUNT, SEED = os.environ.get("COMPOSITIONS", "10"), int(os.environ.get("SEED", "0"))
-"""Compositions to run (`all`, or a number), and the seed with which they are drawn."""
+COUNT, SEED = os.environ.get("COMPOSITIONS", "8"), int(os.environ.get("SEED", "0"))
+"""Compositions to run (`all`, or a number), and the seed of their options."""
 AXES = ("pipeline", "data", "fsdp", "context", "tensor", "expert")
 EXPERTS = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=32)}
 STEPS = 2
@@ -100,7 +101,7 @@ def compositions() -> list[Composition]:
             continue
         pipeline, data, _, context, _, expert = sizes
         for method, zero in itertools.product(("ring", "all_to_all") if context > 1 else ("auto",), (0, 2) if data > 1 else (0,)):
-            drawn = (
+            options = (
                 expert > 1 or rng.random() < 0.3,
                 rng.choice(("gather", "all_to_all")),
                 zero,
@@ -109,7 +110,7 @@ def compositions() -> list[Composition]:
                 rng.random() < 0.7,
                 rng.choice((1, 1, 2)) if pipeline > 1 else 1,
             )
-            one = Composition(sizes, method, *drawn)
+            one = Composition(sizes, method, *options)
             if not check_config(one.config):
                 found.append(one)
     return found
@@ -118,7 +119,7 @@ def compositions() -> list[Composition]:
 def sample() -> list[Composition]:
     """The compositions to run."""
     every = compositions()
-    return every if COUNT == "all" else random.Random(SEED + 1).sample(every, min(len(every), int(COUNT)))
+    return every if COUNT == "all" else drawn(every, int(COUNT))
 
 
 def test_there_are_forty_of_eight_devices():
