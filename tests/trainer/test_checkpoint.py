@@ -53,6 +53,23 @@ def test_special_values_keep_their_bits(tmp_path: Path, abstract: Make, fsdp_mes
     assert_bitwise_equal(payload.load(tmp_path / "payload", abstract(state), partial=False), state)
 
 
+def test_small_replicated_arrays_are_saved_without_compiling_a_program_for_every_part(tmp_path: Path, cube_mesh: Mesh) -> None:
+    replicated = jax.sharding.NamedSharding(cube_mesh, jax.sharding.PartitionSpec())
+    state = {str(size): jax.device_put(np.arange(size * 8.0), replicated) for size in (3, 5, 7)}
+    compiled: list[str] = []
+
+    def on_duration(name: str, duration_s: float, **_: Any) -> None:
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
+    try:
+        payload.save_async(tmp_path / "payload", state).result()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(on_duration)
+    assert compiled == []
+
+
 def test_eight_way_fsdp_restores_onto_a_two_by_two_by_two_mesh(
     checkpointer: Make, make_state: Make, abstract: Make, cube_mesh: Mesh, assert_bitwise_equal: Make
 ) -> None:

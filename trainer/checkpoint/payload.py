@@ -23,6 +23,9 @@ _TIMEOUT_S = 1200
 """Orbax's timeout for the processes of one save to wait for each other."""
 _DATA_FILE_BYTES = 128 << 20
 """Approximate size of payload files. Verification runs in parallel over files."""
+_LEAST_SLICE_BYTES = 4 << 20
+"""Least bytes of an array's shard that its replicas write in parts. Orbax compiles a program for every part: of small arrays that takes
+longer than writing them."""
 _STACKED = tuple(f"params.{stack}" for stack in STACKS)
 """Parameters with a leading dim of layers (models/params.py)."""
 _LAYER_CHUNKS_ABOVE_BYTES = 32 << 20
@@ -89,6 +92,7 @@ def _context(partial: bool = False) -> ocp.Context:
     # Trained weights barely compress, and compression is slower than most disks.
     context.array_options.saving.use_compression = False
     context.array_options.saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
+    context.array_options.saving.min_slice_bytes_for_replica_parallel = _LEAST_SLICE_BYTES
     context.array_options.saving.scoped_storage_options_creator = _storage
     context.async_options.timeout_secs = _TIMEOUT_S
     # The checkpointer has made sure that the step does not exist; Orbax would synchronize all processes to check it.
