@@ -42,6 +42,10 @@ _CONVERT: Table = {
     "to-hf": ("ridgeline.cli.commands.convert:to_hf", "Export a run as a Hugging Face directory."),
     "upcycle": ("ridgeline.cli.commands.convert:upcycle", "Make a model with experts from a dense one."),
 }
+_CHECKPOINT: Table = {
+    "list": ("ridgeline.cli.commands.checkpoint:list_command", "List the checkpoints of a run."),
+    "verify": ("ridgeline.cli.commands.checkpoint:verify_command", "Compare the checkpoints of a run with their checksums."),
+}
 _ESTIMATE: Table = {
     "model": ("ridgeline.cli.commands.estimate_config:model", "Parameters and FLOPs per token of a config, by component."),
     "memory": ("ridgeline.cli.commands.estimate_config:memory", "Memory of one device, by component."),
@@ -71,6 +75,7 @@ _BENCH: Table = {
 COMMANDS: Table = {
     "init": ("ridgeline.cli.commands.init:init", "Write a commented config for a model, a corpus and a cluster."),
     "plan": ("ridgeline.cli.commands.plan:plan", "Find the best layout: memory, step time, cost, bottleneck."),
+    "simulate": ("ridgeline.cli.commands.simulate:simulate", "Simulate a campaign: failures, restarts, checkpoints, spares."),
     "train": ("ridgeline.cli.commands.train:train", "Train a model; the same command resumes a run."),
     "launch": ("ridgeline.cli.commands.launch:launch", "Train with several processes on this machine."),
     "doctor": ("ridgeline.cli.commands.doctor:doctor", "Check this machine, or all nodes of a job, before training."),
@@ -81,6 +86,7 @@ COMMANDS: Table = {
     "cancel": ("ridgeline.cli.commands.cancel:cancel", "Stop a run or its Slurm jobs; a running one saves first."),
     "sweep": ("ridgeline.cli.commands.sweep:sweep", "Train a grid or list of configs, through Slurm or on this machine."),
     "submit-data": ("ridgeline.cli.commands.submit_data:submit_data", "Prepare a corpus as a Slurm job array."),
+    "checkpoint": ("List and verify the checkpoints of a run.", _CHECKPOINT),
     "evaluate": ("ridgeline.cli.commands.evaluate:evaluate", "Compute loss, perplexity and bits per byte of a model."),
     "generate": ("ridgeline.cli.commands.generate:generate", "Sample text from a model."),
     "estimate": ("Calculate parameters, memory, step time, cost and more, with formulas.", _ESTIMATE),

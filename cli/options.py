@@ -179,6 +179,11 @@ BYTE = Quantity("BYTES", BYTES)
 BYTES_PER_S = Quantity("BYTES/S", RATES)
 FLOP_PER_S = Quantity("FLOP/S", FLOPS)
 SHARE = Quantity("SHARE", SHARES, most=1.0)
+TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+DURATION = Quantity("DURATION", TIMES)
+"""A number of seconds, or with a unit, such as 90, 10m, 24h."""
+DURATION_OR_ZERO = Quantity("DURATION", TIMES, zero=True)
+COUNT_OR_ZERO = Quantity("COUNT", COUNTS, zero=True)
 SECONDS = Quantity("SECONDS", PLAIN)
 SECONDS_OR_ZERO = Quantity("SECONDS", PLAIN, zero=True)
 USD = Quantity("USD", PLAIN, zero=True)

@@ -49,6 +49,20 @@ class StorageConfig(Section):
     """Sequential read bandwidth of the whole job, GB/s (1e9)."""
     write_gb_per_s: PositiveFloat = 5.0
     """Sequential write bandwidth of the whole job, GB/s (1e9)."""
+    nodes: PositiveInt | None = None
+    """Number of nodes that share this bandwidth, such as those of a scalable unit: larger jobs have more in proportion. null: a job
+    of any size has this bandwidth."""
+
+    def read_bytes_per_s(self, nodes: int) -> float:
+        """Return the read bandwidth of a job with this number of nodes."""
+        return self.read_gb_per_s * 1e9 * self._units(nodes)
+
+    def write_bytes_per_s(self, nodes: int) -> float:
+        """Return the write bandwidth of a job with this number of nodes."""
+        return self.write_gb_per_s * 1e9 * self._units(nodes)
+
+    def _units(self, nodes: int) -> float:
+        return 1.0 if self.nodes is None else max(1.0, nodes / self.nodes)
 
 
 class ContainerConfig(Section):

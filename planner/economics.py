@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calculators.failures import DEFAULT_NODE_MTBF_HOURS, fleet_mtbf_s, goodput
+from ridgeline.planner.failure_catalog import restart_times
 from ridgeline.planner.hardware import Hardware
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.parameters import count_parameters
+from ridgeline.planner.policy import save_interval_s
 
-RESTART_S = 600.0
+RESTART_S = restart_times().total_s
 """Seconds from a failure to the next useful step (detection, requeue, start-up, compilation), without reading the state and lost steps."""
-LEAST_INTERVAL_S = 600.0
-"""Shortest save interval: with a failure every few hours, more frequent saves save little and load the file system."""
 SECONDS_PER_DAY = 86_400
 
 
@@ -88,19 +88,19 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate a run of `tokens` tokens on a cluster.
 
-    Asynchronous saves block training for the copy to host memory, others for the whole write. The save interval is Young's, but at least
-    the time of a write and LEAST_INTERVAL_S.
+    Asynchronous saves block training for the copy to host memory, others for the whole write. The save interval is that of
+    planner.policy.save_interval_s.
     """
     per_step = config.data.batch_size * config.data.seq_len
     steps = math.ceil(tokens / per_step)
     seconds = steps * step_s
     whole = state_bytes(config)
-    write_s = whole / (cluster.storage.write_gb_per_s * 1e9)
+    write_s = whole / cluster.storage.write_bytes_per_s(nodes)
     per_device = whole / local.fsdp / local.tensor / local.pipeline
     save_s = per_device / device.host_bandwidth_bytes_per_s if config.checkpoint.asynchronous else write_s
     mtbf_s = fleet_mtbf_s([(nodes, cluster.node_mtbf_hours or DEFAULT_NODE_MTBF_HOURS)])
-    interval_s = max(math.sqrt(2 * save_s * mtbf_s), write_s, LEAST_INTERVAL_S)
-    restart_s = RESTART_S + whole / (cluster.storage.read_gb_per_s * 1e9)
+    interval_s = save_interval_s(save_s, mtbf_s, write_s)
+    restart_s = RESTART_S + whole / cluster.storage.read_bytes_per_s(nodes)
     share = goodput(save_s=save_s, mtbf_s=mtbf_s, interval_s=interval_s, restart_s=restart_s)
     wall_s = seconds / share if share > 0 else math.inf
     hours, wall_hours = (time * local.devices / 3600 for time in (seconds, wall_s))

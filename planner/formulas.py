@@ -16,11 +16,12 @@ from typing import Any, ClassVar
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calculators.failures import DEFAULT_NODE_MTBF_HOURS
-from ridgeline.planner.economics import LEAST_INTERVAL_S, RESTART_S, RunEstimate, price_usd, state_bytes
+from ridgeline.planner.economics import RESTART_S, RunEstimate, price_usd, state_bytes
 from ridgeline.planner.hardware import Hardware, hardware
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import memory_of
 from ridgeline.planner.plan import Plan
+from ridgeline.planner.policy import LEAST_INTERVAL_S
 from ridgeline.planner.search import Candidate
 
 STEP_TERMS = {
@@ -231,8 +232,8 @@ def run_symbols(candidate: Candidate, config: Config, cluster: ClusterConfig, de
         "shards": (layout.fsdp * layout.tensor, "", "devices that share one copy of the state"),
         "state_bytes": (state_bytes(config), "bytes", "parameters and optimizer state of the whole model"),
         "node_mtbf_hours": (cluster.node_mtbf_hours or DEFAULT_NODE_MTBF_HOURS, "h", "time between failures of one node (cluster file)"),
-        "write_bytes_per_s": (cluster.storage.write_gb_per_s * 1e9, "bytes/s", "storage (cluster file)"),
-        "read_bytes_per_s": (cluster.storage.read_gb_per_s * 1e9, "bytes/s", "storage (cluster file)"),
+        "write_bytes_per_s": (cluster.storage.write_bytes_per_s(candidate.nodes), "bytes/s", "storage (cluster file)"),
+        "read_bytes_per_s": (cluster.storage.read_bytes_per_s(candidate.nodes), "bytes/s", "storage (cluster file)"),
         "host_bytes_per_s": (device.host_bandwidth_bytes_per_s, "bytes/s", "from a device to its host (catalog)"),
         "device_watts": (device.tdp_w, "W", "power limit of a device (catalog)"),
         "power_usage_effectiveness": (cluster.power_usage_effectiveness, "", "facility (cluster file)"),

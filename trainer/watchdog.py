@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ridgeline.planner.policy import step_limit_s
+
 HANG_EXIT_CODE = 71
 """See launch/exit_codes.py."""
-USUAL_STEPS = 20
-"""A step counts as hanging after this many times the usual step time."""
 
 
 class Watchdog:
@@ -55,9 +55,9 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def step(self, usual_s: float | None) -> None:
-        """Record a finished step. The next may take USUAL_STEPS times `usual_s`, and at least `least_s`."""
+        """Record a finished step. The next may take as long as planner.policy.step_limit_s allows."""
         if self._least_s is not None:
-            self._set("a step", max(self._least_s, USUAL_STEPS * (usual_s or 0.0)))
+            self._set("a step", step_limit_s(self._least_s, usual_s))
 
     @contextlib.contextmanager
     def phase(self, what: str, limit_s: float | None = None) -> Iterator[None]:

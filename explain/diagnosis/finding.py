@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.planner.policy import STRAGGLER_SHARE
 from ridgeline.rundir.loss_spikes import SIGMAS
 
 Lens = Literal["amortization", "co-design", "balanced pipelines", "purpose"]
@@ -33,7 +34,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "recompilation_share": (0.01, "share of the wall time in repeated compilation"),
     "host_bound": (0.15, "share of the step in which devices are idle while the host launches or runs other code"),
     "host_syncs": (0.15, "share of the step in which devices are idle after the host waited for them"),
-    "straggler": (0.10, "own time of the slowest device beyond the median one, over the step"),
+    "straggler": (STRAGGLER_SHARE, "own time of the slowest device beyond the median one, over the step"),
     "exposed_communication": (0.15, "share of the step in exposed communication, waiting for other devices excluded"),
     "exposed_unsplit": (0.40, "the same where waiting for other devices cannot be separated"),
     "unplanned": (0.05, "bytes of collectives beyond the plan, over all planned bytes"),

@@ -155,11 +155,12 @@ def _grace(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator[
     elif shape.time_s is not None and 4 * grace_s > shape.time_s:
         share = f"{grace_s} s of {format_time(shape.time_s)}"
         yield Finding(False, f"slurm.signal_grace_s reserves {share} for the last save: lower it or increase --time")
-    save_s = count_parameters(config.model).total * STATE_BYTES_PER_PARAMETER / (cluster.storage.write_gb_per_s * 1e9)
+    write_bytes_per_s = cluster.storage.write_bytes_per_s(shape.nodes)
+    save_s = count_parameters(config.model).total * STATE_BYTES_PER_PARAMETER / write_bytes_per_s
     if 2 * save_s > grace_s:
         yield Finding(
             False,
-            f"a save of this model takes about {save_s:.0f} s at {cluster.storage.write_gb_per_s:g} GB/s: slurm.signal_grace_s={grace_s} "
+            f"a save of this model takes about {save_s:.0f} s at {write_bytes_per_s / 1e9:g} GB/s: slurm.signal_grace_s={grace_s} "
             f"is too short (recommended: twice the save)",
         )
 

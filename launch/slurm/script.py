@@ -16,6 +16,7 @@ from ridgeline.launch import exit_codes
 from ridgeline.launch.slurm import container
 from ridgeline.launch.slurm.shape import CPU, JobShape, describe
 from ridgeline.launch.slurm.units import format_time
+from ridgeline.planner.policy import MAX_FAILURES, PAUSE_S, QUICK_S
 from ridgeline.rundir import jobs as places
 from ridgeline.rundir.provenance import NEVER_RECORDED, RECORDED_NAMES, RECORDED_PREFIXES
 
@@ -30,12 +31,6 @@ _PLAIN = re.compile(r"[\w%@+=:,./-]+", re.ASCII)
 COMMENT_COLUMN = 46
 WAIT_S = 120
 """Seconds that the other tasks have to exit and report their error after one has ended, before Slurm kills them."""
-QUICK_S = 600
-"""A start that fails within this time is followed by a pause before the next one."""
-PAUSE_S = 10
-"""Pause after the first failure, three times as long after each further one in a row. The pending job holds no node."""
-MAX_FAILURES = 5
-"""Consecutive failed starts without a new checkpoint after which a job is not requeued."""
 
 
 @dataclass(frozen=True)

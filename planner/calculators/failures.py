@@ -19,12 +19,9 @@ from dataclasses import dataclass
 
 from ridgeline.configs.errors import UserError
 from ridgeline.planner.calculators.checks import count, not_negative, positive
+from ridgeline.planner.failure_catalog import fleets
 
-PUBLISHED_FAILURES_PER_NODE_DAY = {
-    "RSC-1, 2,000 nodes of A100, Kokolis et al., arXiv 2410.21680": 6.5e-3,
-    "Llama 3, 2,048 nodes of H100, arXiv 2407.21783: 466 interruptions in 54 days": 466 / 54 / 2048,
-    "RSC-2, 1,000 nodes of A100, Kokolis et al., arXiv 2410.21680": 2.34e-3,
-}
+PUBLISHED_FAILURES_PER_NODE_DAY = {fleet.title: fleet.per_node_day for fleet in fleets().values()}
 """Published fleet -> failures per node and day. They differ by a factor of 3."""
 FAILURES_PER_NODE_DAY = statistics.median(PUBLISHED_FAILURES_PER_NODE_DAY.values())
 """4.2 per 1,000 node-days."""

@@ -173,6 +173,8 @@ def commands(root: Path) -> list[tuple[str, ...]]:
         ("runs", str(root)),
         ("runs", str(root), "--json", "--sort", "loss"),
         ("scale", "--from", run, "--warmup", "1"),
+        ("checkpoint", "list", run),
+        ("checkpoint", "list", run, "--json"),
     ]
 
 

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.economics import LEAST_INTERVAL_S, estimate_run, state_bytes
+from ridgeline.planner.economics import estimate_run, state_bytes
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layouts import Layout, dividing_nodes
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.planner.plan import make_plan
+from ridgeline.planner.policy import LEAST_INTERVAL_S
 from ridgeline.planner.scaling import WORTHWHILE, ScalePoint, scaling_table, stopping_scale, worth_until
 from ridgeline.planner.search import Limits, search
 from tests.planner.clusters import CALIBRATION, cluster, config
@@ -56,6 +57,16 @@ def test_more_nodes_fail_more_often_and_are_saved_no_less_often(nodes):
     assert many.mtbf_hours < few.mtbf_hours
     assert LEAST_INTERVAL_S <= many.checkpoint_interval_s <= few.checkpoint_interval_s
     assert many.goodput <= few.goodput
+
+
+def test_storage_of_a_scalable_unit_grows_with_the_job_beyond_it():
+    slow = {"read_gb_per_s": 0.1, "write_gb_per_s": 0.05}
+    unit, whole = (cluster(storage=slow | more) for more in ({"nodes": 32}, {}))
+    for nodes, factor in ((1, 1), (32, 1), (48, 1.5), (320, 10)):
+        for rate in ("read_bytes_per_s", "write_bytes_per_s"):
+            assert getattr(unit.storage, rate)(nodes) == pytest.approx(factor * getattr(whole.storage, rate)(nodes))
+    assert run(made=unit, nodes=8) == run(made=whole, nodes=8)
+    assert run(made=unit, nodes=320).goodput > run(made=whole, nodes=320).goodput
 
 
 def test_a_checkpoint_is_parameters_and_moments():

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.trainer.watchdog import USUAL_STEPS, Watchdog
+from ridgeline.planner.policy import USUAL_STEPS
+from ridgeline.trainer.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,76 @@
+"""`ridge checkpoint list | verify RUN`: the checkpoints of a run, and whether they are good. Neither changes anything."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ridgeline.cli.options import FAILED_CHECK, json_option
+from ridgeline.cli.tables import Column, print_json, print_table
+from ridgeline.configs.format import format_bytes, plural
+
+RUN = click.argument("run", type=click.Path(path_type=Path))
+
+
+@click.command("list")
+@RUN
+@json_option
+def list_command(run: Path, as_json: bool) -> None:
+    """List the checkpoints of RUN: complete, incomplete and set aside ones.
+
+    A restart resumes from the newest complete checkpoint, unless it is damaged (`ridge checkpoint verify`).
+    """
+    from ridgeline.rundir.directory import RunDir
+    from ridgeline.trainer.checkpoint.listing import entries
+
+    directory = RunDir.open(run)
+    found = entries(directory.checkpoints)
+    if as_json:
+        print_json({"run": directory.name, "directory": str(directory.checkpoints), "checkpoints": [vars(entry) for entry in found]})
+        return
+    if not found:
+        print(f"{directory.name}: no checkpoints in {directory.checkpoints}")
+        return
+    rows: list[dict[str, Any]] = [
+        vars(entry) | {"note": entry.reason or ("a restart begins here" if entry.resumes else None)} for entry in found
+    ]
+    columns: list[Column | str] = [
+        "step",
+        "state",
+        Column("size_bytes", "size", format_bytes),
+        Column("sealed_s", "sealed", lambda value: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)), ""),
+        Column("finite", "finite", lambda value: "yes" if value else "not verified", ""),
+        Column("note", missing=""),
+    ]
+    print_table(columns, rows, title=f"{directory.name}: {plural(len(found), 'checkpoint')}")
+
+
+@click.command("verify")
+@RUN
+@click.option("--step", type=click.IntRange(min=0), help="Only this step [default: all complete ones].")
+@json_option
+def verify_command(run: Path, step: int | None, as_json: bool) -> int:
+    """Read every file of the complete checkpoints of RUN and compare it with the integrity manifest. Exits with code 1 for damage."""
+    from ridgeline.rundir.directory import RunDir
+    from ridgeline.trainer.checkpoint.listing import entries, verify
+
+    directory = RunDir.open(run)
+    root = directory.checkpoints
+    sizes = {entry.step: entry.size_bytes for entry in entries(root) if entry.state == "complete"}
+    damage = {one: verify(root, one) for one in (sorted(sizes) if step is None else [step])}
+    bad = [one for one, found in damage.items() if found]
+    if as_json:
+        results = [{"step": one, "good": not found, "damage": [vars(item) for item in found]} for one, found in damage.items()]
+        print_json({"run": directory.name, "directory": str(root), "good": not bad, "checkpoints": results})
+        return FAILED_CHECK if bad else 0
+    if not damage:
+        print(f"{directory.name}: no complete checkpoints in {root}")
+    for one, found in damage.items():
+        size = sizes.get(one)
+        print(f"step {one}: {'good' if not found else 'damaged'}{'' if size is None else f' ({format_bytes(size)})'}")
+        for item in found:
+            print(f"  {item}")
+    return FAILED_CHECK if bad else 0

@@ -1,0 +1,145 @@
+"""The result of `ridge simulate`: the campaign with what was chosen, beside the best choices and the config's own saves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ridgeline.planner.campaign import CAUSES, Campaign, Choice, Elastic, Outcome, Tier
+from ridgeline.planner.campaign_inputs import Inputs
+from ridgeline.planner.campaign_search import Best, Objective, Spread, best, least_interval_s, spread
+from ridgeline.planner.campaign_trials import simulate
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user decided; None: the best that the trainer can do."""
+
+    interval_s: float | None = None
+    spares: int | None = None
+    tier: Tier | None = None
+    elastic: Elastic | None = None
+
+    def over(self, base: Choice) -> Choice:
+        """Return the choice with everything else from `base`."""
+        stated = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(base, **stated)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that `ridge simulate` reports."""
+
+    inputs: Inputs
+    chosen: Outcome
+    configured: Outcome | None
+    """With the interval of the config's own saves; None where it is unknown or the config never saves in between."""
+    best_in_trainer: Outcome
+    best: Outcome
+    objective: Objective
+    trials: int
+    seed: int
+
+    @property
+    def campaign(self) -> Campaign:
+        """What was simulated."""
+        return self.inputs.campaign
+
+    @property
+    def days(self) -> Spread:
+        """Wall days."""
+        return spread(self.chosen.days)
+
+    @property
+    def goodput(self) -> Spread:
+        """Steps that count over the wall time."""
+        return spread(self.chosen.goodput)
+
+    @property
+    def usd(self) -> Spread | None:
+        """US dollars; None without a price."""
+        return usd(self.chosen, self.campaign)
+
+    @property
+    def lost_s(self) -> dict[str, float]:
+        """Cause -> seconds, mean over the trials."""
+        return {cause: float(self.chosen.seconds[cause].mean()) for cause in CAUSES}
+
+
+def usd(outcome: Outcome, made: Campaign) -> Spread | None:
+    """Return the cost of an outcome in US dollars; None without a price."""
+    price = made.price_per_device_hour_usd
+    return None if price is None else spread(outcome.usd(price))
+
+
+def make_report(found: Inputs, wanted: Wanted, *, objective: Objective, trials: int, seed: int) -> Report:
+    """Search the best choices and simulate them, what was wanted, and the config's own interval, with the same random numbers."""
+    made = found.campaign
+    searched: Best = best(made, objective=objective, seed=seed)
+    chosen = wanted.over(searched.in_trainer)
+    choices = [chosen, searched.in_trainer, searched.overall]
+    own = found.configured_s
+    if own is not None and math.isfinite(own):
+        choices.append(replace(chosen, interval_s=max(own, least_interval_s(made, chosen.tier))))
+    distinct = list(dict.fromkeys(choices))
+    outcomes = dict(zip(distinct, simulate(made, distinct, trials=trials, seed=seed), strict=True))
+    return Report(
+        inputs=found,
+        chosen=outcomes[chosen],
+        configured=outcomes[choices[3]] if len(choices) > 3 else None,
+        best_in_trainer=outcomes[searched.in_trainer],
+        best=outcomes[searched.overall],
+        objective=objective,
+        trials=trials,
+        seed=seed,
+    )
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON values. p10, p50 and p90 are percentiles of the figure itself: a low goodput goes with many days."""
+    made, chosen, found = report.campaign, report.chosen, report.inputs
+    hours = sum(one.per_hour(made.nodes, made.devices_per_node) for one in made.classes)
+    return {
+        "nodes": made.nodes,
+        "devices": made.nodes * made.devices_per_node,
+        "work_days": made.work_s / 86400,
+        "step_s": found.step_s,
+        "layout": None if found.layout is None else found.layout.layout.text(),
+        "no_layout": found.without or None,
+        "tokens": found.tokens,
+        "trials": report.trials,
+        "seed": report.seed,
+        "mtbf_hours": 1 / hours if hours > 0 else None,
+        "days": vars(report.days),
+        "usd": None if report.usd is None else vars(report.usd),
+        "goodput": vars(report.goodput),
+        "ledger_goodput": vars(spread(chosen.ledger_goodput)),
+        "interruptions": float(chosen.interruptions.mean()),
+        "interruptions_by_kind": {name: float(counts.mean()) for name, counts in chosen.events.items()},
+        "stops": float(chosen.stops.mean()),
+        "lost_s": report.lost_s,
+        "wall_s": float(chosen.ended_s.mean()),
+        "productive_s": float(chosen.seconds["productive"].mean()),
+        "choice": choice_json(chosen, made),
+        "objective": report.objective,
+        "best": choice_json(report.best, made),
+        "best_in_trainer": choice_json(report.best_in_trainer, made),
+        "configured": None if report.configured is None else choice_json(report.configured, made),
+        "failures_per_component_hour": {one.name: one.per_component_hour for one in made.classes},
+    }
+
+
+def choice_json(outcome: Outcome, made: Campaign) -> dict[str, Any]:
+    """Return a choice (`interval` in seconds) and what comes of it."""
+    choice, money = outcome.choice, usd(outcome, made)
+    return {
+        "interval": choice.interval_s,
+        "tier": choice.tier,
+        "spares": choice.spares,
+        "policy": choice.elastic,
+        "in_trainer": choice.in_trainer,
+        "days": vars(spread(outcome.days)),
+        "goodput": vars(spread(outcome.goodput)),
+        "usd": None if money is None else vars(money),
+    }
