@@ -27,6 +27,18 @@ def config_arguments(function: Function) -> Function:
     return click.argument("config", metavar="CONFIG", shell_complete=complete_config)(function)
 
 
+def mesh_argument(function: Function) -> Function:
+    """Add the argument `[mesh.AXIS=SIZE]...` as the parameter `overrides`."""
+    return click.argument("overrides", nargs=-1, metavar="[mesh.AXIS=SIZE]...", shell_complete=complete_mesh)(function)
+
+
+def complete_mesh(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the mesh axes that begin with what was typed."""
+    from ridgeline.configs.schema import MESH_AXES
+
+    return [CompletionItem(f"mesh.{axis}=") for axis in MESH_AXES if f"mesh.{axis}".startswith(incomplete)]
+
+
 def complete_key(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the config keys that begin with what was typed."""
     from ridgeline.configs.fields import schema_keys

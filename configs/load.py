@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as Environment
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,19 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, environment: Enviro
 def from_resolved(path: str | Path) -> Config:
     """Read a resolved config, such as config.yaml of a run directory, without bases, family defaults or interpolation."""
     return _validated(read_file(Path(path)))
+
+
+def override_mesh(config: Config, overrides: Sequence[str]) -> Config:
+    """Return the config with overrides `mesh.KEY=VALUE` of its mesh. Raises UserError for other keys and values that are not valid."""
+    tree = apply_overrides(Mapping({}, DEFAULT, {}), tuple(overrides))
+    changed = plain(tree)
+    if other := [key for key in changed if key != "mesh"]:
+        raise UserError(f"{source_of(tree, (other[0],))}: only keys of `mesh` can be changed for a trained model, such as mesh.fsdp=8")
+    mesh, keys = _validated(tree).mesh, changed.get("mesh", {})
+    update = {key: getattr(mesh, key) for key in keys}
+    if "rules" in keys:
+        update["rules"] = {**config.mesh.rules, **mesh.rules}
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update=update)})
 
 
 def resolve(tree: Mapping, environment: Environment[str, str]) -> Resolved:

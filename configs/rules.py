@@ -88,6 +88,13 @@ def fit_devices(config: Config, num_devices: int) -> Config:
     raise AssertionError("one device always fits")
 
 
+def place_on_devices(config: Config, num_devices: int) -> Config:
+    """Return the config with its own mesh on `num_devices` devices or, where it names no rest (-1), on fewer. Raises UserError."""
+    named = math.prod(config.mesh.sizes.values())
+    sizes = check_devices(config, named if 1 <= named <= num_devices else num_devices)
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -489,6 +496,22 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         yield Problem(
             ("evaluation.every", "evaluation.sets"), "there is no set to evaluate; add one to evaluation.sets, or set evaluation.every=0"
         )
+    tasks, samples = evaluation.tasks, evaluation.samples
+    if tasks.every and not tasks.names:
+        yield Problem(("evaluation.tasks.every", "evaluation.tasks.names"), "there is no task; add one to evaluation.tasks.names, or set 0")
+    if samples.every and not samples.wanted:
+        yield Problem(
+            ("evaluation.samples.every", "evaluation.samples.prompts"),
+            "there is no prompt; add one to evaluation.samples.prompts, or set 0",
+        )
+    if samples.top_p is not None and samples.top_p > 1:
+        yield Problem(("evaluation.samples.top_p",), f"must be at most 1, got {samples.top_p}")
+    for axis in ("pipeline", "context") if tasks.names or samples.wanted else ():
+        if (size := config.mesh.sizes[axis]) != 1:
+            key = (
+                "evaluation.tasks.names" if tasks.names else "evaluation.samples.prompts" if samples.prompts else "evaluation.samples.file"
+            )
+            yield Problem((f"mesh.{axis}", key), f"{key} do not go with mesh.{axis}={size}; remove them, or set mesh.{axis}=1")
     first: dict[str, str] = {}
     for name, path in evaluation.sets.items():
         if str(path) in first:

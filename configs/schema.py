@@ -423,8 +423,51 @@ class DataConfig(Section):
     """Number of batches prepared ahead."""
 
 
+class TasksConfig(Section):
+    """Tasks of lm-evaluation-harness during training (extra `eval`)."""
+
+    names: list[str] = []
+    """Tasks or groups of the harness, or of `directory`."""
+    directory: LocalPath | None = env_allowed(default=None)
+    """Directory with task files of your own."""
+    every: NonNegativeInt = 0
+    """Steps between evaluations on the tasks; 0: only at the end."""
+    limit: PositiveInt | None = None
+    """Samples per task; null: all."""
+    batch_size: PositiveInt = 32
+    """Rows at a time, rounded up to fit the mesh."""
+
+
+class SamplesConfig(Section):
+    """Texts that the model samples during training, written to TensorBoard and to events.jsonl."""
+
+    prompts: list[str] = []
+    """Texts to continue; an empty text is the start of a document."""
+    file: LocalPath | None = env_allowed(default=None)
+    """File of further prompts, as `ridge generate --prompts` reads it."""
+    every: NonNegativeInt = 0
+    """Steps between samples; 0: only at the end."""
+    chat: bool = False
+    """Write each prompt with the chat template of the tokenizer, as a message of the user."""
+    max_tokens: PositiveInt = 64
+    """Largest number of new tokens of a sample."""
+    temperature: NonNegativeFloat = 0.8
+    """0: always the most likely token."""
+    top_k: PositiveInt | None = None
+    """Sample from the k most likely tokens; null: all."""
+    top_p: PositiveFloat | None = None
+    """Sample from the most likely tokens whose probabilities sum to this value; null: all."""
+    seed: NonNegativeInt = 0
+    """Seed of the samples, the same at each step."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are prompts."""
+        return bool(self.prompts) or self.file is not None
+
+
 class EvaluationConfig(Section):
-    """Evaluation on held-out corpora."""
+    """Evaluation on held-out corpora, on tasks, and by samples."""
 
     sets: dict[Name, LocalPath] = env_allowed(default={})
     """Name of each evaluation set to the directory of its prepared corpus."""
@@ -434,6 +477,8 @@ class EvaluationConfig(Section):
     """Rows per evaluation step, over all devices; null: data.batch_size / trainer.accumulation."""
     max_batches: PositiveInt | None = None
     """Most batches per set in an evaluation during training; null: the whole set. The final evaluation always uses the whole set."""
+    tasks: TasksConfig = TasksConfig()
+    samples: SamplesConfig = SamplesConfig()
 
 
 class OptimizerConfig(Section):

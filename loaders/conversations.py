@@ -93,7 +93,7 @@ def conversation_from_record(record: Mapping[str, Any], source: Place) -> Conver
 def _conversation(record: Mapping[str, Any], source: Place) -> Conversation:
     first = 0
     if "messages" in record:
-        messages = _messages(record["messages"], "messages")
+        messages = checked_messages(record["messages"], "messages")
     elif "conversations" in record:
         messages = _sharegpt(record["conversations"])
     elif "instruction" in record and "output" in record:
@@ -171,13 +171,14 @@ def _tools(value: Any) -> list[Any] | None:
 def _turns(value: Any, name: str, role: str) -> Messages:
     """Return the messages of a field that is one text of a role, or a list of messages."""
     if not isinstance(value, str):
-        return _messages(value, name)
+        return checked_messages(value, name)
     if not value:
         raise _Refused(f"field '{name}' is empty")
     return [{"role": role, "content": value}]
 
 
-def _messages(value: Any, name: str) -> Messages:
+def checked_messages(value: Any, name: str) -> Messages:
+    """Return a list of messages as templates read it. `name`: of the field, for messages. Raises ValueError."""
     if not isinstance(value, list) or not value:
         raise _Refused(f"field '{name}' is not a non-empty list")
     return [_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
@@ -219,7 +220,7 @@ def _sharegpt(value: Any) -> Messages:
     if not isinstance(value, list) or not value:
         raise _Refused("field 'conversations' is not a non-empty list")
     if all(isinstance(turn, Mapping) and "role" in turn for turn in value):
-        return _messages(value, "conversations")
+        return checked_messages(value, "conversations")
     messages: Messages = []
     for index, turn in enumerate(value):
         sender, text = (turn.get("from"), turn.get("value")) if isinstance(turn, Mapping) else (None, None)

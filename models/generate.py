@@ -1,16 +1,14 @@
 """Generation: prefill, then one token at a time with a key/value cache.
 
-A token's slot in the cache is its position, so prompts of different lengths share a batch padded on the right. A query attends only to
-slots up to its own position: slots after a row's end are masked, and overwritten as the row grows.
+One compiled program: a pass over all prompts (models/kv_cache.py), and a loop on the devices that ends when every row has ended.
 
-Legend: L layers, B batch, T tokens per pass, S cache slots, N query heads, K key/value heads, G = N / K, H head width, V vocabulary,
-M generated tokens, E end-of-sequence ids.
+Legend: B batch, T tokens of the prompts, S cache slots, D embed width, V vocabulary, M generated tokens, E end-of-sequence ids.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,13 +19,15 @@ import numpy as np
 from flax import nnx
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import Config
-from ridgeline.models.attention.masks import soft_cap
-from ridgeline.models.decoder import Decoder, num_layers_of
+from ridgeline.configs.schema import Config, ModelConfig
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.kv_cache import Cache, extend, prefill, slot_positions
 
 _SLOTS_MULTIPLE = 64
 """Prompts and caches are padded to a multiple of this, so that similar lengths share a compiled program."""
 
+BATCH_SIZE = 32
+"""Prompts at a time by default."""
 ANY_BATCH = math.lcm(*range(1, 33))
 """A batch size that every mesh of up to 32 row shards divides."""
 
@@ -62,90 +62,25 @@ class Generation:
 
 
 def generation_config(config: Config) -> Config:
-    """Return the config that decodes a token at a time: no dim is sharded along the sequence, and any batch fits (`generate` pads it)."""
-    rules = {**config.mesh.rules, "residual_seq": []}
+    """Return the config that decodes a token at a time: no dim is sharded along the sequence, and any batch fits (`generate` pads it).
+
+    Devices of `pipeline` and `context` become devices of `fsdp`. No row depends on the others: experts drop no tokens, and matmuls have
+    the compute dtype, without scales per tensor.
+    """
+    mesh, rules = config.mesh, {**config.mesh.rules, "residual_seq": []}
+    fsdp = mesh.fsdp if -1 in (mesh.fsdp, mesh.pipeline, mesh.context) else mesh.fsdp * mesh.pipeline * mesh.context
+    fsdp = -1 if -1 in (mesh.pipeline, mesh.context) else fsdp
+    experts = config.compute.experts.model_copy(update={"capacity_factor": None})
+    attention = config.compute.attention.model_copy(update={"backend": "auto"})  # of these devices, not of those of the run
     changes = {
-        "mesh": config.mesh.model_copy(update={"rules": rules}),
-        "compute": config.compute.model_copy(update={"tensor_overlap": "gather"}),
+        "mesh": mesh.model_copy(update={"rules": rules, "fsdp": fsdp, "pipeline": 1, "context": 1, "pipeline_chunks": 1}),
+        "compute": config.compute.model_copy(update={"tensor_overlap": "gather", "experts": experts, "attention": attention}),
+        "precision": config.precision.model_copy(update={"matmul": "compute"}),
         "data": config.data.model_copy(update={"batch_size": ANY_BATCH}),
         "trainer": config.trainer.model_copy(update={"accumulation": 1}),
         "evaluation": config.evaluation.model_copy(update={"batch_size": None}),
     }
     return config.model_copy(update=changes)
-
-
-class Cache(NamedTuple):
-    """Keys and values of all layers, in the compute dtype."""
-
-    key_LBSKH: jax.Array
-    value_LBSKH: jax.Array
-
-
-def init_cache(decoder: Decoder, batch: int, slots: int) -> Cache:
-    """Return an empty cache for `slots` positions."""
-    model = decoder.model
-    shape, dtype = (model.num_layers, batch, slots, model.kv_heads), decoder.execution.matmul.compute_dtype
-    return Cache(jnp.zeros((*shape, model.head_width), dtype), jnp.zeros((*shape, model.value_width), dtype))
-
-
-def advance(decoder: Decoder, cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Cache]:
-    """Run new tokens through the decoder, attending to the cache and to themselves.
-
-    Returns the final-normed hidden states [B, T, D] and the cache with the new keys and values.
-    """
-    model, tables = decoder.model, [decoder.rotary(positions_BT, windowed=windowed) for windowed in (False, True)]
-
-    def block(structure: Any, x_BTD: jax.Array, layer: tuple[Any, Cache, jax.Array]) -> tuple[jax.Array, Cache]:
-        parameters, old, windowed = layer
-        rotary = jax.tree.map(lambda full, local: jnp.where(windowed, local, full), *tables)
-        window = None if model.sliding_window is None else jnp.where(windowed, model.sliding_window, old.key_LBSKH.shape[1])
-        updated: list[Cache] = []
-
-        def attend_with(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
-            rows = jnp.arange(q_BTNH.shape[0])[:, None]
-            updated.append(Cache(*(kept.at[rows, positions_BT].set(new) for kept, new in zip(old, (k_BTKH, v_BTKH), strict=True))))
-            return _attend_to_cache(q_BTNH, updated[0], positions_BT, window, model.attention_softcap, sinks_N)
-
-        x_BTD = nnx.merge(structure, parameters)(x_BTD, rotary, None, attend_with)
-        return x_BTD, updated[0]
-
-    x_BTD, layer = decoder.embed(tokens_BT, positions_BT), 0
-    windowed_L = jnp.array([model.windowed(layer) for layer in range(model.num_layers)])
-    caches: list[Cache] = []
-    for blocks in decoder.stacks:
-        structure, stacked = nnx.split(blocks)
-        end = layer + num_layers_of(blocks)
-        of_stack = jax.tree.map(lambda kept, start=layer, end=end: kept[start:end], (cache, windowed_L))
-        x_BTD, new = jax.lax.scan(partial(block, structure), x_BTD, (stacked, *of_stack))
-        caches, layer = [*caches, new], end
-    return decoder.normalize(x_BTD), jax.tree.map(lambda *each: each[0] if len(each) == 1 else jnp.concatenate(each), *caches)
-
-
-def _attend_to_cache(
-    q_BTNH: jax.Array,
-    cache: Cache,
-    positions_BT: jax.Array,
-    window: jax.Array | None,
-    softcap: float | None,
-    sinks_N: jax.Array | None,
-) -> jax.Array:
-    """Attend to the slots up to each query's position; softmax in float32. `cache` is that of one layer, [B, S, K, H]."""
-    batch, length, _, width = q_BTNH.shape
-    key_BSKH, value_BSKH = cache
-    q_BTKGH = q_BTNH.reshape(batch, length, key_BSKH.shape[2], -1, width)
-    scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, key_BSKH, preferred_element_type=jnp.float32) * width**-0.5
-    scores_BKGTS = soft_cap(scores_BKGTS, softcap)
-    distance_BTS = positions_BT[:, :, None] - jnp.arange(key_BSKH.shape[1])
-    visible_BTS = distance_BTS >= 0
-    if window is not None:
-        visible_BTS &= distance_BTS < window
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    if sinks_N is not None:
-        sinks_BKGT1 = jnp.broadcast_to(sinks_N.reshape(*scores_BKGTS.shape[1:3], 1, 1), (*scores_BKGTS.shape[:4], 1))
-        scores_BKGTS = jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)[..., : key_BSKH.shape[1]]
-    context_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(value_BSKH.dtype), value_BSKH)
-    return context_BTKGH.reshape(*q_BTNH.shape[:3], -1)
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
@@ -174,32 +109,52 @@ def generate(
     sampling: Sampling | None = None,
     eos_ids: Sequence[int] = (),
     seed: int = 0,
+    batch_size: int = BATCH_SIZE,
+    on_batch: Callable[[], object] = lambda: None,
+    cast_once: bool = True,
 ) -> list[Generation]:
-    """Generate up to `max_tokens` tokens per prompt, or up to the first of `eos_ids`.
+    """Generate up to `max_tokens` tokens per prompt, or up to the first of `eos_ids`; `batch_size` prompts at a time, in their order.
 
-    The samples of a prompt depend on the seed and its index, not on the other prompts.
+    on_batch: called after each batch. cast_once: keep a copy of the matrices in the compute dtype, which is faster. The samples of a prompt
+    depend on the seed and its index, not on the other prompts. Called in every process of the mesh.
     Raises UserError for an empty prompt, an id outside the vocabulary, and a length above model.max_seq_len.
     """
-    _check(decoder, prompts, max_tokens)
+    check_prompts(decoder.model, prompts, max_tokens)
+    if batch_size < 1:
+        raise UserError(f"the batch size must be at least 1, got {batch_size}")
     if not prompts:
         return []
-    longest = max(map(len, prompts))
-    prompt_slots = -(-longest // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE
-    slots = max(prompt_slots, -(-(longest + max_tokens) // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE)
-    shards = decoder.execution.partitioner.axis_size("batch")
-    rows = -(-len(prompts) // shards) * shards  # further rows repeat the last prompt
-    padded = [prompts[min(row, len(prompts) - 1)] for row in range(rows)]
-    tokens_BT = np.zeros((rows, prompt_slots), np.int32)
-    for row, prompt in enumerate(padded):
-        tokens_BT[row, : len(prompt)] = prompt
-    lengths_B = np.array([len(prompt) for prompt in padded], np.int32)
+    shards, prompt_slots = decoder.execution.partitioner.axis_size("batch"), _slots(max(map(len, prompts)))
+    rows = -(-min(batch_size, len(prompts)) // shards) * shards
     graphdef, state = nnx.split(decoder)
-    run = partial(_generate, graphdef, slots, max_tokens, sampling or Sampling())
-    eos_E = jnp.asarray(sorted(eos_ids), jnp.int32)
-    tokens_BM, counts_B, ended_B = jax.device_get(run(state, jnp.asarray(tokens_BT), jnp.asarray(lengths_B), eos_E, jax.random.key(seed)))
-    found = zip(tokens_BM, counts_B, ended_B, strict=True)
-    made = [Generation([int(token) for token in row[:count]], "eos" if ended else "length") for row, count, ended in found]
+    slots = prompt_slots + _slots(max_tokens)
+    run = partial(generate_rows, graphdef, slots, max_tokens, sampling or Sampling(), cast_once, state)
+    eos_E, made = np.array(sorted(eos_ids), np.int32), list[Generation]()
+    for first in range(0, len(prompts), rows):
+        index_B = np.minimum(np.arange(first, first + rows, dtype=np.int32), len(prompts) - 1)  # further rows repeat the last prompt
+        lengths_B = np.array([len(prompts[index]) for index in index_B], np.int32)
+        tokens_BT = np.zeros((rows, prompt_slots), np.int32)
+        for row, index in enumerate(index_B):
+            tokens_BT[row, : lengths_B[row]] = prompts[index]
+        found = zip(*jax.device_get(run(tokens_BT, lengths_B, index_B, eos_E, np.uint32(seed))), strict=True)
+        on_batch()
+        made += [Generation([int(token) for token in row[:count]], "eos" if ended else "length") for row, count, ended in found]
     return made[: len(prompts)]
+
+
+def _slots(tokens: int) -> int:
+    return -(-tokens // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE
+
+
+def _cast(state: nnx.State, dtype: jnp.dtype) -> nnx.State:
+    """Cast the matrices that every step casts, once before the loop: a step then reads fewer bytes. The results are the same."""
+
+    def one(leaf: Any) -> Any:
+        axes = leaf.get_metadata().get("axes") or ()
+        matrix = {"embed", "expert_embed"} & set(axes) and "router" not in axes
+        return leaf.replace(leaf.get_raw_value().astype(dtype)) if matrix else leaf
+
+    return jax.tree.map(one, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 class _Progress(NamedTuple):
@@ -214,22 +169,36 @@ class _Progress(NamedTuple):
     ended_B: jax.Array
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _generate(
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def generate_rows(
     graphdef: Any,
     slots: int,
     max_tokens: int,
     sampling: Sampling,
+    cast_once: bool,
     state: Any,
     tokens_BT: jax.Array,
     lengths_B: jax.Array,
+    index_B: jax.Array,
     eos_E: jax.Array,
-    key: jax.Array,
+    seed: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (tokens [B, M], number of valid tokens [B], whether the row ended with an end-of-sequence token [B])."""
+    """Return (tokens [B, M], number of valid tokens [B], whether the row ended with an end-of-sequence token [B]), replicated.
+
+    Args:
+      graphdef, state: of the decoder.
+      slots: of the cache: those of the prompts (T) and of the new tokens.
+      cast_once: as in `generate`.
+      tokens_BT, lengths_B: the prompts, int32, padded on the right.
+      index_B: number of each prompt, of which its samples depend, int32.
+    """
     decoder = nnx.merge(graphdef, state)
+    if cast_once:
+        decoder = nnx.merge(graphdef, _cast(state, decoder.execution.matmul.compute_dtype))
+    partitioner, key = decoder.execution.partitioner, jax.random.key(seed)
     batch, length = tokens_BT.shape
-    row_keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
+    tokens_BT = partitioner.constrain(tokens_BT, "batch", None)
+    row_keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(index_B)
 
     def choose(x_BD: jax.Array, step: jax.Array) -> jax.Array:
         keys_B = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys_B)
@@ -250,21 +219,25 @@ def _generate(
         return (progress.step < max_tokens) & ~jnp.all(progress.ended_B)
 
     def decode(progress: _Progress) -> _Progress:
-        positions_B1 = (lengths_B + progress.step - 1)[:, None]
-        x_BTD, cache = advance(decoder, progress.cache, progress.last_B[:, None], positions_B1)
-        return take(progress._replace(cache=cache), choose(x_BTD[:, 0], progress.step))
+        done = progress.step - 1  # generated tokens that are in the cache
+        x_BD, cache = extend(decoder, progress.cache, progress.last_B, lengths_B + done, length + done, positions_BS)
+        return take(progress._replace(cache=cache), choose(x_BD, progress.step))
 
-    positions_BT = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
-    x_BTD, cache = advance(decoder, init_cache(decoder, batch, slots), tokens_BT, positions_BT)
+    positions_BS = slot_positions(lengths_B, length, slots)
+    x_BTD, cache = prefill(decoder, tokens_BT, slots)
     last_BD = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
     zeros_B, none_B = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     start = _Progress(jnp.int32(0), cache, zeros_B, jnp.zeros((batch, max_tokens), jnp.int32), zeros_B, none_B)
     progress = jax.lax.while_loop(unfinished, decode, take(start, choose(last_BD, start.step)))
-    return progress.tokens_BM, progress.counts_B, progress.ended_B
+    return (
+        partitioner.constrain(progress.tokens_BM, None, None),
+        partitioner.constrain(progress.counts_B, None),
+        partitioner.constrain(progress.ended_B, None),
+    )
 
 
-def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    model = decoder.model
+def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raise UserError for prompts that cannot be continued by `max_tokens` tokens."""
     if max_tokens < 1:
         raise UserError(f"the number of tokens to generate must be at least 1, got {max_tokens}")
     for number, prompt in enumerate(prompts, start=1):

@@ -32,8 +32,8 @@ class MetricWriter(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of `step`; their names are in `rundir.metrics.METRICS`."""
 
-    def text(self, tag: str, markdown: str) -> None:
-        """Record a Markdown text about the run."""
+    def text(self, tag: str, markdown: str, step: int | None = None) -> None:
+        """Record a Markdown text about the run, or about `step`."""
 
     def flush(self) -> None:
         """Flush everything written so far to disk."""
@@ -62,7 +62,7 @@ class JsonlWriter:
         """Append one line."""
         self._line({"step": step, **metrics})
 
-    def text(self, tag: str, markdown: str) -> None:
+    def text(self, tag: str, markdown: str, step: int | None = None) -> None:
         """Nothing: texts are other files of the run directory."""
 
     def flush(self) -> None:
@@ -95,7 +95,7 @@ class TensorBoardWriter:
     ) -> None:
         self._directory, self._resume_step, self._restart = directory, resume_step, restart
         self._flush_s, self._clock = flush_s, clock
-        self._texts: list[tuple[str, str]] = []
+        self._texts: list[tuple[str, str, int | None]] = []
         self._events: Any = None
         self._files = 0
         self._flushed_s = clock()
@@ -116,8 +116,8 @@ class TensorBoardWriter:
         self._files += 1
         if self._resume_step is not None and self._files == 1:  # readers discard what they have from this step on
             self._add(self._resume_step and self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
-        for tag, markdown in self._texts:
-            self._add_text(tag, markdown)
+        for tag, markdown, step in self._texts:
+            self._add_text(tag, markdown, step)
         self._texts.clear()
 
     @contextlib.contextmanager
@@ -139,10 +139,10 @@ class TensorBoardWriter:
 
         self._events.write_event(Event(wall_time=self._clock(), step=step, **content))
 
-    def _add_text(self, tag: str, markdown: str) -> None:
+    def _add_text(self, tag: str, markdown: str, step: int | None = None) -> None:
         from tensorboardX.summary import text
 
-        self._add(self._resume_step or 0, summary=text(tag, markdown))
+        self._add(self._resume_step or 0 if step is None else step, summary=text(tag, markdown))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step as one record."""
@@ -157,12 +157,13 @@ class TensorBoardWriter:
         if self._clock() - self._flushed_s >= self._flush_s:
             self.flush()
 
-    def text(self, tag: str, markdown: str) -> None:
+    def text(self, tag: str, markdown: str, step: int | None = None) -> None:
         """Write a text for the text page of TensorBoard."""
         if self._events is None:
-            self._texts.append((tag, markdown))
+            self._texts.append((tag, markdown, step))
         else:
-            self._add_text(tag, markdown)
+            with self._new_file_on_failure():
+                self._add_text(tag, markdown, step)
 
     def flush(self) -> None:
         """Write and sync the file."""
@@ -240,9 +241,11 @@ class WandbWriter:
         """Log the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
-    def text(self, tag: str, markdown: str) -> None:
-        """Append the text to the notes of the run; the config is given at the start."""
-        if tag != "config":
+    def text(self, tag: str, markdown: str, step: int | None = None) -> None:
+        """Log the text of a step; append one about the run to its notes. The config is given at the start."""
+        if step is not None:
+            self._run.log({tag: markdown}, step=step)
+        elif tag != "config":
             self._run.notes = f"{self._run.notes or ''}\n\n## {tag}\n{markdown}".strip()
 
     def flush(self) -> None:
@@ -291,9 +294,9 @@ class MultiWriter:
         derived = {name: one.value(values) for name, one in self._derived.items()}
         self._each("write", step, values | {name: float(value) for name, value in derived.items() if value is not None})
 
-    def text(self, tag: str, markdown: str) -> None:
+    def text(self, tag: str, markdown: str, step: int | None = None) -> None:
         """Write to all."""
-        self._each("text", tag, markdown)
+        self._each("text", tag, markdown, step)
 
     def flush(self) -> None:
         """Flush all."""

@@ -1,7 +1,7 @@
 """Ridgeline trains language models on GPU clusters with JAX. The packages are folders at the top of the repository, linked here.
 
-The Python API is ridgeline/api.py: `ridgeline.load_config`, `plan`, `train`, `open_run`, `evaluate` and `generate`. Importing `ridgeline`
-imports neither JAX nor pydantic; the first use of a function does.
+The Python API is ridgeline/api.py: `ridgeline.load_config`, `plan`, `train`, `open_run`, `evaluate`, `evaluate_tasks` and `generate`.
+Importing `ridgeline` imports neither JAX nor pydantic; the first use of a function does.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
         NumericalFailure,
         Plan,
         RunDir,
+        TaskEvaluation,
         TrainingStopped,
         TrainResult,
         UserError,
         evaluate,
+        evaluate_tasks,
         generate,
         load_config,
         open_run,
@@ -42,10 +44,12 @@ __all__ = [
     "NumericalFailure",
     "Plan",
     "RunDir",
+    "TaskEvaluation",
     "TrainResult",
     "TrainingStopped",
     "UserError",
     "evaluate",
+    "evaluate_tasks",
     "generate",
     "load_config",
     "open_run",

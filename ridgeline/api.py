@@ -36,7 +36,9 @@ from ridgeline.trainer.failures import CheckpointError, NumericalFailure
 if TYPE_CHECKING:
     from ridgeline.launch.cluster import Cluster, Joined
     from ridgeline.launch.environment import Setting
+    from ridgeline.loaders.prompts import Prompt
     from ridgeline.trainer.evaluation import ProgressCallback, SetResult
+    from ridgeline.trainer.harness import TaskMetric
 
 hide_unusable_cuda_plugin()
 
@@ -48,10 +50,12 @@ __all__ = [
     "NumericalFailure",
     "Plan",
     "RunDir",
+    "TaskEvaluation",
     "TrainResult",
     "TrainingStopped",
     "UserError",
     "evaluate",
+    "evaluate_tasks",
     "generate",
     "load_config",
     "open_run",
@@ -113,10 +117,25 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class TaskEvaluation:
+    """The result of `evaluate_tasks`."""
+
+    metrics: list[TaskMetric]
+    """Every metric of every task (trainer/harness.py)."""
+    step: int | None
+    """Of the checkpoint; None for a Hugging Face directory."""
+    config_sha256: str | None = None
+    """Digest of the run's config; None for a Hugging Face directory."""
+    devices: str = ""
+    """What computed it, in words."""
+
+
+@dataclass(frozen=True)
 class Generation:
     """One sampled text."""
 
     prompt: str
+    """As given, or as the chat template writes it."""
     text: str
     """The new text, without the prompt."""
     tokens: int
@@ -137,11 +156,15 @@ def load_config(config: str | Path, overrides: Mapping[str, Any] | Iterable[str]
     overrides: {"trainer.steps": 200} or ["trainer.steps=200"].
     Raises UserError, with file and line or override, for every error that can be found without knowing the devices.
     """
+    return load(config, _override_texts(overrides)).config
+
+
+def _override_texts(overrides: Mapping[str, Any] | Iterable[str]) -> list[str]:
     if isinstance(overrides, str):
         raise UserError(f"overrides='{overrides}' must be a mapping or a list of strings, as in ['{overrides}']")
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
-    return load(config, overrides).config
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    return list(overrides)
 
 
 def plan(
@@ -276,38 +299,85 @@ def evaluate(
     step: int | None = None,
     seq_len: int | None = None,
     batch_size: int | None = None,
+    overrides: Mapping[str, Any] | Iterable[str] = (),
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Compute loss, perplexity and bits per byte of a run or a Hugging Face directory on whole prepared corpora.
 
-    It uses all devices that the config's mesh names, or the largest smaller mesh that this process has.
+    The model is sharded over all devices that the config's mesh names, or over the largest smaller mesh that this process has. The mesh
+    of a Hugging Face directory is mesh.fsdp=-1: all devices.
 
     Args:
       model: run directory, or Hugging Face directory.
       sets: name -> directory of a prepared corpus; None: the run's evaluation sets.
       step: checkpoint of the run; None: the newest valid one.
       seq_len: tokens per row; None: the run's; for a Hugging Face model its maximum, up to 2,048.
-      batch_size: rows per step; None: the run's, or 8.
+      batch_size: rows per step, rounded up to a multiple of the devices that share the batch; None: the run's, or 8.
+      overrides: another mesh than the run's, as in `load_config`: {"mesh.tensor": 8, "mesh.fsdp": 1}.
       progress: receives the progress (trainer.evaluation).
 
     Raises UserError: no model or checkpoint, no sets, or a set that does not fit the model.
     """
-    from ridgeline.trainer.evaluation import evaluate_model, evaluation_config, other_beginnings
+    from ridgeline.models.generate import ANY_BATCH
+    from ridgeline.trainer.evaluation import evaluate_model, evaluation_config, evaluation_rows, other_beginnings
     from ridgeline.trainer.pretrained import load_model
 
     def adapt(config: Config) -> Config:
         _use_virtual_devices(config)
         own = config.data.seq_len if (Path(model) / CONFIG_FILE).is_file() else min(config.model.max_seq_len, LARGEST_HF_SEQ_LEN)
-        return evaluation_config(config, seq_len=seq_len or own, batch_size=batch_size)
+        return evaluation_config(config, seq_len=seq_len or own, rows=ANY_BATCH)
 
-    loaded = load_model(Path(model), step=step, adapt=adapt)
+    loaded = load_model(Path(model), step=step, adapt=adapt, mesh=_override_texts(overrides))
+    shards, rows = loaded.partitioner.axis_size("batch"), batch_size or evaluation_rows(loaded.source.config)
+    config = evaluation_config(loaded.config, seq_len=loaded.config.data.seq_len, rows=-(-rows // shards) * shards)
     wanted = {name: Path(path) for name, path in (sets or {}).items()} or loaded.config.evaluation.sets
     if not wanted:
         raise UserError(f"{model} has no evaluation sets; name some: --set NAME=DIR, or evaluate(model, {{NAME: DIR}})")
     tokenizer = loaded.source.tokenizer
-    results = evaluate_model(loaded.config, loaded.spec, loaded.partitioner, loaded.params, wanted, tokenizer=tokenizer, progress=progress)
+    results = evaluate_model(config, loaded.spec, loaded.partitioner, loaded.params, wanted, tokenizer=tokenizer, progress=progress)
     notes = tuple(other_beginnings(tokenizer, wanted))
     return Evaluation(results, loaded.step, loaded.source.config_sha256, loaded.devices, notes)
+
+
+def evaluate_tasks(
+    model: str | Path,
+    tasks: Sequence[str],
+    *,
+    tasks_dir: str | Path | None = None,
+    limit: int | None = None,
+    step: int | None = None,
+    batch_size: int | None = None,
+    overrides: Mapping[str, Any] | Iterable[str] = (),
+) -> TaskEvaluation:
+    """Evaluate a run or a Hugging Face directory on tasks of lm-evaluation-harness (extra `eval`), on the devices of `generate`.
+
+    Args:
+      model: run directory, or Hugging Face directory.
+      tasks: names of tasks or groups of the harness.
+      tasks_dir: directory with task files of your own.
+      limit: samples per task; None: all.
+      step: checkpoint of the run; None: the newest valid one.
+      batch_size: rows at a time; None: 32.
+      overrides: another mesh than the run's, as in `evaluate`.
+
+    Raises UserError: no harness, an unknown task, data that cannot be loaded, no model, checkpoint or tokenizer.
+    """
+    from ridgeline.models.generate import BATCH_SIZE, generation_config
+    from ridgeline.trainer.harness import HarnessModel, Tasks
+    from ridgeline.trainer.pretrained import load_model
+
+    if isinstance(tasks, str):
+        raise UserError("tasks must be a list of strings")
+
+    def adapt(config: Config) -> Config:
+        _use_virtual_devices(config)
+        return generation_config(config)
+
+    wanted = Tasks(tasks, None if tasks_dir is None else Path(tasks_dir))
+    loaded = load_model(Path(model), step=step, adapt=adapt, mesh=_override_texts(overrides))
+    rows = BATCH_SIZE if batch_size is None else batch_size
+    metrics = wanted.evaluate(HarnessModel(loaded.decoder, loaded.tokenizer, loaded.eos_ids, rows), limit)
+    return TaskEvaluation(metrics, loaded.step, loaded.source.config_sha256, loaded.devices)
 
 
 def _use_virtual_devices(config: Config) -> None:
@@ -321,33 +391,42 @@ def _use_virtual_devices(config: Config) -> None:
 
 def generate(
     model: str | Path,
-    prompts: Sequence[str] = ("",),
+    prompts: Sequence[Prompt] = ("",),
     *,
+    chat: bool = False,
     max_tokens: int | None = None,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
     step: int | None = None,
+    batch_size: int | None = None,
+    overrides: Mapping[str, Any] | Iterable[str] = (),
 ) -> list[Generation]:
     """Sample a continuation of each prompt from a run or a Hugging Face directory, on the devices that `evaluate` would use.
 
+    Devices of mesh.pipeline and mesh.context become devices of mesh.fsdp.
+
     Args:
       model: run directory, or Hugging Face directory.
-      prompts: texts to continue; "": the start of a document.
+      prompts: texts to continue; "": the start of a document. With `chat` also conversations: lists of {"role": ..., "content": ...}.
+      chat: write each prompt with the tokenizer's chat template; a text is one message of the user.
       max_tokens: largest number of new tokens; None: 200, or what the model's length allows.
       temperature: 0: always the most likely token.
       top_k, top_p: sample from the k most likely tokens; from the most likely tokens whose probabilities sum to p.
       seed: random seed, 0 to 2**32 - 1.
       step: checkpoint of the run; None: the newest valid one.
+      batch_size: prompts at a time; None: 32.
+      overrides: another mesh than the run's, as in `evaluate`.
 
-    Raises UserError: no model, checkpoint or tokenizer, or a value out of its range.
+    Raises UserError: no model, checkpoint, tokenizer or chat template, or a value out of its range.
     """
     if not 0 <= seed < 2**32:
         raise UserError(f"seed {seed} must be in 0..{2**32 - 1}")
     if isinstance(prompts, str):
         raise UserError("prompts must be a list of strings")
-    from ridgeline.models.generate import Sampling, generation_config
+    from ridgeline.loaders.prompts import encode_prompts
+    from ridgeline.models.generate import BATCH_SIZE, Sampling, generation_config
     from ridgeline.models.generate import generate as sample
     from ridgeline.trainer.pretrained import load_model
 
@@ -357,20 +436,21 @@ def generate(
         _use_virtual_devices(config)
         return generation_config(config)
 
-    loaded = load_model(Path(model), step=step, adapt=adapt)
+    loaded = load_model(Path(model), step=step, adapt=adapt, mesh=_override_texts(overrides))
     tokenizer = loaded.tokenizer
-    encoded = [[*tokenizer.prefix, *ids] or [tokenizer.bos_id] for ids in tokenizer.encode_batch(prompts)]
-    room = loaded.model.max_seq_len - max(map(len, encoded), default=0)
+    encoded = encode_prompts(prompts, tokenizer, loaded.source.tokenizer_dir, chat=chat)
+    room = loaded.model.max_seq_len - max((len(prompt.ids) for prompt in encoded), default=0)
     results = sample(
         loaded.decoder,
-        encoded,
+        [prompt.ids for prompt in encoded],
         max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)) if max_tokens is None else max_tokens,
         sampling=sampling,
         eos_ids=loaded.eos_ids,
         seed=seed,
+        batch_size=BATCH_SIZE if batch_size is None else batch_size,
     )
     made_with = (loaded.step, loaded.source.config_sha256, loaded.devices)
     return [
-        Generation(text, tokenizer.decode(result.tokens), len(result.tokens), result.stopped_by, *made_with)
-        for text, result in zip(prompts, results, strict=True)
+        Generation(prompt.text, tokenizer.decode(result.tokens), len(result.tokens), result.stopped_by, *made_with)
+        for prompt, result in zip(encoded, results, strict=True)
     ]

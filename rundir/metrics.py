@@ -113,10 +113,16 @@ METRICS: dict[str, Metric] = {
     "eval/<set>/accuracy": Metric("fraction", "Target tokens of the set that the model predicted (largest logit)."),
     "eval/<set>/tokens": Metric("tokens", "Target tokens evaluated."),
     "eval/<set>/duration_s": Metric("s", "Time the evaluation of the set took."),
+    "task/<task>/<metric>": Metric("-", "Metric of a task of lm-evaluation-harness; behind its name the filter, where the task has one."),
+    "task/<task>/<metric>_stderr": Metric("-", "Standard error of that metric, where the harness has one."),
+    "samples/tokens": Metric("tokens", "Mean number of new tokens of the samples (evaluation.samples)."),
+    "samples/ended": Metric("fraction", "Samples that ended with an end-of-sequence token."),
+    "samples/duration_s": Metric("s", "Time the samples took."),
 }
 """All metric names with unit and meaning. docs/METRICS.md is generated from it; writers reject other names."""
 
 _SET_NAME = re.compile(r"^eval/[^/]+/")
+_TASK_NAME = re.compile(r"^task/[^/]+/.+?(?P<error>_stderr)?$")
 
 
 def derived_metric(name: str) -> DerivedMetric:
@@ -125,8 +131,10 @@ def derived_metric(name: str) -> DerivedMetric:
 
 
 def metric(name: str) -> Metric:
-    """Return the row of a metric name; `eval/<any set>/x` is `eval/<set>/x`. An unknown name is a bug in the caller."""
+    """Return the row of a metric name; `eval/<any set>/x` is `eval/<set>/x`, and so for tasks. An unknown name is a bug in the caller."""
     row = METRICS.get(name) or METRICS.get(_SET_NAME.sub("eval/<set>/", name))
+    if task := _TASK_NAME.match(name):
+        row = METRICS[f"task/<task>/<metric>{task['error'] or ''}"]
     if row is None and name in plugins.names("metrics"):
         derived = derived_metric(name)
         return Metric(derived.unit, derived.description)

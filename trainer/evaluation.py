@@ -186,14 +186,13 @@ def evaluate_model(
     return results
 
 
-def evaluation_config(config: Config, *, seq_len: int, batch_size: int | None) -> Config:
-    """Return the config of an evaluation outside a run: rows of `seq_len` tokens, `batch_size` of them at a time (None: as in the run).
+def evaluation_config(config: Config, *, seq_len: int, rows: int) -> Config:
+    """Return the config of an evaluation outside a run: `rows` rows of `seq_len` tokens at a time.
 
     Raises UserError for rows longer than the model allows.
     """
     if seq_len > config.model.max_seq_len:
         raise UserError(f"rows of {seq_len} tokens are longer than model.max_seq_len={config.model.max_seq_len}")
-    rows = batch_size or evaluation_rows(config)
     changes = {
         "data": config.data.model_copy(update={"seq_len": seq_len, "batch_size": rows}),
         "evaluation": config.evaluation.model_copy(update={"batch_size": rows}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.foreign import read_object, shortened
-from ridgeline.configs.load import from_resolved
-from ridgeline.configs.rules import fit_devices
+from ridgeline.configs.load import from_resolved, override_mesh
+from ridgeline.configs.rules import fit_devices, place_on_devices
 from ridgeline.configs.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 from ridgeline.loaders.hf_files import GENERATION_CONFIG, copy_files, left_behind
 from ridgeline.loaders.manifest import check_same_tokenizer
@@ -258,14 +258,17 @@ class LoadedModel:
 
     @property
     def devices(self) -> str:
-        """The devices in words, and how many of those the config's mesh names."""
+        """The devices in words, and how many the config's mesh names, or are present, where that is more."""
         mesh = self.partitioner.mesh
         device, size = mesh.devices.flat[0], mesh.size
         used = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         wanted = math.prod(self.source.config.mesh.sizes.values())
         kind = device.device_kind if device.platform != "cpu" else "CPU"
         text = f"{size} {kind} device{'s' if size > 1 else ''}" + (f" (mesh {used})" if used else "")
-        return text + (f" of the {wanted} that the config's mesh names" if wanted > size else "")
+        if wanted > size:
+            return text + f" of the {wanted} that the config's mesh names"
+        present = len(jax.local_devices())
+        return text + (f" of {present}" if present > size else "")
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -283,29 +286,51 @@ class LoadedModel:
     @property
     def eos_ids(self) -> list[int]:
         """All ids that end a text: of the tokenizer, generation_config.json and config.json. Raises UserError for one that is no id."""
-        directory = self.source.tokenizer_dir
-        files = [] if directory is None else [directory / GENERATION_CONFIG, directory / CONFIG_NAME]
-        ids: set[int] = {self.tokenizer.eos_id}
-        for file in files:
-            declared = read_object(file).get("eos_token_id") if file.is_file() else None
-            listed = declared if isinstance(declared, list) else [] if declared is None else [declared]
-            if not all(isinstance(one, int) for one in listed):
-                raise UserError(f"{file}: 'eos_token_id' must be an id or a list of ids, got {shortened(declared)}")
-            ids |= set(listed)
-        return sorted(i for i in ids if 0 <= i < self.model.vocab_size)
+        return ending_ids(self.tokenizer, self.source.tokenizer_dir, self.model.vocab_size)
 
 
-def load_model(path: Path, *, step: int | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> LoadedModel:
-    """Load the newest good checkpoint of a run (or `step`), or a Hugging Face directory.
+def ending_ids(tokenizer: Tokenizer, directory: Path | None, vocab_size: int) -> list[int]:
+    """Return the ids that end a text: of the tokenizer, and of generation_config.json and config.json in its directory.
+
+    Raises UserError for one that is no id.
+    """
+    files = [] if directory is None else [directory / GENERATION_CONFIG, directory / CONFIG_NAME]
+    ids: set[int] = {tokenizer.eos_id}
+    for file in files:
+        declared = read_object(file).get("eos_token_id") if file.is_file() else None
+        listed = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        if not all(isinstance(one, int) for one in listed):
+            raise UserError(f"{file}: 'eos_token_id' must be an id or a list of ids, got {shortened(declared)}")
+        ids |= set(listed)
+    return sorted(i for i in ids if 0 <= i < vocab_size)
+
+
+def _with_even_vocabulary(config: Config) -> Config:
+    """Return the config with its vocabulary padded to a multiple of mesh.tensor, which shards it."""
+    rows, tensor = config.model.padded_vocab_size, max(1, config.mesh.tensor)
+    padded = -(-rows // tensor) * tensor
+    return config if padded == rows else config.model_copy(update={"model": config.model.model_copy(update={"pad_vocab_to": padded})})
+
+
+def load_model(
+    path: Path,
+    *,
+    step: int | None = None,
+    adapt: Callable[[Config], Config] = lambda config: config,
+    mesh: Sequence[str] = (),
+) -> LoadedModel:
+    """Load the newest good checkpoint of a run (or `step`), or a Hugging Face directory, without a whole copy on any device.
 
     It is sharded over all devices that the config's mesh names, or over the largest smaller mesh that this process has.
-    adapt: changes the config before that, such as its batch.
-    Raises UserError: no model at `path`, no good checkpoint, or damaged or unknown weights.
+    adapt: changes the config before that, such as its batch; mesh: overrides `mesh.KEY=VALUE`, which must fit the devices.
+    Raises UserError: no model at `path`, no good checkpoint, damaged or unknown weights, or a mesh that does not fit.
     """
     source = open_source(path)
-    config = adapt(source.config)  # which may create virtual devices
+    config = adapt(override_mesh(source.config, mesh))  # which may create virtual devices
     devices = jax.local_devices()
-    config = fit_devices(config, len(devices))
+    config = (place_on_devices if mesh else fit_devices)(_with_even_vocabulary(config), len(devices))
+    if source.hf is not None:
+        source = replace(source, hf=open_hf(path, config.model))
     partitioner = Partitioner.of(build_mesh(config.mesh, devices[: math.prod(config.mesh.sizes.values())]), config)
     spec = model_spec(config, partitioner)
     params, found = load_params(source, spec, step)

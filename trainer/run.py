@@ -53,6 +53,7 @@ from ridgeline.trainer.start import StartedRun, check_restored, check_start, com
 from ridgeline.trainer.state import TrainState
 from ridgeline.trainer.step import abstract_batch, local_rows, param_norm, to_global
 from ridgeline.trainer.stop import GracePeriod, Stop, StopRequested, in_thread, last_write_s
+from ridgeline.trainer.text_evaluation import Sampler, TaskEvaluation, TextModel
 from ridgeline.trainer.watchdog import HANG_EXIT_CODE, Watchdog
 
 
@@ -110,6 +111,7 @@ def train(
                 progress.note(line)
             Agreement("writers").first(lambda: check_writers(config.logging))
             parts = prepare(config)
+            texts = TextModel(config, parts.mesh)
             Agreement("start").first(lambda: check_start(config, parts, tokenizer, from_step))
             run = start_run(config, command=command, log=progress.note, job_ended=job_ended, end=end)
             progress.record(f"start {run.restart + 1}, process {os.getpid()} on {socket.gethostname()}: {shlex.join(command)}")
@@ -118,7 +120,7 @@ def train(
             record_start(events, before, facts or {})
             if link is not None:
                 link.record = lambda end: events.emit("lost_peer", reason=end.text)
-        outcome = _Session(config, parts, run, tokenizer, events, progress, stop, end, grace_s, analyze, from_step).run_to_end()
+        outcome = _Session(config, parts, texts, run, tokenizer, events, progress, stop, end, grace_s, analyze, from_step).run_to_end()
     except BaseException as error:
         expected = isinstance(error, UserError | NumericalFailure | CheckpointError | StopRequested)
         progress.record(f"stopped: {error}" if expected else "".join(traceback.format_exception(error)).rstrip())
@@ -138,6 +140,7 @@ class _Session:
 
     config: Config
     parts: Prepared
+    texts: TextModel
     run: StartedRun
     tokenizer: TokenizerInfo
     events: EventLog
@@ -317,6 +320,8 @@ class _Session:
             monitoring.spikes,
             MetricLog(config, recorder, monitoring.goodput, monitoring.startup, monitoring.clocks, monitoring.spikes),
             Evaluation(config, Evaluator(config, self.parts.partitioner, evaluation_step), recorder, self.stop, self.watchdog),
+            TaskEvaluation(config, self.texts, recorder, self.watchdog, self.compiler),
+            Sampler(config, self.texts, recorder, self.watchdog, self.compiler),
             Saving(config, self.checkpointer, self._metadata, nonfinite, recorder, self.watchdog, grace),
         ]
 

@@ -24,7 +24,9 @@ def mounts(container: ContainerConfig, directories: Sequence[Path]) -> list[str]
 def needed_directories(config: Config, run_dir: Path, workdir: Path) -> list[Path]:
     """Return the directories a training run reads or writes: working and run directory, data, initial parameters, compilation cache."""
     named = [source.path for source in config.data.train] + list(config.evaluation.sets.values())
-    optional = (config.init_from, config.runtime.compilation_cache)
+    evaluation = config.evaluation
+    samples = None if evaluation.samples.file is None else evaluation.samples.file.parent
+    optional = (config.init_from, config.runtime.compilation_cache, evaluation.tasks.directory, samples)
     return [run_dir, workdir, *((workdir / path).absolute() for path in (*named, *(path for path in optional if path is not None)))]
 
 

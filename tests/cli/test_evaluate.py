@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -47,24 +45,37 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_greedy_text_is_the_same_on_one_device_and_on_several(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The same checkpoint under another mesh: on 8 devices `tensor` and `fsdp` shard every matmul."""
+def test_greedy_text_is_the_same_on_one_device_and_on_several(trained: Path, capsys: pytest.CaptureFixture) -> None:
+    """The same checkpoint on another mesh: on 8 devices `tensor` and `fsdp` shard every matmul."""
     texts = {}
-    for mesh, devices in (("fsdp=1", 1), ("tensor=2 fsdp=4", 8)):
-        changed = shutil.copytree(trained / "run", tmp_path / str(devices))
-        config = (changed / "config.yaml").read_text()
-        section = "".join(f"  {item.replace('=', ': ')}\n" for item in mesh.split())
-        names = [item.split("=")[0] for item in mesh.split()]
-        kept = re.sub(rf"(?m)^  ({'|'.join(names)}): .*\n", "", config)
-        (changed / "config.yaml").write_text(kept.replace("\nmesh:\n", f"\nmesh:\n{section}"))
+    for mesh, devices in (
+        (["mesh.fsdp=1"], "1 CPU device of 8"),
+        (["mesh.tensor=2", "mesh.fsdp=4"], "8 CPU devices (mesh fsdp=4 x tensor=2)"),
+    ):
         capsys.readouterr()
         prompts = ["--prompt", "import os", "--prompt", "def f(x):\n    return"]
-        assert run(["generate", str(changed), *prompts, "--temperature", "0", "--max-tokens", "24", "--json"]) == DONE
+        assert run(["generate", str(trained / "run"), *mesh, *prompts, "--temperature", "0", "--max-tokens", "24", "--json"]) == DONE
         rows = json.loads(capsys.readouterr().out)
-        assert rows[0]["devices"].startswith(f"{devices} CPU device")
+        assert rows[0]["devices"] == devices
         texts[devices] = [row["text"] for row in rows]
-    assert texts[1] == texts[8]
-    assert all(texts[1])
+    one, several = texts.values()
+    assert one == several
+    assert all(one)
+
+
+def test_meshes_that_do_not_fit_are_refused(trained: Path, capsys: pytest.CaptureFixture) -> None:
+    for command, overrides, expected in (
+        ("generate", ["mesh.fsdp=16"], "does not match 8 devices; set mesh.fsdp=8"),
+        ("generate", ["mesh.tensor=4", "mesh.fsdp=2"], "model.num_heads=2 does not divide by mesh.tensor=4"),
+        ("evaluate", ["mesh.fspd=4"], "did you mean 'fsdp'"),
+        ("evaluate", ["trainer.steps=4"], "only keys of `mesh`"),
+        ("evaluate", ["mesh.fsdp=two"], "mesh.fsdp"),
+    ):
+        capsys.readouterr()
+        assert run([command, str(trained / "run"), *overrides]) == USAGE
+        error = capsys.readouterr().err.strip()
+        assert expected in error
+        assert len(error.splitlines()) == 1
 
 
 def answer(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
@@ -85,9 +96,8 @@ def test_a_run_and_its_export_give_the_figures_of_training(trained: Path, capsys
     assert row["step"] == 2
     assert len(row["config_sha256"]) == 64
     assert row["devices"] == "8 CPU devices (mesh fsdp=8)"
-    one = answer(capsys, str(trained / "run"), "--batch-size", "1")
-    assert one["devices"] == "1 CPU device"
-    assert one["loss"] == pytest.approx(row["loss"], rel=1e-5)
+    for options in (("mesh.fsdp=1",), ("mesh.tensor=2", "mesh.fsdp=4"), ("mesh.data=8", "mesh.fsdp=1", "--batch-size", "1")):
+        assert answer(capsys, str(trained / "run"), *options)["loss"] == pytest.approx(row["loss"], rel=1e-5)
 
     assert run(["convert", "to-hf", str(trained / "run"), str(trained / "exported")]) == DONE
     held = f"held={trained / 'sets' / 'held'}"

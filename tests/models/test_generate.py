@@ -13,7 +13,8 @@ from flax import nnx
 from ridgeline import models
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
-from ridgeline.models.generate import Sampling, advance, generate, init_cache, sample
+from ridgeline.models.generate import Sampling, generate, sample
+from ridgeline.models.kv_cache import extend, prefill, slot_positions
 from ridgeline.sharding.partition import Partitioner
 
 FP32 = PrecisionConfig(params="float32", compute="float32")
@@ -63,23 +64,33 @@ def full_logits(decoder, tokens_BT):
 
 
 def test_incremental_logits_equal_the_full_forward_pass_at_every_position(decoder):
+    """Two rows whose prompts have different lengths."""
     tokens = np.random.default_rng(0).integers(0, 61, (2, 20)).astype(np.int32)
     expected = full_logits(decoder, tokens)
     graphdef, state = nnx.split(decoder)
+    lengths, slots = np.array([7, 4]), 32
+    prompts = np.where(np.arange(7) < lengths[:, None], tokens[:, :7], 0)
+    positions = slot_positions(jnp.asarray(lengths), 7, slots)
 
     @jax.jit
-    def run(state, cache, tokens_BT, positions_BT):
+    def begin(state, tokens_BT):
         decoder = nnx.merge(graphdef, state)
-        x_BTD, cache = advance(decoder, cache, tokens_BT, positions_BT)
+        x_BTD, cache = prefill(decoder, tokens_BT, slots)
         return decoder.logits(x_BTD), cache
 
-    prefill = 7
-    cache = init_cache(decoder, batch=2, slots=32)
-    logits, cache = run(state, cache, tokens[:, :prefill], np.broadcast_to(np.arange(prefill), (2, prefill)))
-    np.testing.assert_allclose(logits, expected[:, :prefill], atol=2e-4)
-    for position in range(prefill, 20):
-        logits, cache = run(state, cache, tokens[:, position : position + 1], np.full((2, 1), position))
-        np.testing.assert_allclose(logits[:, 0], expected[:, position], atol=2e-4, err_msg=f"position {position}")
+    @jax.jit
+    def proceed(state, cache, tokens_B, step):
+        decoder = nnx.merge(graphdef, state)
+        x_BD, cache = extend(decoder, cache, tokens_B, lengths + step, 7 + step, positions)
+        return decoder.logits(x_BD[:, None])[:, 0], cache
+
+    logits, cache = begin(state, prompts)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(logits[row, :length], expected[row, :length], atol=2e-4)
+    for step in range(13):
+        at = lengths + step
+        logits, cache = proceed(state, cache, tokens[[0, 1], at], step)
+        np.testing.assert_allclose(logits, expected[[0, 1], at], atol=2e-4, err_msg=f"step {step}")
 
 
 def greedy_by_full_passes(decoder, prompt, count):

@@ -31,13 +31,25 @@ PROMPTS = ["def f(x):", "The quick", "a"]
 TOKENS = 8
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen2-window", "qwen3"])
+FAMILIES = (
+    *("gpt2", "llama3", "mistral", "olmo2", "olmo3", "gemma2", "gemma3", "phi3", "glm4", "qwen2-window", "qwen3"),
+    *("mixtral", "gpt-oss", "qwen3-moe", "deepseek-v2", "deepseek-v3"),
+)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_generation_agrees(name, tmp_path):
+    """Prompts of different lengths, together here and one at a time there; prompts and texts are longer than the window."""
     theirs = save_random_model(VARIANTS[name], tmp_path)
     _, graphdef, params = load_ours(tmp_path)
-    prompts = random_tokens((2, 6), seed=3)
-    expected = theirs.generate(torch.from_numpy(prompts).long(), do_sample=False, max_new_tokens=20, pad_token_id=0)[:, 6:].tolist()
-    ours = generate(nnx.merge(graphdef, params), prompts.tolist(), max_tokens=20, sampling=Sampling(temperature=0))
+    prompts = [random_tokens((1, length), seed=length) for length in (9, 4, 14)]
+    expected = [
+        theirs.generate(torch.from_numpy(prompt).long(), do_sample=False, max_new_tokens=12, pad_token_id=0)[0, prompt.shape[1] :].tolist()
+        for prompt in prompts
+    ]
+    decoder = nnx.merge(graphdef, params)
+    ours = generate(decoder, [prompt[0].tolist() for prompt in prompts], max_tokens=12, sampling=Sampling(temperature=0))
     assert [result.tokens for result in ours] == expected
 
 

@@ -15,7 +15,7 @@ class CsvWriter:
         if "train/loss" in metrics:
             self._file.write(f"{step},{metrics['train/loss']}\n")
 
-    def text(self, tag: str, markdown: str) -> None:
+    def text(self, tag: str, markdown: str, step: int | None = None) -> None:
         pass
 
     def flush(self) -> None:
