@@ -53,6 +53,7 @@ _REFUSED = {
     "precision.params": "the parameters in the checkpoint have the other dtype",
     "precision.moments": "the optimizer moments in the checkpoint have the other dtype",
 }
+_ADAPTERS = ("lora.rank", "lora.alpha", "lora.targets", "lora.dora", "lora.rslora")
 _DATA_ORDER = ("seed", "data.seed", "data.shuffle", "data.train", "data.seq_len", "data.batch_size", "data.document_masking")
 _NOTES = {
     "model.init_std": "used only at initialization: no effect on a resumed run",
@@ -83,6 +84,10 @@ def _judge(key: str, old: dict[str, Any], new: dict[str, Any]) -> tuple[bool, st
         return False, "the parameters in the checkpoint belong to the other model"
     if key in _REFUSED:
         return False, _REFUSED[key]
+    if key in _ADAPTERS:
+        return False, "the adapters in the checkpoint are others"
+    if key == "precision.compute" and new.get("lora", {}).get("rank") is not None:
+        return False, "the frozen parameters in the checkpoint have the other dtype"
     if _under(key, _DATA_ORDER):
         return True, "the data of the next steps changes: the run does not continue the same data order"
     if _under(key, ["mesh", "compute", "precision", "runtime.platform", "runtime.cpu_devices"]):

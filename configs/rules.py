@@ -16,7 +16,7 @@ from ridgeline.configs.errors import UserError, first_of, unknown_name
 from ridgeline.configs.mesh import resolve_sizes, smaller_meshes
 from ridgeline.configs.pipeline import pipeline_problems
 from ridgeline.configs.remat import remat_problems
-from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, LatentAttention, ModelConfig, MoEConfig
+from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, LatentAttention, LoraConfig, ModelConfig, MoEConfig, adapter_targets
 
 SHARDED_OVER = {
     "batch": ("data", "fsdp"),
@@ -47,6 +47,7 @@ def check_config(config: Config) -> list[Problem]:
         *_names(config),
         *_model(config),
         *_experts(config),
+        *_lora(config),
         *_mesh(config),
         *_divisibility(config, sizes),
         *_batch(config, sizes),
@@ -306,6 +307,35 @@ def _experts(config: Config) -> Iterator[Problem]:
         yield Problem(("mesh.zero_stage", "model.moe"), "does not support experts; set mesh.zero_stage=0, or shard them over mesh.fsdp")
     if config.optimizer.kind in ("adafactor", "muon"):
         yield Problem(("optimizer.kind", "model.moe"), f"{config.optimizer.kind} does not support experts; use adamw, lion or sgd")
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with low-rank adapters."""
+    lora, allowed = config.lora, adapter_targets(config.model)
+    for name in lora.targets:
+        if name not in allowed:
+            yield Problem(("lora.targets",), str(unknown_name("matrix", name, allowed)))
+    if len(set(lora.targets)) < len(lora.targets):
+        yield Problem(("lora.targets",), f"names a matrix twice: {', '.join(lora.targets)}")
+    if lora.dropout == 1:
+        yield Problem(("lora.dropout",), "must be less than 1, got 1.0")
+    if lora.rank is None:
+        set_without = [key for key, value in LoraConfig() if getattr(lora, key) != value]
+        if set_without:
+            yield Problem((f"lora.{set_without[0]}", "lora.rank"), "there are no adapters; set lora.rank, such as lora.rank=16")
+        return
+    if lora.rank > config.model.embed_dim:
+        widest = f"model.embed_dim={config.model.embed_dim}"
+        yield Problem(("lora.rank", "model.embed_dim"), f"must be at most {widest}, got {lora.rank}; for full rank train without adapters")
+    for key, works, wanted in (
+        ("mesh.pipeline", config.mesh.pipeline == 1, "1"),
+        ("precision.matmul", config.precision.matmul == "compute", "compute"),
+        ("precision.moments", config.precision.moments != "int8", "float32"),
+        ("compute.tensor_overlap", config.compute.tensor_overlap == "gather", "gather"),
+        ("optimizer.kind", config.optimizer.kind not in ("adafactor", "muon"), "adamw"),
+    ):
+        if not works:
+            yield Problem((key, "lora.rank"), f"does not support adapters; set {key}={wanted}")
 
 
 def _rope(config: Config) -> Iterator[Problem]:

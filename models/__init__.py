@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.schema import ComputeConfig, LoraConfig, ModelConfig, PrecisionConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.family import find_family
 from ridgeline.models.matmul.fp8 import row_shards
@@ -27,11 +27,21 @@ def build(
     rngs: nnx.Rngs,
     *,
     delayed: bool = False,
+    lora: LoraConfig | None = None,
 ) -> Decoder:
     """Create the model of a config. Jittable, so that each parameter can be created directly in its shards.
 
     `delayed`: give every matmul of a layer an `Amax` for delayed scaling; without it scales are taken from the current tensors.
+    `lora`: give matrices adapters in precision.params, if it has a rank; all other parameters are frozen then, and in the compute dtype.
+    The adapters' values are drawn from the stream `adapters` of `rngs`.
     """
-    execution = parallelize(model, compute, precision, partitioner)
-    make = ParamFactory(rngs, jnp.dtype(precision.params), row_shards=row_shards(partitioner) if delayed else None)
+    frozen = lora is not None and lora.rank is not None
+    execution = parallelize(model, compute, precision, partitioner, frozen=frozen)
+    make = ParamFactory(
+        rngs,
+        jnp.dtype(precision.compute if frozen else precision.params),
+        row_shards=row_shards(partitioner) if delayed else None,
+        lora=lora if frozen else None,
+        adapter_dtype=jnp.dtype(precision.params),
+    )
     return Decoder(find_family(model.family), model, execution, make)

@@ -17,6 +17,7 @@ from ridgeline.configs.schema import ModelConfig
 from ridgeline.models.attention.masks import soft_cap
 from ridgeline.models.block import Block
 from ridgeline.models.family import Family
+from ridgeline.models.lora import set_dropout
 from ridgeline.models.matmul import set_amax
 from ridgeline.models.moe.layer import router_sums
 from ridgeline.models.moe.router import RouterSums, RouterTotals
@@ -53,14 +54,21 @@ class Decoder(nnx.Module):
         return self.forward(tokens_BT, positions_BT, segment_ids_BT)[0]
 
     def forward(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterTotals | None]:
-        """Return the final-normed hidden states [B, T, D], and the totals of the routers (None: no experts); arguments as `__call__`."""
+        """Return the final-normed hidden states [B, T, D], and the totals of the routers (None: no experts); arguments as `__call__`.
+
+        dropout_key: for the dropout of adapters; None: no dropout.
+        """
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         x_BTD, sums, layer = self.embed(tokens_BT, positions_BT), None, 0
         for blocks in self.stacks:
-            x_BTD, sums = self.run_blocks(blocks, layer, x_BTD, positions_BT, segment_ids_BT)
+            x_BTD, sums = self.run_blocks(blocks, layer, x_BTD, positions_BT, segment_ids_BT, dropout_key)
             layer += num_layers_of(blocks)
         return self.normalize(x_BTD), None if sums is None else RouterTotals.of(sums, tokens_BT.shape[1])
 
@@ -107,12 +115,20 @@ class Decoder(nnx.Module):
             return soft_cap(logits_BTV, self.model.logit_softcap)
 
     def run_blocks(
-        self, blocks: Block, first: int, x_BTD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
+        self,
+        blocks: Block,
+        first: int,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterSums | None]:
         """Run a stack, whose first layer is layer `first`. A scan runs whole periods of the kinds of layers; the rest follows it."""
         model, execution = self.model, self.execution
         structure, stacked = nnx.split(blocks)
-        layers, count = (stacked, execution.matmul.amax_of_layers(stacked)), num_layers_of(blocks)
+        count = num_layers_of(blocks)
+        keys = None if dropout_key is None else jax.random.split(jax.random.fold_in(dropout_key, first), count)
+        layers = stacked, execution.matmul.amax_of_layers(stacked), keys
         kinds = [model.windowed(first + layer) for layer in range(count)]
         tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(kinds))}
 
@@ -120,10 +136,13 @@ class Decoder(nnx.Module):
             def attend_everywhere(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
                 return execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N, windowed=False)
 
-            def block(x_BTD: jax.Array, layer: tuple[nnx.State, dict[tuple[str, ...], jax.Array]]) -> tuple[jax.Array, RouterSums | None]:
-                parameters, amax = layer
+            def block(
+                x_BTD: jax.Array, layer: tuple[nnx.State, dict[tuple[str, ...], jax.Array], jax.Array | None]
+            ) -> tuple[jax.Array, RouterSums | None]:
+                parameters, amax, key = layer
                 block = nnx.merge(structure, parameters)
                 set_amax(block, amax)
+                set_dropout(block, key)
                 attend_with = attend_everywhere if model.sliding_window is not None and not windowed else None
                 out_BTD: jax.Array = block(x_BTD, tables[windowed], segment_ids_BT, attend_with)
                 return out_BTD, router_sums(block)

@@ -41,8 +41,13 @@ class LossSums(NamedTuple):
     """Sum of the weights where the target has the largest logit."""
 
 
-def loss_of(model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax.Array, rows: Mapping[str, jax.Array]) -> LossSums:
-    """Return the summed cross-entropy of `rows` (targets, weights [B, T]) from the normalized residual stream after the layers."""
+def loss_of(
+    model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax.Array, rows: Mapping[str, jax.Array], *, frozen: bool = False
+) -> LossSums:
+    """Return the summed cross-entropy of `rows` (targets, weights [B, T]) from the normalized residual stream after the layers.
+
+    `frozen`: the unembedding has no gradient.
+    """
     return cross_entropy(
         x_BTD,
         model.unembedding(),
@@ -54,6 +59,7 @@ def loss_of(model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax
         partitioner=partitioner,
         softcap=config.model.logit_softcap,
         reduce_first=config.compute.reduces_unembedding_first,
+        frozen=frozen,
     )
 
 
@@ -64,6 +70,7 @@ class _Settings(NamedTuple):
     softcap: float | None
     partitioner: Partitioner
     reduce_first: bool
+    frozen: bool
 
 
 def cross_entropy(
@@ -78,6 +85,7 @@ def cross_entropy(
     partitioner: Partitioner,
     softcap: float | None = None,
     reduce_first: bool = False,
+    frozen: bool = False,
 ) -> LossSums:
     """Return the summed cross-entropy of targets under softmax(x w), in float32.
 
@@ -85,7 +93,7 @@ def cross_entropy(
     x [B, T, D] in the compute dtype; w [D, V] the stored (sharded) parameter, cast to x's dtype and gathered here; targets int32, weights
     float32 [B, T]. Columns of w from vocab_size on are padding and get no probability. `chunk` tokens per device have logits at a time.
     `reduce_first`: w's gradient is reduced over devices before x's gradient is used, so that it is not whole in memory during the backward
-    pass of the layers.
+    pass of the layers. `frozen`: w has no gradient.
     z-loss: PaLM, arXiv 2204.02311, section 5. Differentiable in x and w through `nats + z`, the objective; the two must enter it with the
     same factor (anything else gives NaN gradients, never silently wrong ones).
     """
@@ -97,7 +105,7 @@ def cross_entropy(
         batch, length = batch // rows, length // pieces
         chunks = -(-length // max(1, chunk // batch))
         per_chunk = -(-length // chunks)
-        settings = _Settings(vocab_size, per_chunk, z_loss, softcap, partitioner, reduce_first)
+        settings = _Settings(vocab_size, per_chunk, z_loss, softcap, partitioner, reduce_first, frozen)
 
         def split_rows(a: jax.Array) -> jax.Array:
             split = a.reshape(rows, batch, pieces, length, *a.shape[2:]).swapaxes(1, 2)
@@ -171,7 +179,7 @@ def _forward(
     used_DV = _gathered(settings, x_RBTD, w_DV)
     constrain = settings.partitioner.constrain
 
-    def body(carry: tuple[LossSums, jax.Array, jax.Array], index: jax.Array) -> tuple[tuple[LossSums, jax.Array, jax.Array], None]:
+    def body(carry: tuple[LossSums, jax.Array, Any], index: jax.Array) -> tuple[tuple[LossSums, jax.Array, Any], None]:
         sums, dx_RBTD, dw_RDV = carry
         x, targets, weights = _chunk(settings, x_RBTD, targets_RBT, weights_RBT, index)
         more, logits, lse = _chunk_sums(settings, x, used_DV, targets, weights)
@@ -182,29 +190,35 @@ def _forward(
             dlogits *= 1 - jnp.square(jnp.maximum(logits / settings.softcap, -1))
         dlogits = dlogits.astype(x.dtype)
         dx = matmul(settings.partitioner, "rbcv,dv->rbcd", dlogits, used_DV)
-        dw_RDV += jnp.einsum("rbcd,rbcv->rdv", x, dlogits, preferred_element_type=jnp.float32)
-        dw_RDV = constrain(dw_RDV, TOKENS, None, "act_vocab")
+        if dw_RDV is not None:
+            dw_RDV += jnp.einsum("rbcd,rbcv->rdv", x, dlogits, preferred_element_type=jnp.float32)
+            dw_RDV = constrain(dw_RDV, TOKENS, None, "act_vocab")
         dx_RBTD = jax.lax.dynamic_update_slice_in_dim(dx_RBTD, dx, index * settings.tokens_per_chunk, 2)
         return (jax.tree.map(jnp.add, sums, more), dx_RBTD, dw_RDV), None
 
     start = (
         _zeros(settings, x_RBTD),
         constrain(jnp.zeros_like(x_RBTD), TOKENS, None, None, None),
-        constrain(jnp.zeros((x_RBTD.shape[0], *w_DV.shape), jnp.float32), TOKENS, None, "act_vocab"),
+        None if settings.frozen else constrain(jnp.zeros((x_RBTD.shape[0], *w_DV.shape), jnp.float32), TOKENS, None, "act_vocab"),
     )
     (sums_R, dx_RBTD, dw_RDV), _ = jax.lax.scan(body, start, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+    if dw_RDV is None:
+        return jax.tree.map(jnp.sum, sums_R), (dx_RBTD, None)
     dw_DV = sum_token_shards(settings.partitioner, dw_RDV, "embed", "vocab").astype(w_DV.dtype)
     if settings.reduce_first:
         dx_RBTD, dw_DV = jax.lax.optimization_barrier((dx_RBTD, dw_DV))
     return jax.tree.map(jnp.sum, sums_R), (dx_RBTD, dw_DV)
 
 
-def _backward(settings: _Settings, residuals: tuple[jax.Array, jax.Array], cotangent: LossSums) -> tuple[jax.Array, jax.Array, None, None]:
+def _backward(
+    settings: _Settings, residuals: tuple[jax.Array, jax.Array | None], cotangent: LossSums
+) -> tuple[jax.Array, jax.Array | None, None, None]:
     dx_RBTD, dw_DV = residuals
     factor = cotangent.nats
     if settings.z_loss:
         factor = jnp.where(cotangent.nats == cotangent.z, factor, jnp.nan)
-    return (dx_RBTD * factor).astype(dx_RBTD.dtype), (dw_DV * factor).astype(dw_DV.dtype), None, None
+    dw_DV = None if dw_DV is None else (dw_DV * factor).astype(dw_DV.dtype)
+    return (dx_RBTD * factor).astype(dx_RBTD.dtype), dw_DV, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

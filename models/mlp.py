@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.lora import adapters_of, make_adapters
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 
@@ -47,6 +48,7 @@ class MLP(nnx.Module):
         self.gate_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias and model.gated_mlp else None
         self.up_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias else None
         self.down_bias = make.constant((width,), ("norm",), 0.0) if model.mlp_bias else None
+        self.adapters = make_adapters(make, gate=self.gate, up=self.up, down=self.down)
         self.input_recent, self.down_recent = make.amax(2 if model.gated_mlp else 1), make.amax()
         self.activation, self.mlp_clamp = model.activation, model.mlp_clamp
         self.execution = execution
@@ -55,9 +57,11 @@ class MLP(nnx.Module):
         """Map the residual stream to its update by the MLP of norm(x), same shape and dtype."""
         matmul = self.execution.matmul
         sides = [(self.up, self.up_bias)] + ([] if self.gate is None else [(self.gate, self.gate_bias)])
+        adapters = adapters_of(self.adapters, "up", "gate")[: len(sides)]
 
         def widen(x_BTD: jax.Array) -> list[jax.Array]:
-            wide_BTF = matmul.shared(["btd,df->btf"] * len(sides), x_BTD, [kernel for kernel, _ in sides], self.input_recent)
+            kernels = [kernel for kernel, _ in sides]
+            wide_BTF = matmul.shared(["btd,df->btf"] * len(sides), x_BTD, kernels, self.input_recent, adapters)
             return [self._hidden(each_BTF, bias) for each_BTF, (_, bias) in zip(wide_BTF, sides, strict=True)]
 
         # Only the inputs of the elementwise part are saved for the backward pass; recomputing it is faster than loading its intermediates.
@@ -66,7 +70,7 @@ class MLP(nnx.Module):
             return activated(self.activation, self.mlp_clamp, up_BTF, *gate_BTF)
 
         def narrow(*wide_BTF: jax.Array) -> jax.Array:
-            return matmul("btf,fd->btd", activate(*wide_BTF), self.down, self.down_recent)
+            return matmul("btf,fd->btd", activate(*wide_BTF), self.down, self.down_recent, adapters_of(self.adapters, "down"))
 
         wide_BTF = self.execution.after_norm(norm, widen, x_BTD)
         wide_BTF = [checkpoint_name(side_BTF, name) for side_BTF, name in zip(wide_BTF, ("mlp_up", "mlp_gate"), strict=False)]

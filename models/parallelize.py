@@ -77,8 +77,13 @@ class Execution:
         return self.remat.wrap_attention(lambda q, k, v, sinks: attention(q, k, v, segment_ids_BT, sinks))(q_BTNH, k_BTKH, v_BTKH, sinks_N)
 
 
-def parallelize(model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner) -> Execution:
-    """Return the techniques of a config. Raises UserError for a technique that the devices or the model do not support."""
+def parallelize(
+    model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner, *, frozen: bool = False
+) -> Execution:
+    """Return the techniques of a config; `frozen`: of a model whose matrices are not trained.
+
+    Raises UserError for a technique that the devices or the model do not support.
+    """
     platform, compute_dtype = platform_of(partitioner), jnp.dtype(precision.compute)
 
     # 1. Sharding. FSDP, tensor and sequence parallelism follow from the partitioner's rules: the modules constrain activations at block
@@ -104,6 +109,7 @@ def parallelize(model: ModelConfig, compute: ComputeConfig, precision: Precision
         float8=precision.eight_bit,
         block_format=precision.block_scaled,
         save_gathered=remat.recomputes_blocks,
+        frozen=frozen,
     )
 
     # 5. Attention backend: a fused kernel where one supports the request, per device under shard_map where XLA cannot partition it.

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ridgeline.configs.schema import LoraConfig
+
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
 
@@ -46,6 +48,13 @@ class ParamFactory:
     layers: int | None = None
     row_shards: tuple[int, int] | None = None
     """Shards of the batch and of the sequence, for delayed scaling of matmul operands; None: no delayed scaling."""
+    lora: LoraConfig | None = None
+    """The adapters of the layers' matrices; None: none."""
+    adapter_dtype: jnp.dtype | None = None
+    """Dtype of their parameters; None: as `dtype`."""
+    kind: type[nnx.Param] = nnx.Param
+    stream: str = "params"
+    """Stream of random numbers in `rngs`."""
 
     def stacked(self, layers: int) -> ParamFactory:
         """Return a factory whose parameters have a leading dim of `layers`."""
@@ -54,6 +63,10 @@ class ParamFactory:
     def normal(self, shape: tuple[int, ...], axes: tuple[str, ...], std: float) -> nnx.Param:
         """Create a parameter drawn from a normal distribution with mean 0 and standard deviation `std`."""
         return self._create(lambda key: std * jax.random.normal(key, shape, jnp.float32), axes)
+
+    def uniform(self, shape: tuple[int, ...], axes: tuple[str, ...], bound: float) -> nnx.Param:
+        """Create a parameter drawn evenly between -`bound` and `bound`."""
+        return self._create(lambda key: jax.random.uniform(key, shape, jnp.float32, -bound, bound), axes)
 
     def constant(self, shape: tuple[int, ...], axes: tuple[str, ...], value: float) -> nnx.Param:
         """Create a parameter filled with `value`."""
@@ -67,11 +80,11 @@ class ParamFactory:
         return Amax(jnp.zeros((*stack, 1 + matmuls, *self.row_shards), jnp.float32))
 
     def _create(self, draw: Callable[[jax.Array], jax.Array], axes: tuple[str, ...]) -> nnx.Param:
-        key = self.rngs.params()
+        key = getattr(self.rngs, self.stream)()
         if self.layers is None:
-            return nnx.Param(draw(key).astype(self.dtype), axes=axes)
+            return self.kind(draw(key).astype(self.dtype), axes=axes)
         keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(self.layers))
-        return nnx.Param(jax.vmap(draw)(keys).astype(self.dtype), axes=(LAYERS, *axes))
+        return self.kind(jax.vmap(draw)(keys).astype(self.dtype), axes=(LAYERS, *axes))
 
 
 def logical_axes(param: nnx.Param) -> tuple[str, ...]:

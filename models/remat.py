@@ -12,6 +12,8 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.remat import POLICIES, remat_problems
 from ridgeline.configs.schema import RematConfig
 
+ADAPTER = "adapter"
+"""Checkpoint name of what an adapter saves: its narrow vectors and, with a magnitude, the result before it."""
 GROUPED_MATMUL = "grouped_matmul"
 """Checkpoint name of the results of the experts' first matmuls, which are no dots."""
 
@@ -63,11 +65,11 @@ class Remat:
         """Do not save matmul inputs that are elementwise functions of saved values: the backward pass recomputes them.
 
         Recomputing reads no more memory than loading the saved input would, and storing it is avoided. In a block that is recomputed as a
-        whole there is nothing to save.
+        whole there is nothing to save. What adapters save would need their matmuls, and their parameters' gathers, again.
         """
         if self.recomputes_blocks:
             return matmuls
-        return jax.checkpoint(matmuls, prevent_cse=not self.in_scan)
+        return jax.checkpoint(matmuls, policy=jax.checkpoint_policies.save_only_these_names(ADAPTER), prevent_cse=not self.in_scan)
 
     def wrap_attention(self, attention: Callable[..., Any]) -> Callable[..., Any]:
         """Apply the policy to attention alone."""

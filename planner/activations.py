@@ -26,8 +26,23 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     """Return the activations of all layers that are kept for the backward pass, by rematerialization policy and attention backend."""
     config, layers = local.config, local.model.num_layers
     policy, names = config.compute.remat.policy, config.compute.remat.names
-    per_layer = sum(count * size for count, size in saved_arrays(local, backend))
+    per_layer = sum(count * size for count, size in (*saved_arrays(local, backend), *adapter_arrays(local)))
     return Component(layers * per_layer, f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}")
+
+
+def adapter_arrays(local: LocalSizes) -> list[tuple[int, int]]:
+    """Return (count, bytes) of what the adapters of a layer keep for the backward pass: the narrow vectors; with magnitudes, or where dots
+    are kept, also the results."""
+    policy, kept = local.config.compute.remat.policy, []
+    if policy not in ("none", "attention-only", "dots"):
+        return []
+    for matrix in local.adapted:
+        share = matrix.layers / local.model.num_layers
+        tokens = local.tokens // (local.tensor if matrix.on_shards else 1) * local.compute_itemsize
+        result = matrix.outputs // (1 if matrix.on_shards else local.tensor)
+        wide = matrix.magnitudes if policy != "dots" else 1
+        kept.append((1, int(share * tokens * (matrix.rank + result * wide))))
+    return kept
 
 
 def units_in_flight(local: LocalSizes, backend: str) -> Component:
@@ -105,7 +120,7 @@ def stacked_bytes(local: LocalSizes, backend: str) -> int:
         return 0
     layers = local.model.num_layers
     kept = sum(layers * (2 * count + 2 * count - 1) * size for count, size in saved_arrays(local, backend) if count)
-    return kept + local.layer_matrices * local.gradient_itemsize
+    return kept + (local.trained if local.adapted else local.layer_matrices) * local.gradient_itemsize
 
 
 def offloaded_bytes(local: LocalSizes) -> int:

@@ -12,7 +12,6 @@ from ridgeline.planner.failure_catalog import restart_times
 from ridgeline.planner.hardware import Hardware
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import optimizer_state
-from ridgeline.planner.parameters import count_parameters
 from ridgeline.planner.policy import save_interval_s
 
 RESTART_S = restart_times().total_s
@@ -80,7 +79,7 @@ def price_text(cluster: ClusterConfig, device: Hardware) -> str:
 def state_bytes(config: Config) -> float:
     """Return the bytes of a checkpoint: parameters and optimizer state of the whole model."""
     whole = LocalSizes(config, 1, 1, 1)
-    return count_parameters(config.model).total * whole.parameter_itemsize + optimizer_state(whole)[0]
+    return whole.parameter_bytes + optimizer_state(whole)[0]
 
 
 def estimate_run(

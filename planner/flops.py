@@ -14,9 +14,10 @@ W window.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.schema import Config, ModelConfig
+from ridgeline.planner.adapters import adapted_matrices
 from ridgeline.planner.parameters import all_mlp_matmul_parameters, attention_matmul_parameters, count_parameters
 
 CONVENTION = (
@@ -24,6 +25,8 @@ CONVENTION = (
     " (causal: half of all pairs; a window: fewer); the unembedding counts, embedding lookup and recomputation do not"
 )
 """The convention in one sentence, printed with every count."""
+FROZEN_FLOPS_PER_WEIGHT = 4
+"""Forward 2, gradient of the input 2."""
 TRAIN_FLOPS_PER_WEIGHT = 6
 """Forward 2, gradient of the input 2, gradient of the weight 2."""
 
@@ -46,6 +49,10 @@ class FlopCount:
     """6*L*T*N*(H + U): attention scores if masked pairs counted too. Not part of the total."""
     query_key_share: float = 0.5
     """H / (H + U): share of query times key in the attention scores."""
+    adapters: float = 0.0
+    """6*Z*(I + O) per matrix with an adapter, of I inputs and O outputs."""
+    frozen: bool = False
+    """Only adapters are trained: the matmuls with other parameters count 4 per weight, without the gradient of the weight."""
 
     @property
     def attention_projections(self) -> float:
@@ -55,12 +62,15 @@ class FlopCount:
     @property
     def total(self) -> float:
         """FLOPs per token of one training step (forward and backward)."""
-        return self.attention_projections + self.attention_scores + self.mlp + self.unembedding
+        return self.attention_projections + self.attention_scores + self.mlp + self.unembedding + self.adapters
 
     @property
     def forward(self) -> float:
         """FLOPs per token of the forward pass alone."""
-        return self.total / 3
+        if not self.frozen:
+            return self.total / 3
+        trained = self.attention_scores + self.adapters
+        return trained / 3 + (self.total - trained) / 2
 
     @property
     def total_full_attention(self) -> float:
@@ -69,7 +79,8 @@ class FlopCount:
 
     def components(self) -> dict[str, float]:
         """Return component name -> FLOPs per token; they sum to `total`."""
-        return {
+        adapters = {"adapters": self.adapters} if self.adapters else {}
+        return adapters | {
             "qkv_projections": self.qkv_projections,
             "query_key_products": self.attention_scores * self.query_key_share,
             "attention_value_products": self.attention_scores * (1 - self.query_key_share),
@@ -90,6 +101,24 @@ def mean_keys_per_layer(model: ModelConfig, seq_len: int) -> float:
     """Return the average number of keys of a query over the layers, of which some may have the window and others not."""
     full = model.full_layers * mean_keys_per_query(seq_len, None)
     return (full + (model.num_layers - model.full_layers) * mean_keys_per_query(seq_len, model.sliding_window)) / model.num_layers
+
+
+def config_flops_per_token(config: Config) -> FlopCount:
+    """Count the training FLOPs per token of a config. With adapters the gradients of frozen weights do not count."""
+    count = train_flops_per_token(config.model, config.data.seq_len)
+    if not (matrices := adapted_matrices(config)):
+        return count
+    weights = sum(matrix.layers * matrix.rank * (matrix.inputs + matrix.outputs) for matrix in matrices)
+    share = FROZEN_FLOPS_PER_WEIGHT / TRAIN_FLOPS_PER_WEIGHT
+    return replace(
+        count,
+        qkv_projections=share * count.qkv_projections,
+        output_projection=share * count.output_projection,
+        mlp=share * count.mlp,
+        unembedding=share * count.unembedding,
+        adapters=TRAIN_FLOPS_PER_WEIGHT * weights,
+        frozen=True,
+    )
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:

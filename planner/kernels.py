@@ -19,7 +19,7 @@ from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
 from ridgeline.planner.parameters import DOWN, attention_weights, layer_norms, matmul_weights
-from ridgeline.planner.recompute import Recomputed, recomputed
+from ridgeline.planner.recompute import Recomputed, recomputed_by
 from ridgeline.planner.software import Software
 
 ATTENTION_FORWARD_SHARE = 0.25
@@ -129,21 +129,33 @@ class Kernels:
         compute = sum(self.matmul_s(*shape, self.forward_dtype) for shape in self.matmuls().values())
         attention = self.attention()
         return (
-            Work(compute)
+            Work(compute + self._adapters())
             + attention * ATTENTION_FORWARD_SHARE
             + Work(0.0, self.memory_s(self.software.elementwise_passes * self._elementwise_forward() + self._quantize()))
         )
 
     def layer_backward(self) -> Work:
         """Return the backward pass of one layer: gradients of inputs and weights, and recomputation."""
-        again = recomputed(self.local.model, self.local.config.compute.remat)
+        again = recomputed_by(self.local.config)
         compute = 0.0
         for name, (m, n, k) in self.matmuls().items():
-            compute += self.matmul_s(m, k, n, self.layer_dtype) + self.matmul_s(k, n, m, self.layer_dtype)
+            compute += self.matmul_s(m, k, n, self.layer_dtype)
+            compute += 0.0 if self.local.adapted else self.matmul_s(k, n, m, self.layer_dtype)
             compute += self.matmul_s(m, n, k, self.forward_dtype) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
         moved = self.software.elementwise_passes * self._elementwise_backward(again) + 2 * self._quantize()
-        return Work(compute) + attention + Work(0.0, self.memory_s(moved))
+        return Work(compute + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
+
+    def _adapters(self) -> float:
+        """Return the seconds of the adapters' matmuls of one layer, forward: x A and its result times B."""
+        local, seconds = self.local, 0.0
+        for matrix in local.adapted:
+            tensor, tokens = local.tensor, local.tokens // (local.tensor if matrix.on_shards else 1)
+            inputs = matrix.inputs // (tensor if matrix.writes_stream else 1)
+            outputs = matrix.outputs // (1 if matrix.on_shards else tensor)
+            first = self.matmul_s(tokens if matrix.writes_latent else local.tokens, matrix.rank, inputs)
+            seconds += matrix.layers / local.model.num_layers * (first + self.matmul_s(tokens, outputs, matrix.rank))
+        return seconds
 
     def _attention_again(self, again: Recomputed) -> bool:
         """Whether the backward pass recomputes attention; with named values also if the backend does not tag its softmax statistics."""
@@ -170,6 +182,8 @@ class Kernels:
     def embedding(self) -> Work:
         """Return the token lookup, and the scatter of its gradient into a zeroed table."""
         local = self.local
+        if local.adapted:
+            return Work(0.0, self.memory_s(2 * local.stream_bytes))
         return Work(0.0, self.memory_s(2 * local.stream_bytes + 3 * 4 * local.tokens * local.model.embed_dim + 8 * local.table))
 
     def loss(self) -> Work:
@@ -180,8 +194,9 @@ class Kernels:
         chunks = math.ceil(tokens / chunk)
         # The gradient of the weight is a float32 sum over chunks: every chunk reads and writes the whole table.
         weight = max(self.matmul_s(width, vocab, chunk), self.memory_s(8 * width * vocab))
-        compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + weight
-        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + 12 * local.table + 8 * local.stream_bytes // local.pipeline
+        compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + (0.0 if local.adapted else weight)
+        table = 2 * local.compute_itemsize if local.adapted else 12
+        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.stream_bytes // local.pipeline
         return Work(chunks * compute, self.memory_s(memory))
 
     def optimizer(self) -> Work:
@@ -191,7 +206,7 @@ class Kernels:
         work = Work(0.0, self.memory_s(moved / (local.data if self.software.shards_update or local.config.mesh.zero_stage else 1)))
         if (plugin := optimizer_plugin(kind)) is not None and plugin.flops_per_parameter:
             peak = self.device.peak_flops["float32"]
-            return work + Work(plugin.flops_per_parameter * local.parameters / peak)
+            return work + Work(plugin.flops_per_parameter * local.trained / peak)
         if kind != "muon":
             return work
         seconds = 0.0
@@ -207,7 +222,7 @@ class Kernels:
         """Return the addition of one microbatch's gradients to their sum."""
         local = self.local
         many = local.config.trainer.accumulation > 1 and not self.software.accumulates_in_matmuls
-        return Work(0.0, self.memory_s(3 * local.parameters * local.gradient_itemsize) if many else 0.0)
+        return Work(0.0, self.memory_s(3 * local.trained * local.gradient_itemsize) if many else 0.0)
 
     def stacks(self) -> Work:
         """Return what the scan over layers copies and zeroes in a microbatch."""
@@ -246,11 +261,11 @@ class Kernels:
             + 3 * local.latent_bytes // local.tensor
             + (2 * gates + 2) * local.hidden_bytes
         )
-        size += 8 * local.gathered_layer_weights + 8 * local.row_bytes
+        size += 8 * local.gathered_trained_weights + 8 * local.row_bytes
         if not self.software.accumulates_in_matmuls:
-            size += 3 * local.layer_matrices // local.model.num_layers * local.gradient_itemsize
+            size += 3 * (local.trained if local.adapted else local.layer_matrices) // local.model.num_layers * local.gradient_itemsize
         size += self._casts()
-        if self.software.transposed_gradients and local.fsdp > 1:
+        if self.software.transposed_gradients and local.fsdp > 1 and not local.adapted:
             size += 8 * local.turned_matrices
         if again.inputs:
             size += (6 + 2 * layer_norms(local.model)) * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
@@ -259,7 +274,7 @@ class Kernels:
     def _casts(self) -> float:
         local = self.local
         shard = local.layer_matrices // local.model.num_layers
-        return shard * (local.parameter_itemsize + local.compute_itemsize)
+        return 0 if local.adapted else shard * (local.parameter_itemsize + local.compute_itemsize)
 
     def _quantize(self) -> float:
         """Return the bytes of quantizing the inputs of 8-bit matmuls: read for their amax (not with delayed scaling), read again, written.
@@ -292,16 +307,16 @@ def update_bytes(local: LocalSizes, *, transposed: bool) -> float:
     if codes:
         moved = matrices * (both + local.gradient_itemsize + 3 * 2) + rest * (both + 16)
     elif (plugin := optimizer_plugin(kind)) is not None:
-        moved = int(local.parameters * (both + 2 * plugin.state_bytes_per_parameter(first)))
+        moved = int(local.trained * (both + 2 * plugin.state_bytes_per_parameter(first)))
     elif kind == "adamw":
-        moved = local.parameters * (both + 2 * first + 8)
+        moved = local.trained * (both + 2 * first + 8)
     elif kind == "muon":
         moved = matrices * (both + 2 * first) + rest * (both + 2 * first + 8)
     elif kind == "adafactor":
         moved = local.parameters * (both + 2 * local.gradient_itemsize)
     else:
-        moved = local.parameters * (both + 2 * first)
-    if not transposed:
+        moved = local.trained * (both + 2 * first)
+    if not transposed or local.adapted:
         return float(moved)
     elements = local.model.num_layers * local.turned_matrices // local.fsdp
     return float(moved + elements * (TRANSPOSED_INT8_BYTES if codes else TRANSPOSED_BYTES) + local.table // local.fsdp * TRANSPOSED_BYTES)

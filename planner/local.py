@@ -14,6 +14,7 @@ from functools import cached_property
 from ridgeline.configs.context import context_method
 from ridgeline.configs.pipeline import of_stage, stored_by_stage
 from ridgeline.configs.schema import Config, ModelConfig
+from ridgeline.planner.adapters import AdaptedMatrix, adapted_matrices
 from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, peer_slots
 from ridgeline.planner.parameters import (
     all_mlp_matmul_parameters,
@@ -256,6 +257,35 @@ class LocalSizes:
     def parameters(self) -> int:
         """Parameters on one device."""
         return self.layer_matrices + self.tables + self.vectors
+
+    @cached_property
+    def adapted(self) -> list[AdaptedMatrix]:
+        """The matrices with an adapter; [] without adapters, where all parameters are trained."""
+        return adapted_matrices(self.config)
+
+    @cached_property
+    def trained(self) -> int:
+        """Trained parameters on one device: those of the adapters, or all."""
+        if not self.adapted:
+            return self.parameters
+        return sum(matrix.layers * matrix.local_parameters(self.fsdp, self.tensor) for matrix in self.adapted)
+
+    @cached_property
+    def gathered_trained_weights(self) -> int:
+        """Matrix elements of one layer that are trained, gathered over fsdp and sharded over tensor and expert."""
+        if not self.adapted:
+            return self.gathered_layer_weights
+        return sum(matrix.layers * matrix.local_parameters(1, self.tensor) for matrix in self.adapted) // self.model.num_layers
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of a stored parameter that is no adapter's: frozen ones are in the compute dtype."""
+        return self.compute_itemsize if self.adapted else self.parameter_itemsize
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters on one device."""
+        return self.parameters * self.weight_itemsize + (self.trained * self.parameter_itemsize if self.adapted else 0)
 
     @cached_property
     def loss_chunk_tokens(self) -> int:

@@ -161,8 +161,10 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
     arrays = 5 if config.data.document_masking else 4
     return {
         "parameters": Component(
-            local.parameters * local.parameter_itemsize,
-            f"{config.precision.params} master weights, sharded over fsdp and tensor; norms replicated",
+            local.parameter_bytes,
+            f"{config.precision.params} master weights, sharded over fsdp and tensor; norms replicated"
+            if not local.adapted
+            else f"frozen, {config.precision.compute}, and adapters, {config.precision.params}; sharded over fsdp and tensor",
         ),
         "moments": _moments(local),
         "batch": Component(

@@ -62,17 +62,15 @@ def optimizer_state(local: LocalSizes) -> tuple[int, str]:
     kind, first = local.config.optimizer.kind, ITEMSIZE[local.config.precision.moments]
     dtype = local.config.precision.moments
     if (plugin := optimizer_plugin(kind)) is not None:
-        return int(
-            local.parameters * plugin.state_bytes_per_parameter(first)
-        ), f"{kind}: as its package declares, sharded as the parameters"
+        return int(local.trained * plugin.state_bytes_per_parameter(first)), f"{kind}: as its package declares, sharded as the parameters"
     if kind == "adamw" and dtype == "int8":
         rest = local.parameters - local.layer_matrices
         size = 2 * local.layer_matrices + 2 * 4 * _scales(local) + rest * 8
         return size, "AdamW: 8-bit moments with a float32 scale per block for matrices, float32 moments for the rest"
     if kind == "adamw":
-        return local.parameters * (first + 4), f"AdamW: first moment {dtype}, second moment float32, sharded as the parameters"
+        return local.trained * (first + 4), f"AdamW: first moment {dtype}, second moment float32, sharded as the parameters"
     if kind in ("lion", "sgd"):
-        return local.parameters * first, f"{kind}: one moment, {dtype}"
+        return local.trained * first, f"{kind}: one moment, {dtype}"
     if kind == "muon":
         rest = local.parameters - local.layer_matrices
         return local.layer_matrices * first + rest * (first + 4), f"Muon: one {dtype} momentum per matrix, AdamW moments for the rest"

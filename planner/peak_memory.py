@@ -49,7 +49,7 @@ class StepMemory:
             "loss": self.loss(),
             "start of the backward pass": self.backward(relaid=relaid_bytes(self.local, self.backend, self.overlap), late=False),
             "backward pass": self.backward(relaid=0, late=self.overlap),
-            "embedding gradient": self.embedding_gradient(),
+            **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
         }
         if self.overlap:
@@ -104,6 +104,11 @@ class StepMemory:
         """
         return self.local.parameter_itemsize
 
+    @property
+    def layer_gradients(self) -> int:
+        """Elements of the layers' gradients, sharded as the parameters."""
+        return self.sharded.trained if self.local.adapted else self.sharded.layer_matrices + self.local.vectors
+
     def layout_copies(self) -> int:
         """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
 
@@ -113,20 +118,22 @@ class StepMemory:
         local = self.local
         if local.fsdp == 1:
             return 0
-        copies = local.model.num_layers * local.turned_matrices // local.fsdp * local.parameter_itemsize
-        return copies + (local.table // local.fsdp * local.parameter_itemsize if self.in_loop else 0)
+        copies = local.model.num_layers * local.turned_matrices // local.fsdp * local.weight_itemsize
+        return copies + (local.table // local.fsdp * local.weight_itemsize if self.in_loop else 0)
 
     def accumulated(self) -> Component:
         """Return the sum of gradients over microbatches."""
         if not self.in_loop:
             return Component(0, "one microbatch: no sum is kept")
-        size = self.sharded.parameters * self.local.gradient_itemsize
+        size = self.sharded.trained * self.local.gradient_itemsize
         assumption = f"sum over {self.local.config.trainer.accumulation} microbatches, {self.local.config.precision.gradients}"
         return Component(size, assumption)
 
     @property
     def separate_table_gradients(self) -> bool:
         """Whether the embedding's gradient is an array of its own, not added into that of the unembedding."""
+        if self.local.adapted:
+            return False
         return not self.local.model.tie_embeddings or (self.local.data > 1 and self.local.fsdp > 1)
 
     def zeroed_table(self) -> int:
@@ -136,6 +143,8 @@ class StepMemory:
         in a loop of microbatches or before Pallas kernels. Else see `last_layer`.
         """
         local = self.local
+        if local.adapted:
+            return 0
         if self.overlap:
             first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
             early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
@@ -146,10 +155,12 @@ class StepMemory:
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""
         local = self.local
-        return local.turned_matrices * local.gradient_itemsize if self.combined and local.fsdp > 1 else 0
+        return local.turned_matrices * local.gradient_itemsize if self.combined and local.fsdp > 1 and not local.adapted else 0
 
     def unembedding_gradient(self) -> Component:
         """Return the gradient of the unembedding during the backward pass of the layers."""
+        if self.local.adapted:
+            return Component(0, "frozen tables have no gradient")
         if self.local.config.compute.reduces_unembedding_first:
             return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
         return Component(
@@ -160,7 +171,7 @@ class StepMemory:
 
     def half_reduced_table(self) -> int:
         """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2)."""
-        return 4 * self.local.table // self.local.fsdp if self.local.config.mesh.zero_stage else 0
+        return 4 * self.local.table // self.local.fsdp if self.local.config.mesh.zero_stage and not self.local.adapted else 0
 
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next layer, which overlap gathers early."""
@@ -173,14 +184,19 @@ class StepMemory:
         """Return what is live in the loss: all saved activations and one chunk of logits."""
         local = self.local
         tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
-        logits, gradient = tokens * vocab * (4 + local.compute_itemsize), 4 * table
+        logits, gradient = tokens * vocab * (4 + local.compute_itemsize), 0 if local.adapted else 4 * table
         if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
             logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
         zeroed = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // (local.fsdp // local.expert)
+        zeroed = local.trained if local.adapted else zeroed
         policy = local.config.compute.remat.policy
         if self.overlap:
             # By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after the loss.
-            zeroed = self.sharded.layer_matrices if self.combined or local.gradient_itemsize == self.stack_itemsize else 0
+            zeroed = (
+                (self.sharded.trained if local.adapted else self.sharded.layer_matrices)
+                if self.combined or local.gradient_itemsize == self.stack_itemsize
+                else 0
+            )
             if policy == "offload" or (policy == "full" and local.fsdp == 1):
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
@@ -221,9 +237,9 @@ class StepMemory:
         local = self.local
         where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(at_end)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
-        gradients = (self.sharded.layer_matrices + local.vectors) * self.stack_itemsize
+        gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
-        reducing = local.gathered_layer_weights * local.gradient_itemsize * local.model.layer_period if late and self.reduced else 0
+        reducing = local.gathered_trained_weights * local.gradient_itemsize * local.model.layer_period if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
@@ -258,14 +274,14 @@ class StepMemory:
         What the MLPs saved is freed before. At its end the gradients of both tables have been reduced.
         """
         local = self.local
-        tables = 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
+        tables = 0 if local.adapted else 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
         point = self.backward(relaid=0, late=False, at_end=self.turned_gradients() + tables)
         mlp = sum(count * size for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
         kept = Component(
             self.saved.bytes - local.model.num_layers * mlp, "of attention, and inputs of the blocks; those of the MLPs are freed"
         )
         copies = point["parameter_copies"]
-        gradients = point["loss"].bytes + local.table * local.gradient_itemsize - self.zeroed_table()
+        gradients = 0 if local.adapted else point["loss"].bytes + local.table * local.gradient_itemsize - self.zeroed_table()
         return point | {
             "activations": kept,
             "parameter_copies": Component(
@@ -279,7 +295,7 @@ class StepMemory:
         before their reduction, and attention's workspace."""
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
-        waiting = local.gathered_layer_weights * local.gradient_itemsize if self.reduced else 2 * local.mlp_matrix * 4
+        waiting = local.gathered_trained_weights * local.gradient_itemsize if self.reduced or local.adapted else 2 * local.mlp_matrix * 4
         waiting *= local.model.layer_period if self.overlap else 1  # the layers of a period are one body of the loop
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
@@ -294,7 +310,7 @@ class StepMemory:
             # gradients of gate and up, in blocks along both dims: twice in float32, transposed, and twice in one byte; the input of down,
             # transposed and twice in one byte
             quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
-        down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined else 0
+        down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         points = (
             (
                 "its MLP",
@@ -318,14 +334,12 @@ class StepMemory:
         unrolled by are live together when one reduction combines both.
         """
         local = self.local
-        layer = local.gathered_layer_weights * local.gradient_itemsize
+        layer = local.gathered_trained_weights * local.gradient_itemsize
         together = 2 if 2 * layer <= COMBINED_BYTES * local.fsdp else 1
         inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
-            "gradients": Component(
-                (self.sharded.layer_matrices + local.vectors) * self.stack_itemsize, "of the layers, sharded as the parameters"
-            ),
+            "gradients": Component(self.layer_gradients * self.stack_itemsize, "of the layers, sharded as the parameters"),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
             "loss": Component(
@@ -352,12 +366,12 @@ class StepMemory:
     def optimizer(self) -> Components:
         """Return what is live in the update."""
         local = self.local
-        copies = 2 * 4 * local.table // self.sharded.fsdp
-        if local.fsdp > 1:
+        copies = 0 if local.adapted else 2 * 4 * local.table // self.sharded.fsdp
+        if local.fsdp > 1 and not local.adapted:
             copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.out_matrix) // self.sharded.fsdp
         return {
             "gradients": Component(
-                self.sharded.parameters * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
+                self.sharded.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
                 f"all, {local.config.precision.gradients if self.in_loop else local.config.precision.params}",
             ),
             "parameter_copies": Component(copies, "transposes between the layouts of gradients and parameters"),

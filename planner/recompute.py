@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ridgeline.configs.schema import ModelConfig, RematConfig
+from ridgeline.configs.remat import POLICIES
+from ridgeline.configs.schema import Config, ModelConfig, RematConfig
 from ridgeline.planner.parameters import DOWN, attention_weights
 
 
@@ -22,6 +23,20 @@ class Recomputed:
     """Attention's update of the residual stream, reduce-scattered over tensor."""
     mlp_update: bool = False
     """The MLP's update of the residual stream, which only a norm after it needs."""
+
+
+def recomputed_by(config: Config) -> Recomputed:
+    """As `recomputed`; the results of matrices with a magnitude (lora.dora) are needed, so that whole updates are computed again too."""
+    again, policy = recomputed(config.model, config.compute.remat), config.compute.remat.policy
+    if not config.lora.dora or policy == "dots" or not POLICIES[policy].recomputes_block:
+        return again
+    targets = config.lora.targets_of(config.model)
+    return replace(
+        again,
+        weights=again.weights | set(targets),
+        attention_update=again.attention_update or "out" in targets,
+        mlp_update=again.mlp_update or "down" in targets,
+    )
 
 
 def recomputed(model: ModelConfig, remat: RematConfig) -> Recomputed:

@@ -19,7 +19,7 @@ from ridgeline.planner.activations import offloaded_bytes
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.collectives import PlannedCollective, compiled_collectives
 from ridgeline.planner.communication import CollectiveCost, hop_s, time_s
-from ridgeline.planner.flops import train_flops_per_token
+from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import Hardware, hardware
 from ridgeline.planner.kernels import Kernels, Work
 from ridgeline.planner.layer_costs import LayerPoint, without_recompute
@@ -145,7 +145,7 @@ class StepParts:
         step_s = on_device + breakdown["host_input"]
         config = self.config
         tokens = config.data.batch_size * config.data.seq_len
-        flops = train_flops_per_token(config.model, config.data.seq_len).total * tokens
+        flops = config_flops_per_token(config).total * tokens
         return StepEstimate(
             step_s=step_s,
             breakdown_s=breakdown,

@@ -51,8 +51,10 @@ class ShardingReport:
         return self.parameter_bytes_per_device + self.gradient_bytes_per_device + self.optimizer_bytes_per_device
 
 
-def sharding_report(partitioner: Partitioner, params: Any, axes: Any, opt_state: Any, gradient_dtype: str) -> ShardingReport:
-    """Report on abstract trees: parameters, their logical axes (same structure), and the optimizer state.
+def sharding_report(
+    partitioner: Partitioner, params: Any, axes: Any, trained: tuple[Any, Any], opt_state: Any, gradient_dtype: str
+) -> ShardingReport:
+    """Report on abstract trees: parameters, their logical axes (same structure), both of the trained parameters, and the optimizer state.
 
     Raises UserError, with the parameter's name, for a dim that does not divide.
     """
@@ -61,10 +63,9 @@ def sharding_report(partitioner: Partitioner, params: Any, axes: Any, opt_state:
     of_state = partitioner.of_state
     gradients = jax.tree.map(
         lambda leaf, of: _bytes(_local_shape(partitioner, leaf.shape, of_state.spec(of, leaf.shape, "gradient")), gradient_dtype),
-        params,
-        axes,
+        *trained,
     )
-    shardings = optimizer_state_shardings(of_state, opt_state, params, axes)
+    shardings = optimizer_state_shardings(of_state, opt_state, *trained)
     moments = sum(
         _bytes(_local_shape(partitioner, leaf.shape, sharding.spec), leaf.dtype)
         for leaf, sharding in zip(jax.tree.leaves(opt_state), jax.tree.leaves(shardings), strict=True)

@@ -41,6 +41,8 @@ class Rules:
     """Not sharded: the softmax needs the whole head."""
     latent: Axes = ()
     """Not sharded: every head reads the whole latent of latent attention, and its norm needs all of it."""
+    rank: Axes = ()
+    """Not sharded: the rank of a low-rank adapter is small, and divides by nothing."""
     mlp: Axes = ("tensor",)
     """The hidden activations are elementwise: sharded by column, then by row, with one reduction (Megatron)."""
     experts: Axes = ("expert",)
@@ -155,7 +157,22 @@ def matrix_sides(axes: LogicalAxes) -> list[tuple[int, ...]]:
 
 
 PARAMETER_AXES = frozenset(
-    {"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "latent", "mlp", "experts", "expert_embed", "router", "norm", "positions"}
+    {
+        "layers",
+        "vocab",
+        "embed",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "latent",
+        "rank",
+        "mlp",
+        "experts",
+        "expert_embed",
+        "router",
+        "norm",
+        "positions",
+    }
 )
 """Logical axes that only parameters have."""
 LOGICAL_AXES = tuple(field.name for field in dataclasses.fields(Rules))

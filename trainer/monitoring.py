@@ -15,7 +15,7 @@ from ridgeline.observe.profiler import Profiler, StartAnalysis
 from ridgeline.observe.progress import Progress
 from ridgeline.observe.step_timer import StepTimer
 from ridgeline.observe.writers import build_writers
-from ridgeline.planner.flops import train_flops_per_token
+from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import matmul_dtype, peak_flops
 from ridgeline.rundir.events import EventLog, read_events
 from ridgeline.rundir.loss_spikes import WINDOW, SpikeDetector, loss_spikes, recent_losses
@@ -115,7 +115,7 @@ def step_timer(config: Config, num_devices: int) -> StepTimer:
     return StepTimer(
         tokens_per_step=config.data.batch_size * config.data.seq_len,
         num_devices=num_devices,
-        flops_per_token=train_flops_per_token(config.model, config.data.seq_len).total,
+        flops_per_token=config_flops_per_token(config).total,
         peak_flops=peak_flops(kind, dtype),
         float8_peak_flops=peak_flops(kind, "float8") if config.precision.matmul != "compute" else None,
     )

@@ -19,12 +19,14 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.foreign import read_object, shortened
 from ridgeline.configs.load import from_resolved, override_mesh
 from ridgeline.configs.rules import fit_devices, place_on_devices
-from ridgeline.configs.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from ridgeline.configs.schema import CheckpointConfig, Config, LoraConfig, ModelConfig, PrecisionConfig
 from ridgeline.loaders.hf_files import GENERATION_CONFIG, copy_files, left_behind
 from ridgeline.loaders.manifest import check_same_tokenizer
 from ridgeline.loaders.tokenizers import Tokenizer, holds_tokenizer, load_tokenizer
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.huggingface.convert import CONFIG_NAME, HfCheckpoint, check_same_model, open_hf
+from ridgeline.models.huggingface.peft import ADAPTER_CONFIG, PeftAdapter, base_of, open_adapter
+from ridgeline.models.lora import with_magnitudes
 from ridgeline.rundir.bench_results import config_sha256
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
@@ -48,6 +50,8 @@ class Source:
     """Of the run. For a Hugging Face directory: the defaults with its model, and its dtype for parameters and compute."""
     hf: HfCheckpoint | None
     """None for a run directory."""
+    adapter: PeftAdapter | None = None
+    """Of an adapter directory, whose base model `hf` is."""
 
     @property
     def tokenizer_dir(self) -> Path | None:
@@ -61,7 +65,7 @@ class Source:
     @property
     def files_dir(self) -> Path:
         """Directory of the tokenizer and of generation_config.json; either may be absent."""
-        return self.path / "tokenizer" if self.hf is None else self.path
+        return self.path / "tokenizer" if self.hf is None else self.hf.directory
 
     @property
     def config_sha256(self) -> str | None:
@@ -83,14 +87,22 @@ class Source:
         return None if self.tokenizer is None or not holds_tokenizer(self.files_dir) else self.tokenizer.add_bos
 
 
-def open_source(path: Path) -> Source:
-    """Open a run directory or a Hugging Face directory without reading weights. Raises UserError when `path` is neither."""
+def open_source(path: Path, base: Path | None = None) -> Source:
+    """Open a run directory, a Hugging Face directory or an adapter directory of peft without reading weights.
+
+    base: Hugging Face directory of an adapter's base model; None: the one that the adapter names. Raises UserError when `path` is none.
+    """
     if (path / "config.yaml").is_file():
         return Source(path, from_resolved(path / "config.yaml"), None)
     if (path / CONFIG_NAME).is_file():
         hf = open_hf(path)
         dtype = hf.stored_dtype
         return Source(path, Config(model=hf.model, precision=PrecisionConfig(params=dtype, compute=dtype)), hf)
+    if (path / ADAPTER_CONFIG).is_file():
+        hf = open_hf(base or base_of(path))
+        adapter = open_adapter(path, hf.model)
+        precision = PrecisionConfig(params=adapter.stored_dtype, compute=hf.stored_dtype)
+        return Source(path, Config(model=hf.model, lora=adapter.lora, precision=precision), hf, adapter)
     if not path.exists():
         raise UserError(f"no such run directory or Hugging Face directory: {path}")
     raise UserError(f"{path} contains no model: neither config.yaml (run directory) nor {CONFIG_NAME} (Hugging Face directory)")
@@ -99,30 +111,42 @@ def open_source(path: Path) -> Source:
 def load_params(source: Source, spec: ModelSpec, step: int | None = None) -> tuple[Tree, int | None]:
     """Return the parameters in the dtypes and shardings of `spec`, and their step (None for a Hugging Face directory).
 
-    From a run: its newest good checkpoint, or `step`. Raises UserError when there is none, or when it holds another model.
+    Without adapters where the source has none. From a run: its newest good checkpoint, or `step`. Raises UserError when there is none, or
+    when it holds another model.
     """
-    abstract = jax.tree.map(_with_sharding, spec.abstract_params, spec.param_shardings)
+    abstract, param_axes = _of_source(source, spec)
     if source.hf is not None:
         if step is not None:
             raise UserError(f"{source.path} is a Hugging Face directory: it has no steps")
-        return source.hf.load(abstract), None
+        if source.adapter is None:
+            return source.hf.load(abstract), None
+        adapters, others = spec.split(abstract)
+        return spec.join(source.adapter.load(adapters), source.hf.load(others)), None
     reader = CheckpointReader(source.path / "checkpoints", CheckpointConfig())
     found = reader.latest_step() if step is None else step
     stored = {} if found is None else reader.read_metadata(found)["arrays"]
     rows = source.config.model.vocab_size
-    restored, metadata = reader.restore(_as_stored(abstract, spec, stored, rows), step, partial=True)
+    restored, metadata = reader.restore(_as_stored(abstract, param_axes, stored, rows), step, partial=True)
     if note := check_config(source.config, metadata, source.path):
         _log.warning(note)
     if source.tokenizer_dir is not None:
         check_tokenizer_files(metadata, source.tokenizer_dir)
-    params = jax.tree.map(lambda have, want, axes: _fit(have, want, axes, rows), restored["params"], abstract, spec.param_axes)
+    params = jax.tree.map(lambda have, want, axes: _fit(have, want, axes, rows), restored["params"], abstract, param_axes)
     return params, int(metadata["step"])
 
 
-def _as_stored(abstract: Tree, spec: ModelSpec, stored: Mapping[str, Any], rows: int) -> Tree:
-    """Return what to restore for the parameters of `spec`. stored: name -> shape and dtype in the checkpoint; rows: of its vocabulary."""
+def _of_source(source: Source, spec: ModelSpec) -> tuple[Tree, Tree]:
+    """Return the parameters of `spec` that a source has, as ShapeDtypeStructs with shardings, and their logical axes."""
+    abstract = jax.tree.map(_with_sharding, spec.abstract_params, spec.param_shardings)
+    if not spec.adapted or source.config.lora.rank is not None:
+        return abstract, spec.param_axes
+    return spec.split(abstract)[1], spec.split(spec.param_axes)[1]
+
+
+def _as_stored(abstract: Tree, param_axes: Tree, stored: Mapping[str, Any], rows: int) -> Tree:
+    """Return what to restore for these parameters. stored: name -> shape and dtype in the checkpoint; rows: of its vocabulary."""
     tree = {"params": abstract}
-    axes = named_leaves({"params": jax.tree.map(_Axes, spec.param_axes, is_leaf=lambda leaf: isinstance(leaf, tuple))})
+    axes = named_leaves({"params": jax.tree.map(_Axes, param_axes, is_leaf=lambda leaf: isinstance(leaf, tuple))})
     leaves = [_stored_leaf(leaf, axes[name].names, stored.get(name), rows) for name, leaf in named_leaves(tree).items()]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
@@ -169,38 +193,64 @@ def _fit(have: jax.Array, want: jax.ShapeDtypeStruct, axes: tuple[str | None, ..
     return resized
 
 
-def start_from(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec, state: TrainState) -> TrainState:
+def start_from(
+    path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec, state: TrainState, lora: LoraConfig | None = None
+) -> TrainState:
     """Return the state of a new run with its random parameters replaced by those of the model at `path` (`init_from`).
 
-    Raises UserError: no model at `path`, another architecture than the run's, or another tokenizer than the data's.
+    The adapters of `lora` are those of the model, or new ones where it has none. Raises UserError: no model at `path`, another architecture
+    or other adapters than the run's, or another tokenizer than the data's.
     """
-    return replace(state, params=load_params(_fitting_source(path, model, tokenizer_sha256), spec)[0])
+    source = _fitting_source(path, model, tokenizer_sha256, lora)
+    params = load_params(source, spec)[0]
+    if not spec.adapted or source.config.lora.rank is not None:
+        return replace(state, params=params)
+    whole = spec.join(spec.split(state.params)[0], params)
+    fit = jax.jit(lambda params: spec.split(with_magnitudes(params, spec.param_axes))[0], out_shardings=spec.split(spec.param_shardings)[0])
+    return replace(state, params=spec.join(fit(whole), params))
 
 
-def check_source(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec) -> None:
+def check_source(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec, lora: LoraConfig | None = None) -> None:
     """Raise UserError where `start_from` would, by all but the weights. Process 0."""
-    source = _fitting_source(path, model, tokenizer_sha256)
+    source = _fitting_source(path, model, tokenizer_sha256, lora)
     if source.hf is not None:
         return
     checkpoints = path / "checkpoints"
     metadata = check_startable(checkpoints)
     if metadata is None:
         raise UserError(f"no checkpoint in {checkpoints}")
-    abstract = jax.tree.map(_with_sharding, spec.abstract_params, spec.param_shardings)
-    wanted = _as_stored(abstract, spec, metadata["arrays"], source.config.model.vocab_size)
+    wanted = _as_stored(*_of_source(source, spec), metadata["arrays"], source.config.model.vocab_size)
     check_matches(metadata["arrays"], wanted, partial=True, where=str(step_dir(checkpoints, metadata["step"])))
 
 
-def _fitting_source(path: Path, model: ModelConfig, tokenizer_sha256: str) -> Source:
-    """Open the model at `path` and compare its architecture and tokenizer with those of a run. Raises UserError."""
+def _fitting_source(path: Path, model: ModelConfig, tokenizer_sha256: str, lora: LoraConfig | None) -> Source:
+    """Open the model at `path` and compare its architecture, adapters and tokenizer with those of a run. Raises UserError."""
     source = open_source(path)
+    _check_adapters(source, model, lora or LoraConfig())
     if source.tokenizer is not None:
         check_same_tokenizer(source.tokenizer.sha256, tokenizer_sha256, str(path))
     if source.hf is not None:
-        source = replace(source, hf=open_hf(path, model))
+        source = replace(source, hf=open_hf(source.hf.directory, model))
     else:
         check_same_model(path, source.config.model, model)
     return source
+
+
+def _check_adapters(source: Source, model: ModelConfig, wanted: LoraConfig) -> None:
+    """Raise UserError where a source has adapters that the run would not have."""
+    found = source.config.lora
+    if found.rank is None:
+        return
+    if wanted.rank is None:
+        settings = f"lora.rank={found.rank} lora.alpha={found.alpha:g}"
+        raise UserError(
+            f"{source.path} has adapters: train them on with {settings}, or write the merged model with `ridge convert to-hf --merge`"
+        )
+    ours, theirs = ({**lora.model_dump(), "targets": list(lora.targets_of(model))} for lora in (wanted, found))
+    differ = [key for key in ours if key != "dropout" and ours[key] != theirs[key]]
+    if differ:
+        listed = ", ".join(f"lora.{key} = {ours[key]} (there: {theirs[key]})" for key in differ)
+        raise UserError(f"the config differs from the adapters in {source.path}: {listed}")
 
 
 def merged_tokenizer(run: Path, corpus: Path, add_bos: bool, source: Path) -> tuple[Path, list[str]]:

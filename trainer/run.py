@@ -240,7 +240,7 @@ class _Session:
             source = self.run.path if checkpointer.has_checkpoints() else config.init_from
             self.started_from = source
             if source is not None:
-                state = start_from(source, config.model, self.tokenizer.sha256, parts.spec, state)
+                state = start_from(source, config.model, self.tokenizer.sha256, parts.spec, state, config.lora)
                 self.progress.note(f"starting from the parameters of {source}")
             jax.block_until_ready(state)
         return state, 0

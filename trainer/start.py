@@ -141,7 +141,7 @@ def check_start(config: Config, parts: Prepared, tokenizer: TokenizerInfo, from_
         check_same_tokenizer(metadata.get("tokenizer"), tokenizer.sha256, str(run.checkpoints))
         check_restored(metadata, config, {}, lambda line: None)
     elif source := config.init_from if metadata is None else run.path:
-        check_source(source, config.model, tokenizer.sha256, parts.spec)
+        check_source(source, config.model, tokenizer.sha256, parts.spec, config.lora)
 
 
 def _own_record(run: RunDir, name: str) -> RunRecord:

@@ -17,6 +17,7 @@ from flax import nnx
 
 from ridgeline import models
 from ridgeline.configs.schema import Config
+from ridgeline.models.lora import ADAPTERS, join_adapters, split_adapters
 from ridgeline.models.params import Amax
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, state_shardings
 
@@ -33,7 +34,7 @@ class TrainState:
     step: jax.Array
     """int32 []: steps taken, skipped ones included; also the data position."""
     params: Tree
-    """Nested dict of arrays in precision.params."""
+    """Nested dict of arrays in precision.params. With adapters (`lora`) these are in precision.params, the others in precision.compute."""
     opt_state: Tree
     """The optax state."""
     amax: Tree
@@ -64,6 +65,21 @@ class ModelSpec:
     """Nested dict of NamedSharding, same structure."""
     build: Callable[[jax.Array], Tree]
     """Key -> initial parameters (pure, jittable)."""
+    adapted: bool = False
+    """There are adapters, and only they are trained."""
+
+    def split(self, params: Tree) -> tuple[Tree, Tree]:
+        """Return the trained parameters and the frozen ones, of a tree with the structure of the parameters."""
+        return split_adapters(params) if self.adapted else (params, {})
+
+    def join(self, trained: Tree, frozen: Tree) -> Tree:
+        """Undo `split`."""
+        return join_adapters(trained, frozen) if self.adapted else trained
+
+    @property
+    def trained_axes(self) -> Tree:
+        """Logical axes of the trained parameters."""
+        return self.split(self.param_axes)[0]
 
     def merge(self, params: Tree, recent: Tree | None = None) -> Any:
         """Put parameters into the module (inside jit). `recent`: amax for delayed scaling; None: current scaling."""
@@ -75,7 +91,8 @@ def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
 
     def create(key: jax.Array, delayed: bool = False) -> Any:
         in_stage = partitioner.in_stage  # what a module computes is inside of one stage
-        return models.build(config.model, config.compute, config.precision, in_stage, nnx.Rngs(params=key), delayed=delayed)
+        rngs = nnx.Rngs(params=key, **{ADAPTERS: jax.random.fold_in(key, 1)})
+        return models.build(config.model, config.compute, config.precision, in_stage, rngs, delayed=delayed, lora=config.lora)
 
     def initial_params(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.split(create(key), nnx.Param)[1])
@@ -94,6 +111,7 @@ def model_spec(config: Config, partitioner: Partitioner) -> ModelSpec:
         param_axes=nnx.to_pure_dict(axes),
         param_shardings=nnx.to_pure_dict(state_shardings(partitioner, variables)),
         build=initial_params,
+        adapted=config.lora.rank is not None,
     )
 
 
@@ -104,7 +122,7 @@ def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTra
     shardings = TrainState(
         step=replicated,
         params=spec.param_shardings,
-        opt_state=optimizer_state_shardings(partitioner.of_state, shapes.opt_state, spec.abstract_params, spec.param_axes),
+        opt_state=optimizer_state_shardings(partitioner.of_state, shapes.opt_state, spec.split(spec.abstract_params)[0], spec.trained_axes),
         amax=jax.tree.map(lambda _: replicated, shapes.amax),
         skipped=replicated,
         bad_in_a_row=replicated,
@@ -135,7 +153,7 @@ def initial_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTran
     return TrainState(
         step=zero,
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(spec.split(params)[0]),
         amax=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.abstract_amax),
         skipped=zero,
         bad_in_a_row=zero,

@@ -30,22 +30,30 @@ from ridgeline.trainer.state import ModelSpec, TrainState, Tree
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
+DROPOUT = 2
+"""Folded into the key of a step for the dropout of adapters."""
 ROUTER = "router"
 """Key of the router's totals among the means of a microbatch."""
 
 
 def loss_sums(
-    spec: ModelSpec, config: Config, partitioner: Partitioner, params: Tree, batch: Batch, recent: Tree | None = None
+    spec: ModelSpec,
+    config: Config,
+    partitioner: Partitioner,
+    params: Tree,
+    batch: Batch,
+    recent: Tree | None = None,
+    dropout_key: jax.Array | None = None,
 ) -> tuple[LossSums, RouterTotals | None]:
     """Forward pass: sums over the batch of nats, z-loss and token weights (fp32 scalars), and of the routers (None: no experts).
 
-    `recent`: as in `ModelSpec.merge`.
+    `recent`: as in `ModelSpec.merge`; `dropout_key`: as in `Decoder.forward`.
     """
     model = spec.merge(params, recent)
     # Without segments attention uses its plain causal kernel; padding is at the end of a row.
     segment_ids = batch["segment_ids"] if config.data.document_masking else None
-    x_BTD, router = model.forward(batch["tokens"], batch["positions"], segment_ids)
-    return loss_of(model, config, partitioner, x_BTD, batch), router
+    x_BTD, router = model.forward(batch["tokens"], batch["positions"], segment_ids, dropout_key)
+    return loss_of(model, config, partitioner, x_BTD, batch, frozen=spec.adapted), router
 
 
 def make_train_step(
@@ -56,7 +64,9 @@ def make_train_step(
     rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, now, means, weight = gradient(state.params, jax.tree.map(partial(recent_magnitudes, partitioner), state.amax), batch)
+        key, rounding = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
+        recent = jax.tree.map(partial(recent_magnitudes, partitioner), state.amax)
+        grads, now, means, weight = gradient(state.params, recent, batch, jax.random.fold_in(key, DROPOUT))
         now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards, once per step
         router: RouterTotals | None = means.pop(ROUTER, None)
         with jax.named_scope("optimizer"):
@@ -65,13 +75,13 @@ def make_train_step(
             if config.optimizer.clip_norm is not None:
                 scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-            old_params = constrain_params(state.params, spec, of_state) if partitioner.zero_stage else state.params
+            old_params, frozen = spec.split(state.params)
+            old_params = constrain_params(old_params, spec, of_state) if partitioner.zero_stage else old_params
             learning_rate = schedule(state.step)
-            key, rounding = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
             updates, opt_state = optimizer.update(grads, state.opt_state, old_params, learning_rate=learning_rate, key=key)
             apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
             params = apply(old_params, updates)
-            if router is not None:
+            if router is not None and not spec.adapted:
                 params = _with_router_bias(config, params, old_params, router)
             # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
             amax = jax.tree.map(lambda steps, newest: jnp.concatenate([newest[..., None], steps[..., :-1]], -1), state.amax, now)
@@ -83,7 +93,7 @@ def make_train_step(
         bad = jnp.where(finite, 0, 1).astype(jnp.int32)
         new_state = TrainState(
             step=state.step + 1,
-            params=params,
+            params=spec.join(params, frozen),
             opt_state=opt_state,
             amax=amax,
             skipped=state.skipped + bad,
@@ -106,29 +116,34 @@ def make_train_step(
 
 def _make_gradient(
     spec: ModelSpec, config: Config, partitioner: Partitioner
-) -> Callable[[Tree, Tree, Batch], tuple[Tree, Tree, Tree, jax.Array]]:
-    """Return the function of parameters, recent magnitudes and a batch that gives its gradient, summed over microbatches, the magnitudes of
-    its matmuls, mean losses and its weight."""
+) -> Callable[[Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, Tree, jax.Array]]:
+    """Return the function of parameters, recent magnitudes, a batch and a key for dropout that gives the gradient of the trained
+    parameters, summed over microbatches, the magnitudes of its matmuls, mean losses and its weight."""
     accumulation = config.trainer.accumulation
     grad_dtype = jnp.dtype(config.precision.gradients)
     of_state = partitioner.of_state
     rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
+    drops = spec.adapted and config.lora.dropout > 0
     staged = pipeline_gradient(spec, config, partitioner) if partitioner.mesh.shape["pipeline"] > 1 else None
 
-    def microbatch_gradient(params: Tree, recent: Tree, batch: Batch, total_weight: jax.Array) -> tuple[Tree, Tree, Tree]:
-        def objective(params: Tree, recent: Tree) -> tuple[jax.Array, Tree]:
-            sums, router = loss_sums(spec, config, partitioner, params, batch, recent)
+    def microbatch_gradient(
+        params: Tree, recent: Tree, batch: Batch, total_weight: jax.Array, key: jax.Array | None
+    ) -> tuple[Tree, Tree, Tree]:
+        trained, frozen = spec.split(params)
+
+        def objective(trained: Tree, recent: Tree) -> tuple[jax.Array, Tree]:
+            sums, router = loss_sums(spec, config, partitioner, spec.join(trained, frozen), batch, recent, key)
             means = {"loss": sums.nats / total_weight, "z_loss": sums.z / total_weight, "accuracy": sums.correct / total_weight}
             value = (sums.nats + sums.z) / total_weight
             if router is None:
                 return value, means
             return value + router.objective(config.loss, rows, tokens), {**means, ROUTER: router}
 
-        (_, means), (grads, now) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(params, recent)
+        (_, means), (grads, now) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(trained, recent)
         grads = jax.tree.map(lambda g: g.astype(grad_dtype), grads)
         return constrain_params(grads, spec, of_state) if partitioner.zero_stage else grads, now, means
 
-    def gradient(params: Tree, recent: Tree, batch: Batch) -> tuple[Tree, Tree, Tree, jax.Array]:
+    def gradient(params: Tree, recent: Tree, batch: Batch, key: jax.Array) -> tuple[Tree, Tree, Tree, jax.Array]:
         weight = jnp.sum(batch["weights"], dtype=jnp.float32)
         divisor = jnp.maximum(weight, 1.0)
         if staged is not None:
@@ -136,19 +151,19 @@ def _make_gradient(
             means = {"loss": total.sums.nats / divisor, "z_loss": total.sums.z / divisor, "accuracy": total.sums.correct / divisor}
             return total.grads, total.amax, means if total.router is None else {**means, ROUTER: total.router}, weight
         if accumulation == 1:
-            return *microbatch_gradient(params, recent, batch, divisor), weight
+            return *microbatch_gradient(params, recent, batch, divisor, key if drops else None), weight
         micro = microbatches(batch, accumulation, partitioner)
 
         def body(index: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
             one = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in micro.items()}
-            grads, now, means = microbatch_gradient(params, recent, one, divisor)
+            grads, now, means = microbatch_gradient(params, recent, one, divisor, jax.random.fold_in(key, index) if drops else None)
             return (
                 jax.tree.map(jnp.add, carry[0], grads),
                 jax.tree.map(jnp.maximum, carry[1], now),
                 jax.tree.map(jnp.add, carry[2], means),
             )
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), spec.split(params)[0])
         nothing: Tree = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss", "accuracy")}
         if config.model.moe is not None:
             nothing[ROUTER] = RouterTotals.zeros(config.model.moe_layers, config.model.moe.experts)
@@ -212,8 +227,8 @@ def split_rows(x_BT: jax.Array, accumulation: int, partitioner: Partitioner, seq
 
 
 def constrain_params(tree: Tree, spec: ModelSpec, partitioner: Partitioner) -> Tree:
-    """Constrain a parameter-shaped tree to the parameters' shardings."""
-    return jax.tree.map(lambda x, axes: partitioner.constrain(x, *axes), tree, spec.param_axes)
+    """Constrain a tree of the trained parameters' structure to their shardings."""
+    return jax.tree.map(lambda x, axes: partitioner.constrain(x, *axes), tree, spec.trained_axes)
 
 
 def param_norm(params: Tree) -> Any:

@@ -21,7 +21,7 @@ from ridgeline.configs.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from ridgeline.configs.schema import ModelConfig
+    from ridgeline.configs.schema import Config, LoraConfig, ModelConfig
 
     Slice = tuple[str, int | None, np.ndarray]
     """Path of a parameter, layer (None: the whole parameter), values."""
@@ -32,10 +32,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.command("from-hf")
 @click.argument("directory", metavar="HF_DIR", type=click.Path(path_type=Path))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory to create; it must not exist, or be empty.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Parameter dtype [default: as stored].")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Parameter dtype, of a model without adapters [default: as stored].")
+@click.option("--base", type=click.Path(path_type=Path), help="Base model of an adapter directory [default: the one it names].")
 @json_option
-def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
-    """Import a Hugging Face directory as a run directory with one checkpoint that contains the parameters.
+def from_hf(directory: Path, output: Path, dtype: Any, base: Path | None, as_json: bool) -> None:
+    """Import a Hugging Face directory, or an adapter directory of peft, as a run directory with one checkpoint that has the parameters.
 
     Weights are converted one layer's tensor at a time, so host memory stays small. Use the result with `ridge train ... init_from=OUTPUT`,
     `ridge evaluate` and `ridge generate`.
@@ -43,10 +44,18 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed, so do not occupy a GPU
     from ridgeline.loaders.hf_files import left_behind
     from ridgeline.models.huggingface.convert import open_hf
+    from ridgeline.models.huggingface.peft import ADAPTER_CONFIG, base_of, open_adapter
     from ridgeline.models.params import STACKS
 
     start_s = time.perf_counter()
-    checkpoint = open_hf(directory)
+    adapted = (directory / ADAPTER_CONFIG).is_file()
+    if base is not None and not adapted:
+        raise UserError(f"--base is for an adapter directory; {directory} has no {ADAPTER_CONFIG}")
+    if dtype is not None and adapted:
+        raise UserError("--dtype is not supported for an adapter directory: its tensors and those of its base keep their dtypes")
+    source = (base or base_of(directory)) if adapted else directory
+    checkpoint = open_hf(source)
+    adapter = open_adapter(directory, checkpoint.model) if adapted else None
     kept = dtype or checkpoint.stored_dtype
     kind = _numpy_dtype(kept)
 
@@ -54,9 +63,14 @@ def from_hf(directory: Path, output: Path, dtype: Any, as_json: bool) -> None:
         for path, shape in checkpoint.shapes.items():
             for layer in range(shape[0]) if path.startswith(STACKS) else (None,):
                 yield path, layer, checkpoint.read_layer(path, layer, kind)
+        if adapter is not None:
+            for path, shape in adapter.shapes.items():
+                for layer in range(shape[0]):
+                    yield path, layer, adapter.read_layer(path, layer, _numpy_dtype(adapter.stored_dtype))
 
-    written = _write_run(output, checkpoint.model, kept, slices(), directory, directory, checkpoint.config)
-    if lost := left_behind(directory):
+    adapters = None if adapter is None else (adapter.lora, adapter.stored_dtype)
+    written = _write_run(output, checkpoint.model, kept, slices(), directory, source, checkpoint.config, adapters)
+    if lost := left_behind(source):
         click.echo(f"note: not copied: {', '.join(lost)} (tokenizers with their own Python code are not supported)", err=True)
     _report({**written, "seconds": round(time.perf_counter() - start_s, 2)}, as_json)
 
@@ -102,6 +116,8 @@ def upcycle(
 
     start_s = time.perf_counter()
     source = open_source(dense)
+    if source.config.lora.rank is not None:
+        raise UserError(f"{dense} has adapters; write the merged model with `ridge convert to-hf --merge` first")
     plan, model, checkpoint = Upcycling(experts, experts_per_token, reinitialize, seed), source.config.model, source.hf
     upcycled = plan.model(model)
     kept = dtype or source.config.precision.params
@@ -126,17 +142,20 @@ def upcycle(
 @click.option("--step", type=int, help="Checkpoint to export [default: the newest valid one].")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the weights [default: the parameter dtype].")
 @click.option("--max-shard-gb", type=float, default=5.0, show_default=True, help="Maximum size of a weights file, in GB (1e9 bytes).")
+@click.option("--adapter", is_flag=True, help="Write the adapters of a run (lora.rank) as an adapter directory of peft.")
+@click.option("--merge", is_flag=True, help="Write the model of a run (lora.rank) with its adapters added to the weights.")
 @json_option
-def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb: float, as_json: bool) -> None:
+def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb: float, adapter: bool, merge: bool, as_json: bool) -> None:
     """Export a run's checkpoint as a Hugging Face directory: safetensors, config.json and the tokenizer.
 
-    Weights are converted one tensor at a time, so host memory stays small.
+    Weights are converted one tensor at a time, so host memory stays small. A run with adapters needs --adapter or --merge.
     """
     if not max_shard_gb > 0:
         raise UserError(f"--max-shard-gb {max_shard_gb} must be greater than 0")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from ridgeline.loaders.hf_files import special_ids, write_tokenizer
     from ridgeline.models.huggingface.convert import CONFIG_NAME, export_weights, hf_config, parameter_shapes
+    from ridgeline.models.huggingface.peft import export_adapter, merged
     from ridgeline.trainer.checkpoint import identity
     from ridgeline.trainer.checkpoint.param_slices import ParamReader
     from ridgeline.trainer.pretrained import open_source
@@ -145,21 +164,29 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
     source = open_source(run)
     if source.hf is not None:
         raise UserError(f"{run} is a Hugging Face directory; to-hf needs a run directory")
+    lora = source.config.lora
+    if (lora.rank is None) != (not adapter and not merge) or (adapter and merge):
+        has = "no adapters; leave out --adapter and --merge" if lora.rank is None else "adapters; choose one of --adapter and --merge"
+        raise UserError(f"{run} has {has}")
     tokenizer = source.tokenizer
     place = source.tokenizer_dir or source.files_dir
-    kept = dtype or source.config.precision.params
+    kept = dtype or (source.config.precision.compute if merge else source.config.precision.params)
     description = hf_config(source.config.model, kept, special_ids(tokenizer, place))
     reader = ParamReader(run / "checkpoints", step)
     if note := identity.check_config(source.config, reader.metadata, run):
         click.echo(f"note: {note}", err=True)
     if place is not None:
         identity.check_tokenizer_files(reader.metadata, place)
-    if reader.shapes != parameter_shapes(source.config.model):
+    if reader.shapes != parameter_shapes(source.config.model, lora):
         raise UserError(f"the checkpoint of step {reader.step} in {run} does not match the model in its config.yaml")
     description["ridgeline"] = {"run": source.config.name, "step": reader.step, "config_sha256": source.config_sha256}
     with _new_directory(directory) as target:
-        count = export_weights(source.config.model, reader.read, target, kept, int(max_shard_gb * 1e9))
-        (target / CONFIG_NAME).write_text(json.dumps(description, indent=2) + "\n")
+        if adapter:
+            count = export_adapter(source.config.model, lora, reader.read, target, _base_name(source.config), kept)
+        else:
+            read = merged(reader.read, source.config.model, lora) if merge else reader.read
+            count = export_weights(source.config.model, read, target, kept, int(max_shard_gb * 1e9))
+            (target / CONFIG_NAME).write_text(json.dumps(description, indent=2) + "\n")
         written = write_tokenizer(tokenizer, place, target)
     if tokenizer is None:
         click.echo(f"note: {run} has no tokenizer; the export contains none", err=True)
@@ -180,6 +207,16 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
     _report(result, as_json)
 
 
+def _base_name(config: Config) -> str | None:
+    """Return the Hugging Face directory of the base model of a run; None where the run started from something else."""
+    from ridgeline.models.huggingface.peft import ADAPTER_CONFIG, base_of
+
+    start = config.init_from
+    if start is not None and (start / ADAPTER_CONFIG).is_file():
+        start = base_of(start)
+    return str(start.absolute()) if start is not None and (start / "config.json").is_file() else None
+
+
 def _numpy_dtype(name: str) -> np.dtype:
     from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES
 
@@ -194,16 +231,17 @@ def _write_run(
     source: Path,
     tokenizer: Path,
     hf_config: Mapping[str, Any] | None,
+    adapters: tuple[LoraConfig, Any] | None = None,
 ) -> dict[str, Any]:
     """Write a run directory with one checkpoint of parameters; return what to report about it.
 
     source: where the parameters come from; tokenizer: the directory to copy it from; hf_config: the config.json of a Hugging Face
-    directory, None for a run.
+    directory, None for a run; adapters: of the model, and their dtype.
     """
     import numpy as np
 
     from ridgeline.configs.dump import to_yaml
-    from ridgeline.configs.schema import Config, DataConfig, PrecisionConfig
+    from ridgeline.configs.schema import Config, DataConfig, LoraConfig, PrecisionConfig
     from ridgeline.loaders.hf_files import copy_tokenizer
     from ridgeline.loaders.tokenizers import holds_tokenizer
     from ridgeline.models.huggingface.convert import parameter_shapes
@@ -211,10 +249,14 @@ def _write_run(
     from ridgeline.trainer.checkpoint.param_slices import write_params_only
     from ridgeline.trainer.start import start_run
 
-    shapes = parameter_shapes(model)
+    lora, adapter_dtype = adapters or (LoraConfig(), dtype)
+    shapes = parameter_shapes(model, lora)
+    of_model = parameter_shapes(model)
+    dtypes = {path: _numpy_dtype(dtype if path in of_model else adapter_dtype) for path in shapes}
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.absolute().name).lstrip("._-") or "imported"
     data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
-    config = Config(name=name, run_dir=output, model=model, precision=PrecisionConfig(params=dtype, compute=dtype), data=data)
+    precision = PrecisionConfig(params=adapter_dtype, compute=dtype)
+    config = Config(name=name, run_dir=output, model=model, lora=lora, precision=precision, data=data)
     with _new_directory(output) as target:
         start = config.model_copy(update={"run_dir": target})
         started = start_run(start, command=sys.argv, log=lambda line: click.echo(line, err=True))
@@ -229,7 +271,7 @@ def _write_run(
             copied = []
         bound = identity.describe(config, started.id, None, target / "tokenizer", {})
         metadata = {"source": str(source.absolute()), **bound}
-        size_bytes = write_params_only(target / "checkpoints", shapes, _numpy_dtype(dtype), slices, metadata)
+        size_bytes = write_params_only(target / "checkpoints", shapes, dtypes, slices, metadata)
     if not holds_tokenizer(output / "tokenizer"):
         click.echo(f"note: {source} has no tokenizer (tokenizer.json or *.model): `ridge generate` will need one", err=True)
     return {

@@ -28,11 +28,12 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
     The sequence length is data.seq_len. Of a mixture of experts, active parameters and FLOPs are those that process one token.
     """
     from ridgeline.configs.load import load
-    from ridgeline.planner.flops import CONVENTION, flops_per_token_6n, train_flops_per_token
+    from ridgeline.planner.adapters import adapter_parameters
+    from ridgeline.planner.flops import CONVENTION, config_flops_per_token, flops_per_token_6n
     from ridgeline.planner.parameters import count_parameters
 
     resolved = load(config, overrides).config
-    counted, flops = count_parameters(resolved.model), train_flops_per_token(resolved.model, resolved.data.seq_len)
+    counted, flops, adapters = count_parameters(resolved.model), config_flops_per_token(resolved), adapter_parameters(resolved)
     formulas = {
         "qkv_projections": "6*L*D*(N + 2*K)*H",
         "query_key_products": "6*L*S*N*H, S: mean keys per query (causal T/2; window W: W - W*W/(2T))",
@@ -41,6 +42,10 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
         "mlp": "18*L*D*F gated, 12*L*D*F otherwise; of experts those of one token, and the router 6*L*D*E",
         "unembedding": "6*D*V",
     }
+    if adapters:
+        less = " (with adapters 2/3 of it: frozen weights have no gradient)"
+        formulas = {name: text + (less if "products" not in name else "") for name, text in formulas.items()}
+        formulas["adapters"] = "6*Z*(I + O) of each matrix with an adapter, of I inputs and O outputs"
     print_results(
         [
             Result("params", counted.total, "", "embedding + positions + attention + mlp + norms + unembedding (once when tied)", OWN),
@@ -51,6 +56,7 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
                 "without the experts a token does not choose" if resolved.model.moe else "all: no experts",
             ),
             *(Result(f"params_{name}", value) for name, value in counted.components().items() if value),
+            *([Result("params_adapters", adapters, "", "trained; all other parameters are frozen", OWN)] if adapters else []),
             Result("flops_per_token", flops.total, "FLOP", "the sum of its components", OWN),
             *(Result(f"flops_{name}", value, "FLOP", formulas[name], OWN) for name, value in flops.components().items()),
             Result(

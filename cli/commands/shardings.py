@@ -41,9 +41,10 @@ def shardings(config: str, overrides: tuple[str, ...], devices: int | None, as_j
     partitioner = Partitioner.of(abstract_mesh(resolved.mesh, devices), resolved)
     # Attention backend and rematerialization may need the real devices, and do not change the parameters.
     spec = model_spec(resolved.model_copy(update={"compute": ComputeConfig()}), partitioner)
-    optimizer = build_optimizer(resolved.optimizer, resolved.precision, spec.param_axes, partitioner)
-    opt_state = jax.eval_shape(optimizer.init, spec.abstract_params)
-    report = sharding_report(partitioner, spec.abstract_params, spec.param_axes, opt_state, resolved.precision.gradients)
+    optimizer = build_optimizer(resolved.optimizer, resolved.precision, spec.trained_axes, partitioner)
+    trained = spec.split(spec.abstract_params)[0], spec.trained_axes
+    opt_state = jax.eval_shape(optimizer.init, trained[0])
+    report = sharding_report(partitioner, spec.abstract_params, spec.param_axes, trained, opt_state, resolved.precision.gradients)
     mesh = {axis: size for axis, size in partitioner.mesh.shape.items() if size > 1}
     if as_json:
         values = dataclasses.asdict(report)

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.schema import ModelConfig
 from ridgeline.models.attention.layer import AttendWith
+from ridgeline.models.lora import adapters_of, make_adapters
 from ridgeline.models.norms import RMSNorm
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
@@ -46,6 +47,14 @@ class LatentSelfAttention(nnx.Module):
         shape = (latent.kv_rank, heads, latent.nope_dim + latent.value_dim)
         self.key_value = make.normal(shape, ("embed", "kv_heads", "head_dim"), std)
         self.out = make.normal((heads, latent.value_dim, width), ("heads", "head_dim", "embed"), residual_std)
+        self.adapters = make_adapters(
+            make,
+            query_down=self.query_down,
+            query=self.query,
+            key_value_down=self.key_value_down,
+            key_value=self.key_value,
+            out=self.out,
+        )
         self.down_recent, self.query_recent, self.key_value_recent = make.amax(1 + bool(latent.q_rank)), make.amax(), make.amax()
         self.out_recent = make.amax()
         self.latent, self.execution, self.rope_interleaved = latent, execution, model.rope_interleaved
@@ -69,7 +78,9 @@ class LatentSelfAttention(nnx.Module):
 
         def compress(x_BTD: jax.Array) -> list[jax.Array]:
             kernels = [kernel for kernel in (self.key_value_down, self.query_down) if kernel is not None]
-            return [on_shards(y) for y in matmul.shared(["btd,dr->btr"] * len(kernels), on_shards(norm(x_BTD)), kernels, self.down_recent)]
+            adapters = adapters_of(self.adapters, "key_value_down", "query_down")[: len(kernels)]
+            ys = matmul.shared(["btd,dr->btr"] * len(kernels), on_shards(norm(x_BTD)), kernels, self.down_recent, adapters)
+            return [on_shards(y) for y in ys]
 
         def inputs(arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
             """Return what the queries are projected from, the latent of keys and values, and the dims of the keys to be rotated."""
@@ -80,8 +91,9 @@ class LatentSelfAttention(nnx.Module):
 
         def expand(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             queries, latent_BTR, rope_BTP = arrays
-            q_BTNH = matmul("btd,dnh->btnh", queries, self.query, self.query_recent)
-            kv_BTNH = matmul("btd,dnh->btnh", latent_BTR, self.key_value, self.key_value_recent)
+            q_BTNH = matmul("btd,dnh->btnh", queries, self.query, self.query_recent, adapters_of(self.adapters, "query"))
+            adapters = adapters_of(self.adapters, "key_value")
+            kv_BTNH = matmul("btd,dnh->btnh", latent_BTR, self.key_value, self.key_value_recent, adapters)
             q_BTNH = partitioner.constrain(q_BTNH, "batch", "seq", "act_heads", None)
             return q_BTNH, partitioner.constrain(kv_BTNH, "batch", "seq", "act_kv_heads", None), rope_BTP
 
@@ -97,7 +109,7 @@ class LatentSelfAttention(nnx.Module):
         else:
             context_BTNV = execution.attend(q_BTNH, k_BTNH, v_BTNV, segment_ids_BT)
         context_BTNV = partitioner.constrain(context_BTNV, "batch", "seq", "act_heads", None)
-        update: jax.Array = matmul("btnh,nhd->btd", context_BTNV, self.out, self.out_recent)
+        update: jax.Array = matmul("btnh,nhd->btd", context_BTNV, self.out, self.out_recent, adapters_of(self.adapters, "out"))
         return update
 
     def _queries(self, q_BTNH: jax.Array, rotary: RotaryTable) -> jax.Array:

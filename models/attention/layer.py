@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.schema import ModelConfig
+from ridgeline.models.lora import adapters_of, make_adapters
 from ridgeline.models.norms import RMSNorm, RMSNorm1p
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
@@ -41,6 +42,7 @@ class Attention(nnx.Module):
         self.sinks = make.normal((heads,), ("heads",), std) if model.attention_sinks else None
         self.query_norm = _head_norm(model, heads, "heads", execution, make) if model.qk_norm else None
         self.key_norm = _head_norm(model, kv_heads, "kv_heads", execution, make) if model.qk_norm else None
+        self.adapters = make_adapters(make, query=self.query, key=self.key, value=self.value, out=self.out)
         # Backends divide scores by sqrt(head width); queries are multiplied by what remains.
         self.query_scale = 1.0 if model.query_pre_attn_scalar is None else math.sqrt(head / model.query_pre_attn_scalar)
         self.rope_interleaved = model.rope_interleaved
@@ -63,7 +65,8 @@ class Attention(nnx.Module):
 
         def project(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             kernels = (self.query, self.key, self.value)
-            q_BTNH, k_BTKH, v_BTKH = matmul.shared(["btd,dnh->btnh"] * 3, x_BTD, kernels, self.input_recent)
+            adapters = adapters_of(self.adapters, "query", "key", "value")
+            q_BTNH, k_BTKH, v_BTKH = matmul.shared(["btd,dnh->btnh"] * 3, x_BTD, kernels, self.input_recent, adapters)
             return (
                 self._heads(q_BTNH, self.query_bias, "act_heads"),
                 self._heads(k_BTKH, self.key_bias, "act_kv_heads"),
@@ -80,7 +83,8 @@ class Attention(nnx.Module):
         else:
             context_BTNH = self.execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
         context_BTNH = self.execution.partitioner.constrain(context_BTNH, "batch", "seq", "act_heads", None)
-        return matmul.add_bias(matmul("btnh,nhd->btd", context_BTNH, self.out, self.out_recent), self.out_bias)
+        adapters = adapters_of(self.adapters, "out")
+        return matmul.add_bias(matmul("btnh,nhd->btd", context_BTNH, self.out, self.out_recent, adapters), self.out_bias)
 
     def _heads(self, x_BTNH: jax.Array, bias: nnx.Param | None, axis: str) -> jax.Array:
         return self.execution.partitioner.constrain(self.execution.matmul.add_bias(x_BTNH, bias), "batch", "seq", axis, None)

@@ -25,7 +25,7 @@ from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, nearest
 from ridgeline.configs.foreign import read_object, shortened
 from ridgeline.configs.rules import model_problems
-from ridgeline.configs.schema import ComputeConfig, DType, ModelConfig, PrecisionConfig
+from ridgeline.configs.schema import ComputeConfig, DType, LoraConfig, ModelConfig, PrecisionConfig
 from ridgeline.models import build
 from ridgeline.models.family import Family, families, find_family
 from ridgeline.models.huggingface.config import field
@@ -53,10 +53,10 @@ ReadParameter = Callable[[str, int | None], np.ndarray]
 """(dotted path, layer or None) -> the parameter; one layer of it where it is stacked."""
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return dotted path -> shape of every parameter of a model; stacked ones with their leading L."""
+def parameter_shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, Shape]:
+    """Return dotted path -> shape of every parameter of a model, and of its adapters; stacked ones with their leading L."""
     single = Partitioner.single()
-    decoder = nnx.eval_shape(lambda: build(model, ComputeConfig(), PrecisionConfig(), single, nnx.Rngs(params=0)))
+    decoder = nnx.eval_shape(lambda: build(model, ComputeConfig(), PrecisionConfig(), single, nnx.Rngs(0), lora=lora))
     leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape) for path, leaf in leaves}
 

@@ -215,10 +215,11 @@ class PlannedTensor:
 class SafetensorsWriter:
     """Writes planned tensors in order into `directory`, in shards of at most `max_shard_bytes` (one tensor may exceed it)."""
 
-    def __init__(self, directory: Path, tensors: Iterable[PlannedTensor], max_shard_bytes: int) -> None:
+    def __init__(self, directory: Path, tensors: Iterable[PlannedTensor], max_shard_bytes: int | None, name: str = SINGLE_NAME) -> None:
+        """Plan the files. max_shard_bytes: None: one file, called `name`."""
         self._directory = directory
-        self._shards = _into_shards(list(tensors), max_shard_bytes)
-        self._names = _shard_names(len(self._shards))
+        self._shards = [list(tensors)] if max_shard_bytes is None else _into_shards(list(tensors), max_shard_bytes)
+        self._names = [name] if max_shard_bytes is None else _shard_names(len(self._shards))
         self._queue = [(shard, tensor) for shard, members in enumerate(self._shards) for tensor in members]
         self._position = 0
         self._file: BinaryIO | None = None

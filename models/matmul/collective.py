@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ from ridgeline.models.matmul.interface import Matmul, input_equation, weight_equ
 from ridgeline.models.params import Amax, logical_axes
 from ridgeline.sharding.manual import on_shards
 from ridgeline.sharding.partition import FSDP_AXIS
+
+if TYPE_CHECKING:
+    from ridgeline.models.lora import Adapter
 
 TENSOR_AXIS = "tensor"
 SEQUENCE = 1
@@ -43,10 +47,16 @@ class CollectiveMatmul(Matmul):
     """
 
     def shared(
-        self, equations: Sequence[str], x: jax.Array, params: Sequence[nnx.Param], amax: Amax | None = None
+        self,
+        equations: Sequence[str],
+        x: jax.Array,
+        params: Sequence[nnx.Param],
+        amax: Amax | None = None,
+        adapters: Sequence[Adapter | None] | None = None,
     ) -> tuple[jax.Array, ...]:
         """As `Matmul.shared`; an x with the dim `embed` is sharded along the sequence over tensor, and so is a result with that dim."""
         assert amax is None and not self.float8 and self.block_format is None, "configs/rules.py refuses quantized matmuls"
+        assert not any(adapters or ()), "configs/rules.py refuses adapters"
         axes = tuple(logical_axes(param) for param in params)
         weights = tuple(param[...] for param in params)
         if axes[0][0] == "embed":

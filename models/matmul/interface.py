@@ -30,6 +30,7 @@ from ridgeline.models.params import Amax, logical_axes
 from ridgeline.sharding.manual import look_up, look_up_gradient
 
 if TYPE_CHECKING:
+    from ridgeline.models.lora import Adapter
     from ridgeline.sharding.partition import Partitioner
 
 Path = tuple[Any, ...]
@@ -50,23 +51,36 @@ class Matmul:
     save_gathered: bool = False
     """The all-gathered parameter is a residual of the backward pass. For blocks that are rematerialized: recomputing the matmul gathers
     the parameter, and its gradients use the same copy. Otherwise the copies of all layers would be kept."""
+    frozen: bool = False
+    """Parameters have no gradient."""
 
-    def __call__(self, equation: str, x: jax.Array, param: nnx.Param, amax: Amax | None = None) -> jax.Array:
+    def __call__(
+        self, equation: str, x: jax.Array, param: nnx.Param, amax: Amax | None = None, adapters: Sequence[Adapter | None] = (None,)
+    ) -> jax.Array:
         """Return einsum(equation, x, param) in the compute dtype; see `shared`."""
-        return self.shared((equation,), x, (param,), amax)[0]
+        return self.shared((equation,), x, (param,), amax, adapters)[0]
 
     def shared(
-        self, equations: Sequence[str], x: jax.Array, params: Sequence[nnx.Param], amax: Amax | None = None
+        self,
+        equations: Sequence[str],
+        x: jax.Array,
+        params: Sequence[nnx.Param],
+        amax: Amax | None = None,
+        adapters: Sequence[Adapter | None] | None = None,
     ) -> tuple[jax.Array, ...]:
         """Return einsum(equation, x, param) of each pair in the compute dtype; the shared input x is quantized once.
 
         Every index of a result and of its inputs appears exactly twice. x [B, T, ...] is in the compute dtype, parameters may have any;
         their gradients are accumulated in the gradient dtype. `amax` holds the amax of earlier steps for delayed scaling (None: current
-        scaling); its "gradient" is the amax of this pass.
+        scaling); its "gradient" is the amax of this pass. `adapters`: of each parameter (models/lora.py).
         """
         axes = tuple(logical_axes(param) for param in params)
         weights = tuple(Weight(param[...], param.get_metadata().get(_AMAX)) for param in params)
-        return _matmuls(self, tuple(equations), axes, x, weights, None if amax is None else amax[...])
+        ys = _matmuls(self, tuple(equations), axes, x, weights, None if amax is None else amax[...])
+        if adapters is None:
+            return ys
+        each = zip(adapters, equations, params, ys, strict=True)
+        return tuple(y if adapter is None else adapter(self, equation, x, param, y) for adapter, equation, param, y in each)
 
     def add_bias(self, x: jax.Array, param: nnx.Param | None) -> jax.Array:
         """Return x plus a bias over its last dims, or x when there is none."""
@@ -136,7 +150,7 @@ class Gathered(NamedTuple):
 
 AmaxValues = jax.Array | None
 """As in models.params.Amax: of the input, then of the gradient of each result. None: current scaling."""
-Residuals = tuple[jax.Array, tuple[Weight, ...], AmaxValues, list[Gathered] | None]
+Residuals = tuple[jax.Array | None, tuple[Weight, ...], AmaxValues, list[Gathered] | None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -161,14 +175,18 @@ def _matmuls_forward(
 ) -> tuple[tuple[jax.Array, ...], Residuals]:
     # Does not call _matmuls: a rematerialization policy has to see the dot and cannot look into a nested custom_vjp.
     gathered = [_gather(matmul, *each) for each in zip(axes, weights, strict=True)]
-    return _multiply(matmul, equations, x, gathered, amax), (x, weights, amax, gathered if matmul.save_gathered else None)
+    read = None if matmul.frozen else x
+    return _multiply(matmul, equations, x, gathered, amax), (read, weights, amax, gathered if matmul.save_gathered else None)
 
 
 def _matmuls_backward(
     matmul: Matmul, equations: tuple[str, ...], axes: tuple[LogicalAxes, ...], residuals: Residuals, dys: tuple[jax.Array, ...]
-) -> tuple[jax.Array, tuple[Weight, ...], AmaxValues]:
+) -> tuple[jax.Array, tuple[Weight, ...] | None, AmaxValues]:
     x, weights, amax, saved = residuals
     gathered = saved or [_gather(matmul, *each) for each in zip(axes, weights, strict=True)]
+    if x is None:  # frozen; configs/rules.py refuses quantized matmuls
+        pairs = zip(equations, gathered, dys, strict=True)
+        return functools.reduce(jnp.add, [_input_gradient(matmul, eq, dy, _operand(matmul, w)) for eq, w, dy in pairs]), None, None
     new_amax = None
     if amax is not None:
         new_amax = jnp.stack([fp8.amax_of_row_shards(matmul.partitioner, operand) for operand in (x, *dys)])
@@ -248,8 +266,13 @@ def _weight_gradient(matmul: Matmul, equation: str, axes: LogicalAxes, x: jax.Ar
     equation, dtype = weight_equation(equation), matmul.gradient_dtype
     if matmul.block_format is not None:
         return block_scaled.weight_gradient(matmul.partitioner, block_scaled.GRADIENTS, equation, axes, x, dy, dtype)
-    tokens = "residual_seq" if "latent" in axes else "seq"  # a latent is computed where the residual stream is
-    return matmul.partitioner.constrain(dense.weight_gradient(matmul.partitioner, equation, x, dy, dtype, tokens), *axes)
+    # a latent is computed where the residual stream is, and so are some of the narrow vectors of adapters
+    tokens = "residual_seq" if {"latent", "rank"} & set(axes) else "seq"
+    dw = dense.weight_gradient(matmul.partitioner, equation, x, dy, dtype, tokens)
+    if "rank" in axes:
+        # Replicated over tensor: XLA would compute a part on each of its devices, and permute the parts to the shards of fsdp.
+        dw = matmul.partitioner.constrain(dw, *(None if axis == "embed" else axis for axis in axes))
+    return matmul.partitioner.constrain(dw, *axes)
 
 
 # The lookup and its reductions are written by hand (sharding/manual.py): XLA would communicate the whole table when its rows are sharded.

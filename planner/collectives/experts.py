@@ -72,7 +72,7 @@ def _expert_biases(step: StepSizes, moe: MoEConfig) -> list[PlannedCollective]:
     model, planned = step.model, []
     if moe.logit_bias:
         planned += step.replicated_gradient("router bias", moe.experts * 4)
-    if model.mlp_bias:
+    if model.mlp_bias and not step.frozen:
         hidden = (2 if model.gated_mlp else 1) * moe.experts // step.expert * model.expert_width // step.tensor * step.grad
         axes = step.over("data", "fsdp", "context")
         planned.append(replace(step.item("biases of experts", "backward", "all-reduce", axes, hidden), by_hand=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ridgeline.planner.collectives.adapters import adapters
 from ridgeline.planner.collectives.experts import experts
 from ridgeline.planner.collectives.planned import PlannedCollective, StepSizes
 from ridgeline.planner.collectives.sequence import sequence, sequence_recomputed
@@ -15,7 +16,7 @@ from ridgeline.planner.parameters import (
     layer_norms,
     mlp_matmul_parameters,
 )
-from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.recompute import recomputed_by
 
 
 def in_layer(step: StepSizes) -> list[PlannedCollective]:
@@ -34,7 +35,14 @@ def in_layer(step: StepSizes) -> list[PlannedCollective]:
     twice = 1 if step.latents and not _low_rank_queries(step) and model.norm_position != "post" else 0  # for queries and latents each
     norms = (layer_norms(model) + twice) * (2 if model.norm == "layernorm" else 1) * model.embed_dim
     norms += head_norms(step.model) if step.model.qk_norm_dims == "head" else 0
-    return [*planned, *sequence(step), *step.replicated_gradient("norms", norms * 4), *_all_head_norms(step), *_biases(step)]
+    return [
+        *planned,
+        *adapters(step),
+        *sequence(step),
+        *step.replicated_gradient("norms", norms * 4),
+        *_all_head_norms(step),
+        *_biases(step),
+    ]
 
 
 def _attention(step: StepSizes) -> list[PlannedCollective]:
@@ -69,7 +77,7 @@ def _all_head_norms(step: StepSizes) -> list[PlannedCollective]:
         replace(step.item(f"sums of {what} norms", "backward", "all-reduce", tensor, sums), count=2 * step.layers)
         for what in ("query", "key")
     ]
-    groups = (step.over("data", "fsdp", "expert"), step.over("context"))
+    groups = () if step.frozen else (step.over("data", "fsdp", "expert"), step.over("context"))
     names = "query and key norms"
     return planned + [replace(step.item(names, "backward", "all-reduce", axes, scales), replicated=True) for axes in groups]
 
@@ -94,13 +102,13 @@ def _biases(step: StepSizes) -> list[PlannedCollective]:
 
 def _hidden_biases(step: StepSizes, what: str, size: int) -> list[PlannedCollective]:
     """Return the reductions of the gradients of `size` biases of results that are sharded over tensor."""
-    groups = (step.over("data", "fsdp", "expert"), step.over("context")) if size else ()
+    groups = (step.over("data", "fsdp", "expert"), step.over("context")) if size and not step.frozen else ()
     return [replace(step.item(what, "backward", "all-reduce", axes, size * step.act), replicated=True) for axes in groups]
 
 
 def _sinks(step: StepSizes) -> list[PlannedCollective]:
     """Return the reduction of the gradient of attention sinks, float32."""
-    if not step.model.attention_sinks:
+    if not step.model.attention_sinks or step.frozen:
         return []
     axes = step.over("data", "fsdp", "context", "expert")
     sinks = step.item("attention sinks", "backward", "all-reduce", axes, step.model.num_heads // step.tensor * 4)
@@ -109,7 +117,7 @@ def _sinks(step: StepSizes) -> list[PlannedCollective]:
 
 def recomputed_in_layer(step: StepSizes) -> list[PlannedCollective]:
     """Return the gathers and reductions that the backward pass of a block repeats."""
-    again = recomputed(step.model, step.config.compute.remat)
+    again = recomputed_by(step.config)
     planned = []
     if again.inputs or step.ring:
         read = step.latents + (0 if _low_rank_queries(step) else step.stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ridgeline.planner.adapters import adapted_matrices
 from ridgeline.planner.collectives.planned import Kind, PlannedCollective, StepSizes
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.parameters import matmul_weights
@@ -19,6 +20,8 @@ def embedding(step: StepSizes) -> list[PlannedCollective]:
         PlannedCollective("embedded tokens", "embed", "forward", "reduce-scatter", step.over("tensor"), step.stream, step.lookups, 1, True),
         PlannedCollective("embedded tokens", "embed", "backward", "all-gather", step.over("tensor"), step.stream, step.lookups, 1, True),
     ]
+    if step.frozen:  # the gradient of the first layer's input is not needed
+        planned = [item for item in planned if item.phase == "forward"]
     return [*planned, *_positions(step)]
 
 
@@ -33,6 +36,8 @@ def _positions(step: StepSizes) -> list[PlannedCollective]:
     scattered = step.config.mesh.zero_stage == 2 and step.tensor == 1
     rest = step.over("context") if scattered else step.over("data", "context", "tensor")
     planned = step.parameters("positions", "embed", whole * step.tensor, step.lookups, by_hand=True, backward_gather=False)
+    if step.frozen:
+        return planned
     gathered = [item for item in planned if item.kind != "all-reduce" and (scattered or item.axes != step.over("data"))]
     summed = PlannedCollective("positions", "embed", "backward", "all-reduce", rest, whole // step.fsdp * step.grad, step.lookups, 1, True)
     return [*gathered, replace(summed, summed=not step.config.mesh.zero_stage)]
@@ -70,6 +75,10 @@ def optimizer(step: StepSizes) -> list[PlannedCollective]:
     model, weights = step.model, matmul_weights(step.model)
     if step.config.mesh.zero_stage:
         local = LocalSizes.of(step.config, step.sizes)
+        if step.frozen:
+            matrices = adapted_matrices(step.config)
+            size = sum(matrix.layers * matrix.embed_side for matrix in matrices) // step.fsdp * step.master
+            return [PlannedCollective("updated adapters", "optimizer", "backward", "all-gather", step.over("data"), size, 1, 1, True)]
         positions = model.max_seq_len * model.embed_dim // step.fsdp if model.position == "learned" else 0
         size = (local.layer_matrices + local.tables + positions) * step.master
         return [PlannedCollective("updated parameters", "optimizer", "backward", "all-gather", step.over("data"), size, 1, 1, True)]

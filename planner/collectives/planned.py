@@ -65,6 +65,8 @@ class StepSizes:
         itemsize = ITEMSIZE if gpu else CPU_ITEMSIZE
         self.config, self.model, self.sizes = config, of_stage(config, sizes).model, sizes
         self.gpu = gpu
+        self.frozen = config.lora.rank is not None
+        """Only adapters are trained."""
         self.schedule = Schedule.of(config, sizes)
         self.tensor, self.context, self.expert = sizes["tensor"], sizes["context"], sizes.get("expert", 1)
         self.fsdp = sizes["fsdp"] * self.expert  # outside of the experts a further fsdp axis
@@ -99,12 +101,15 @@ class StepSizes:
         narrow = self.stream // self.act * self.update_grad
         # Inside a stage XLA's partitioner gathers the gradient of an update for each of its two uses; on CPUs it merges some of these.
         again = self.schedule.stages > 1
+        # The part of the adapters of the inputs' matrices is replicated over tensor: XLA adds it between the reduction and the slice.
+        added = set(self.config.lora.targets_of(self.model)) & set(("query", "key", "value") if half == "attention" else ("gate", "up"))
+        into_input: Kind = "all-reduce" if added and not self.latents else "reduce-scatter"
         return [
             *([self.through_tensor(f"{half} update (again)", "backward", "all-gather", narrow)] if again else []),
             self.through_tensor(f"{half} input", "forward", "all-gather", self.stream),
             self.through_tensor(f"{half} update", "forward", "reduce-scatter", self.stream),
             self.through_tensor(f"{half} update", "backward", "all-gather", narrow),
-            self.through_tensor(f"{half} input", "backward", "reduce-scatter", self.stream, inputs),
+            self.through_tensor(f"{half} input", "backward", into_input, self.stream, inputs),
         ]
 
     def through_tensor(self, what: str, phase: Literal["forward", "backward"], kind: Kind, size: int, parts: int = 1) -> PlannedCollective:
@@ -131,7 +136,8 @@ class StepSizes:
         reduced_by_hand: bool = False,
         whole: bool = False,
     ) -> list[PlannedCollective]:
-        """Return the gathers of `weights` parameters, sharded over fsdp and tensor, and the reductions of their gradient.
+        """Return the gathers of `weights` parameters, sharded over fsdp and tensor, and without adapters the reductions of their
+        gradient.
 
         by_hand: both are written by hand (models/moe, sharding/manual.py); reduced_by_hand: only the reductions are. whole: not sharded
         over tensor, which shards the tokens.
@@ -154,9 +160,12 @@ class StepSizes:
             planned[2:] = [replace(item, by_hand=True) for item in planned[2:]]
         elif where == "layer" and not fsdp and len(groups) > 1:  # sums over rows and over the sequence
             planned[3:] = [replace(planned[3], axes=axes, replicated=True) for axes in groups]
-        return planned if backward_gather else [planned[0], *planned[2:]]
+        gathers = planned[:2] if backward_gather else planned[:1]
+        return gathers if self.frozen else [*gathers, *planned[2:]]
 
     def replicated_gradient(self, what: str, size: int) -> list[PlannedCollective]:
-        """Return the reductions of the gradient of a replicated parameter."""
+        """Return the reductions of the gradient of a replicated parameter; none with adapters."""
+        if self.frozen:
+            return []
         groups = (self.over("context", "tensor"), self.over("data", "fsdp", "expert"))
         return [replace(self.item(what, "backward", "all-reduce", axes, size), replicated=True) for axes in groups]

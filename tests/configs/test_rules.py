@@ -54,6 +54,26 @@ CASES = [
         "model.rope_scaling.low_freq_factor: must be less than model.rope_scaling.high_freq_factor=4.0, got 4.0",
     ),
     (["model.rope_scaling={}", "model.position=learned"], "needs model.position=rope (null turns the scaling off)"),
+    # adapters
+    (["lora.rank=4", "lora.targets=[querry]"], "lora.targets: unknown matrix 'querry'; did you mean 'query'?"),
+    (["lora.rank=4", "lora.targets=[gate]", "model.gated_mlp=false"], "lora.targets: unknown matrix 'gate'"),
+    (["lora.rank=4", "lora.targets=[up]", "model.moe={}"], "lora.targets: unknown matrix 'up'"),
+    (["lora.rank=4", "lora.targets=[up, up]"], "lora.targets: names a matrix twice: up, up"),
+    (["lora.rank=0"], "lora.rank: must be at least 1, got 0"),
+    (["lora.rank=512"], "lora.rank: must be at most model.embed_dim=256, got 512; for full rank train without adapters"),
+    (["lora.rank=4", "lora.dropout=1"], "lora.dropout: must be less than 1, got 1.0"),
+    (["lora.alpha=4"], "lora.alpha: there are no adapters; set lora.rank, such as lora.rank=16"),
+    (
+        ["lora.rank=4", "mesh.pipeline=2", "trainer.accumulation=2"],
+        "mesh.pipeline: does not support adapters; set mesh.pipeline=1",
+    ),
+    (["lora.rank=4", "precision.matmul=fp8"], "precision.matmul: does not support adapters; set precision.matmul=compute"),
+    (["lora.rank=4", "precision.moments=int8"], "precision.moments: does not support adapters; set precision.moments=float32"),
+    (
+        ["lora.rank=4", "compute.tensor_overlap=ring"],
+        "compute.tensor_overlap: does not support adapters; set compute.tensor_overlap=gather",
+    ),
+    (["lora.rank=4", "optimizer.kind=muon"], "optimizer.kind: does not support adapters; set optimizer.kind=adamw"),
     # experts
     (["model.moe={experts_per_token: 9}"], "model.moe.experts_per_token: must be at most model.moe.experts=8, got 9"),
     (["model.moe={dense_layers: 4}"], "model.moe.dense_layers: must be less than model.num_layers=4, got 4 (at most 3)"),

@@ -15,10 +15,12 @@ from ridgeline.configs.schema import (
     DataConfig,
     ExpertsConfig,
     LatentAttention,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
     PrecisionConfig,
+    RematConfig,
     TrainerConfig,
 )
 from ridgeline.hlo.collectives import Collective, collectives
@@ -66,7 +68,7 @@ def compile_step(config: Config) -> tuple[str, dict[str, int]]:
     """The whole optimizer step."""
     partitioner = partitioned(config)
     spec = model_spec(config, partitioner)
-    optimizer = build_optimizer(config.optimizer, config.precision, spec.param_axes)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.trained_axes)
     state = abstract_state(config, spec, optimizer, partitioner)
     step = make_train_step(spec, config, optimizer, lambda step: jnp.float32(1e-3), partitioner)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -81,12 +83,12 @@ def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
     shardings = param_shardings(partitioner, spec.abstract_params, spec.param_axes)
     params = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), spec.abstract_params, shardings)
 
-    def objective(params, batch):
-        sums, _ = loss_sums(spec, config, partitioner, params, batch)
+    def objective(trained, frozen, batch):
+        sums, _ = loss_sums(spec, config, partitioner, spec.join(trained, frozen), batch)
         return sums.nats + sums.z
 
-    jitted = jax.jit(jax.value_and_grad(objective), out_shardings=(partitioner.replicated(), shardings))
-    return jitted.lower(params, abstract_batch(partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
+    jitted = jax.jit(jax.value_and_grad(objective), out_shardings=(partitioner.replicated(), spec.split(shardings)[0]))
+    return jitted.lower(*spec.split(params), abstract_batch(partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
 
 
 def array_bytes(found: Collective) -> int:
@@ -112,6 +114,11 @@ LITE = LATENT | {"latent_attention": LATENT["latent_attention"].model_copy(updat
 BIASES = {"attention_bias": True, "mlp_bias": True, "output_bias": True, "norm": "layernorm", "position": "learned", "max_seq_len": SEQ}
 
 
+def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
+    compute = config.compute.model_copy(update={"remat": RematConfig(policy=policy)})
+    return config.model_copy(update={"lora": LoraConfig(rank=4, **lora), "compute": compute})
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -127,8 +134,16 @@ BIASES = {"attention_bias": True, "mlp_bias": True, "output_bias": True, "norm":
         make_config(2, 1, 1, context=4, method="all_to_all"),
         make_config(1, 2, 2, context=2, method="all_to_all", **LATENT),
         make_config(2, 1, 2, context=2, method="ring", **LITE),
+        with_adapters(make_config(2, 2, 2), dora=True),
+        with_adapters(make_config(2, 2, 2), "full", dora=True),
+        with_adapters(make_config(1, 2, 2, context=2, method="ring", **BIASES)),
+        with_adapters(make_config(2, 1, 4, **LATENT), dora=True),
     ],
-    ids=lambda config: "-".join(f"{axis}{n}" for axis, n in config.mesh.sizes.items() if n > 1) + config.compute.attention.context,
+    ids=lambda config: (
+        "-".join(f"{axis}{n}" for axis, n in config.mesh.sizes.items() if n > 1)
+        + config.compute.attention.context
+        + ("-adapters-" + config.compute.remat.policy if config.lora.rank else "")
+    ),
 )
 def test_gradient_contains_exactly_the_planned_collectives(config):
     text, mesh_shape = compile_gradient(config)

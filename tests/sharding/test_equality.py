@@ -16,6 +16,7 @@ from ridgeline.configs.schema import (
     Config,
     DataConfig,
     LatentAttention,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -80,14 +81,15 @@ def prepared(config: Config, devices) -> tuple[Partitioner, Any, optax.GradientT
     mesh = build_mesh(config.mesh, devices)
     partitioner = Partitioner.of(mesh, config)
     spec = model_spec(config, partitioner)
-    optimizer = optax.chain(remember_gradient(), build_optimizer(config.optimizer, config.precision, spec.param_axes))
+    optimizer = optax.chain(remember_gradient(), build_optimizer(config.optimizer, config.precision, spec.trained_axes))
     return partitioner, spec, optimizer, abstract_state(config, spec, optimizer, partitioner)
 
 
 @cache
-def first_state(model: str, optimizer: str) -> Any:
+def first_state(model: str, optimizer: str, lora: str) -> Any:
     """Made on one device and put on every mesh: that each would make the same is for test_partition.py to show."""
-    config = make_config(1, 1, 1, optimizer=optimizer).model_copy(update={"model": ModelConfig.model_validate_json(model)})
+    update = {"model": ModelConfig.model_validate_json(model), "lora": LoraConfig.model_validate_json(lora)}
+    config = make_config(1, 1, 1, optimizer=optimizer).model_copy(update=update)
     _, spec, optimizer, abstract = prepared(config, jax.devices()[:1])
     return jax.device_get(init_state(config, spec, optimizer, abstract))
 
@@ -100,9 +102,8 @@ def run(config: Config, devices) -> tuple[list[float], dict]:
 def trained(config: Config, devices, steps: int) -> tuple[list[float], dict, Any]:
     """As `run`, of this many steps, and the compiled step."""
     partitioner, spec, optimizer, abstract = prepared(config, devices)
-    state = jax.tree.map(
-        lambda x, leaf: jax.device_put(x, leaf.sharding), first_state(config.model.model_dump_json(), config.optimizer.kind), abstract
-    )
+    first = first_state(config.model.model_dump_json(), config.optimizer.kind, config.lora.model_dump_json())
+    state = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), first, abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
@@ -179,6 +180,27 @@ def test_experts_over_expert_equal_one_device(mesh):
     config = make_config(*mesh[:3], **model)
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"expert": mesh[3]})})
     compare(run(config, jax.devices()), reference(**model))
+
+
+ADAPTERS = {"lora": LoraConfig(rank=4, dora=True, dropout=0.1)}
+
+
+@cache
+def adapted_reference(**model) -> tuple[list[float], dict]:
+    return run(make_config(1, 1, 1, **model).model_copy(update=ADAPTERS), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "model"),
+    [((2, 2, 2), 0, {}), ((4, 2, 1), 2, {}), ((2, 2, 2), 0, LATENT | MOE)],
+    ids=["dense", "ZeRO", "deepseek-like"],
+)
+def test_adapters_equal_one_device_and_begin_as_the_model_without_them(mesh, zero, model):
+    """With magnitudes and dropout: both depend on no mesh."""
+    expected = adapted_reference(**model)
+    compare(run(make_config(*mesh, zero=zero, **model).model_copy(update=ADAPTERS), jax.devices()), expected)
+    assert all("adapters" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(expected[1])[0])
+    assert expected[0][0] == pytest.approx(reference(**model)[0][0], rel=1e-6)
 
 
 EXPERTS = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16)}

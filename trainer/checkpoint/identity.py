@@ -22,7 +22,9 @@ from ridgeline.trainer.checkpoint.integrity import Damage, sha256_file
 
 RUN = "run"
 _CONFIG, _CORPORA, _FILES = "config", "corpora", "tokenizer_files"
-_USED = ("model.", "precision.", "data.", "evaluation.", "compute.")
+_FIXED = ("model.", "lora.")
+"""Keys that define what the checkpoint has."""
+_USED = (*_FIXED, "precision.", "data.", "evaluation.", "compute.")
 """Keys that commands which read a checkpoint use."""
 _MAX_NAMED = 3
 
@@ -94,7 +96,7 @@ def check_config(config: Config, metadata: Mapping[str, Any], run_dir: Path) -> 
     if sealed is None:
         return f"{run_dir}: the checkpoint of step {metadata['step']} does not contain its config: {CONFIG_FILE} is used unchecked"
     changes = [c for c in classify_changes(sealed.model_dump(mode="json"), config.model_dump(mode="json")) if c.key.startswith(_USED)]
-    wrong = [change for change in changes if change.key.startswith("model.") and not change.allowed]
+    wrong = [change for change in changes if change.key.startswith(_FIXED) and not change.allowed]
     named = ", ".join(f"{c.key}: {c.old!r} -> {c.new!r}" for c in (wrong or changes)[:_MAX_NAMED])
     named += f" and {len(wrong or changes) - _MAX_NAMED} more" if len(wrong or changes) > _MAX_NAMED else ""
     if wrong:

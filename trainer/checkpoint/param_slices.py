@@ -37,24 +37,24 @@ _KEPT = 3
 def write_params_only(
     checkpoints: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: np.dtype,
+    dtypes: Mapping[str, np.dtype],
     slices: Iterable[tuple[str, int | None, np.ndarray]],
     metadata: Mapping[str, Any],
 ) -> int:
     """Write step 0 of a run with only parameters, sealed like any checkpoint; return its size in bytes.
 
-    shapes: dotted path -> shape; slices: (path, layer, values) covering every parameter, layer None for a whole one.
+    shapes, dtypes: dotted path -> shape, dtype; slices: (path, layer, values) covering every parameter, layer None for a whole one.
     Single-process. Raises UserError when the directory cannot be written.
     """
     checkpoints = checkpoints.absolute()  # Orbax requires it
     root = checkpoint_dirs.step_dir(checkpoints, 0)
     try:
         checkpoint_dirs.create(checkpoints)
-        _lay_out(root, shapes, dtype)
+        _lay_out(root, shapes, dtypes)
         arrays = {path: _create(root, path, shape) for path, shape in shapes.items()}
         for path, layer, values in slices:
             (arrays[path] if layer is None else arrays[path][layer]).write(values).result()
-        described = {_PREFIX + path: {"shape": list(shape), "dtype": dtype.name} for path, shape in shapes.items()}
+        described = {_PREFIX + path: {"shape": list(shape), "dtype": dtypes[path].name} for path, shape in shapes.items()}
         content = {**metadata, "kind": PARAMS_ONLY, "format": 1, "step": 0, "process_count": 1, "arrays": described}
         return seal(root, content, Agreement("convert"))
     except (OSError, ValueError) as error:
@@ -119,11 +119,11 @@ def _context() -> ts.Context:
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 2}})
 
 
-def _lay_out(root: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
+def _lay_out(root: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype]) -> None:
     context = ocp.Context()
     context.array_options.saving.use_compression = False
     with context:
-        ocp.save(root, {_PREFIX + path: np.zeros((1,) * len(shape), dtype) for path, shape in shapes.items()})
+        ocp.save(root, {_PREFIX + path: np.zeros((1,) * len(shape), dtypes[path]) for path, shape in shapes.items()})
 
 
 def _create(root: Path, path: str, shape: tuple[int, ...]) -> ts.TensorStore:

@@ -1,0 +1,133 @@
+"""Runs that train adapters: resume, what a checkpoint has, export and start from exports, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from flax import nnx
+
+from ridgeline import models
+from ridgeline.cli.commands.convert import from_hf, to_hf
+from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import ComputeConfig, Config, PrecisionConfig
+from ridgeline.models.huggingface.convert import export_weights, hf_config
+from ridgeline.sharding.partition import Partitioner
+from ridgeline.trainer.pretrained import LoadedModel, load_model
+from tests.trainer.test_run import corpus, make_config, payload, run  # noqa: F401
+
+LORA = {"rank": 4, "alpha": 8.0, "dora": True, "dropout": 0.1, "targets": ["query", "out", "up", "down"]}
+
+
+def by_path(tree: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A Hugging Face directory without a tokenizer, and its parameters."""
+    directory = tmp_path_factory.mktemp("lora") / "base"
+    directory.mkdir()
+    model = make_config(Path("corpus"), Path("run")).model
+    decoder = models.build(model, ComputeConfig(), PrecisionConfig(), Partitioner.single(), nnx.Rngs(params=4))
+    values = by_path(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
+    export_weights(model, lambda path, layer: values[path] if layer is None else values[path][layer], directory, "float32")
+    (directory / "config.json").write_text(json.dumps(hf_config(model, "float32", {})))
+    return directory, values
+
+
+def adapted(corpus: Path, run_dir: Path, base: Path, **sections: Any) -> Config:  # noqa: F811
+    trainer = {"steps": 4} | sections.pop("trainer", {})
+    runtime = {"compilation_cache": str(base.parent / "programs")}
+    settings = {"lora": LORA, "init_from": str(base), "evaluation": {"every": 0, "sets": {}}, "runtime": runtime} | sections
+    return make_config(corpus, run_dir, trainer=trainer, **settings)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, base: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[int, float]]:  # noqa: F811
+    """An uninterrupted run on eight devices."""
+    config = adapted(corpus, tmp_path_factory.mktemp("runs") / "whole", base[0])
+    return config, run(config)
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    corpus: Path,  # noqa: F811
+    base: tuple[Path, Any],
+    whole: tuple[Config, dict[int, float]],
+    tmp_path: Path,
+) -> None:
+    run(adapted(corpus, tmp_path / "run", base[0], trainer={"stop_after_s": 1e-9}))
+    resumed = adapted(corpus, tmp_path / "run", base[0])
+    assert run(resumed) == whole[1]
+    one, other = payload(whole[0]), payload(resumed)
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name], err_msg=name)
+
+
+def test_a_checkpoint_has_the_base_unchanged_and_state_of_adapters_only(base: tuple[Path, Any], whole: tuple[Config, Any]) -> None:
+    stored = {name.split("'")[1]: values for name, values in payload(whole[0]).items()}
+    frozen = {name.removeprefix("params."): v for name, v in stored.items() if name.startswith("params.") and "adapters" not in name}
+    assert frozen.keys() == base[1].keys()
+    assert all(np.array_equal(values, base[1][name]) for name, values in frozen.items())
+    adapters = [name for name in stored if name.startswith("params.") and "adapters" in name]
+    assert len(adapters) == 3 * len(LORA["targets"])
+    state = [name for name in stored if name.startswith("opt_state.") and stored[name].ndim > 0]
+    assert len(state) == 2 * len(adapters)
+    assert all("adapters" in name for name in state)
+    assert all(np.any(stored[name]) for name in adapters)
+
+
+def logits(loaded: LoadedModel) -> np.ndarray:
+    tokens = np.random.default_rng(0).integers(0, 258, (8, 16)).astype(np.int32)
+    return np.asarray(jax.jit(lambda decoder: decoder.logits(decoder(tokens)))(loaded.decoder))
+
+
+def export(run_dir: Path, directory: Path, *options: str) -> Path:
+    result = CliRunner().invoke(to_hf, [str(run_dir), str(directory), *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return directory
+
+
+def test_exports_compute_what_the_run_computes_and_training_goes_on_from_them(
+    corpus: Path,  # noqa: F811
+    whole: tuple[Config, Any],
+    tmp_path: Path,
+) -> None:
+    directory = whole[0].directory
+    loaded = load_model(directory)
+    adapter = export(directory, tmp_path / "adapter", "--adapter")
+    again = load_model(adapter)
+    ours, theirs = by_path(loaded.params), by_path(again.params)
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    np.testing.assert_allclose(logits(load_model(export(directory, tmp_path / "merged", "--merge"))), logits(loaded), atol=1e-5, rtol=0)
+
+    imported = tmp_path / "imported"
+    assert CliRunner().invoke(from_hf, [str(adapter), "--output", str(imported)], catch_exceptions=False).exit_code == 0
+    with pytest.raises(UserError, match=r"lora\.alpha = 9\.0 \(there: 8\.0\)"):
+        run(adapted(corpus, tmp_path / "other", imported, lora=LORA | {"alpha": 9.0}))
+    with pytest.raises(UserError, match=r"has adapters: train them on with lora\.rank=4 lora\.alpha=8, or write the merged model"):
+        run(adapted(corpus, tmp_path / "other", adapter, lora={}))
+    losses = [run(adapted(corpus, tmp_path / source.name / "run", source, trainer={"steps": 1})) for source in (imported, adapter)]
+    assert losses[0] == losses[1]
+
+
+def test_other_adapters_do_not_resume(corpus: Path, base: tuple[Path, Any], whole: tuple[Config, Any]) -> None:  # noqa: F811
+    for change in ({"rank": 2}, {"dora": False}, {"targets": ["query"]}):
+        with pytest.raises(UserError, match=f"cannot resume with the changed config: lora.{next(iter(change))}"):
+            run(adapted(corpus, whole[0].directory, base[0], lora=LORA | change, trainer={"steps": 8}))
+
+
+def test_an_export_says_what_to_choose(whole: tuple[Config, Any], base: tuple[Path, Any], tmp_path: Path) -> None:
+    for options in ((), ("--adapter", "--merge")):
+        with pytest.raises(UserError, match="has adapters; choose one of --adapter and --merge"):
+            export(whole[0].directory, tmp_path / "out", *options)
+    with pytest.raises(UserError, match="--base is for an adapter directory"):
+        CliRunner().invoke(from_hf, [str(base[0]), "--output", str(tmp_path / "x"), "--base", str(base[0])], catch_exceptions=False)
