@@ -35,7 +35,7 @@ NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parame
   $(addprefix tests/cli/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
+.PHONY: gpu-rehearsal test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -142,5 +142,11 @@ compositions: $(VENV)/.installed-dev  ## all compositions of the mesh axes on 8 
 bench-memory: $(VENV)/.installed-dev  ## planned against compiled memory on COUNT drawn configs (20 s each; ARGS=--experts: with experts)
 	$(BIN)/python benchmarks/plan_vs_compile.py --seed $(SEED) --count $(COUNT) --json runs/plan_vs_compile.json $(ARGS)
 
+# PYTHON is for the project's own environment; this one is Python 3.12.
+GPU_PYTHON ?= python3.12
+GPU_PARTS  ?= wheels bench compile
+gpu-rehearsal:  ## what needs no GPU of benchmarks on a GPU machine without network (6 GB of packages, half an hour)
+	PYTHON="$(GPU_PYTHON)" sh scripts/gpu_rehearsal.sh $(GPU_PARTS)
+
 clean:  ## remove the environment, caches, prepared data and runs
-	rm -rf $(VENV) $(NEWEST_VENV) data runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info
+	rm -rf $(VENV) $(NEWEST_VENV) .venv-gpu data runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info

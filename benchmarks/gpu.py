@@ -108,7 +108,7 @@ class Bench:
         self.ceiling = json.loads(done.stdout.strip().splitlines()[-1])
         rates = self.ceiling["matmul_flops_per_s"] / 1e12, self.ceiling["memory_bytes_per_s"] / 1e9
         self.log(f"{self.ceiling['device']}: matmul {rates[0]:.0f} TFLOP/s, memory {rates[1]:.0f} GB/s")
-        narrow = [row for row in rows if "precision.matmul=fp8" in row.overrides]
+        narrow = [row for row in rows if row.fp8]
         if narrow:
             _, env = environment_of(row_config(narrow[0]))
             done = self.child(["-c", CEILING_8_BIT, size], None, env, CEILING_TIMEOUT_S)
@@ -192,7 +192,7 @@ class Bench:
         expected = f", predicted {predicted['tokens_per_s']:,.0f} tokens/s" if predicted else ""
         shape = f"{config.model.num_layers} layers, {config.data.batch_size} x {config.data.seq_len}"
         self.log(f"{row.name}: {shape}, remat {config.compute.remat.policy}{expected}")
-        settings, env = environment_of(config)
+        settings, env = environment_of(config.model_copy(update={"run_dir": self.output / row.name}))
         for attempt in range(ATTEMPTS):
             output = self.output / f"{row.name}.json"
             output.unlink(missing_ok=True)
@@ -258,14 +258,14 @@ class Bench:
     def table(self) -> str:
         """Return the final table."""
         figures = f"{'tok/s':>10}{'planned':>10}{'MFU':>7}{'ceiling':>9}{'GB':>6}{'peer':>10}{'ratio':>7}"
-        head = f"{'row':14}{'shape':>16}{'remat':>8}{figures}  target"
+        head = f"{'row':20}{'shape':>16}{'remat':>8}{figures}  target"
         lines = [head]
         for r in self.results:
             shape = f"{r.get('layers', '')}L {r.get('rows', '')}x{r.get('seq_len', '')}"
             planned = (r.get("predicted") or {}).get("tokens_per_s")
             peak = r.get("peak_bytes")
             cells = [
-                f"{r['row']:14}{shape:>16}{r.get('remat', ''):>8}", number(r.get("tokens_per_s"), 10, ",.0f"), number(planned, 10, ",.0f"),
+                f"{r['row']:20}{shape:>16}{r.get('remat', ''):>8}", number(r.get("tokens_per_s"), 10, ",.0f"), number(planned, 10, ",.0f"),
                 number(r.get("mfu"), 7, ".1%"), number(r.get("ceiling"), 9, ".1%"), number(peak and peak / 1e9, 6, ".0f"),
                 number((r.get("peer") or {}).get("tokens_per_s"), 10, ",.0f"), number(r.get("against_peer"), 7, ".2f"),
             ]  # fmt: skip

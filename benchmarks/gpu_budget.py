@@ -1,7 +1,7 @@
 """Time budget of `benchmarks/gpu.py`: the order of its parts, their expected durations, and which parts to skip.
 
-A part is one side of a row: ours, PyTorch with float32 parameters (as ours) or bfloat16 parameters, or MaxText. Expected durations are
-predictions; as parts finish, the expectations for the other parts of the same side are corrected by the measured durations.
+A part is one side of a row: ours, PyTorch with float32 parameters (as ours), bfloat16 parameters or float8 matmuls, or MaxText. Expected
+durations are predictions; as parts finish, the expectations for the other parts of the same side are corrected by the measured durations.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from gpu_rows import LEAST_STEPS, MEASURED_S, WARMUP_STEPS, Row
 
-OURS, TORCH, TORCH_BF16, MAXTEXT = "ours", "PyTorch autocast", "PyTorch bf16", "MaxText"
-PEERS = (TORCH, MAXTEXT, TORCH_BF16)
+OURS, TORCH, TORCH_BF16, TORCH_FP8, MAXTEXT = "ours", "PyTorch autocast", "PyTorch bf16", "PyTorch fp8", "MaxText"
+PEERS = (TORCH, TORCH_FP8, MAXTEXT, TORCH_BF16)
 START_S = 14.0
 """Import, device initialization, state."""
 COMPILE_S, COMPILE_UNROLLED_S = 30.0, 75.0
@@ -47,7 +47,7 @@ def in_order(rows: Sequence[Row], *, peers: Sequence[str], explicit: bool) -> li
     Our leading rows, PyTorch's, our rows with a target, MaxText's leading ones, the other peers, our other rows, other forms of PyTorch's.
     peers: the sides beside ours that can be measured. Rows that were named (`explicit`) are done one after another, each with its peers.
     """
-    parts = [Part(row, side) for row in rows for side in (OURS, *peers) if side == OURS or row.peer]
+    parts = [Part(row, side) for row in rows for side in (OURS, *peers) if side == OURS or (row.peer and (side == TORCH_FP8) == row.fp8)]
     return parts if explicit else sorted(parts, key=_rank)
 
 
@@ -55,7 +55,9 @@ def _rank(part: Part) -> int:
     row, side = part.row, part.side
     if side == OURS:
         return 0 if row.leading else 2 if row.over is None else 5
-    return {TORCH: 1, MAXTEXT: 3, TORCH_BF16: 6}[side] if row.leading else {TORCH: 4, MAXTEXT: 4, TORCH_BF16: 7}[side]
+    if row.leading:
+        return {TORCH: 1, TORCH_FP8: 1, MAXTEXT: 3, TORCH_BF16: 6}[side]
+    return {TORCH: 4, TORCH_FP8: 4, MAXTEXT: 4, TORCH_BF16: 7}[side]
 
 
 def expected_s(part: Part, *, layers: int, step_s: float, profile: bool, tiny: bool = False) -> float:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkout import leave_directory
+
 WARMUP_STEPS, ROUNDS = 4, 3
 LEAST_TOKENS = 8192
 """Minimum tokens per step; before going below, policies that recompute more are tried."""
@@ -180,6 +182,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Child process: read a job as JSON from standard input, write the result to the file it names."""
+    leave_directory()
     job = json.loads(sys.stdin.read())
     Path(job["output"]).write_text(json.dumps(measure(job)))
 

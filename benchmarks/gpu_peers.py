@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 import checkout  # noqa: F401  # before ridgeline
 import gpu_maxtext
-from gpu_budget import MAXTEXT, TORCH_BF16, Part
+from gpu_budget import MAXTEXT, TORCH, TORCH_BF16, TORCH_FP8, Part
 
 from ridgeline.configs.schema import Config
 
 HERE = Path(__file__).resolve().parent
 MEASURED_S = 5.0
+MODES = {TORCH: "autocast", TORCH_BF16: "bf16", TORCH_FP8: "fp8"}
+"""Side -> mode of gpu_torch.py."""
 MOST_ATTEMPTS = 4
 """Maximum attempts; every attempt that runs out of memory costs a compilation."""
 
@@ -72,7 +74,10 @@ def measure_peer(
         job["per_round"] = gpu_maxtext.steps_per_round(step_s, MEASURED_S, steps)
         found = _maxtext(runner, part, job, dict(env), memory_bytes)
     else:
-        job |= {"compile": not tiny, "checkpointing": config.compute.remat.policy != "none", "steps": steps}
+        from ridgeline.models.huggingface.convert import hf_config  # imports JAX
+
+        described = hf_config(m, "float32", {})
+        job |= {"hf": described, "compile": not tiny, "checkpointing": config.compute.remat.policy != "none", "steps": steps}
         found = _torch(runner, part, job)
     if "error" in found:
         runner.log(f"{part.name}: {found['error']}")
@@ -83,7 +88,7 @@ def measure_peer(
 
 
 def _torch(runner: Runner, part: Part, job: dict[str, Any]) -> dict[str, Any]:
-    mode = "bf16" if part.side == TORCH_BF16 else "autocast"
+    mode = MODES[part.side]
     return _run(runner, "gpu_torch.py", job | {"mode": mode}, {}, f"{part.row.name}-torch-{mode}")[0] | {"mode": mode}
 
 

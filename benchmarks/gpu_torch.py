@@ -1,13 +1,22 @@
-"""The same model in PyTorch: transformers' Llama, torch.compile, fused attention, fused AdamW. Run by `benchmarks/gpu.py`."""
+"""The same model in PyTorch: transformers' decoder, torch.compile, fused attention, chunked loss (gpu_torch_parts.py) and fused AdamW.
+
+Run by `benchmarks/gpu.py`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+from checkout import leave_directory
+from gpu_torch_parts import ATTENTION, CHUNK_TOKENS, ChunkedLoss, causal_attention, fused_attention, use_float8
+from torch import nn
 
 WARMUP_STEPS = 4
 
@@ -15,38 +24,57 @@ WARMUP_STEPS = 4
 def rows_to_try(model: dict[str, Any], seq_len: int, rows: int, mode: str, memory_bytes: float, checkpointing: bool) -> int:
     """Return the rows to start with, at most `rows`, because every attempt that runs out of memory costs a compilation.
 
-    Parameters: 16 bytes each with AdamW, 8 in bf16. Per token: logits in 16 bits, in float32 and their gradient, with a copy (14 V); in a
-    layer the operands of its matmuls, and their results, in 16 bits (16 D + 8 F, with checkpointing 2 D). A tenth is left to fragments.
+    Parameters: 18 bytes each with AdamW (a copy in 16 bits included), 8 in bf16, and 4 more of the table's gradient, twice. Per token, in a
+    layer, the operands of its matmuls, and their results, in 16 bits (16 D + 8 F, with checkpointing 2 D). Logits only of a chunk, 10 bytes
+    each. A tenth is left to fragments.
     """
     width, layers, vocab, hidden = model["embed_dim"], model["num_layers"], model["vocab_size"], model["mlp_dim"]
     attention = 2 * width * model["head_dim"] * (model["num_heads"] + model["num_kv_heads"])
     tables = vocab * width * (1 if model["tie_embeddings"] else 2)
-    state = (tables + layers * (attention + 3 * width * hidden)) * (8 if mode == "bf16" else 18)
-    token = 14 * vocab + layers * (2 * width if checkpointing else 16 * width + 8 * hidden)
-    return max(1, min(rows, int((0.9 * memory_bytes - state) / (token * seq_len))))
+    state = (tables + layers * (attention + 3 * width * hidden)) * (8 if mode == "bf16" else 18) + 8 * vocab * width
+    token = 6 * width + layers * (2 * width if checkpointing else 16 * width + 8 * hidden)
+    free = 0.9 * memory_bytes - state - 10 * CHUNK_TOKENS * vocab
+    return max(1, min(rows, int(free / (token * seq_len))))
 
 
-def build(model: dict[str, Any], seq_len: int, mode: str) -> Any:
-    """Return a randomly initialized Llama. mode: `autocast`: float32 parameters, bf16 arithmetic (as ours); `bf16`: bf16 parameters."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+class Trained(nn.Module):
+    """transformers' decoder and our loss, in one of the modes.
 
-    config = LlamaConfig(
-        vocab_size=model["vocab_size"], hidden_size=model["embed_dim"], intermediate_size=model["mlp_dim"],
-        num_hidden_layers=model["num_layers"], num_attention_heads=model["num_heads"], num_key_value_heads=model["num_kv_heads"],
-        head_dim=model["head_dim"], max_position_embeddings=max(seq_len, 2048), rope_theta=model["rope_theta"],
-        tie_word_embeddings=model["tie_embeddings"], use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        made = LlamaForCausalLM(config)
-    return made.to(torch.bfloat16 if mode == "bf16" else torch.float32)
+    `autocast`: float32 parameters, bf16 arithmetic (as ours). `bf16`: bf16 parameters too. `fp8`: as autocast, the layers' matmuls in
+    float8. `float32`: for tests.
+    """
+
+    def __init__(self, hf: dict[str, Any], mode: str, *, compile: bool, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        super().__init__()
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+        AttentionInterface.register(ATTENTION, causal_attention)
+        config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key not in ("architectures", "torch_dtype")})
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.device(device):
+            made = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        self.causal_lm = made.to(torch.bfloat16) if mode == "bf16" else made
+        self.float8_layers = use_float8(made.model.layers) if mode == "fp8" else 0
+        self.mode, self.dtype = mode, torch.float32 if mode == "float32" else torch.bfloat16
+        self._loss = ChunkedLoss(compile=compile, tokens=chunk_tokens)
+        self._hidden = torch.compile(self.hidden) if compile else self.hidden
+
+    def hidden(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [B, T, D]. The residual stream is in the dtype of the arithmetic, as ours."""
+        decoder = self.causal_lm.model
+        x_BTD = decoder.embed_tokens(tokens_BT).to(self.dtype)
+        found: torch.Tensor = decoder(inputs_embeds=x_BTD, use_cache=False).last_hidden_state.to(self.dtype)
+        return found
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of next tokens, float32 scalar. tokens [B, T + 1]."""
+        with fused_attention(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.mode in ("autocast", "fp8")):
+            x_BTD = self._hidden(tokens[:, :-1])
+        return self._loss(x_BTD, self.causal_lm.lm_head.weight, tokens[:, 1:])
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Train on random tokens; return step time, spread, memory and losses. The rows per step are reduced by a third until they fit."""
-    import torch
-
     rows = job["rows"]
     if torch.cuda.is_available():
         memory_bytes = torch.cuda.get_device_properties(0).total_memory
@@ -65,24 +93,19 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def measure_rows(job: dict[str, Any], rows: int) -> dict[str, Any]:
     """Train with a number of rows. Raises torch.cuda.OutOfMemoryError."""
-    import torch
-
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = build(job["model"], job["seq_len"], job["mode"])
+    model = Trained(job["hf"], job["mode"], compile=job["compile"])
     model.train()
     if job["checkpointing"]:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=cuda or None)
-    tokens = torch.randint(0, job["model"]["vocab_size"], (rows, job["seq_len"]), device="cuda" if cuda else "cpu")
-    compiled = torch.compile(model) if job["compile"] else model
-    cast = torch.autocast("cuda" if cuda else "cpu", torch.bfloat16, enabled=job["mode"] == "autocast")
+    tokens = torch.randint(0, job["model"]["vocab_size"], (rows, job["seq_len"] + 1), device="cuda" if cuda else "cpu")
 
     def step() -> Any:
         optimizer.zero_grad(set_to_none=True)
-        with cast:
-            loss = compiled(input_ids=tokens, labels=tokens).loss
+        loss = model(tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -109,6 +132,8 @@ def measure_rows(job: dict[str, Any], rows: int) -> dict[str, Any]:
             last = step()
         wait()
         rounds.append((time.perf_counter() - begun) / count)
+    if not math.isfinite(float(last)):
+        raise ArithmeticError(f"the loss is {float(last)}: the time of such steps means nothing")
     return {
         "torch": torch.__version__,
         "rows": rows,
@@ -116,12 +141,14 @@ def measure_rows(job: dict[str, Any], rows: int) -> dict[str, Any]:
         "step_s": statistics.median(rounds),
         "spread": (max(rounds) - min(rounds)) / statistics.median(rounds),
         "losses": [float(first), float(last)],
+        "float8_layers": model.float8_layers,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
     }
 
 
 def main() -> None:
     """Child process: read a job as JSON from standard input, write the result to the file it names."""
+    leave_directory()
     job = json.loads(sys.stdin.read())
     Path(job["output"]).write_text(json.dumps(measure(job)))
 

@@ -556,3 +556,8 @@ def _runtime(config: Config) -> Iterator[Problem]:
             ("runtime.cpu_devices", "runtime.platform"),
             f"virtual devices exist only on the cpu platform, runtime.platform is {runtime.platform} (set it to cpu, or cpu_devices to 1)",
         )
+    if runtime.deterministic and runtime.platform == "rocm":
+        yield Problem(
+            ("runtime.deterministic", "runtime.platform"),
+            "deterministic operations exist for CUDA only (CPUs need none); set runtime.deterministic=false, or another platform",
+        )

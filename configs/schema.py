@@ -650,6 +650,8 @@ class RuntimeConfig(Section):
     """Virtual devices per process on the cpu platform."""
     compilation_cache: LocalPath | None = env_allowed(default=None)
     """Directory of compiled programs, shared by all processes, from which a second start of the same config loads them; null: no cache."""
+    deterministic: bool = False
+    """Bitwise repeatable steps on NVIDIA GPUs, but slower: deterministic operations of XLA, kernel choices stored in the run directory."""
     rendezvous_timeout_s: PositiveFloat = 120.0
     """Seconds to wait for all processes of the run to report before training. After that the missing ranks are listed."""
     lease_timeout_s: PositiveFloat = 30.0

@@ -29,6 +29,7 @@ from ridgeline.planner.hardware import generation_of, hardware
 from ridgeline.planner.host_memory import pool_limit_gib
 from ridgeline.planner.overlap import POOL_SHARE
 from ridgeline.planner.parameters import count_parameters
+from ridgeline.rundir.directory import AUTOTUNE
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 MEMORY_FRACTION = f"{POOL_SHARE:g}"
@@ -37,6 +38,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 IN_FLIGHT, IN_FLIGHT_TENSOR = 3, 2
 WIDEST_TENSOR = 2
 """Tensor parallelism above this many devices gets IN_FLIGHT_TENSOR."""
+DETERMINISTIC_OPS = "--xla_gpu_exclude_nondeterministic_ops"
+KERNEL_CHOICES = "--xla_gpu_per_fusion_autotune_cache_dir"
 _UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS:(.*)")
 _PARSES_FLAGS = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _FLAGS_TIMEOUT_S = 120
@@ -90,6 +93,8 @@ def choose(host: Host, config: Config, env: Mapping[str, str], unknown: Callable
     settings += [Setting(name, flag[len(name) + 1 :], "set in XLA_FLAGS", "user") for name, flag in own_flags.items()]
     flags = [_flag(setting) for setting in settings if setting.is_flag]
     refused = set(unknown(flags)) if flags else set()
+    if host.generation is not None and config.runtime.deterministic:
+        _check_deterministic(host, settings, refused)
     return [
         Setting(setting.name, setting.value, f"jaxlib {host.jaxlib} does not support it", "dropped")
         if _flag(setting) in refused
@@ -146,9 +151,40 @@ def _gpu(generation: str, config: Config) -> list[Setting]:
         settings.append(Setting("--xla_gpu_enable_triton_gemm", "false", reason))
         reason = "8-bit matmuls with a common input are not merged: with several scales they would become 16-bit matmuls"
         settings.append(Setting("--xla_gpu_dot_merger_threshold_mb", "0", reason))
+    if config.runtime.deterministic:
+        settings += _deterministic(config)
     reason = "compute.remat decides what is rematerialized; XLA's own pass would rematerialize more than planned"
     settings.append(Setting("--xla_disable_hlo_passes", "rematerialization", reason))
     return settings
+
+
+def _deterministic(config: Config) -> list[Setting]:
+    """Return the settings of runtime.deterministic.
+
+    Without measurements, as the first flag may have it, XLA takes the first kernel of a matmul: better the choice of cuBLAS than a fixed
+    tile of Triton's. JAX would put the kernel choices into the compilation cache, which other runs share.
+    """
+    own = "runtime.deterministic: "
+    gemm = Setting("--xla_gpu_enable_triton_gemm", "false", f"{own}cuBLAS chooses the kernels of matmuls")
+    return [
+        Setting(DETERMINISTIC_OPS, "true", f"{own}scatters and attention's gradients are summed in a fixed order"),
+        Setting(KERNEL_CHOICES, str(config.directory.absolute() / AUTOTUNE), f"{own}a later start takes the same kernels"),
+        *([] if config.precision.eight_bit else [gemm]),
+        Setting("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none", f"{own}kernel choices are stored in the run directory"),
+    ]
+
+
+def _check_deterministic(host: Host, settings: Sequence[Setting], refused: set[str]) -> None:
+    """Raise UserError where runtime.deterministic cannot be honoured: jaxlib lacks a flag, or the user's variables contradict it."""
+    for setting in settings:
+        if setting.name not in (DETERMINISTIC_OPS, KERNEL_CHOICES, "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"):
+            continue
+        if _flag(setting) in refused:
+            raise UserError(f"runtime.deterministic=true: jaxlib {host.jaxlib} does not support {setting.name}; set it to false")
+        wanted = {DETERMINISTIC_OPS: ("true", "1", ""), KERNEL_CHOICES: None}.get(setting.name, ("none",))
+        if setting.chosen == "user" and (setting.value == "" if wanted is None else setting.value.lower() not in wanted):
+            where = "in XLA_FLAGS " if setting.is_flag else ""
+            raise UserError(f"runtime.deterministic=true: {setting.name}={setting.value} {where}contradicts it; unset one of the two")
 
 
 def layer_bytes(config: Config, dtype: str) -> int:
@@ -211,11 +247,15 @@ def run_flags(config: Config, device: str, user_flags: Sequence[str] = ()) -> tu
 
     user_flags: flags of the user, which replace those of the same name.
     """
-    host = Host(hardware(device).generation or "unknown", importlib.metadata.version("jaxlib"), None)
-    settings = choose(host, config, {}, unknown_flags)
-    own = {name_of(flag) for flag in user_flags}
+    settings = settings_on(config, device)
+    own = {KERNEL_CHOICES, *(name_of(flag) for flag in user_flags)}  # there are no choices without a GPU
     flags = [_flag(setting) for setting in settings if setting.is_flag and setting.chosen != "dropped" and setting.name not in own]
     return (*flags, *user_flags), next((s.value for s in settings if s.name == "JAX_OPTIMIZATION_LEVEL"), None)
+
+
+def settings_on(config: Config, device: str) -> list[Setting]:
+    """Return the settings of a run of this config on a device of the catalog, without variables of the user."""
+    return choose(Host(hardware(device).generation or "unknown", importlib.metadata.version("jaxlib"), None), config, {}, unknown_flags)
 
 
 def lines(settings: Sequence[Setting]) -> list[str]:

@@ -38,10 +38,11 @@ Report = Callable[[str], None]
 
 def policies_of(config: Config) -> list[RematConfig]:
     """Return the policies to measure: the planner's, attention-only and the config's own. Not offload, whose copies the planner counts."""
-    found = [remat for remat in MEMORY_LADDER if remat.policy != "offload"]
-    found.insert(1, RematConfig(policy="attention-only"))
-    own = config.compute.remat
-    return found + ([] if own in found or own.policy == "offload" else [own])
+    wanted = [*MEMORY_LADDER[:1], RematConfig(policy="attention-only"), *MEMORY_LADDER[1:], config.compute.remat]
+    found: dict[tuple[str, frozenset[str]], RematConfig] = {}
+    for remat in wanted:
+        found.setdefault((remat.policy, frozenset(remat.names)), remat)
+    return [remat for remat in found.values() if remat.policy != "offload"]
 
 
 def measure_layer(

@@ -49,7 +49,9 @@ from ridgeline.rundir.records import COMPILE_FILE, PLAN_FILE, RUN_FILE, CompileR
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 TRAIN_LOG = "train.log"
-_BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes", LEASE)
+AUTOTUNE = "autotune"
+"""Directory of XLA's choices of kernels, with runtime.deterministic."""
+_BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes", LEASE, AUTOTUNE)
 """Left in a run directory by `ridge submit`, the preflight of a job, or a start that was killed, before run.json was written."""
 _WRITTEN = re.compile(r"(run|plan|compile)\.json|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
 """Names of the files that are replaced atomically."""

@@ -74,3 +74,11 @@ def test_mistakes_are_refused_in_one_line_before_anything_is_measured(arguments,
     shown = capsys.readouterr().err
     assert message in shown
     assert "rounds" not in shown
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "dots", "attention-only"])
+def test_every_policy_is_measured_once(policy):
+    found = remat.policies_of(load("x.yaml", [f"compute.remat.policy={policy}"]).config)
+    keys = [(each.policy, frozenset(each.names)) for each in found]
+    assert len(keys) == len(set(keys)) and {"none", "attention-only", "full", "dots"} <= {each.policy for each in found}
+    assert keys[0][0] == "none" and "offload" not in {name for name, _ in keys}

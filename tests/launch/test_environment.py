@@ -14,11 +14,13 @@ import pytest
 from ridgeline.configs.cluster import cluster_names, load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
-from ridgeline.configs.schema import Config
+from ridgeline.configs.schema import Config, PrecisionConfig
 from ridgeline.launch.cluster import Cluster
 from ridgeline.launch.cluster.devices import LocalDevices
 from ridgeline.launch.cuda_plugin import has_nvidia_hardware
 from ridgeline.launch.environment import (
+    DETERMINISTIC_OPS,
+    KERNEL_CHOICES,
     Host,
     Setting,
     apply,
@@ -82,6 +84,46 @@ def test_8_bit_matmuls_are_not_converted_to_16_bits() -> None:
     assert {name: narrow[name].value for name in flags} == flags
     assert not flags.keys() & chosen("hopper").keys()
     assert unknown_flags([f"{name}={value}" for name, value in flags.items()]) == []
+
+
+DETERMINISTIC = Config.model_validate({"runtime": {"deterministic": True}, "run_dir": Path("/runs/a b")})
+
+
+def test_a_deterministic_run_stores_its_kernel_choices_with_it() -> None:
+    found = chosen("hopper", config=DETERMINISTIC)
+    ours = {name: setting.value for name, setting in found.items() if setting.reason.startswith("runtime.deterministic: ")}
+    assert ours == {
+        DETERMINISTIC_OPS: "true",
+        KERNEL_CHOICES: "/runs/a b/autotune",
+        "--xla_gpu_enable_triton_gemm": "false",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
+    }
+    flags = {name: value for name, value in ours.items() if name.startswith("--")}
+    assert unknown_flags([f"{name}='{value}'" for name, value in flags.items()]) == []
+    after: dict[str, str] = {}
+    apply(list(found.values()), after)
+    assert f"{KERNEL_CHOICES}=/runs/a b/autotune" in split_flags(after["XLA_FLAGS"])
+    assert chosen(None, config=DETERMINISTIC) == {}, "CPUs need nothing"
+    assert not flags.keys() & chosen("hopper").keys()
+    narrow = DETERMINISTIC.model_copy(update={"precision": PrecisionConfig(matmul="fp8")})
+    flags_of = [s for s in choose(Host("hopper", "9.9", None), narrow, {}, supports_all) if s.name == "--xla_gpu_enable_triton_gemm"]
+    assert len(flags_of) == 1
+
+
+def test_a_deterministic_run_is_refused_where_it_would_not_be() -> None:
+    def lacks(flags: Sequence[str]) -> list[str]:
+        return [flag for flag in flags if flag.startswith(DETERMINISTIC_OPS)]
+
+    with pytest.raises(UserError, match=f"jaxlib 9.9 does not support {DETERMINISTIC_OPS}"):
+        choose(Host("hopper", "9.9", None), DETERMINISTIC, {}, lacks)
+    for env in ({"XLA_FLAGS": f"{DETERMINISTIC_OPS}=false"}, {"XLA_FLAGS": f"{KERNEL_CHOICES}="}):
+        with pytest.raises(UserError, match="contradicts it"):
+            chosen("hopper", env, DETERMINISTIC)
+    with pytest.raises(UserError, match="JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES=all contradicts it"):
+        chosen("hopper", {"JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "all"}, DETERMINISTIC)
+    assert chosen("hopper", {"XLA_FLAGS": f"{KERNEL_CHOICES}=/mine"}, DETERMINISTIC)[KERNEL_CHOICES].value == "/mine"
+    with pytest.raises(UserError, match=r"runtime\.deterministic: .* CUDA only"):
+        load("quickstart", ["runtime.platform=rocm", "runtime.deterministic=true"])
 
 
 def test_the_cache_of_the_config_brings_its_setting() -> None:

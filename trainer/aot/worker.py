@@ -8,6 +8,8 @@ set before JAX is imported.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -50,6 +52,7 @@ def _compile(request: dict[str, Any], directory: Path) -> dict[str, Any]:
     config = from_resolved(directory / "config.yaml")
     device = hardware(request["device"])
     _set_attention_target(compute_capability(device))
+    _set_pallas_target(compute_capability(device))
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
@@ -121,6 +124,16 @@ def _set_attention_target(capability: tuple[int, int]) -> None:
     attention.check_cudnn_version = lambda: major * 10000 + minor * 100 + patch
     attention.check_compute_capability = at_least
     attention.is_cuda_compute_capability_equal = equal
+
+
+def _set_pallas_target(capability: tuple[int, int]) -> None:
+    """Set the target of Pallas kernels: from jax 0.11 on their lowering queries the GPU of this process, which has none."""
+    if importlib.util.find_spec("jax._src.pallas.triton.gpu_info") is None:
+        return
+    target = importlib.import_module("jax._src.pallas.triton.gpu_info")
+    major, minor = capability
+    found = target.GpuInfo(gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor)
+    vars(target)["get_gpu_info"] = lambda: found
 
 
 def end_with_parent(parent: int) -> None:
