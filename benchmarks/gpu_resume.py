@@ -11,6 +11,7 @@ they differ or a command failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import email
 import hashlib
 import json
@@ -55,18 +56,21 @@ def train_command(run: Path, corpus: Path, args: argparse.Namespace) -> list[str
 
 
 def train_and_kill(command: Sequence[str], run: Path, after: int) -> None:
-    """Start a run and kill it when a step after the checkpoint of step `after` was logged. Raises SystemExit if it ends before."""
+    """Start a run and kill it when a step after the checkpoint of step `after` was logged. Raises SystemExit if that does not happen."""
     with (run.parent / f"{run.name}.killed.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
-            if max(losses(run), default=0) > after and any((run / "checkpoints").glob(f"*{after}*")):
+            if max(losses(run), default=0) > after and (run / "checkpoints" / f"step_{after:08}" / "integrity.json").exists():
                 break
             time.sleep(0.02)
         if process.poll() is not None:
             raise SystemExit(f"the run ended with exit code {process.returncode} before it could be killed: {log.name}")
+        late = time.monotonic() >= deadline
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if late:
+            raise SystemExit(f"no checkpoint of step {after} within {KILL_TIMEOUT_S:.0f} s: {log.name}")
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -81,6 +85,17 @@ def losses(run: Path) -> dict[int, float]:
         if "train/loss" in record:
             found[record["step"]] = record["train/loss"]
     return found
+
+
+def restored_step(run: Path) -> int | None:
+    """Return the step of the checkpoint that the last start of a run read; None if it read none."""
+    steps = []
+    for line in (run / "events.jsonl").read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # the line that the killed start was writing
+            record = json.loads(line)
+            if record.get("phase") == "restore" and "step" in record:
+                steps.append(record["step"])
+    return steps[-1] if steps else None
 
 
 def exported(run: Path, directory: Path) -> str:
@@ -117,13 +132,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train_and_kill(train_command(killed, corpus, args), killed, args.steps // 3)
     reached = max(losses(killed))
     _run(train_command(killed, corpus, args))
+    from_step = restored_step(killed)
     expected, found = losses(whole), losses(killed)
     differing = [step for step in sorted(expected) if expected[step] != found.get(step)]
     same = exported(whole, output / "whole-hf") == exported(killed, output / "killed-hf")
-    result = {"steps": len(expected), "killed_at": reached, "differing_losses": differing, "weights_equal": same, "plain": args.plain}
+    result = {
+        "steps": len(expected),
+        "killed_at": reached,
+        "resumed_from": from_step,
+        "differing_losses": differing,
+        "weights_equal": same,
+        "plain": args.plain,
+    }
     (output / "resume.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"killed at step {reached}, resumed: weights {'equal' if same else 'DIFFER'}, {len(differing)} of {len(expected)} losses differ")
-    return 0 if same and not differing and len(expected) == args.steps else 1
+    verdict = f"weights {'equal' if same else 'DIFFER'}, {len(differing)} of {len(expected)} losses differ"
+    print(f"killed at step {reached}, resumed from step {from_step}: {verdict}")
+    resumed = from_step is not None and from_step >= args.steps // 3  # a run that begins again would be equal too
+    return 0 if same and resumed and not differing and len(expected) == args.steps else 1
 
 
 if __name__ == "__main__":

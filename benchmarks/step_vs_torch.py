@@ -2,8 +2,9 @@
 
 `python benchmarks/step_vs_torch.py [--dtype float32|bfloat16] [--steps 5] [--compile] [--set KEY=VALUE ...]`
 
-PyTorch trains transformers' Llama of the same shape with its fused attention, AdamW and clipping (bf16: autocast, because ours keeps
-float32 parameters). Tokens are random. The machine may be shared, so times are medians over alternating steps, and the result is a ratio.
+PyTorch trains transformers' decoder of the same shape with fused attention, a chunked loss (gpu_torch_parts.py), AdamW and clipping (bf16:
+autocast, because ours keeps float32 parameters). Tokens are random. The machine may be shared, so times are medians over alternating steps,
+and the result is a ratio.
 """
 
 from __future__ import annotations
@@ -20,24 +21,22 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import checkout  # noqa: F401  # before ridgeline
 import jax
 import torch
-from gpu_torch import build
+from gpu_torch import Trained
 from step_vs_handwritten import SHAPES, WARMUP, batches, contenders, shape_config
 
 from ridgeline.configs.schema import Config
+from ridgeline.models.huggingface.convert import hf_config
 
 
 def torch_step(config: Config, dtype: str, compiled: bool) -> Callable[[Any], float]:
     """Return a step on tokens [B, T] (a torch tensor) that gives the loss."""
-    m = config.model
-    model: Any = build({**m.model_dump(), "num_kv_heads": m.kv_heads, "head_dim": m.head_width}, config.data.seq_len, "autocast")
+    model = Trained(hf_config(config.model, "float32", {}), "autocast" if dtype == "bfloat16" else dtype, compile=compiled)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    run = torch.compile(model) if compiled else model
 
     def step(tokens: Any) -> float:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = run(input_ids=tokens, labels=tokens).loss
+        loss = model(tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

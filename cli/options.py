@@ -196,6 +196,7 @@ DURATION = Quantity("DURATION", TIMES)
 """A number of seconds, or with a unit, such as 90, 10m, 24h."""
 DURATION_OR_ZERO = Quantity("DURATION", TIMES, zero=True)
 COUNT_OR_ZERO = Quantity("COUNT", COUNTS, zero=True)
+DAYS = Quantity("DAYS", PLAIN)
 SECONDS = Quantity("SECONDS", PLAIN)
 SECONDS_OR_ZERO = Quantity("SECONDS", PLAIN, zero=True)
 USD = Quantity("USD", PLAIN, zero=True)

@@ -85,7 +85,7 @@ def _judge(key: str, old: dict[str, Any], new: dict[str, Any]) -> tuple[bool, st
     if key in _REFUSED:
         return False, _REFUSED[key]
     if key in _ADAPTERS:
-        return False, "the adapters in the checkpoint are others"
+        return False, "the checkpoint has other adapters, or none"
     if key == "precision.compute" and new.get("lora", {}).get("rank") is not None:
         return False, "the frozen parameters in the checkpoint have the other dtype"
     if _under(key, _DATA_ORDER):

@@ -16,7 +16,17 @@ from ridgeline.configs.errors import UserError, first_of, unknown_name
 from ridgeline.configs.mesh import resolve_sizes, smaller_meshes
 from ridgeline.configs.pipeline import pipeline_problems
 from ridgeline.configs.remat import remat_problems
-from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, LatentAttention, LoraConfig, ModelConfig, MoEConfig, adapter_targets
+from ridgeline.configs.schema import (
+    MESH_AXES,
+    Config,
+    DataConfig,
+    LatentAttention,
+    LoraConfig,
+    ModelConfig,
+    MoEConfig,
+    PreferenceConfig,
+    adapter_targets,
+)
 
 SHARDED_OVER = {
     "batch": ("data", "fsdp"),
@@ -48,6 +58,7 @@ def check_config(config: Config) -> list[Problem]:
         *_model(config),
         *_experts(config),
         *_lora(config),
+        *_preference(config),
         *_mesh(config),
         *_divisibility(config, sizes),
         *_batch(config, sizes),
@@ -338,6 +349,30 @@ def _lora(config: Config) -> Iterator[Problem]:
             yield Problem((key, "lora.rank"), f"does not support adapters; set {key}={wanted}")
 
 
+def _preference(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with preference pairs, or only with them."""
+    preference, rows = config.preference, config.data.batch_size
+    if preference.loss is None:
+        set_without = [key for key, value in PreferenceConfig() if getattr(preference, key) != value]
+        if set_without:
+            keys = (f"preference.{set_without[0]}", "preference.loss")
+            yield Problem(keys, "there is no loss of pairs; set preference.loss, such as preference.loss=dpo")
+        return
+    if preference.label_smoothing and preference.loss not in ("dpo", "robust"):
+        yield Problem(
+            ("preference.label_smoothing", "preference.loss"),
+            f"only for dpo and robust (preference.loss is {preference.loss}); set it to 0",
+        )
+    elif preference.label_smoothing >= 0.5:
+        yield Problem(("preference.label_smoothing",), f"must be less than 0.5, got {preference.label_smoothing:g}")
+    if rows % 2:
+        yield Problem(("data.batch_size", "preference.loss"), f"a pair is 2 rows: must be even, got {rows} ({_multiples(rows, 2)} works)")
+    if config.loss.z_loss:
+        yield Problem(("loss.z_loss", "preference.loss"), "does not support preference pairs; set loss.z_loss=0")
+    if config.mesh.pipeline != 1:
+        yield Problem(("mesh.pipeline", "preference.loss"), "does not support preference pairs; set mesh.pipeline=1")
+
+
 def _rope(config: Config) -> Iterator[Problem]:
     scaling = config.model.rope_scaling
     if scaling is None:
@@ -434,6 +469,11 @@ def _batch(config: Config, sizes: dict[str, int]) -> Iterator[Problem]:
     rows, accumulation = config.data.batch_size, config.trainer.accumulation
     axes, parts = _axes_of(config, "batch", sizes)
     over = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes)
+    if config.preference.loss is not None:
+        if rows % 2:
+            return  # said by _preference
+        parts *= 2
+        over = f"{over} x 2 rows of a pair" if over else "the 2 rows of a pair"
     keys = ("data.batch_size", "trainer.accumulation", *(f"mesh.{axis}" for axis in axes))
     if rows % accumulation:
         yield Problem(

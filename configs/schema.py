@@ -546,6 +546,17 @@ def adapter_targets(model: ModelConfig) -> tuple[str, ...]:
     return (*attention, *(("gate",) if model.gated_mlp else ()), "up", "down")
 
 
+class PreferenceConfig(Section):
+    """Training on preference pairs, against the log-probabilities that the model gives both sides before training (the reference)."""
+
+    loss: Literal["dpo", "ipo", "hinge", "robust"] | None = None
+    """dpo, ipo, hinge (SLiC) or robust (DPO of noisy pairs); null: next-token training. Rows 2k and 2k + 1 of a batch are a pair."""
+    beta: PositiveFloat = 0.1
+    """Weight of the log-ratio to the reference: the smaller, the further the model may move from it. ipo: the regularization (tau)."""
+    label_smoothing: Fraction = 0.0
+    """dpo and robust only: share of pairs whose sides are assumed to be swapped, less than 0.5. dpo: conservative DPO."""
+
+
 class ScheduleConfig(Section):
     """Learning rate as a function of the step."""
 
@@ -685,6 +696,8 @@ class Config(Section):
     """Evaluation sets and when they are evaluated."""
     loss: LossConfig = LossConfig()
     """The training objective."""
+    preference: PreferenceConfig = PreferenceConfig()
+    """Preference pairs (DPO); off unless preference.loss is set."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The update rule."""
     schedule: ScheduleConfig = ScheduleConfig()

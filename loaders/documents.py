@@ -3,7 +3,7 @@
 A corpus of preference pairs (`ridge data prepare --chat` of records with chosen and rejected answers) stores pair k as the documents 2k,
 the chosen conversation, and 2k + 1, the rejected one. Both begin with the tokens of the prompt, which the loss does not count.
 
-Legend: N pairs, T tokens per row.
+Legend: N rows, T tokens per row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from ridgeline.configs.errors import UserError
 from ridgeline.loaders.manifest import Manifest, read_manifest
-from ridgeline.loaders.rows import Rows, rows_of
+from ridgeline.loaders.rows import Rows, check_ids, rows_of
 from ridgeline.loaders.token_reader import TokenReader, Windows
 
 READ_RECORDS = 256
@@ -49,10 +49,15 @@ def document_bounds(reader: TokenReader, limit_tokens: int | None = None) -> np.
 
 
 class PairSource:
-    """The pairs of a preference corpus as rows of one conversation each."""
+    """The pairs of a preference corpus as rows of one conversation each: rows 2k and 2k + 1 are the chosen and rejected one of pair k."""
+
+    unit = 2
+    """Rows that stay together."""
+    document_masking = True
 
     def __init__(self, directory: Path, seq_len: int, manifest: Manifest | None = None) -> None:
         """Raises UserError for a corpus without pairs, and where no pair fits rows of `seq_len` tokens."""
+        self.directory = directory
         self.manifest = read_manifest(directory) if manifest is None else manifest
         if not self.manifest.has_pairs:
             raise UserError(f"{directory} has no preference pairs; prepare records with 'chosen' and 'rejected' with --chat")
@@ -61,20 +66,22 @@ class PairSource:
         fits = (bounds[..., 1] - bounds[..., 0] <= seq_len).all(axis=1)
         self.bounds = bounds[fits]
         self.num_pairs = len(self.bounds)
+        self.num_rows = 2 * self.num_pairs
+        self.reference = np.zeros((self.num_pairs, 2), np.float32)
+        """Log-probabilities of the counted tokens of both sides by the model before training; the trainer sets them."""
         self.too_long = int(len(bounds) - self.num_pairs)
         """Pairs left out because one of their conversations is longer than `seq_len`."""
         if not self.num_pairs:
             raise UserError(f"{directory}: none of its {len(bounds)} pairs fits data.seq_len={seq_len}")
 
-    def read(self, pairs: np.ndarray) -> tuple[Rows, Rows]:
-        """Return the chosen and the rejected conversations of pairs [N], one per row [N, T]. Raises CorpusError."""
-        chosen, rejected = (self._rows(self.bounds[pairs, side]) for side in (0, 1))
-        return chosen, rejected
-
-    def _rows(self, bounds: np.ndarray) -> Rows:
+    def read(self, rows: np.ndarray) -> Rows:
+        """Read rows by index [N], one conversation each, with their `reference` [N, 1] beside the arrays [N, T]. Raises CorpusError."""
+        bounds = self.bounds.reshape(-1, 2)[rows]
         windows = self.reader.read(bounds[:, 0], self.seq_len + 1)
+        check_ids(self.directory, self.manifest, windows.ids)
         lengths = bounds[:, 1] - bounds[:, 0]
         index = np.arange(self.seq_len + 1)
         padding = index >= lengths[:, None]
         starts = (index == 0) | (index == lengths[:, None])
-        return rows_of(Windows(np.where(padding, 0, windows.ids), starts, padding, windows.mask), document_masking=True)
+        read = rows_of(Windows(np.where(padding, 0, windows.ids), starts, padding, windows.mask), document_masking=True)
+        return {**read, "reference": self.reference.reshape(-1, 1)[rows]}

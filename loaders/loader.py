@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from absl import flags
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import DataConfig
+from ridgeline.loaders.documents import PairSource
 from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
 from ridgeline.loaders.rows import Rows, RowSource
 from ridgeline.loaders.shard_hashes import verify
 from ridgeline.loaders.workers import leave_signals_to_parent
 
+Source = RowSource | PairSource
+"""What rows are read from."""
 MAX_ROWS = 2**32 - 1
 """Grain's shuffle uses 32-bit indices."""
 
@@ -80,9 +83,10 @@ class Loader:
 class StepRows(grain.MapDataset):
     """Element s is this process's rows of step s, read with one call per shard."""
 
-    def __init__(self, sources: Sequence[RowSource], order: Order, batch_size: int, rows: np.ndarray) -> None:
+    def __init__(self, sources: Sequence[Source], order: Order, batch_size: int, rows: np.ndarray) -> None:
+        """`order`: of the units of the sources: rows, or pairs of rows."""
         super().__init__()
-        self.sources, self._order = list(sources), order
+        self.sources, self._order, self._unit = list(sources), order, sources[0].unit
         self._batch_size, self._rows = batch_size, np.asarray(rows, np.int64)
 
     def __len__(self) -> int:
@@ -98,7 +102,8 @@ class StepRows(grain.MapDataset):
     def __getitem__(self, step: Any) -> Any:
         if isinstance(step, slice):
             return self.slice(step)
-        corpora, rows = self._order.lookup(int(step) * self._batch_size + self._rows)
+        corpora, units = self._order.lookup((int(step) * self._batch_size + self._rows) // self._unit)
+        rows = units * self._unit + self._rows % self._unit
         if len(self.sources) == 1:
             return self.sources[0].read(rows)
         batch: Rows = {}
@@ -161,7 +166,15 @@ def corpus_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "little")
 
 
-def build_loader(data: DataConfig, *, seed: int, vocab_size: int, rows: np.ndarray, start_step: int = 0) -> Loader:
+def build_loader(
+    data: DataConfig,
+    *,
+    seed: int,
+    vocab_size: int,
+    rows: np.ndarray,
+    start_step: int = 0,
+    pairs: Mapping[Path, PairSource] | None = None,
+) -> Loader:
     """Open the mixture of `data.train`.
 
     Args:
@@ -170,6 +183,7 @@ def build_loader(data: DataConfig, *, seed: int, vocab_size: int, rows: np.ndarr
       vocab_size: of the model; a tokenizer with more ids raises an error.
       rows: the rows of the global batch that this process reads (sorted, int64 [N]).
       start_step: step of the first batch.
+      pairs: path -> source of each corpus, to draw preference pairs: rows 2k and 2k + 1 of a batch are a pair. None: to draw rows.
 
     Raises UserError for missing data, different tokenizers or ids outside the vocabulary; CorpusError for missing or damaged shards, also
     while iterating.
@@ -178,8 +192,13 @@ def build_loader(data: DataConfig, *, seed: int, vocab_size: int, rows: np.ndarr
     tokenizer = check_tokenizer(manifests, vocab_size)
     for path, manifest in manifests:
         verify(path, manifest)
-    sources = [RowSource(path, data.seq_len, document_masking=data.document_masking, manifest=manifest) for path, manifest in manifests]
-    order = Order([source.num_rows for source in sources], [entry.weight for entry in data.train], seed=seed, shuffle=data.shuffle)
+    sources: list[Source] = [
+        RowSource(path, data.seq_len, document_masking=data.document_masking, manifest=manifest) if pairs is None else pairs[path]
+        for path, manifest in manifests
+    ]
+    order = Order(
+        [source.num_rows // source.unit for source in sources], [entry.weight for entry in data.train], seed=seed, shuffle=data.shuffle
+    )
     return Loader(StepRows(sources, order, data.batch_size, rows), tokenizer, data, start_step)
 
 
@@ -196,7 +215,10 @@ class EvaluationSet:
     The last batch is padded with rows of weight 0, so that every process has the same number of batches.
     """
 
-    def __init__(self, source: RowSource, batch_size: int, rows: np.ndarray) -> None:
+    def __init__(self, source: Source, batch_size: int, rows: np.ndarray) -> None:
+        """`batch_size`: even for preference pairs."""
+        self.pairs = source.unit == 2
+        """Whether rows 2k and 2k + 1 are a preference pair."""
         self._source, self._batch_size, self._rows = source, batch_size, np.asarray(rows, np.int64)
         self.tokenizer = source.manifest.tokenizer
         self.num_batches = -(-source.num_rows // batch_size)
@@ -226,9 +248,13 @@ class EvaluationSet:
         return padded
 
 
-def open_evaluation_set(path: Path, *, seq_len: int, batch_size: int, rows: np.ndarray, document_masking: bool = True) -> EvaluationSet:
-    """Open a held-out set. Raises CorpusError when it is missing or damaged."""
+def open_evaluation_set(
+    path: Path, *, seq_len: int, batch_size: int, rows: np.ndarray, document_masking: bool = True, pairs: PairSource | None = None
+) -> EvaluationSet:
+    """Open a held-out set. `pairs`: its source if it has preference pairs. Raises CorpusError when it is missing or damaged."""
     manifest = read_manifest(path)
     verify(path, manifest)
+    if pairs is not None:
+        return EvaluationSet(pairs, batch_size, rows)
     source = RowSource(path, seq_len, document_masking=document_masking, manifest=manifest)
     return EvaluationSet(source, batch_size, rows)

@@ -31,7 +31,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read prompts from a file: one per line; of `.jsonl` each line is a JSON string, a list of messages, or an object with `prompt` or
     `messages`. Raises UserError with the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: prompts cannot be read ({error.strerror if isinstance(error, OSError) else 'not UTF-8'})") from None
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

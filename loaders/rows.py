@@ -18,17 +18,22 @@ from ridgeline.loaders.manifest import Manifest, read_manifest
 from ridgeline.loaders.token_reader import TokenReader, Windows
 
 Rows = dict[str, np.ndarray]
-"""tokens, targets, positions, segment_ids (int32) and weights (float32), each [N, T]."""
+"""tokens, targets, positions, segment_ids (int32) and weights (float32), each [N, T]; of pairs also reference (float32) [N, 1]."""
 
 
 class RowSource:
     """The rows of one corpus at one sequence length."""
 
+    unit = 1
+    """Rows that stay together."""
+
     def __init__(self, directory: Path, seq_len: int, *, document_masking: bool = True, manifest: Manifest | None = None) -> None:
         self.directory, self.seq_len, self.document_masking = directory, seq_len, document_masking
         self.manifest = read_manifest(directory) if manifest is None else manifest
         if self.manifest.has_pairs:
-            raise UserError(f"{directory} has preference pairs: rows of it would train on the rejected answers too")
+            raise UserError(
+                f"{directory} has preference pairs: next-token training would learn the rejected answers too; set preference.loss=dpo"
+            )
         packed = self.manifest.pack_length
         if packed is not None and packed != seq_len:
             raise UserError(f"{directory} is packed in rows of {packed} tokens: set data.seq_len={packed} (it is {seq_len})")
@@ -44,10 +49,15 @@ class RowSource:
         windows = self.reader.read(rows * self.seq_len, self.seq_len + overlap)
         if not overlap:
             windows = _with_padded_target(windows)
-        vocab = self.manifest.tokenizer.vocab_size
-        if int(windows.ids.max(initial=0)) >= vocab:
-            raise UserError(f"{self.directory} has token id {int(windows.ids.max())}; its tokenizer has {vocab} ids")
+        check_ids(self.directory, self.manifest, windows.ids)
         return rows_of(windows, self.document_masking)
+
+
+def check_ids(directory: Path, manifest: Manifest, ids: np.ndarray) -> None:
+    """Raise UserError for ids that the tokenizer of a corpus does not have."""
+    vocab = manifest.tokenizer.vocab_size
+    if int(ids.max(initial=0)) >= vocab:
+        raise UserError(f"{directory} has token id {int(ids.max())}; its tokenizer has {vocab} ids")
 
 
 def _with_padded_target(windows: Windows) -> Windows:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import DataConfig
+from ridgeline.loaders.documents import PairSource
 from ridgeline.loaders.loader import build_loader, read_manifests
 from ridgeline.loaders.manifest import check_tokenizer
 
@@ -58,10 +59,12 @@ def measure_loader(
     """
     if data.batch_size % processes:
         raise UserError(f"data.batch_size={data.batch_size} does not divide over {processes} processes")
-    vocab_size = check_tokenizer(read_manifests(data)).vocab_size
+    manifests = read_manifests(data)
+    vocab_size = check_tokenizer(manifests).vocab_size
+    pairs = {path: PairSource(path, data.seq_len, manifest) for path, manifest in manifests if manifest.has_pairs}
     rows = np.arange(data.batch_size // processes)
     opened_s = time.perf_counter()
-    loader = build_loader(data, seed=seed, vocab_size=vocab_size, rows=rows)
+    loader = build_loader(data, seed=seed, vocab_size=vocab_size, rows=rows, pairs=pairs or None)
     try:
         next(loader)
         first_batch_s = time.perf_counter() - opened_s

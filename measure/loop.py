@@ -24,6 +24,7 @@ from ridgeline.rundir.events import EventLog, event_file
 from ridgeline.trainer.hooks import Heartbeat, MetricLog, NonFiniteSteps, Recorder
 from ridgeline.trainer.loop import Loop
 from ridgeline.trainer.prepare import data_seed
+from ridgeline.trainer.reference import open_pairs
 from ridgeline.trainer.step import local_rows, to_global
 from ridgeline.trainer.stop import Stop
 from ridgeline.trainer.watchdog import HANG_EXIT_CODE, Watchdog
@@ -93,7 +94,8 @@ def loop_round(session: Session, directory: Path) -> LoopTimes:
         writer = build_writers(config.logging, directory, name=config.name, run="bench", config={}, process=process)
         stack.callback(writer.close)
         writer.flush()
-        loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows)
+        pairs = open_pairs(config, lambda line: None) or None
+        loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows, pairs=pairs)
         stack.callback(loader.close)
         watchdog = Watchdog(config.trainer.hang_timeout_s, directory / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit)
         stack.callback(watchdog.close)

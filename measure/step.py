@@ -11,6 +11,7 @@ import numpy as np
 
 from ridgeline.configs.schema import Config
 from ridgeline.measure.timer import agreed
+from ridgeline.models.preference import REFERENCE
 from ridgeline.trainer.prepare import Prepared, prepare
 from ridgeline.trainer.step import abstract_batch, local_rows, param_norm, to_global
 
@@ -92,6 +93,8 @@ class Session:
             "segment_ids": np.ones(shape, np.int32),
             "weights": np.ones(shape, np.float32),
         }
+        if self.config.preference.loss is not None:
+            made[REFERENCE] = np.zeros((len(rows), 1), np.float32)
         return jax.block_until_ready(to_global(made, self.parts.partitioner))
 
     def steps_per_round(self) -> int:

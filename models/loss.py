@@ -10,7 +10,7 @@ V vocabulary rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,11 +66,32 @@ def loss_of(
 class _Settings(NamedTuple):
     vocab_size: int
     tokens_per_chunk: int
-    z_loss: float
     softcap: float | None
     partitioner: Partitioner
-    reduce_first: bool
-    frozen: bool
+    z_loss: float = 0.0
+    reduce_first: bool = False
+    frozen: bool = False
+
+
+def _split(
+    partitioner: Partitioner, shape: tuple[int, ...], chunk: int, vocab_size: int, softcap: float | None
+) -> tuple[_Settings, Callable[[jax.Array], jax.Array]]:
+    """Return the settings of a pass over a batch of this shape (B, T), and what splits an array [B, T, ...] into shards of tokens
+    [R, B, T, ...], padded to whole chunks."""
+    rows, pieces = partitioner.axis_size("batch"), partitioner.axis_size("seq")
+    batch, length = shape
+    assert batch % rows == 0 and length % pieces == 0, f"{batch} rows of {length} over {rows} x {pieces} shards"
+    batch, length = batch // rows, length // pieces
+    chunks = -(-length // max(1, chunk // batch))
+    per_chunk = -(-length // chunks)
+
+    def split_rows(a: jax.Array) -> jax.Array:
+        split = a.reshape(rows, batch, pieces, length, *a.shape[2:]).swapaxes(1, 2)
+        split = split.reshape(rows * pieces, batch, length, *a.shape[2:])
+        padded = jnp.pad(split, [(0, 0), (0, 0), (0, chunks * per_chunk - length)] + [(0, 0)] * (a.ndim - 2))
+        return partitioner.constrain(padded, TOKENS, *[None] * (padded.ndim - 1))
+
+    return _Settings(vocab_size, per_chunk, softcap, partitioner), split_rows
 
 
 def cross_entropy(
@@ -99,22 +120,36 @@ def cross_entropy(
     """
     with jax.named_scope("loss"):
         x_BTD = partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
-        rows, pieces = partitioner.axis_size("batch"), partitioner.axis_size("seq")
-        batch, length = targets_BT.shape
-        assert batch % rows == 0 and length % pieces == 0, f"{batch} rows of {length} over {rows} x {pieces} shards"
-        batch, length = batch // rows, length // pieces
-        chunks = -(-length // max(1, chunk // batch))
-        per_chunk = -(-length // chunks)
-        settings = _Settings(vocab_size, per_chunk, z_loss, softcap, partitioner, reduce_first, frozen)
-
-        def split_rows(a: jax.Array) -> jax.Array:
-            split = a.reshape(rows, batch, pieces, length, *a.shape[2:]).swapaxes(1, 2)
-            split = split.reshape(rows * pieces, batch, length, *a.shape[2:])
-            padded = jnp.pad(split, [(0, 0), (0, 0), (0, chunks * per_chunk - length)] + [(0, 0)] * (a.ndim - 2))
-            return partitioner.constrain(padded, TOKENS, *[None] * (padded.ndim - 1))
-
+        settings, split_rows = _split(partitioner, targets_BT.shape, chunk, vocab_size, softcap)
+        settings = settings._replace(z_loss=z_loss, reduce_first=reduce_first, frozen=frozen)
         weights_RBT = split_rows(jax.lax.stop_gradient(weights_BT.astype(jnp.float32)))
         return _cross_entropy(settings, split_rows(x_BTD), w_DV, split_rows(targets_BT), weights_RBT)
+
+
+def row_log_probs(model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the log-probability of the targets of each row, weighted and summed over its tokens, float32 [B]. Not differentiable.
+
+    x and `rows` as in `loss_of`.
+    """
+    with jax.named_scope("loss"):
+        x_BTD, batch = jax.lax.stop_gradient(x_BTD), rows["targets"].shape[0]
+        settings, split_rows = _split(
+            partitioner, rows["targets"].shape, config.compute.loss_chunk, config.model.vocab_size, config.model.logit_softcap
+        )
+        x_RBTD = split_rows(partitioner.constrain(x_BTD, "batch", "seq", "act_embed"))
+        targets_RBT, weights_RBT = split_rows(rows["targets"]), split_rows(jax.lax.stop_gradient(rows["weights"]))
+        used_DV = _gathered(settings, x_RBTD, jax.lax.stop_gradient(model.unembedding()))
+
+        def body(nats_RB: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+            x, targets, weights = _chunk(settings, x_RBTD, targets_RBT, weights_RBT, index)
+            logits = _chunk_logits(settings, x, used_DV, targets)
+            return nats_RB + jnp.sum(weights * (logits.lse_RBC - logits.target_RBC), axis=-1), None
+
+        zeros_RB = partitioner.constrain(jnp.zeros(targets_RBT.shape[:2], jnp.float32), TOKENS, None)
+        nats_RB, _ = jax.lax.scan(body, zeros_RB, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+        pieces = partitioner.axis_size("seq")
+        nats_B = jnp.sum(nats_RB.reshape(-1, pieces, nats_RB.shape[1]), axis=1).reshape(batch)
+        return -partitioner.constrain(nats_B, "batch")
 
 
 def _gathered(settings: _Settings, x: jax.Array, w_DV: jax.Array) -> jax.Array:
@@ -130,10 +165,19 @@ def _chunk(
     return take(x_RBTD), take(targets_RBT), take(weights_RBT)
 
 
-def _chunk_sums(
-    settings: _Settings, x_RBCD: jax.Array, used_DV: jax.Array, targets_RBC: jax.Array, weights_RBC: jax.Array
-) -> tuple[LossSums, jax.Array, jax.Array]:
-    """Return the sums of one chunk per row shard [R], its logits [R, B, C, V] float32 and their log-sum-exp [R, B, C]."""
+class _Logits(NamedTuple):
+    """Logits of one chunk, float32."""
+
+    all_RBCV: jax.Array
+    lse_RBC: jax.Array
+    """Log-sum-exp."""
+    target_RBC: jax.Array
+    """Of the target."""
+    top_RBC: jax.Array
+    """The largest."""
+
+
+def _chunk_logits(settings: _Settings, x_RBCD: jax.Array, used_DV: jax.Array, targets_RBC: jax.Array) -> _Logits:
     logits = jnp.einsum("rbcd,dv->rbcv", x_RBCD, used_DV, preferred_element_type=jnp.float32)
     logits = soft_cap(settings.partitioner.constrain(logits, TOKENS, None, None, "act_vocab"), settings.softcap)
     if logits.shape[-1] > settings.vocab_size:
@@ -144,6 +188,14 @@ def _chunk_sums(
         target = jnp.take_along_axis(logits, targets_RBC[..., None], axis=-1)[..., 0]
     else:  # indexing along a sharded dim would all-gather the logits; a masked sum is local
         target = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets_RBC[..., None], logits, 0), axis=-1)
+    return _Logits(logits, lse, target, top)
+
+
+def _chunk_sums(
+    settings: _Settings, x_RBCD: jax.Array, used_DV: jax.Array, targets_RBC: jax.Array, weights_RBC: jax.Array
+) -> tuple[LossSums, jax.Array, jax.Array]:
+    """Return the sums of one chunk per row shard [R], its logits [R, B, C, V] float32 and their log-sum-exp [R, B, C]."""
+    logits, lse, target, top = _chunk_logits(settings, x_RBCD, used_DV, targets_RBC)
     sums = LossSums(
         nats=jnp.sum(weights_RBC * (lse - target), axis=(1, 2)),
         z=settings.z_loss * jnp.sum(weights_RBC * jnp.square(lse), axis=(1, 2)),

@@ -6,10 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ridgeline.configs.errors import UserError
 from ridgeline.planner.campaign import CAUSES, Campaign, Choice, Elastic, Outcome, Tier
 from ridgeline.planner.campaign_inputs import Inputs
 from ridgeline.planner.campaign_search import Best, Objective, Spread, best, least_interval_s, spread
-from ridgeline.planner.campaign_trials import simulate
+from ridgeline.planner.campaign_trials import expected_events, simulate
+
+MOST_EVENTS_EXPECTED = 50_000
+"""Expected interruptions of one campaign up to which it is simulated: about a minute of one core with 200 trials."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def usd(outcome: Outcome, made: Campaign) -> Spread | None:
 def make_report(found: Inputs, wanted: Wanted, *, objective: Objective, trials: int, seed: int) -> Report:
     """Search the best choices and simulate them, what was wanted, and the config's own interval, with the same random numbers."""
     made = found.campaign
+    _check(made, wanted)
     searched: Best = best(made, objective=objective, seed=seed)
     chosen = wanted.over(searched.in_trainer)
     choices = [chosen, searched.in_trainer, searched.overall]
@@ -96,8 +101,27 @@ def make_report(found: Inputs, wanted: Wanted, *, objective: Objective, trials: 
     )
 
 
+def _check(made: Campaign, wanted: Wanted) -> None:
+    """Raise UserError for a campaign of too many events, and an interval shorter than a save takes."""
+    if (events := expected_events(made)) > MOST_EVENTS_EXPECTED:
+        days = made.work_s / 86400
+        raise UserError(
+            f"{days:.4g} days of steps have {events:,.0f} interruptions; at most {MOST_EVENTS_EXPECTED:,} are simulated: "
+            f"--days {float(f'{days * MOST_EVENTS_EXPECTED / events:.2g}'):g}"
+        )
+    least_s = least_interval_s(made, wanted.tier or "shared")
+    if wanted.interval_s is not None and wanted.interval_s < least_s:
+        raise UserError(
+            f"--interval {wanted.interval_s:g}s: a save takes {least_s:.3g}s; --interval must be at least {math.ceil(least_s)}s, "
+            "or state --save and --write"
+        )
+
+
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values. p10, p50 and p90 are percentiles of the figure itself: a low goodput goes with many days."""
+    """Return the report as JSON values. p10, p50 and p90 are percentiles of the figure itself: a low goodput goes with many days.
+
+    Days and money are null where the work is never done.
+    """
     made, chosen, found = report.campaign, report.chosen, report.inputs
     hours = sum(one.per_hour(made.nodes, made.devices_per_node) for one in made.classes)
     return {
@@ -111,10 +135,10 @@ def report_json(report: Report) -> dict[str, Any]:
         "trials": report.trials,
         "seed": report.seed,
         "mtbf_hours": 1 / hours if hours > 0 else None,
-        "days": vars(report.days),
-        "usd": None if report.usd is None else vars(report.usd),
-        "goodput": vars(report.goodput),
-        "ledger_goodput": vars(spread(chosen.ledger_goodput)),
+        "days": _finite(report.days),
+        "usd": _finite(report.usd),
+        "goodput": _finite(report.goodput),
+        "ledger_goodput": _finite(spread(chosen.ledger_goodput)),
         "interruptions": float(chosen.interruptions.mean()),
         "interruptions_by_kind": {name: float(counts.mean()) for name, counts in chosen.events.items()},
         "stops": float(chosen.stops.mean()),
@@ -139,7 +163,11 @@ def choice_json(outcome: Outcome, made: Campaign) -> dict[str, Any]:
         "spares": choice.spares,
         "policy": choice.elastic,
         "in_trainer": choice.in_trainer,
-        "days": vars(spread(outcome.days)),
-        "goodput": vars(spread(outcome.goodput)),
-        "usd": None if money is None else vars(money),
+        "days": _finite(spread(outcome.days)),
+        "goodput": _finite(spread(outcome.goodput)),
+        "usd": _finite(money),
     }
+
+
+def _finite(found: Spread | None) -> dict[str, float | None] | None:
+    return None if found is None else {name: value if math.isfinite(value) else None for name, value in vars(found).items()}

@@ -92,7 +92,7 @@ class Best:
 
 def best(made: Campaign, *, objective: Objective = "cost", seed: int = 0) -> Best:
     """Return the best choices for an objective: first the interval of each tier, then spares and policy with it."""
-    expected = made.work_s * (made.failures_per_s + made.preemptions_per_s) + 1
+    expected = made.work_s * (made.failures_per_s + made.preemptions_per_s + 1 / made.time_limit_s) + 1
     least, most = SEARCH_TRIALS
     trials = int(min(most, max(least, least * SEARCH_EVENTS / expected)))
     short = replace(made, work_s=made.work_s * min(1.0, SEARCH_EVENTS / expected))

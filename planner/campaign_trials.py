@@ -129,7 +129,7 @@ class _Trials:
         self.found_left_s, self.grow_left_s = self.full(math.inf), self.full(math.inf)
         self.fraction = np.ones(self.shape)
         self.active = np.ones(self.shape, bool)
-        expected_out = made.replaced_per_s * made.repair_s + max(choice.spares for choice in choices)
+        expected_out = (made.replaced_per_s + made.straggler_per_s) * made.repair_s
         self.slots = int(2 * expected_out + 10 * math.sqrt(expected_out)) + _RING_SPARE
         self.size = len(choices) * trials
         self.elements = np.arange(self.size).reshape(self.shape)
@@ -338,12 +338,15 @@ class _Trials:
         self.grow_left_s = np.where(hit, np.where(pays, self.oldest_back_s - self.t_s, math.inf), self.grow_left_s)
 
 
+def expected_events(made: Campaign) -> float:
+    """Return the expected number of events in the time of the steps alone."""
+    return made.work_s * (sum(kind.per_s for kind in _kinds(made)) + 1 / made.time_limit_s)
+
+
 def simulate(made: Campaign, choices: Sequence[Choice], *, trials: int, seed: int) -> list[Outcome]:
     """Simulate every choice in `trials` trials. The same seed gives the same result, and the same luck for every choice."""
     state = _Trials(made, choices, trials, seed)
-    expected = made.work_s * state.rate_per_s
-    expected += 0 if math.isinf(made.time_limit_s) else made.work_s / made.time_limit_s
-    most = int(MOST_EVENTS_FACTOR * expected) + MOST_EVENTS
+    most = int(MOST_EVENTS_FACTOR * expected_events(made)) + MOST_EVENTS
     for _ in range(most):
         if not state.active.any():
             break

@@ -10,7 +10,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.planner.calculators.failures import DEFAULT_NODE_MTBF_HOURS, fleet_mtbf_s, goodput
 from ridgeline.planner.failure_catalog import restart_times
 from ridgeline.planner.hardware import Hardware
-from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.local import LocalSizes, parameter_bytes
 from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.policy import save_interval_s
 
@@ -79,7 +79,7 @@ def price_text(cluster: ClusterConfig, device: Hardware) -> str:
 def state_bytes(config: Config) -> float:
     """Return the bytes of a checkpoint: parameters and optimizer state of the whole model."""
     whole = LocalSizes(config, 1, 1, 1)
-    return whole.parameter_bytes + optimizer_state(whole)[0]
+    return parameter_bytes(whole) + optimizer_state(whole)[0]
 
 
 def estimate_run(

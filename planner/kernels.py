@@ -32,6 +32,8 @@ SCORE_PASSES = 14
 """Passes over the float32 scores in device memory, forward and backward, of attention without fused kernels (XLA's fusions)."""
 LOGIT_PASSES_BYTES = 18
 """Per logit: written once and read three times in float32 (maximum, sum, probability), its gradient written in 16 bits."""
+LOG_PROB_PASSES_BYTES = 12
+"""Per logit of a pass without gradient: written once and read twice in float32 (maximum, sum)."""
 EXPERT_MATMULS = ("gate", "up", "down")
 GROUPED_RATE = 0.75
 """Rate of the grouped matmuls of experts over that of a matmul of the same size: Triton against cuBLAS. Estimated, not measured."""
@@ -197,6 +199,9 @@ class Kernels:
         compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + (0.0 if local.adapted else weight)
         table = 2 * local.compute_itemsize if local.adapted else 12
         memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.stream_bytes // local.pipeline
+        if local.config.preference.loss is not None:  # log-probabilities come first, in a pass of their own: logits without gradient
+            compute += self.matmul_s(chunk, vocab, width)
+            memory += chunks * LOG_PROB_PASSES_BYTES * chunk * vocab
         return Work(chunks * compute, self.memory_s(memory))
 
     def optimizer(self) -> Work:

@@ -282,11 +282,6 @@ class LocalSizes:
         """Bytes of a stored parameter that is no adapter's: frozen ones are in the compute dtype."""
         return self.compute_itemsize if self.adapted else self.parameter_itemsize
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of all parameters on one device."""
-        return self.parameters * self.weight_itemsize + (self.trained * self.parameter_itemsize if self.adapted else 0)
-
     @cached_property
     def loss_chunk_tokens(self) -> int:
         """Tokens of one device in a chunk of logits (models/loss.py)."""
@@ -329,3 +324,10 @@ def attention_backend(config: Config, *, gpu: bool = True, ring: bool = False) -
 def muon_layers(layers: int, devices: int) -> int:
     """Return of how many layers each of these devices orthogonalizes the matrices."""
     return -(-layers // devices)
+
+
+def parameter_bytes(local: LocalSizes) -> int:
+    """Return the bytes of all parameters on one device."""
+    if not local.adapted:
+        return local.parameters * local.parameter_itemsize
+    return local.parameters * local.weight_itemsize + local.trained * local.parameter_itemsize

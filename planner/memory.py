@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import Component, units_in_flight
-from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.local import LocalSizes, parameter_bytes
 from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.peak_memory import StepMemory
 
@@ -161,7 +161,7 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
     arrays = 5 if config.data.document_masking else 4
     return {
         "parameters": Component(
-            local.parameter_bytes,
+            parameter_bytes(local),
             f"{config.precision.params} master weights, sharded over fsdp and tensor; norms replicated"
             if not local.adapted
             else f"frozen, {config.precision.compute}, and adapters, {config.precision.params}; sharded over fsdp and tensor",

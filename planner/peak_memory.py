@@ -224,7 +224,8 @@ class StepMemory:
             ),
             "loss": Component(
                 logits + local.compute_itemsize * table + gradient + self.half_reduced_table(),
-                f"logits of {tokens:,} tokens in float32 and their gradient, the gathered unembedding and its unsharded float32 gradient",
+                f"logits of {tokens:,} tokens in float32 and their gradient, the gathered unembedding"
+                + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
         }
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ridgeline.launch.cluster import Cluster, Joined
     from ridgeline.launch.environment import Setting
     from ridgeline.loaders.prompts import Prompt
-    from ridgeline.trainer.evaluation import ProgressCallback, SetResult
+    from ridgeline.trainer.evaluation import ProgressCallback, Result, SetResult
     from ridgeline.trainer.harness import TaskMetric
 
 hide_unusable_cuda_plugin()
@@ -79,7 +79,7 @@ class TrainResult:
     """Whether the last step was reached; otherwise `trainer.stop_after_s` ended the run, and the same call resumes it."""
     metrics: dict[str, float]
     """The last value of every metric of the run (docs/METRICS.md)."""
-    evaluation: dict[str, SetResult]
+    evaluation: dict[str, Result]
     """Set -> result of the last evaluation of this call; empty when there was none."""
     directory: Path
     """The run directory."""
@@ -368,6 +368,9 @@ def evaluate_tasks(
 
     if isinstance(tasks, str):
         raise UserError("tasks must be a list of strings")
+    for name, value in (("batch_size", batch_size), ("limit", limit)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
 
     def adapt(config: Config) -> Config:
         _use_virtual_devices(config)

@@ -8,6 +8,7 @@
     train.log              what training printed, over all starts (observe/progress.py)
     plan.json              planned beside compiled memory, communication and time, at the newest start
     compile.json           figures of the compiled step, at the newest start
+    reference.npz          with preference.loss: log-probabilities by the model before training (trainer/reference.py)
     checkpoints/           trainer/checkpoint
     tensorboard/           curves, and the captured profiles (rundir/captures.py)
     slurm/                 submissions and jobs (rundir/jobs.py)
@@ -51,9 +52,10 @@ METRICS_FILE = "metrics.jsonl"
 TRAIN_LOG = "train.log"
 AUTOTUNE = "autotune"
 """Directory of XLA's choices of kernels, with runtime.deterministic."""
+REFERENCE_FILE = "reference.npz"
 _BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes", LEASE, AUTOTUNE)
 """Left in a run directory by `ridge submit`, the preflight of a job, or a start that was killed, before run.json was written."""
-_WRITTEN = re.compile(r"(run|plan|compile)\.json|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
+_WRITTEN = re.compile(r"(run|plan|compile)\.json|reference\.npz|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
 """Names of the files that are replaced atomically."""
 
 

@@ -39,9 +39,12 @@ class DerivedMetric:
 
 
 METRICS: dict[str, Metric] = {
-    "train/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the step, without z-loss."),
+    "train/loss": Metric(
+        "nats/token",
+        "Mean cross-entropy over the target tokens of the step, without z-loss. With preference.loss: mean loss of its pairs.",
+    ),
     "train/z_loss": Metric("nats/token", "Weighted z-loss term added to the objective (only when loss.z_loss > 0)."),
-    "train/accuracy": Metric("fraction", "Target tokens that the model predicted (largest logit)."),
+    "train/accuracy": Metric("fraction", "Target tokens that the model predicted (largest logit); absent with preference.loss."),
     "train/grad_norm": Metric("1", "Global L2 norm of the gradient before clipping."),
     "train/param_norm": Metric("1", "Global L2 norm of the parameters."),
     "train/learning_rate": Metric("1", "Learning rate used in the step."),
@@ -58,6 +61,15 @@ METRICS: dict[str, Metric] = {
     "train_router/load_max": Metric("1", "Load of the busiest expert over the mean load of its layer, the largest over layers."),
     "train_router/load_mean": Metric("1", "Load of the busiest expert over the mean load of its layer, mean over layers."),
     "train_router/dropped": Metric("fraction", "Assignments of tokens to experts that were dropped (compute.experts.capacity_factor)."),
+    "train_preference/accuracy": Metric(
+        "fraction",
+        "Pairs whose chosen answer has the larger reward. This group: only with preference.loss, means over the step's pairs.",
+    ),
+    "train_preference/margin": Metric("1", "Reward of the chosen answer minus that of the rejected one."),
+    "train_preference/chosen_reward": Metric("1", "preference.beta x (log-probability of the chosen answer minus that by the reference)."),
+    "train_preference/rejected_reward": Metric("1", "The same of the rejected answer."),
+    "train_preference/chosen_log_prob": Metric("nats", "Log-probability of the chosen answer: sum over its target tokens."),
+    "train_preference/rejected_log_prob": Metric("nats", "The same of the rejected answer."),
     "train_speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time in the log window, over all devices."),
     "train_speed/tokens_per_s_per_device": Metric("tokens/s", "Tokens per second of step time and device."),
     "train_speed/step_time_mean_s": Metric(
@@ -107,7 +119,10 @@ METRICS: dict[str, Metric] = {
     "train_startup/total_s": Metric("s", "From the start of the process to the end of the first step; the parts sum to it. Written once."),
     "train_save/blocking_s": Metric("s", "Time the training loop waited for a save."),
     "train_save/failures": Metric("saves", "Saves that failed so far."),
-    "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set."),
+    "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set; of preference pairs, their mean loss."),
+    "eval/<set>/reward_accuracy": Metric("fraction", "Preference pairs of the set whose chosen answer has the larger reward."),
+    "eval/<set>/reward_margin": Metric("1", "Reward of the chosen answer minus that of the rejected one, mean over the pairs of the set."),
+    "eval/<set>/pairs": Metric("pairs", "Preference pairs evaluated."),
     "eval/<set>/perplexity": Metric("1", "exp(loss)."),
     "eval/<set>/bits_per_byte": Metric("bits/byte", "Total cross-entropy in bits over the bytes of text of the target tokens."),
     "eval/<set>/accuracy": Metric("fraction", "Target tokens of the set that the model predicted (largest logit)."),

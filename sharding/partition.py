@@ -91,8 +91,16 @@ class Partitioner:
         return replace(self, rules=self.rules.in_stage)
 
     def batch_sharding(self, name: str = "tokens") -> NamedSharding:
-        """Return the sharding of an array [B, T] of a batch. Every device of `context` has the segment ids of the whole row."""
-        return self.sharding(("batch", None if name == "segment_ids" else "seq"))
+        """Return the sharding of an array [B, T] of a batch."""
+        return self.sharding(self.batch_axes(name))
+
+    @staticmethod
+    def batch_axes(name: str) -> tuple[str, str | None]:
+        """Return the logical axes of an array of a batch, [B, T] or (values of a row) [B, 1].
+
+        Every device of `context` has the segment ids of the whole row, and the values of the row.
+        """
+        return "batch", None if name in ("segment_ids", "reference") else "seq"
 
     def row_order(self, length: int) -> np.ndarray | None:
         """Return the index in its row of each token, in the order in which rows are laid out over the mesh; None: in their own order."""

@@ -14,9 +14,11 @@ import numpy as np
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
+from ridgeline.loaders.documents import PairSource
 from ridgeline.loaders.loader import EvaluationSet, open_evaluation_set
 from ridgeline.loaders.manifest import check_same_tokenizer, check_tokenizer, read_manifest
 from ridgeline.loaders.tokenizers import Tokenizer
+from ridgeline.models.preference import PreferenceSums
 from ridgeline.observe.step_timer import evaluation_metrics, perplexity
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.state import ModelSpec, Tree
@@ -84,14 +86,61 @@ class SetResult:
         return text
 
 
+@dataclass(frozen=True)
+class PairResult:
+    """The result of one set of preference pairs."""
+
+    sums: Mapping[str, float]
+    """Fields of `models.preference.PreferenceSums`, summed over the pairs."""
+    pairs: float
+    """Number of pairs."""
+    duration_s: float
+    """Wall time."""
+
+    @property
+    def loss(self) -> float:
+        """Mean preference loss of the pairs."""
+        return self.sums["loss"] / self.pairs
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the pairs whose chosen side has the larger reward."""
+        return self.sums["accuracy"] / self.pairs
+
+    @property
+    def margin(self) -> float:
+        """Mean reward of the chosen sides minus that of the rejected ones."""
+        return (self.sums["chosen_reward"] - self.sums["rejected_reward"]) / self.pairs
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return the set's metrics under their documented names."""
+        values = {"loss": self.loss, "reward_accuracy": self.accuracy, "reward_margin": self.margin, "pairs": self.pairs}
+        return {f"eval/{name}/{key}": value for key, value in {**values, "duration_s": self.duration_s}.items()}
+
+    def describe(self) -> str:
+        """Return the results as one line of text."""
+        return f"loss {self.loss:.4f}, {self.accuracy:.1%} of {self.pairs:,.0f} pairs ranked right, margin {self.margin:.4f}"
+
+
+Result = SetResult | PairResult
+
+
 class Evaluator:
     """Evaluates the sets of a config."""
 
     def __init__(
-        self, config: Config, partitioner: Partitioner, step: Callable[[Tree, Any], Metrics], sets: Mapping[str, Path] | None = None
+        self,
+        config: Config,
+        partitioner: Partitioner,
+        step: Callable[[Tree, Any], Metrics],
+        sets: Mapping[str, Path] | None = None,
+        pairs: Mapping[Path, PairSource] | None = None,
+        pair_step: Callable[[Tree, Any], Metrics] | None = None,
     ) -> None:
+        """`sets`: name -> directory; None: those of the config. `pairs`: directory -> source, for those with preference pairs, whose
+        batches `pair_step` receives."""
         self._partitioner = partitioner
-        self._step = step
+        self._step, self._pair_step = step, pair_step or step
         self.batch_size = evaluation_rows(config)
         rows = local_rows(self.batch_size, partitioner)
         self.sets: dict[str, EvaluationSet] = {
@@ -101,6 +150,7 @@ class Evaluator:
                 batch_size=self.batch_size,
                 rows=rows,
                 document_masking=config.data.document_masking,
+                pairs=(pairs or {}).get(path),
             )
             for name, path in (config.evaluation.sets if sets is None else sets).items()
         }
@@ -112,7 +162,7 @@ class Evaluator:
         max_batches: int | None = None,
         progress: ProgressCallback | None = None,
         stopping: Callable[[], bool] = lambda: False,
-    ) -> dict[str, SetResult] | None:
+    ) -> dict[str, Result] | None:
         """Evaluate every set with these parameters.
 
         Args:
@@ -121,7 +171,7 @@ class Evaluator:
           progress: called after each batch.
           stopping: polled before each batch, in every process. Once it returns true the evaluation ends and returns None.
         """
-        results = {}
+        results: dict[str, Result] = {}
         for name, held_out in self.sets.items():
             result = self._one(name, held_out, params, max_batches, progress, stopping)
             if result is None:
@@ -137,21 +187,25 @@ class Evaluator:
         max_batches: int | None,
         progress: ProgressCallback | None,
         stopping: Callable[[], bool],
-    ) -> SetResult | None:
+    ) -> Result | None:
         count = held_out.num_batches if max_batches is None else min(max_batches, held_out.num_batches)
         start_s = time.monotonic()
         pending: list[Metrics] = []
-        totals = dict.fromkeys(("nats", "weight", "correct"), 0.0)
+        names = (*PreferenceSums._fields, "pairs") if held_out.pairs else ("nats", "weight", "correct")
+        totals = dict.fromkeys(names, 0.0)
+        step = self._pair_step if held_out.pairs else self._step
         for index, batch in enumerate(_take(held_out, count)):
             if stopping():
                 return None
-            pending.append(self._step(params, to_global(batch, self._partitioner)))
+            pending.append(step(params, to_global(batch, self._partitioner)))
             if len(pending) > 2:  # two batches stay in flight; sums are in float64 on the host
                 _add(totals, pending.pop(0))
             if progress is not None:
                 progress(name, index + 1, count)
         for metrics in pending:
             _add(totals, metrics)
+        if held_out.pairs:
+            return PairResult(totals, totals["pairs"], time.monotonic() - start_s)
         whole = count == held_out.num_batches
         return SetResult(
             nats=totals["nats"],
@@ -178,12 +232,16 @@ def evaluate_model(
     Raises UserError: a set is missing, damaged, or made with another tokenizer, or its ids exceed the vocabulary.
     """
     for path in sets.values():
+        if read_manifest(path).has_pairs:
+            raise UserError(
+                f"{path} has preference pairs, which only training evaluates (evaluation.sets); name sets of text: --set NAME=DIR"
+            )
         of_set = check_tokenizer([(path, read_manifest(path))], config.model.vocab_size)
         check_same_tokenizer(None if tokenizer is None else tokenizer.sha256, of_set.sha256, "the model")
     step = jax.jit(make_evaluation_step(spec, config, partitioner))
     results = Evaluator(config, partitioner, step, sets).evaluate(params, progress=progress)
     assert results is not None, "no stop function"
-    return results
+    return {name: result for name, result in results.items() if isinstance(result, SetResult)}
 
 
 def evaluation_config(config: Config, *, seq_len: int, rows: int) -> Config:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,9 @@ except ModuleNotFoundError as error:
 
 DEFAULT_NEW_TOKENS = 256
 """Largest number of new tokens of a task that sets none, as in the harness."""
+BOOTSTRAP = 1000
+"""Resamples of a standard error that has no formula, such as of a perplexity; computed in this process, so not the harness's 100,000."""
+_NO_FORK = "DISABLE_MULTIPROC"
 _FILES = ("*.yaml", "*.yml")
 
 
@@ -110,9 +115,7 @@ class HarnessModel(TemplateLM):
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), DEFAULT_NEW_TOKENS))
         tokenizer = self.ridgeline_tokenizer
         until = handle_stop_sequences(wanted.get("until"), eos=tokenizer.decode_all([tokenizer.eos_id]))
-        new, sampled = int(wanted["max_gen_toks"]), bool(wanted.get("do_sample"))
-        if new >= self.max_length:
-            raise UserError(f"a task generates {new} tokens; model.max_seq_len is {self.max_length}")
+        new, sampled = _new_tokens(wanted, self.max_length), bool(wanted.get("do_sample"))
         prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-(self.max_length - new) :] for text in contexts]
         sampling = (
             Sampling(wanted.get("temperature", 1.0), wanted.get("top_k"), wanted.get("top_p")) if sampled else Sampling(temperature=0)
@@ -132,6 +135,14 @@ class HarnessModel(TemplateLM):
         for index, result in zip(order, results, strict=True):
             texts[index] = postprocess_generated_text(tokenizer.decode(result.tokens), until, None)
         return texts
+
+
+def _new_tokens(settings: Mapping[str, Any], max_length: int) -> int:
+    """Return the largest number of new tokens. Raises UserError when it leaves no room for a prompt."""
+    new = int(normalize_gen_kwargs(dict(settings), DEFAULT_NEW_TOKENS)["max_gen_toks"])
+    if new >= max_length:
+        raise UserError(f"a task generates {new} tokens; model.max_seq_len is {max_length}")
+    return new
 
 
 @dataclass(frozen=True)
@@ -166,10 +177,12 @@ class Tasks:
                 self._loaded = manager.load(list(names))
             except Exception as error:  # a task file can name any data set and run any code
                 raise UserError(f"task {', '.join(names)}: cannot be loaded ({_line(error)})") from error
-        for task in self._loaded["tasks"].values():
+        for name, task in self._loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                what = "runs code that the model writes" if getattr(task, "UNSAFE_CODE", False) else "has images or sound"
+                raise UserError(f"task {name} {what}: such tasks are not supported")
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
 
     @staticmethod
     def _manager(names: Sequence[str], directory: Path | None) -> Any:
@@ -179,10 +192,19 @@ class Tasks:
                 return own
         return TaskManager(include_path=None if directory is None else str(directory))
 
+    def check_length(self, max_seq_len: int) -> None:
+        """Raise UserError for a task that generates more tokens than a model of this length can."""
+        with _quiet():
+            for task in self._loaded["tasks"].values():
+                if task.OUTPUT_TYPE == "generate_until":
+                    _new_tokens(task.get_config("generation_kwargs") or {}, max_seq_len)
+
     def evaluate(self, model: HarnessModel, limit: int | None = None) -> list[TaskMetric]:
-        """Return every metric of every task. limit: samples per task; None: all."""
-        with _quiet(), _own_randomness():
-            results = evaluate(lm=model, task_dict=self._loaded, limit=limit, log_samples=False)
+        """Return every metric of every task, each time with the same examples in the prompts. limit: samples per task; None: all."""
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+        with _quiet(), _own_randomness(), _one_process():
+            results = evaluate(lm=model, task_dict=self._loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
         return _metrics(results)
 
 
@@ -213,13 +235,28 @@ def _own_randomness() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Keep the harness from forking this process, whose threads (JAX's) a fork would leave in any state, for each core of the machine."""
+    before = os.environ.get(_NO_FORK)
+    os.environ[_NO_FORK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_FORK]
+        else:
+            os.environ[_NO_FORK] = before
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Show only errors of the harness."""
+    """Show only errors of the harness, and nothing of it in standard output, which is for results."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         logger.setLevel(level)
 

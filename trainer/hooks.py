@@ -12,6 +12,7 @@ import jax
 from ridgeline.configs.format import format_seconds
 from ridgeline.configs.schema import Config
 from ridgeline.models.moe.router import METRIC_PREFIX as ROUTER
+from ridgeline.models.preference import METRICS as PREFERENCE
 from ridgeline.observe.clocks import ClockWatch
 from ridgeline.observe.compilation import CompilerWatch
 from ridgeline.observe.goodput import LiveGoodput
@@ -22,7 +23,7 @@ from ridgeline.observe.writers import MetricWriter
 from ridgeline.rundir.events import EventLog
 from ridgeline.rundir.loss_spikes import END_EVENT, EVENT, SpikeDetector
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
-from ridgeline.trainer.evaluation import Evaluator, SetResult
+from ridgeline.trainer.evaluation import Evaluator, Result
 from ridgeline.trainer.failures import NumericalFailure
 from ridgeline.trainer.loop import Hook, StepEnd, StepResult
 from ridgeline.trainer.stop import GracePeriod, Stop
@@ -176,7 +177,7 @@ class MetricLog(Hook):
         values, tokens_per_step = result.metrics, self.config.data.batch_size * self.config.data.seq_len
         return {
             "train/loss": values["loss"],
-            "train/accuracy": values["accuracy"],
+            **({"train/accuracy": values["accuracy"]} if "accuracy" in values else {}),
             "train/grad_norm": values["grad_norm"],
             "train/param_norm": param_norm,
             "train/learning_rate": values["learning_rate"],
@@ -186,6 +187,7 @@ class MetricLog(Hook):
             **({} if self.spikes is None else {"train/loss_spikes": float(self.spikes.count)}),
             **({"train/z_loss": values["z_loss"]} if self.config.loss.z_loss else {}),
             **{f"train_router/{name.removeprefix(ROUTER)}": value for name, value in values.items() if name.startswith(ROUTER)},
+            **{f"train_{name}": value for name, value in values.items() if name.startswith(PREFERENCE)},
             **self.recorder.timer.report(),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
             **({} if self.clocks is None else self.clocks.tick(result.step)),
@@ -230,7 +232,7 @@ class Evaluation(Hook):
         end.evaluation = results
         self._report(step, results)
 
-    def _report(self, step: int, results: Mapping[str, SetResult]) -> None:
+    def _report(self, step: int, results: Mapping[str, Result]) -> None:
         for name, result in results.items():
             self.recorder.writer.write(step, result.metrics(name))
             self.recorder.progress.note(f"step {step}: {name} {result.describe()}")

@@ -24,7 +24,7 @@ from ridgeline.configs.schema import TrainerConfig
 from ridgeline.observe.profiler import annotation, step_annotation
 from ridgeline.observe.step_timer import StepTimer
 from ridgeline.rundir.events import EventLog
-from ridgeline.trainer.evaluation import SetResult
+from ridgeline.trainer.evaluation import Result
 from ridgeline.trainer.state import TrainState
 from ridgeline.trainer.step import Batch, Metrics
 from ridgeline.trainer.stop import Stop, StopRequested
@@ -65,7 +65,7 @@ class StepEnd:
     """No step follows in this start."""
     stopped_by: signal.Signals | None
     """The signal on which all processes stop after this step. A hook that polls for a stop sets it."""
-    evaluation: dict[str, SetResult] | None = None
+    evaluation: dict[str, Result] | None = None
     """Results of the evaluation after this step; empty for an interrupted one, None for none."""
 
 
@@ -100,7 +100,7 @@ class Outcome:
     """The signal that stopped it; None when it reached its last step or its time limit."""
     finished: bool
     """The last step was reached."""
-    evaluation: dict[str, SetResult]
+    evaluation: dict[str, Result]
     """Results of the last evaluation, if any."""
 
     def describe(self) -> str:
@@ -136,7 +136,7 @@ class Loop:
         Raises what its hooks raise, in particular NumericalFailure (hooks.NonFiniteSteps, hooks.Saving).
         """
         deadline_s = self.clock() + (self.config.stop_after_s or math.inf)
-        step, results, stopped_by = start_step, dict[str, SetResult](), None
+        step, results, stopped_by = start_step, dict[str, Result](), None
         with self.events.phase("train", start_step=start_step), jax.transfer_guard("disallow"):
             batches = iter(self.loader)
             batch = self._next_batch(batches)

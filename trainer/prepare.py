@@ -18,10 +18,11 @@ from ridgeline.loaders.shard_hashes import verify
 from ridgeline.models.parallelize import parallelize
 from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
 from ridgeline.sharding.partition import Partitioner
+from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.schedules import build_schedule
 from ridgeline.trainer.state import ModelSpec, TrainState, abstract_state, init_program, model_spec
-from ridgeline.trainer.step import make_evaluation_step, make_train_step
+from ridgeline.trainer.step import make_evaluation_step, make_log_prob_step, make_train_step
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Prepared:
     train_step: Any
     """jit of the step, state donated; not compiled yet."""
     evaluation_step: Any
+    log_prob_step: Any
+    """jit of the log-probabilities of rows by the reference of preference pairs."""
     make_state: Any
     """jit of () -> the state of step 0."""
 
@@ -68,6 +71,7 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
         abstract=abstract,
         train_step=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None)),
         evaluation_step=jax.jit(make_evaluation_step(spec, config, partitioner)),
+        log_prob_step=jax.jit(make_log_prob_step(spec, config, partitioner)),
         make_state=init_program(config, spec, optimizer, abstract),
     )
 
@@ -93,6 +97,7 @@ def start_warnings(config: Config) -> list[str]:
             "warning: precision.params=bfloat16 rounds small updates away; set precision.stochastic_rounding=true, or "
             "precision.params=float32"
         )
+    lines += _random_start(config)
     train = read_manifests(config.data)
     shared = _SharedDocuments(COMPARISON_S / max(1, len(train) + len(config.evaluation.sets)))
     for name, path in config.evaluation.sets.items():
@@ -102,6 +107,19 @@ def start_warnings(config: Config) -> list[str]:
             if reason is not None:
                 lines.append(f"warning: evaluation.sets.{name} {reason}: its loss does not measure unseen text")
     return lines
+
+
+def _random_start(config: Config) -> list[str]:
+    """Return a warning where adapters or a preference loss, which adapt a trained model, start from random parameters."""
+    settings = {"lora.rank": config.lora.rank, "preference.loss": config.preference.loss}
+    wanted = [f"{key}={value}" for key, value in settings.items() if value is not None]
+    if not wanted or config.init_from is not None:
+        return []
+    checkpoints = config.directory / "checkpoints"
+    checkpoint_dirs.check_ours(checkpoints)
+    if checkpoint_dirs.complete_steps(checkpoints):  # of this run, or an import
+        return []
+    return [f"warning: {' and '.join(wanted)} without init_from starts from random parameters; set init_from to a trained model"]
 
 
 COMPARISON_S = 1.0

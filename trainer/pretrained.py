@@ -380,7 +380,7 @@ def load_model(
     devices = jax.local_devices()
     config = (place_on_devices if mesh else fit_devices)(_with_even_vocabulary(config), len(devices))
     if source.hf is not None:
-        source = replace(source, hf=open_hf(path, config.model))
+        source = replace(source, hf=open_hf(source.hf.directory, config.model))
     partitioner = Partitioner.of(build_mesh(config.mesh, devices[: math.prod(config.mesh.sizes.values())]), config)
     spec = model_spec(config, partitioner)
     params, found = load_params(source, spec, step)

@@ -23,6 +23,7 @@ import jax
 from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
+from ridgeline.loaders.documents import PairSource
 from ridgeline.loaders.loader import build_loader
 from ridgeline.loaders.manifest import TokenizerInfo, check_same_tokenizer
 from ridgeline.observe.compilation import CompilerWatch, Program, compile_in_parts
@@ -30,16 +31,18 @@ from ridgeline.observe.profiler import StartAnalysis
 from ridgeline.observe.progress import Progress, build_progress
 from ridgeline.observe.writers import check_writers
 from ridgeline.planner.experts import exchange_method
-from ridgeline.rundir.directory import TRAIN_LOG
+from ridgeline.rundir.directory import REFERENCE_FILE, TRAIN_LOG
 from ridgeline.rundir.events import EventLog, event_file
 from ridgeline.rundir.lease import JobEnded
 from ridgeline.rundir.startup import record_start
 from ridgeline.sharding.mesh import describe_mesh
+from ridgeline.trainer import reference
 from ridgeline.trainer.agreement import Agreement, coordination_client
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import identity
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.checkpoint.finite import all_finite
+from ridgeline.trainer.checkpoint.integrity import sha256_file
 from ridgeline.trainer.evaluation import Evaluator
 from ridgeline.trainer.failures import CheckpointError, Link, NumericalFailure, lost_peer
 from ridgeline.trainer.hooks import CompilationStep, Evaluation, Heartbeat, MetricLog, NonFiniteSteps, Profiling, Saving
@@ -107,11 +110,14 @@ def train(
                 progress.note(f"{config.directory.absolute()}: complete at step {reached}; raise trainer.steps (now {steps}) to train on")
                 return None
             tokenizer = check_data(config)
+            reference.check_pairs(config)
             for line in start_warnings(config) if process == 0 else ():
                 progress.note(line)
             Agreement("writers").first(lambda: check_writers(config.logging))
             parts = prepare(config)
-            texts = TextModel(config, parts.mesh)
+            opened: list[TextModel] = []
+            Agreement("texts").each(lambda: opened.append(TextModel(config, parts.mesh)))
+            [texts] = opened
             Agreement("start").first(lambda: check_start(config, parts, tokenizer, from_step))
             run = start_run(config, command=command, log=progress.note, job_ended=job_ended, end=end)
             progress.record(f"start {run.restart + 1}, process {os.getpid()} on {socket.gethostname()}: {shlex.join(command)}")
@@ -162,11 +168,18 @@ class _Session:
     loop: Loop | None = None
     restored: Mapping[str, Any] | None = None
     """Metadata of the checkpoint that this start continues from; None for a new state."""
+    pairs: Mapping[Path, PairSource] = field(default_factory=dict)
+    """Path -> source of the corpora and evaluation sets with preference pairs."""
 
     @functools.cached_property
     def corpora(self) -> dict[str, str]:
         """Path -> identity of the training corpora."""
         return identity.corpora_of(self.config)
+
+    @functools.cached_property
+    def reference_sha256(self) -> str:
+        """Digest of the file with the reference of the preference pairs."""
+        return sha256_file(self.run.path / REFERENCE_FILE)
 
     @property
     def began(self) -> bool:
@@ -209,6 +222,8 @@ class _Session:
         config = self.config
         with self.stop.raising(), self.watchdog.phase("start-up"):
             state, start_step = in_thread(self._first_state)
+            if config.preference.loss is not None:
+                in_thread(lambda: self._reference(state))
             if jax.process_index() == 0:
                 self._keep_tokenizer(start_step)
             with self.progress.phase("compiling the train step"):
@@ -221,7 +236,14 @@ class _Session:
         if self.from_step is not None:
             self.checkpointer.set_later_aside(self.from_step)
         rows = local_rows(config.data.batch_size, self.parts.partitioner)
-        loader = build_loader(config.data, seed=data_seed(config), vocab_size=config.model.vocab_size, rows=rows, start_step=start_step)
+        loader = build_loader(
+            config.data,
+            seed=data_seed(config),
+            vocab_size=config.model.vocab_size,
+            rows=rows,
+            start_step=start_step,
+            pairs=self.pairs or None,
+        )
         try:
             return self._run_loop(train_step, norm, loader, state, start_step)
         except NumericalFailure as failure:
@@ -270,6 +292,29 @@ class _Session:
         self.progress.note(f"resuming from the checkpoint of step {metadata['step']}")
         return state, int(metadata["step"])
 
+    def _reference(self, state: TrainState) -> None:
+        """Read the log-probabilities of the preference pairs by the model before training, or compute them at the first start."""
+        config, run, agreement = self.config, self.run.path, Agreement("reference")
+        self.pairs = pairs = reference.open_pairs(config, self.progress.note if jax.process_index() == 0 else lambda line: None)
+        if self.restored is not None:
+            sha256 = self.restored.get(reference.METADATA)
+            agreement.each(lambda: reference.read(run, config, pairs, sha256=sha256))
+            return
+        weights = reference.digest_params(state.params)
+        if agreement.first(lambda: _fits(run, config, pairs, weights)):  # of an earlier start that saved no checkpoint
+            agreement.each(lambda: reference.read(run, config, pairs, weights=weights))
+            return
+        count = sum(source.num_pairs for source in pairs.values())
+        with self.progress.phase(f"computing the reference of {count:,} preference pairs"), self.events.phase("evaluation", step=0):
+            log_probs = self.compiler.program(self.parts.log_prob_step, "log_prob_step")
+            reference.compute(config, self.parts.partitioner, log_probs, state.params, pairs, self._restart_limit)
+            agreement.first(lambda: reference.write(run, config, weights, pairs))
+
+    def _restart_limit(self) -> None:
+        """Restart the watchdog's limit of the start-up: it made progress."""
+        with self.watchdog.phase("start-up"):
+            pass
+
     def _compile(self) -> tuple[Program, Program]:
         """Compile the train step, and the norm of the parameters."""
         parts = self.parts
@@ -307,7 +352,8 @@ class _Session:
     def _hooks(self, monitoring: Monitoring) -> list[Hook]:
         """Return everything that reacts to steps, in the order in which the loop calls it."""
         config, recorder = self.config, monitoring.recorder
-        evaluation_step = self.compiler.program(self.parts.evaluation_step, "evaluation_step")
+        step, pair_step = (self.compiler.program(self.parts.evaluation_step, name) for name in ("evaluation_step", "pair_evaluation_step"))
+        evaluator = Evaluator(config, self.parts.partitioner, step, pairs=self.pairs, pair_step=pair_step)
         grace = GracePeriod(self.grace_s, self.progress.note, self.checkpointer.last_write_s)
         if (write_s := last_write_s(self.events.path)) is not None:  # in process 0, which records saves
             grace.saved(write_s)
@@ -319,14 +365,15 @@ class _Session:
             nonfinite,
             monitoring.spikes,
             MetricLog(config, recorder, monitoring.goodput, monitoring.startup, monitoring.clocks, monitoring.spikes),
-            Evaluation(config, Evaluator(config, self.parts.partitioner, evaluation_step), recorder, self.stop, self.watchdog),
+            Evaluation(config, evaluator, recorder, self.stop, self.watchdog),
             TaskEvaluation(config, self.texts, recorder, self.watchdog, self.compiler),
             Sampler(config, self.texts, recorder, self.watchdog, self.compiler),
             Saving(config, self.checkpointer, self._metadata, nonfinite, recorder, self.watchdog, grace),
         ]
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        return save_metadata(self.config, self.run, step, self.tokenizer, self.corpora)
+        metadata = save_metadata(self.config, self.run, step, self.tokenizer, self.corpora)
+        return metadata | ({reference.METADATA: self.reference_sha256} if self.pairs else {})
 
     def _run_loop(self, train_step: Program, norm: Program, loader: Loader, state: TrainState, start_step: int) -> Outcome:
         monitoring = Monitoring.begin(
@@ -369,6 +416,15 @@ def _check_step(config: Config, step: int | None) -> int | None:
     if step is not None:
         checkpoint_dirs.check_complete(config.directory.absolute() / "checkpoints", step)
     return step
+
+
+def _fits(run: Path, config: Config, pairs: Mapping[Path, PairSource], weights: str) -> bool:
+    """Return whether the run directory has the reference of these pairs by these starting parameters."""
+    try:
+        reference.read(run, config, pairs, weights=weights)
+    except UserError:
+        return False
+    return True
 
 
 def save_metadata(config: Config, run: StartedRun, step: int, tokenizer: TokenizerInfo, corpora: Mapping[str, str]) -> dict[str, Any]:

@@ -19,9 +19,10 @@ import numpy as np
 import optax
 
 from ridgeline.configs.schema import Config
-from ridgeline.models.loss import LossSums, loss_of
+from ridgeline.models.loss import LossSums, loss_of, row_log_probs
 from ridgeline.models.matmul import fp8
 from ridgeline.models.moe.router import RouterTotals, balanced_bias
+from ridgeline.models.preference import REFERENCE, PreferenceSums, count_pairs, preference_of
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.low_precision import apply_updates
 from ridgeline.trainer.pipeline import pipeline_gradient, pipeline_sums
@@ -54,6 +55,34 @@ def loss_sums(
     segment_ids = batch["segment_ids"] if config.data.document_masking else None
     x_BTD, router = model.forward(batch["tokens"], batch["positions"], segment_ids, dropout_key)
     return loss_of(model, config, partitioner, x_BTD, batch, frozen=spec.adapted), router
+
+
+def preference_sums(
+    spec: ModelSpec,
+    config: Config,
+    partitioner: Partitioner,
+    params: Tree,
+    batch: Batch,
+    recent: Tree | None = None,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, PreferenceSums, RouterTotals | None]:
+    """As `loss_sums`, of preference pairs: the scalar and the sums of `models.preference.preference_of`, and the totals of the routers."""
+    model = spec.merge(params, recent)
+    segment_ids = batch["segment_ids"] if config.data.document_masking else None
+    x_BTD, router = model.forward(batch["tokens"], batch["positions"], segment_ids, dropout_key)
+    return *preference_of(model, config, partitioner, x_BTD, batch, frozen=spec.adapted), router
+
+
+def make_log_prob_step(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[[Tree, Batch], jax.Array]:
+    """Return the pure step (params, batch) -> log-probability of the targets of each row, float32 [B], replicated."""
+
+    def log_prob_step(params: Tree, batch: Batch) -> jax.Array:
+        model = spec.merge(params)
+        segment_ids = batch["segment_ids"] if config.data.document_masking else None
+        x_BTD, _ = model.forward(batch["tokens"], batch["positions"], segment_ids, None)
+        return partitioner.constrain(row_log_probs(model, config, partitioner, x_BTD, batch), None)
+
+    return log_prob_step
 
 
 def make_train_step(
@@ -125,16 +154,22 @@ def _make_gradient(
     rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
     drops = spec.adapted and config.lora.dropout > 0
     staged = pipeline_gradient(spec, config, partitioner) if partitioner.mesh.shape["pipeline"] > 1 else None
+    pairs = config.preference.loss is not None
 
-    def microbatch_gradient(
-        params: Tree, recent: Tree, batch: Batch, total_weight: jax.Array, key: jax.Array | None
-    ) -> tuple[Tree, Tree, Tree]:
+    def loss_and_means(params: Tree, recent: Tree, batch: Batch, total: jax.Array, key: jax.Array | None) -> tuple[Any, Tree, Any]:
+        """Return what is differentiated, the means and the router's totals. `total`: weight of the whole batch, or its pairs."""
+        if pairs:
+            surrogate, of_pairs, router = preference_sums(spec, config, partitioner, params, batch, recent, key)
+            return surrogate / total, of_pairs.means(total), router
+        sums, router = loss_sums(spec, config, partitioner, params, batch, recent, key)
+        means = {"loss": sums.nats / total, "z_loss": sums.z / total, "accuracy": sums.correct / total}
+        return (sums.nats + sums.z) / total, means, router
+
+    def microbatch_gradient(params: Tree, recent: Tree, batch: Batch, total: jax.Array, key: jax.Array | None) -> tuple[Tree, Tree, Tree]:
         trained, frozen = spec.split(params)
 
         def objective(trained: Tree, recent: Tree) -> tuple[jax.Array, Tree]:
-            sums, router = loss_sums(spec, config, partitioner, spec.join(trained, frozen), batch, recent, key)
-            means = {"loss": sums.nats / total_weight, "z_loss": sums.z / total_weight, "accuracy": sums.correct / total_weight}
-            value = (sums.nats + sums.z) / total_weight
+            value, means, router = loss_and_means(spec.join(trained, frozen), recent, batch, total, key)
             if router is None:
                 return value, means
             return value + router.objective(config.loss, rows, tokens), {**means, ROUTER: router}
@@ -145,7 +180,7 @@ def _make_gradient(
 
     def gradient(params: Tree, recent: Tree, batch: Batch, key: jax.Array) -> tuple[Tree, Tree, Tree, jax.Array]:
         weight = jnp.sum(batch["weights"], dtype=jnp.float32)
-        divisor = jnp.maximum(weight, 1.0)
+        divisor = jnp.maximum(count_pairs(batch["weights"]) if pairs else weight, 1.0)
         if staged is not None:
             total = staged(params, recent, microbatches(batch, accumulation, partitioner), divisor)
             means = {"loss": total.sums.nats / divisor, "z_loss": total.sums.z / divisor, "accuracy": total.sums.correct / divisor}
@@ -164,7 +199,7 @@ def _make_gradient(
             )
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), spec.split(params)[0])
-        nothing: Tree = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss", "accuracy")}
+        nothing: Tree = {name: jnp.zeros((), jnp.float32) for name in (PreferenceSums.names() if pairs else ("loss", "z_loss", "accuracy"))}
         if config.model.moe is not None:
             nothing[ROUTER] = RouterTotals.zeros(config.model.moe_layers, config.model.moe.experts)
         least = jax.tree.map(jnp.zeros_like, recent)
@@ -194,9 +229,12 @@ def recent_magnitudes(partitioner: Partitioner, steps: jax.Array) -> jax.Array:
 
 
 def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[[Tree, Batch], Metrics]:
-    """Return the pure step (params, batch) -> token sums of one evaluation batch."""
+    """Return the pure step (params, batch) -> token sums of one evaluation batch, or sums over the pairs of a batch of pairs."""
 
     def evaluation_step(params: Tree, batch: Batch) -> Metrics:
+        if REFERENCE in batch:
+            _, of_pairs, _ = preference_sums(spec, config, partitioner, params, batch)
+            return {**of_pairs._asdict(), "pairs": count_pairs(batch["weights"])}
         if partitioner.mesh.shape["pipeline"] > 1:
             most = len(batch["tokens"]) // partitioner.axis_size("batch")
             count = max(n for n in range(1, most + 1) if most % n == 0 and n <= config.trainer.accumulation)
@@ -210,7 +248,7 @@ def make_evaluation_step(spec: ModelSpec, config: Config, partitioner: Partition
 
 def microbatches(batch: Batch, count: int, partitioner: Partitioner) -> Batch:
     """Return the microbatches [count, B / count, T] of a batch."""
-    return {name: split_rows(x, count, partitioner, None if name == "segment_ids" else "seq") for name, x in batch.items()}
+    return {name: split_rows(x, count, partitioner, partitioner.batch_axes(name)[1]) for name, x in batch.items()}
 
 
 def split_rows(x_BT: jax.Array, accumulation: int, partitioner: Partitioner, sequence: str | None = None) -> jax.Array:
@@ -238,9 +276,14 @@ def param_norm(params: Tree) -> Any:
 
 def abstract_batch(config: Config, partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes [B, T], dtypes and shardings of a training batch."""
-    shape = (config.data.batch_size, config.data.seq_len)
-    dtypes = {"tokens": "int32", "targets": "int32", "positions": "int32", "segment_ids": "int32", "weights": "float32"}
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding(name)) for name, dtype in dtypes.items()}
+    rows, length = config.data.batch_size, config.data.seq_len
+    arrays = {**dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), ("int32", length)), "weights": ("float32", length)}
+    if config.preference.loss is not None:
+        arrays[REFERENCE] = ("float32", 1)
+    return {
+        name: jax.ShapeDtypeStruct((rows, width), dtype, sharding=partitioner.batch_sharding(name))
+        for name, (dtype, width) in arrays.items()
+    }
 
 
 def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:
@@ -255,11 +298,14 @@ def to_global(batch: Mapping[str, np.ndarray], partitioner: Partitioner) -> Batc
     """Put this process's rows [B_local, T] on its devices as part of the global [B, T] arrays (asynchronous)."""
     length = batch["tokens"].shape[1]
     if (order := partitioner.row_order(length)) is not None:
-        batch = {name: x if name == "segment_ids" else x[:, order] for name, x in batch.items()}
+        batch = {name: x if partitioner.batch_axes(name)[1] is None else x[:, order] for name, x in batch.items()}
     if jax.process_count() == 1:
         return {name: jax.device_put(x, partitioner.batch_sharding(name)) for name, x in batch.items()}
     with jax.transfer_guard_host_to_device("allow"):  # intended; unlike device_put this copy does not count as explicit
         shards = partitioner.axis_size("batch")
         # This process has whole rows, of which its devices may hold pieces: the global shape cannot be inferred.
-        shape = (len(batch["tokens"]) // len(local_rows(shards, partitioner)) * shards, length)
-        return {name: jax.make_array_from_process_local_data(partitioner.batch_sharding(name), x, shape) for name, x in batch.items()}
+        rows = len(batch["tokens"]) // len(local_rows(shards, partitioner)) * shards
+        return {
+            name: jax.make_array_from_process_local_data(partitioner.batch_sharding(name), x, (rows, x.shape[1]))
+            for name, x in batch.items()
+        }

@@ -41,7 +41,7 @@ class TextModel:
     """The model of a run as a generator of text, and what it is asked for: opened before the run directory is written."""
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh) -> None:
-        """Load tasks and prompts. Raises UserError: no harness, an unknown task, or prompts that do not fit the model."""
+        """Load tasks and prompts. Raises UserError: no harness, an unknown task, or tasks and prompts that do not fit the model."""
         self.config, self.mesh = config, mesh
         self.tasks = _open_tasks(config)
         self.prompts = _encoded(config.evaluation.samples, self.tokenizer, self.tokenizer_dir) if config.evaluation.samples.wanted else []
@@ -80,7 +80,9 @@ def _open_tasks(config: Config) -> Tasks | None:
         return None
     from ridgeline.trainer.harness import Tasks
 
-    return Tasks(wanted.names, wanted.directory)
+    tasks = Tasks(wanted.names, wanted.directory)
+    tasks.check_length(config.model.max_seq_len)
+    return tasks
 
 
 def _encoded(samples: SamplesConfig, tokenizer: Tokenizer, directory: Path) -> list[EncodedPrompt]:

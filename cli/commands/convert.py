@@ -140,7 +140,7 @@ def upcycle(
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.argument("directory", metavar="HF_DIR", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="Checkpoint to export [default: the newest valid one].")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the weights [default: the parameter dtype].")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the weights [default: that of the parameters; --merge: of compute].")
 @click.option("--max-shard-gb", type=float, default=5.0, show_default=True, help="Maximum size of a weights file, in GB (1e9 bytes).")
 @click.option("--adapter", is_flag=True, help="Write the adapters of a run (lora.rank) as an adapter directory of peft.")
 @click.option("--merge", is_flag=True, help="Write the model of a run (lora.rank) with its adapters added to the weights.")
@@ -163,7 +163,7 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
     start_s = time.perf_counter()
     source = open_source(run)
     if source.hf is not None:
-        raise UserError(f"{run} is a Hugging Face directory; to-hf needs a run directory")
+        raise UserError(f"{run} is a Hugging Face directory; to-hf needs a run directory (`ridge convert from-hf` makes one)")
     lora = source.config.lora
     if (lora.rank is None) != (not adapter and not merge) or (adapter and merge):
         has = "no adapters; leave out --adapter and --merge" if lora.rank is None else "adapters; choose one of --adapter and --merge"

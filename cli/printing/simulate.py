@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ridgeline.cli.tables import Column, print_table
@@ -42,8 +43,11 @@ def _per_hour(made: Campaign) -> float:
 def _takes(report: Report, cluster: ClusterConfig) -> str:
     made, days, goodput = report.campaign, report.days, report.goodput
     where = f"{plural(made.nodes, 'node')} of {cluster.name} ({plural(made.nodes * made.devices_per_node, 'device')})"
+    take = f"take {days.p50:.4g} days (P90 {'not done' if math.isinf(days.p90) else f'{days.p90:.4g}'})"
+    if math.isinf(days.p50):
+        take = f"are not done after {spread(report.chosen.ended_s).p50 / 86400:.4g} days"
     return (
-        f"{made.work_s / 86400:.4g} days of steps on {where} take {days.p50:.4g} days (P90 {days.p90:.4g}): "
+        f"{made.work_s / 86400:.4g} days of steps on {where} {take}: "
         f"goodput {goodput.p50:.1%} (P10 {goodput.p10:.1%}), {report.chosen.interruptions.mean():,.0f} interruptions."
     )
 
@@ -51,6 +55,8 @@ def _takes(report: Report, cluster: ClusterConfig) -> str:
 def _costs(report: Report, cluster: ClusterConfig) -> str:
     made, chosen, money = report.campaign, report.chosen, report.usd
     hours = spread(chosen.device_s / 3600)
+    if math.isinf(hours.p90):
+        return "Costs have no limit: the steps are not done."
     spares = f"with {plural(chosen.choice.spares, 'spare node')}"
     if money is None:
         return f"Costs {hours.p50:,.0f} device-hours (P90 {hours.p90:,.0f}) {spares}; {price_text(cluster, hardware(cluster.device))}."
@@ -101,12 +107,17 @@ def _row(name: str, outcome: Outcome, made: Campaign) -> dict[str, Any]:
         "tier": choice.tier,
         "spares": choice.spares,
         "policy": choice.elastic,
-        "days": days.p50,
-        "late": days.p90,
+        "days": _finite(days.p50),
+        "late": _finite(days.p90),
         "goodput": spread(outcome.goodput).p50,
-        "usd": None if money is None else money.p50,
-        "dear": None if money is None else money.p90,
+        "usd": None if money is None else _finite(money.p50),
+        "dear": None if money is None else _finite(money.p90),
     }
+
+
+def _finite(value: float) -> float | None:
+    """Return a figure; None where the work is not done."""
+    return value if math.isfinite(value) else None
 
 
 def _print_lost(report: Report) -> None:

@@ -32,14 +32,12 @@ from ridgeline.launch.preflight.probe_runner import ProbeOutcome, run_probe
 from ridgeline.launch.preflight.report import Report, conclude
 from ridgeline.measure.probe import ProbePlan
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.parameters import count_parameters
+from ridgeline.planner.economics import state_bytes
 
 SLACK_S = 15.0
 """Added to the timeout of a stage for messages and the end of processes."""
 DISK_BYTES, DISK_QUICK_BYTES = 256 << 20, 32 << 20
 DISK_S = 5.0
-STATE_BYTES_PER_PARAMETER = 12
-"""Bytes of a checkpoint per parameter: float32 parameter and two moments."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,7 @@ def _together(
 def _judge_hosts(exam: Examination, hosts: Mapping[int, Any], node_of: Mapping[int, str]) -> list[Check]:
     facts = [host.HostFacts(**message["facts"]) for message in hosts.values()]
     tasks = {node: sum(name == node for name in node_of.values()) for node in node_of.values()}
-    size = None if exam.config is None else count_parameters(exam.config.model).total * STATE_BYTES_PER_PARAMETER
+    size = None if exam.config is None else int(state_bytes(exam.config))
     return judge_host.judge_hosts(facts, judge_host.HostContext(exam.cluster, len(tasks), tasks, size))
 
 

@@ -16,13 +16,11 @@ from ridgeline.launch.slurm import filesystems
 from ridgeline.launch.slurm.filesystems import Mount
 from ridgeline.launch.slurm.shape import CPU, JobShape
 from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
+from ridgeline.planner.economics import state_bytes
 from ridgeline.planner.host_memory import refusal
-from ridgeline.planner.parameters import count_parameters
 
 PLAIN_PATH = re.compile(r"[\w/.+@=-]+")
 """Paths that need no quoting in bash, Slurm's filename patterns, and lists of container mounts."""
-STATE_BYTES_PER_PARAMETER = 12
-"""Bytes of a checkpoint per parameter: float32 parameter and two float32 moments (adamw, the largest optimizer)."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def _memory(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator
     if requested is not None and requested > node:
         yield Finding(True, f"slurm.memory={cluster.slurm.memory} ({format_bytes(requested)}) exceeds the {format_bytes(node)} of a node")
         return
-    state = count_parameters(config.model).total * STATE_BYTES_PER_PARAMETER / shape.nodes
+    state = state_bytes(config) / shape.nodes
     if config.checkpoint.asynchronous and state > (requested or node):
         yield Finding(
             False,
@@ -156,7 +154,7 @@ def _grace(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator[
         share = f"{grace_s} s of {format_time(shape.time_s)}"
         yield Finding(False, f"slurm.signal_grace_s reserves {share} for the last save: lower it or increase --time")
     write_bytes_per_s = cluster.storage.write_bytes_per_s(shape.nodes)
-    save_s = count_parameters(config.model).total * STATE_BYTES_PER_PARAMETER / write_bytes_per_s
+    save_s = state_bytes(config) / write_bytes_per_s
     if 2 * save_s > grace_s:
         yield Finding(
             False,

@@ -46,8 +46,14 @@ _UNSUPPORTED = {
     "use_qalora": "QA-LoRA",
     "arrow_config": "Arrow",
     "alora_invocation_tokens": "activated LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
 }
 """Key of adapter_config.json that must be empty -> what it is for."""
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Initializations of adapters that do not change the base model. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract the first A B
+from it, so that the stored adapter does not fit the stored base model."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +207,9 @@ def base_of(directory: Path) -> Path:
     for place in (Path(base), directory / base) if isinstance(base, str) and base else ():
         if place.is_dir():
             return place
+    found = f"its base model '{shortened(base)}' is no directory here" if isinstance(base, str) and base else "it names no base model"
     raise UserError(
-        f"{directory}: its base model '{shortened(str(base))}' is no directory here; write the base's path to base_model_name_or_path in "
-        f"{ADAPTER_CONFIG}, or use `ridge convert from-hf --base`"
+        f"{directory}: {found}; write the base's path to base_model_name_or_path in {ADAPTER_CONFIG}, or use `ridge convert from-hf --base`"
     )
 
 
@@ -279,6 +285,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     for key, what in _UNSUPPORTED.items():
         if config.get(key):
             raise UserError(f"{where}: {key}: {what} are not supported")
+    if (init := config.get("init_lora_weights")) not in _INITS:
+        raise UserError(
+            f"{where}: init_lora_weights={shortened(str(init))} changed the base model; save the adapter with peft's "
+            "path_initial_model_for_weight_conversion, which converts it to plain LoRA"
+        )
     return config
 
 

@@ -13,20 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ridgeline.models.matmul.interface import Matmul, input_equation, weight_equation
+from ridgeline.models.matmul.interface import Adapt, Matmul, input_equation, weight_equation
 from ridgeline.models.params import Amax, logical_axes
 from ridgeline.sharding.manual import on_shards
 from ridgeline.sharding.partition import FSDP_AXIS
-
-if TYPE_CHECKING:
-    from ridgeline.models.lora import Adapter
 
 TENSOR_AXIS = "tensor"
 SEQUENCE = 1
@@ -52,7 +48,7 @@ class CollectiveMatmul(Matmul):
         x: jax.Array,
         params: Sequence[nnx.Param],
         amax: Amax | None = None,
-        adapters: Sequence[Adapter | None] | None = None,
+        adapters: Sequence[Adapt | None] | None = None,
     ) -> tuple[jax.Array, ...]:
         """As `Matmul.shared`; an x with the dim `embed` is sharded along the sequence over tensor, and so is a result with that dim."""
         assert amax is None and not self.float8 and self.block_format is None, "configs/rules.py refuses quantized matmuls"

@@ -16,7 +16,7 @@ Legend: B batch, T sequence, V rows of a lookup table, D embed width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,11 +30,12 @@ from ridgeline.models.params import Amax, logical_axes
 from ridgeline.sharding.manual import look_up, look_up_gradient
 
 if TYPE_CHECKING:
-    from ridgeline.models.lora import Adapter
     from ridgeline.sharding.partition import Partitioner
 
 Path = tuple[Any, ...]
 LogicalAxes = tuple[str, ...]
+Adapt = Callable[["Matmul", str, jax.Array, nnx.Param, jax.Array], jax.Array]
+"""(matmul, equation, input, parameter, result) -> the result with an adapter (models/lora.py)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Matmul:
     """Parameters have no gradient."""
 
     def __call__(
-        self, equation: str, x: jax.Array, param: nnx.Param, amax: Amax | None = None, adapters: Sequence[Adapter | None] = (None,)
+        self, equation: str, x: jax.Array, param: nnx.Param, amax: Amax | None = None, adapters: Sequence[Adapt | None] = (None,)
     ) -> jax.Array:
         """Return einsum(equation, x, param) in the compute dtype; see `shared`."""
         return self.shared((equation,), x, (param,), amax, adapters)[0]
@@ -66,7 +67,7 @@ class Matmul:
         x: jax.Array,
         params: Sequence[nnx.Param],
         amax: Amax | None = None,
-        adapters: Sequence[Adapter | None] | None = None,
+        adapters: Sequence[Adapt | None] | None = None,
     ) -> tuple[jax.Array, ...]:
         """Return einsum(equation, x, param) of each pair in the compute dtype; the shared input x is quantized once.
 

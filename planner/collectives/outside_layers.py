@@ -50,16 +50,24 @@ def loss(step: StepSizes) -> list[PlannedCollective]:
     table = model.padded_vocab_size * model.embed_dim
     planned = step.parameters("unembedding", "loss", table, step.micro, by_hand=True, backward_gather=False, grad=4)
     planned = [replace(item, phase="forward") for item in planned]
+    pairs = step.config.preference.loss is not None  # log-probabilities come first, in a pass of their own
+    passes = 2 if pairs else 1
+    if pairs:
+        planned += [replace(item, what="unembedding for log-probabilities") for item in planned if item.kind == "all-gather"]
 
     def item(what: str, kind: Kind, size: int) -> PlannedCollective:
         return PlannedCollective(what, "loss", "forward", kind, tensor, size, step.micro)
 
     planned += [
         item("final hidden states", "all-gather", stream),
-        item("largest logits", "all-reduce", tokens * 4),
-        item("partition function and target logits", "all-reduce", 2 * tokens * 4),
+        item("largest logits", "all-reduce", passes * tokens * 4),
+        item("partition function and target logits", "all-reduce", passes * 2 * tokens * 4),
         item("gradient of the final hidden states", "all-reduce", stream),
     ]
+    if pairs:
+        rows = tokens * step.sizes["context"] // step.config.data.seq_len
+        of_rows = PlannedCollective("sums of rows", "loss", "forward", "all-reduce", step.over("context"), 2 * rows * 4, step.micro)
+        planned.append(of_rows)
     if step.schedule.stages > 1:  # cut out where the tokens are sharded over tensor
         planned.append(item("targets and weights of a stage", "all-gather", 2 * tokens * 4))
     norms = 2 if model.norm == "layernorm" else 1

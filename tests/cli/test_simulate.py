@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
 from ridgeline.cli import main as cli
-from ridgeline.planner.campaign import CAUSES
+from ridgeline.planner.campaign import CAUSES, Choice
+from ridgeline.planner.campaign_trials import simulate
+from tests.planner.campaigns import HOUR, campaign, failures
 
 COMMAND = ["simulate", "models/llama-3.1-8b", "data.batch_size=256", "data.seq_len=4096", "--cluster", "dgx-h100"]
 JOB = ["--nodes", "32", "--days", "20", "--trials", "40"]
@@ -112,6 +115,26 @@ def test_the_restart_limit_of_the_job_is_reported(capsys: pytest.CaptureFixture[
     assert "a person submits" not in run(capsys, *JOB, "--failure-scale", "30", "--cluster-set", "slurm.max_restarts=1000")
 
 
+def test_a_campaign_that_is_never_done_has_no_days_and_no_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--nodes", "32", "--days", "1", "--trials", "4", "--failure-scale", "5000", "--no-stragglers"]
+    text = run(capsys, *job, "--json")
+    found = json.loads(text)
+    assert found["days"]["p50"] is found["usd"]["p90"] is found["best"]["days"]["p90"] is None
+    assert found["goodput"]["p90"] < 0.2
+    assert "Infinity" not in text and "NaN" not in text
+    page = run(capsys, *job)
+    assert "days of steps on 32 nodes of dgx-h100 (256 devices) are not done after " in page
+    assert "inf" not in page.lower().replace("inference", "")
+
+
+def test_many_spares_take_no_memory() -> None:
+    tracemalloc.start()
+    simulate(campaign(failures(HOUR * 50, "replace"), repair_s=20 * HOUR), [Choice(3600.0, 1_000_000)], trials=200, seed=0)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 50e6
+
+
 def test_a_number_of_nodes_without_a_layout_is_simulated_without_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, "--nodes", "125", "--days", "9", "--trials", "4", "--json"))
     assert found["layout"] is found["tokens"] is found["step_s"] is found["configured"] is None
@@ -132,6 +155,11 @@ def test_without_a_price_there_is_no_money(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "error"),
     [
         (["--nodes", "2", "--days", "0"], "--days"),
+        (["--nodes", "2", "--days", "nan"], "--days"),
+        (["--nodes", "2", "--days", "inf"], "--days"),
+        (["--nodes", "2", "--days", "1e9"], "are simulated: --days "),
+        (["--nodes", "2", "--days", "1", "--time-limit", "0"], "--time-limit"),
+        (["--nodes", "2", "--days", "1", "--interval", "1m", "--write", "5m"], "--interval 60s: a save takes 300s"),
         (["--nodes", "0", "--days", "1"], "--nodes"),
         (["--days", "1"], "--nodes"),
         (["--nodes", "125"], "give --days or --step-time: no layout"),

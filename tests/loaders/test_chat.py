@@ -179,7 +179,8 @@ def test_preference_pairs_are_stored_and_read_as_pairs(tmp_path: Path, qwen: Pat
     pairs = PairSource(corpus, seq_len)
     kept = np.flatnonzero(lengths <= seq_len)
     assert (pairs.num_pairs, pairs.too_long) == (len(kept), 12 - len(kept))
-    for rows, side in zip(pairs.read(np.arange(len(kept))), expected, strict=True):
+    for number, side in enumerate(expected):
+        rows = pairs.read(2 * np.arange(len(kept)) + number)
         for row, pair in enumerate(kept):
             chat, length = side[pair], len(side[pair].ids)
             assert rows["tokens"][row, :length].tolist() == chat.ids.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.configs.errors import UserError
+from ridgeline.loaders.documents import PairSource
 from ridgeline.loaders.manifest import Manifest, ShardInfo
 from ridgeline.loaders.rows import Rows, RowSource
 from ridgeline.loaders.token_record import TokenRecord, edge_crc32, encode_record
@@ -130,17 +132,19 @@ def test_rows_are_read_in_the_requested_order(tmp_path: Path) -> None:
 
 def test_a_stored_token_outside_the_vocabulary_is_refused_when_read(tmp_path: Path) -> None:
     """The record is whole and its checksum right, so only the look at the ids themselves can find it."""
-    data = encode_record(TokenRecord(np.array([0, 5, 50, 1], np.uint16), np.array([0], np.uint32), None, 0, 0, vocab_size=50))
+    data = encode_record(TokenRecord(np.array([0, 5, 50, 1], np.uint16), np.array([0, 2], np.uint32), None, 0, 0, vocab_size=50))
     shard = tmp_path / "tokens.arrayrecord"
     writer = ArrayRecordWriter(str(shard), WRITER_OPTIONS)
     writer.write(data)
     writer.close()
     content = shard.read_bytes()
     info = ShardInfo(shard.name, 1, 4, 1, 2, len(content), hashlib.sha256(content).hexdigest(), edge_crc32(data, data))
-    Manifest(tokenizer_info(50), "uint16", 64, None, (info,)).write(tmp_path)
-    source = RowSource(tmp_path, 16)
-    with pytest.raises(UserError, match=rf"{tmp_path} has token id 50; its tokenizer has 50"):
-        source.read(np.arange(source.num_rows))
+    manifest = Manifest(tokenizer_info(50), "uint16", 64, None, (info,))
+    manifest.write(tmp_path)
+    pairs = PairSource(tmp_path, 16, replace(manifest, parameters={"chat": {"pairs": True}}))
+    for source in (RowSource(tmp_path, 16), pairs):
+        with pytest.raises(UserError, match=rf"{tmp_path} has token id 50; its tokenizer has 50"):
+            source.read(np.arange(source.num_rows))
 
 
 def test_a_packed_corpus_needs_its_own_row_length_and_document_masking(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from ridgeline.cli.main import run
+from ridgeline.configs.errors import UserError
 from ridgeline.launch.exit_codes import DONE, USAGE
 from tests.loaders.chats import write_chat_tokenizer
 from tests.parity.hugging_face import LLAMA, Variant, save_random_model
@@ -37,6 +38,15 @@ doc_to_target: "{{text}}"
 metric_list:
   - metric: word_perplexity
   - metric: bits_per_byte
+""",
+    "word": """
+output_type: loglikelihood
+doc_to_text: "The capital of {{country}} is"
+doc_to_target: " {{capital}}"
+num_fewshot: 2
+fewshot_split: test
+metric_list:
+  - metric: perplexity
 """,
     "answer": """
 output_type: generate_until
@@ -105,7 +115,7 @@ def test_scores_equal_those_of_the_harness(model: Path, tasks: Path, harness: An
 
     names = [f"tiny_{name}" for name in TASKS]
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    expected = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, log_samples=False)["results"]
+    expected = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, log_samples=False, bootstrap_iters=0)["results"]
     capsys.readouterr()
     command = ["evaluate", str(model), "mesh.fsdp=2", "mesh.tensor=2", "--tasks", ",".join(names), "--tasks-dir", str(tasks)]
     assert run([*command, "--batch-size", "4", "--json"]) == DONE
@@ -117,7 +127,9 @@ def test_scores_equal_those_of_the_harness(model: Path, tasks: Path, harness: An
         assert row["samples"] == len(CAPITALS)
     values = {row["metric"]: row["value"] for row in rows}
     assert values["exact_match,none"] == 0.4  # else equal scores would say little
-    assert len(values) == 5
+    assert len(values) == 6
+    (word,) = (row for row in rows if row["task"] == "tiny_word")
+    assert word["stderr"] > 0  # by resampling, of which the harness prints a line
 
 
 def test_log_likelihoods_and_texts_equal_those_of_the_harness(model: Path, harness: Any) -> None:
@@ -141,6 +153,33 @@ def test_log_likelihoods_and_texts_equal_those_of_the_harness(model: Path, harne
     assert ours.loglikelihood_rolling(whole) == pytest.approx(harness.loglikelihood_rolling(whole), abs=1e-3)
 
 
+def test_each_evaluation_has_the_same_examples_in_its_prompts(model: Path, tasks: Path) -> None:
+    from ridgeline.models.generate import generation_config
+    from ridgeline.trainer.harness import HarnessModel, Tasks
+    from ridgeline.trainer.pretrained import load_model
+
+    class Recorded(HarnessModel):
+        def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            asked.append([context for _, context, _ in requests])
+            return super()._loglikelihood_tokens(requests)
+
+    asked: list[Any] = []
+    loaded, wanted = load_model(model, adapt=generation_config), Tasks(["tiny_word"], tasks)
+    adapter = Recorded(loaded.decoder, loaded.tokenizer, loaded.eos_ids, batch_size=4)
+    assert wanted.evaluate(adapter) == wanted.evaluate(adapter)
+    assert asked[0] == asked[1]
+    assert len(asked) == 2
+
+
+def test_a_task_that_generates_more_tokens_than_the_model_has_is_refused_before_training(tasks: Path) -> None:
+    from ridgeline.trainer.harness import Tasks
+
+    answer = Tasks(["tiny_answer"], tasks)
+    answer.check_length(13)
+    with pytest.raises(UserError, match=r"a task generates 12 tokens; model.max_seq_len is 12"):
+        answer.check_length(12)
+
+
 def greedy_token(harness: Any, context: list[int]) -> list[int]:
     import torch
 
@@ -153,6 +192,7 @@ def greedy_token(harness: Any, context: list[int]) -> list[int]:
     [
         (["--tasks", "arc_esy", "--tasks-dir", "{tasks}"], "unknown task 'arc_esy'; did you mean 'arc_easy'?"),
         (["--tasks", "broken", "--tasks-dir", "{broken}"], "task broken: cannot be loaded (FileNotFoundError"),
+        (["--tasks", "unsafe", "--tasks-dir", "{broken}"], "task unsafe runs code that the model writes"),
         (["--tasks", "x", "--tasks-dir", "{empty}"], "contains no task files"),
         (["--tasks", "x", "--set", "a=b"], "--tasks does not go with --set"),
         (["--limit", "3"], "need --tasks NAME"),
@@ -166,6 +206,8 @@ def test_tasks_that_cannot_be_evaluated_are_refused(
         places[name].mkdir()
     text = (tasks / "capital.yaml").read_text().replace("tiny_capital", "broken").replace("rows.jsonl", "absent.jsonl")
     (tmp_path / "broken" / "broken.yaml").write_text(text)
+    unsafe = (tasks / "capital.yaml").read_text().replace("tiny_capital", "unsafe") + "unsafe_code: true\n"
+    (tmp_path / "broken" / "unsafe.yaml").write_text(unsafe)
     capsys.readouterr()
     assert run(["evaluate", str(model), *(option.format(**places) for option in options)]) == USAGE
     error = capsys.readouterr().err.strip()

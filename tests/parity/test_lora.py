@@ -133,6 +133,9 @@ def test_the_merged_model_equals_that_of_peft(adapted, tmp_path):
         ({"r": 3}, "is F32[4, 32], not of shape [3, 32]"),
         ({"use_dora": True}, "lora_magnitude_vector"),
         ({"base_model_name_or_path": "org/absent"}, "its base model 'org/absent' is no directory here"),
+        ({"base_model_name_or_path": None}, "it names no base model; write the base's path to base_model_name_or_path"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4 changed the base model"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora: block-diagonal LoRA"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -20,6 +20,7 @@ from ridgeline.configs.schema import (
     ModelConfig,
     MoEConfig,
     PrecisionConfig,
+    PreferenceConfig,
     RematConfig,
     TrainerConfig,
 )
@@ -31,7 +32,8 @@ from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, param_shardings
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.state import abstract_state, model_spec
-from ridgeline.trainer.step import loss_sums, make_train_step
+from ridgeline.trainer.step import abstract_batch, loss_sums, make_train_step, preference_sums
+from tests.sampling import drawn
 
 LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
@@ -55,9 +57,8 @@ def make_config(
     )
 
 
-def abstract_batch(partitioner: Partitioner) -> dict[str, jax.ShapeDtypeStruct]:
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct((BATCH, SEQ), dtype, sharding=partitioner.batch_sharding(name)) for name, dtype in dtypes.items()}
+def with_pairs(config: Config) -> Config:
+    return config.model_copy(update={"preference": PreferenceConfig(loss="dpo")})
 
 
 def partitioned(config: Config) -> Partitioner:
@@ -73,7 +74,7 @@ def compile_step(config: Config) -> tuple[str, dict[str, int]]:
     step = make_train_step(spec, config, optimizer, lambda step: jnp.float32(1e-3), partitioner)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    return jitted.lower(state, abstract_batch(partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
+    return jitted.lower(state, abstract_batch(config, partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
 
 
 def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
@@ -84,11 +85,14 @@ def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
     params = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), spec.abstract_params, shardings)
 
     def objective(trained, frozen, batch):
-        sums, _ = loss_sums(spec, config, partitioner, spec.join(trained, frozen), batch)
-        return sums.nats + sums.z
+        params = spec.join(trained, frozen)
+        if config.preference.loss is not None:
+            return preference_sums(spec, config, partitioner, params, batch)[:2]
+        sums, _ = loss_sums(spec, config, partitioner, params, batch)
+        return sums.nats + sums.z, ()
 
-    jitted = jax.jit(jax.value_and_grad(objective), out_shardings=(partitioner.replicated(), spec.split(shardings)[0]))
-    return jitted.lower(*spec.split(params), abstract_batch(partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
+    jitted = jax.jit(jax.value_and_grad(objective, has_aux=True), out_shardings=(partitioner.replicated(), spec.split(shardings)[0]))
+    return jitted.lower(*spec.split(params), abstract_batch(config, partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
 
 
 def array_bytes(found: Collective) -> int:
@@ -121,28 +125,34 @@ def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        *(make_config(*mesh) for mesh in MESHES),
-        make_config(2, 2, 2, **OLMO),
-        make_config(2, 2, 2, **GEMMA),
-        make_config(2, 1, 4, **LATENT),
-        make_config(2, 2, 2, **LITE),
-        make_config(1, 1, 1, context=8, method="ring"),
-        make_config(2, 2, 1, context=2, method="ring"),
-        make_config(1, 2, 2, context=2, method="ring", **BIASES),
-        make_config(1, 2, 2, context=2, method="all_to_all"),
-        make_config(2, 1, 1, context=4, method="all_to_all"),
-        make_config(1, 2, 2, context=2, method="all_to_all", **LATENT),
-        make_config(2, 1, 2, context=2, method="ring", **LITE),
-        with_adapters(make_config(2, 2, 2), dora=True),
-        with_adapters(make_config(2, 2, 2), "full", dora=True),
-        with_adapters(make_config(1, 2, 2, context=2, method="ring", **BIASES)),
-        with_adapters(make_config(2, 1, 4, **LATENT), dora=True),
-    ],
+    drawn(
+        [
+            *(make_config(*mesh) for mesh in MESHES),
+            make_config(2, 2, 2, **OLMO),
+            make_config(2, 2, 2, **GEMMA),
+            make_config(2, 1, 4, **LATENT),
+            make_config(2, 2, 2, **LITE),
+            make_config(1, 1, 1, context=8, method="ring"),
+            make_config(2, 2, 1, context=2, method="ring"),
+            make_config(1, 2, 2, context=2, method="ring", **BIASES),
+            make_config(1, 2, 2, context=2, method="all_to_all"),
+            make_config(2, 1, 1, context=4, method="all_to_all"),
+            make_config(1, 2, 2, context=2, method="all_to_all", **LATENT),
+            make_config(2, 1, 2, context=2, method="ring", **LITE),
+            with_adapters(make_config(2, 2, 2), dora=True),
+            with_adapters(make_config(2, 2, 2), "full", dora=True),
+            with_adapters(make_config(1, 2, 2, context=2, method="ring", **BIASES)),
+            with_adapters(make_config(2, 1, 4, **LATENT), dora=True),
+            with_pairs(make_config(2, 2, 2)),
+            with_pairs(make_config(1, 2, 2, context=2, method="ring")),
+        ],
+        12,
+    ),
     ids=lambda config: (
         "-".join(f"{axis}{n}" for axis, n in config.mesh.sizes.items() if n > 1)
         + config.compute.attention.context
         + ("-adapters-" + config.compute.remat.policy if config.lora.rank else "")
+        + ("-pairs" if config.preference.loss else "")
     ),
 )
 def test_gradient_contains_exactly_the_planned_collectives(config):
@@ -164,15 +174,18 @@ SINKS_AND_BIASES = {"attention_sinks": True, "attention_bias": True, "output_bia
 
 @pytest.mark.parametrize(
     ("mesh", "experts", "model"),
-    [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {}, {}),
-        ({"fsdp": 2, "tensor": 2, "expert": 2}, {"exchange": "gather"}, {}),
-        ({"fsdp": 1, "tensor": 2, "expert": 4}, {"capacity_factor": 1.2}, {}),
-        ({"data": 2, "fsdp": 1, "expert": 4}, {}, {}),
-        ({"data": 2, "fsdp": 1, "context": 4}, {}, {}),
-        ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, SINKS_AND_BIASES),
-        ({"fsdp": 2, "tensor": 2, "context": 2}, {}, SINKS_AND_BIASES),
-    ],
+    drawn(
+        [
+            ({"data": 2, "fsdp": 2, "tensor": 2}, {}, {}),
+            ({"fsdp": 2, "tensor": 2, "expert": 2}, {"exchange": "gather"}, {}),
+            ({"fsdp": 1, "tensor": 2, "expert": 4}, {"capacity_factor": 1.2}, {}),
+            ({"data": 2, "fsdp": 1, "expert": 4}, {}, {}),
+            ({"data": 2, "fsdp": 1, "context": 4}, {}, {}),
+            ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, SINKS_AND_BIASES),
+            ({"fsdp": 2, "tensor": 2, "context": 2}, {}, SINKS_AND_BIASES),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_experts_communicate_as_planned(mesh, experts, model):

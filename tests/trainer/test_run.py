@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ridgeline.api import generate
 from ridgeline.cli.commands.convert import to_hf
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
@@ -591,7 +592,8 @@ def test_two_processes_train_as_one_and_one_goes_on_for_two(corpus: Path, tmp_pa
     config = make_config(corpus, tmp_path / "run", runtime={"platform": "cpu", "cpu_devices": 4})
     half = STEPS // 2
     words = command(config, tmp_path, "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2")
-    limit = ["checkpoint.every=1", "schedule.kind=constant"]
+    asked = {"prompts": "[def]", "max_tokens": 4, "temperature": 0}
+    limit = ["checkpoint.every=1", "schedule.kind=constant", *(f"evaluation.samples.{key}={value}" for key, value in asked.items())]
     single = run(make_config(corpus, tmp_path / "single", schedule={"kind": "constant"}))
     processes = [
         subprocess.Popen(
@@ -608,6 +610,12 @@ def test_two_processes_train_as_one_and_one_goes_on_for_two(corpus: Path, tmp_pa
     assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
     assert "step 1/" in output[0]
     assert "step 1/" not in output[1], "only process 0 speaks"
+    written = [[e for e in read_events(event_file(config.directory, index)) if "samples" in e.fields] for index in range(2)]
+    assert [len(events) for events in written] == [1, 1]
+    [sample], [same] = (events[0].fields["samples"] for events in written)
+    assert sample == same
+    trained = generate(config.directory, ["def"], max_tokens=4, temperature=0)
+    assert sample["text"] == trained[0].text
     continued = run(make_config(corpus, tmp_path / "run", schedule={"kind": "constant"}, evaluation={"every": 0}))
     assert continued.keys() == losses.keys()
     for step, loss in single.items():

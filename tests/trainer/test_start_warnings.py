@@ -15,6 +15,8 @@ from ridgeline.configs.schema import Config, LoggingConfig
 from ridgeline.loaders.overlap import overlap, sample
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.observe.writers import check_writers
+from ridgeline.trainer.checkpoint.directories import step_dir
+from ridgeline.trainer.checkpoint.integrity import MANIFEST
 from ridgeline.trainer.prepare import start_warnings
 from tests.loaders.token_corpora import random_docs, write_corpus
 
@@ -59,6 +61,19 @@ def test_bfloat16_parameters_without_stochastic_rounding_get_a_hint(corpora: Pat
     precision = {"params": params, "stochastic_rounding": rounding}
     found = start_warnings(Config.model_validate({"precision": precision, "data": {"train": [{"path": corpora / "all"}]}}))
     assert [("precision.stochastic_rounding=true" in line) for line in found] == [True] * lines
+
+
+@pytest.mark.parametrize(("key", "value"), [("lora", {"rank": 2}), ("preference", {"loss": "dpo"})])
+def test_adapting_random_parameters_gets_a_hint(corpora: Path, tmp_path: Path, key: str, value: dict[str, Any]) -> None:
+    tree = {"data": {"train": [{"path": corpora / "all"}]}, "run_dir": tmp_path / "run", key: value}
+    (line,) = start_warnings(Config.model_validate(tree))
+    assert line.startswith(f"warning: {key}.{next(iter(value))}=")
+    assert "without init_from starts from random parameters" in line
+    assert start_warnings(Config.model_validate(tree | {"init_from": tmp_path / "trained"})) == []
+    step = step_dir(tmp_path / "run" / "checkpoints", 3)  # of this run, or an import
+    step.mkdir(parents=True)
+    (step / MANIFEST).touch()
+    assert start_warnings(Config.model_validate(tree)) == []
 
 
 def raises(**_: Any) -> bool:
