@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from ridgeline.configs.schema import Config
+from ridgeline.models.decoder import Decoder
 from ridgeline.models.loss import LossSums, loss_of, row_log_probs
 from ridgeline.models.matmul import fp8
 from ridgeline.models.moe.router import RouterTotals, balanced_bias
@@ -37,6 +38,16 @@ ROUTER = "router"
 """Key of the router's totals among the means of a microbatch."""
 
 
+def _forward(
+    spec: ModelSpec, config: Config, params: Tree, batch: Batch, recent: Tree | None = None, dropout_key: jax.Array | None = None
+) -> tuple[Decoder, jax.Array, RouterTotals | None]:
+    """Return the model, the residual stream of a batch after its layers, and the totals of the routers."""
+    model: Decoder = spec.merge(params, recent)
+    # Without segments attention uses its plain causal kernel; padding is at the end of a row.
+    segment_ids = batch["segment_ids"] if config.data.document_masking else None
+    return model, *model.forward(batch["tokens"], batch["positions"], segment_ids, dropout_key)
+
+
 def loss_sums(
     spec: ModelSpec,
     config: Config,
@@ -50,10 +61,7 @@ def loss_sums(
 
     `recent`: as in `ModelSpec.merge`; `dropout_key`: as in `Decoder.forward`.
     """
-    model = spec.merge(params, recent)
-    # Without segments attention uses its plain causal kernel; padding is at the end of a row.
-    segment_ids = batch["segment_ids"] if config.data.document_masking else None
-    x_BTD, router = model.forward(batch["tokens"], batch["positions"], segment_ids, dropout_key)
+    model, x_BTD, router = _forward(spec, config, params, batch, recent, dropout_key)
     return loss_of(model, config, partitioner, x_BTD, batch, frozen=spec.adapted), router
 
 
@@ -67,9 +75,7 @@ def preference_sums(
     dropout_key: jax.Array | None = None,
 ) -> tuple[jax.Array, PreferenceSums, RouterTotals | None]:
     """As `loss_sums`, of preference pairs: the scalar and the sums of `models.preference.preference_of`, and the totals of the routers."""
-    model = spec.merge(params, recent)
-    segment_ids = batch["segment_ids"] if config.data.document_masking else None
-    x_BTD, router = model.forward(batch["tokens"], batch["positions"], segment_ids, dropout_key)
+    model, x_BTD, router = _forward(spec, config, params, batch, recent, dropout_key)
     return *preference_of(model, config, partitioner, x_BTD, batch, frozen=spec.adapted), router
 
 
@@ -77,9 +83,7 @@ def make_log_prob_step(spec: ModelSpec, config: Config, partitioner: Partitioner
     """Return the pure step (params, batch) -> log-probability of the targets of each row, float32 [B], replicated."""
 
     def log_prob_step(params: Tree, batch: Batch) -> jax.Array:
-        model = spec.merge(params)
-        segment_ids = batch["segment_ids"] if config.data.document_masking else None
-        x_BTD, _ = model.forward(batch["tokens"], batch["positions"], segment_ids, None)
+        model, x_BTD, _ = _forward(spec, config, params, batch)
         return partitioner.constrain(row_log_probs(model, config, partitioner, x_BTD, batch), None)
 
     return log_prob_step
