@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ridgeline import models
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.models.loss import cross_entropy
 from ridgeline.sharding.partition import Partitioner
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 
 if TYPE_CHECKING:
-    from ridgeline.configs.schema import Config, ModelConfig
+    from ridgeline.configs.model_schema import ModelConfig
+    from ridgeline.configs.schema import Config
 
 Tree = Any
 Step = Callable[[Tree, dict[str, jax.Array]], tuple[Tree, jax.Array]]

@@ -26,7 +26,8 @@ import numpy as np
 import yaml
 from handwritten import Step, Tree, hand_written_step
 
-from ridgeline.configs.schema import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import Config, DataConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Rules

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
-    from ridgeline.configs.schema import Config, ModelConfig
+    from ridgeline.configs.model_schema import ModelConfig
+    from ridgeline.configs.schema import Config
 
 __all__ = ["Config", "ModelConfig", "UserError"]
 

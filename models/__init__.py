@@ -8,7 +8,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from ridgeline.configs.schema import ComputeConfig, LoraConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.family import find_family
 from ridgeline.models.matmul.fp8 import row_shards

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.attention.latent import LatentSelfAttention
 from ridgeline.models.attention.layer import AttendWith, Attention, RotaryTable
 from ridgeline.models.mlp import MLP

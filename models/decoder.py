@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.attention.masks import soft_cap
 from ridgeline.models.block import Block
 from ridgeline.models.family import Family

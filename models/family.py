@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from ridgeline.configs import plugins
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.block import Block
 from ridgeline.models.huggingface.tensor_map import TensorRule
 

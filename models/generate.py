@@ -19,7 +19,8 @@ import numpy as np
 from flax import nnx
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import Config, ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import Config
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.kv_cache import Cache, extend, prefill, slot_positions
 

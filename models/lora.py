@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ridgeline.configs.schema import LoraConfig
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.params import LAYERS, ParamFactory, logical_axes, use_param
 from ridgeline.models.remat import ADAPTER
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.lora import adapters_of, make_adapters
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory

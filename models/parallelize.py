@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.models.attention.dispatch import SelfAttention
 from ridgeline.models.matmul import CollectiveMatmul, Matmul, platform_of
 from ridgeline.models.matmul.block_scaled import check_mesh as check_block_scaled_mesh

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ridgeline.configs.schema import LoraConfig
+from ridgeline.configs.tuning_schema import LoraConfig
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner

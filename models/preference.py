@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from ridgeline.models.loss import loss_of, row_log_probs
 
 if TYPE_CHECKING:
-    from ridgeline.configs.schema import Config, PreferenceConfig
+    from ridgeline.configs.schema import Config
+    from ridgeline.configs.tuning_schema import PreferenceConfig
     from ridgeline.models.decoder import Decoder
     from ridgeline.sharding.partition import Partitioner
 

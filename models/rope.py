@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ridgeline.configs.schema import RopeScaling
+from ridgeline.configs.model_schema import RopeScaling
 
 RotaryTable = tuple[jax.Array, jax.Array]
 """(cos, sin) of every position and pair, float32 [B, T, P] each."""

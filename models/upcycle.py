@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.model_schema import ModelConfig, MoEConfig
 from ridgeline.configs.rules import model_problems
-from ridgeline.configs.schema import ModelConfig, MoEConfig
 from ridgeline.models.huggingface.convert import ReadParameter, hf_config, parameter_shapes
 from ridgeline.models.params import STACKS
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ridgeline.configs.schema import ExpertsConfig, MoEConfig
+from ridgeline.configs.model_schema import MoEConfig
+from ridgeline.configs.schema import ExpertsConfig
 
 MANY_EXPERTS = 32
 """Number of experts from which a block has 64 rows, not 128: each expert's rows are padded to whole blocks."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.configs.schema import Config, ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import Config
 from ridgeline.planner.adapters import adapted_matrices
 from ridgeline.planner.parameters import all_mlp_matmul_parameters, attention_matmul_parameters, count_parameters
 

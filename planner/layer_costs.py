@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from pydantic import model_validator
 
-from ridgeline.configs.schema import Config, LatentAttention, RematConfig
+from ridgeline.configs.model_schema import LatentAttention
+from ridgeline.configs.schema import Config, RematConfig
 from ridgeline.configs.section import Name, PositiveFloat, PositiveInt, Section
 from ridgeline.planner.local import LocalSizes
 

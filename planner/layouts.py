@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.rules import divisors, layout_problems
+from ridgeline.configs.problem import divisors
+from ridgeline.configs.rules import layout_problems
 from ridgeline.configs.schema import MESH_AXES, Config, MeshConfig, RematConfig
 
 MEMORY_LADDER = (

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ridgeline.configs.context import context_method
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.pipeline import of_stage, stored_by_stage
-from ridgeline.configs.schema import Config, ModelConfig
+from ridgeline.configs.schema import Config
 from ridgeline.planner.adapters import AdaptedMatrix, adapted_matrices
 from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, peer_slots
 from ridgeline.planner.parameters import (

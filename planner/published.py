@@ -19,7 +19,8 @@ from ruamel.yaml import YAML
 
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.load import load
-from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, MeshConfig, ModelConfig, RematConfig, TrainerConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, MeshConfig, RematConfig, TrainerConfig
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.ranges import ANY, FIELDS, precision_class

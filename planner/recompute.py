@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.remat import POLICIES
-from ridgeline.configs.schema import Config, ModelConfig, RematConfig
+from ridgeline.configs.schema import Config, RematConfig
 from ridgeline.planner.parameters import DOWN, attention_weights
 
 

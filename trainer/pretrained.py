@@ -18,8 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.foreign import read_object, shortened
 from ridgeline.configs.load import from_resolved, override_mesh
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.rules import fit_devices, place_on_devices
-from ridgeline.configs.schema import CheckpointConfig, Config, LoraConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.schema import CheckpointConfig, Config, PrecisionConfig
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.loaders.hf_files import GENERATION_CONFIG, copy_files, left_behind
 from ridgeline.loaders.manifest import check_same_tokenizer
 from ridgeline.loaders.tokenizers import Tokenizer, holds_tokenizer, load_tokenizer

@@ -21,7 +21,9 @@ from ridgeline.configs.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from ridgeline.configs.schema import Config, LoraConfig, ModelConfig
+    from ridgeline.configs.model_schema import ModelConfig
+    from ridgeline.configs.schema import Config
+    from ridgeline.configs.tuning_schema import LoraConfig
 
     Slice = tuple[str, int | None, np.ndarray]
     """Path of a parameter, layer (None: the whole parameter), values."""
@@ -241,7 +243,8 @@ def _write_run(
     import numpy as np
 
     from ridgeline.configs.dump import to_yaml
-    from ridgeline.configs.schema import Config, DataConfig, LoraConfig, PrecisionConfig
+    from ridgeline.configs.schema import Config, DataConfig, PrecisionConfig
+    from ridgeline.configs.tuning_schema import LoraConfig
     from ridgeline.loaders.hf_files import copy_tokenizer
     from ridgeline.loaders.tokenizers import holds_tokenizer
     from ridgeline.models.huggingface.convert import parameter_shapes

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ridgeline.configs.errors import UserError, unknown_name
-from ridgeline.configs.schema import AttentionConfig, ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import AttentionConfig
 from ridgeline.models.attention.chunked import Chunked
 from ridgeline.models.attention.cudnn import Cudnn
 from ridgeline.models.attention.interface import AttentionRequest, Backend

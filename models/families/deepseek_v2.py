@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import ModelConfig, MoEConfig
+from ridgeline.configs.model_schema import ModelConfig, MoEConfig
 from ridgeline.models.families.llama import fields_from_hf, fields_to_hf
 from ridgeline.models.families.llama import tensor_map as llama_tensors
 from ridgeline.models.family import Family

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.families.deepseek_v2 import deepseek_moe, fields_of_deepseek, latent_from_hf, moe_from_hf, tensor_map
 from ridgeline.models.family import Family
 from ridgeline.models.huggingface.config import field, refuse_unless

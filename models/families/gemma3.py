@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.families.gemma2 import gemma_fields_from_hf, gemma_fields_to_hf, rules
 from ridgeline.models.family import Family
 from ridgeline.models.huggingface.config import field, layer_types_from_hf, local_rope_from_hf, require

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.families.llama import PLAIN
 from ridgeline.models.family import Family
 from ridgeline.models.huggingface.config import activation_from_hf, field, refuse_unless, require

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.family import Family
 from ridgeline.models.huggingface.config import ACTIVATIONS_TO_HF, activation_from_hf, field, require, rope_from_hf, rope_to_hf
 from ridgeline.models.huggingface.tensor_map import TensorRule

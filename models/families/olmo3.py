@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.families import olmo2
 from ridgeline.models.families.llama import fields_to_hf
 from ridgeline.models.family import Family

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.families.llama import fields_from_hf, fields_to_hf, tensor_map
 from ridgeline.models.family import Family
 from ridgeline.models.huggingface.config import field, require, window_from_hf, window_to_hf

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.families import qwen3
 from ridgeline.models.families.llama import fields_to_hf
 from ridgeline.models.families.llama import tensor_map as llama_tensors

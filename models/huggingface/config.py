@@ -11,7 +11,7 @@ from typing import Any
 
 from ridgeline.configs.errors import UserError, unknown_name
 from ridgeline.configs.foreign import shortened
-from ridgeline.configs.schema import ModelConfig, MoEConfig, RopeScaling
+from ridgeline.configs.model_schema import ModelConfig, MoEConfig, RopeScaling
 from ridgeline.configs.section import Section
 
 ACTIVATIONS_FROM_HF = {

@@ -24,8 +24,10 @@ from pydantic import ValidationError
 from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError, nearest
 from ridgeline.configs.foreign import read_object, shortened
+from ridgeline.configs.model_schema import DType, ModelConfig
 from ridgeline.configs.rules import model_problems
-from ridgeline.configs.schema import ComputeConfig, DType, LoraConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models import build
 from ridgeline.models.family import Family, families, find_family
 from ridgeline.models.huggingface.config import field

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.huggingface.tensor_map import Index, Shape, TensorRule
 
 

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.foreign import read_object, shortened
-from ridgeline.configs.schema import DType, LoraConfig, ModelConfig, adapter_targets
+from ridgeline.configs.model_schema import DType, ModelConfig
+from ridgeline.configs.tuning_schema import LoraConfig, adapter_targets
 from ridgeline.models.huggingface.convert import ReadParameter, cast_weights, parameter_shapes, tensor_rules
 from ridgeline.models.huggingface.safetensors_stream import (
     FLOAT_DTYPES,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.mlp import MLP, activated
 from ridgeline.models.moe.biases import HIDDEN_BIAS_AXES, UPDATE_BIAS_AXES, add_biases, weighted_biases
 from ridgeline.models.moe.experts import MATRIX_AXES, Plan

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ridgeline.configs.schema import LossConfig, MoEConfig
+from ridgeline.configs.model_schema import MoEConfig
+from ridgeline.configs.schema import LossConfig
 from ridgeline.sharding.manual import on_shards, reduce_gradient
 
 if TYPE_CHECKING:

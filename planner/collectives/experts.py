@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ridgeline.configs.schema import MoEConfig
+from ridgeline.configs.model_schema import MoEConfig
 from ridgeline.planner.collectives.planned import Kind, Phase, PlannedCollective, StepSizes
 from ridgeline.planner.experts import exchange_method, peer_slots, peers_per_token
 from ridgeline.planner.parameters import expert_parameters

@@ -18,7 +18,7 @@ import ridgeline.trainer.checkpoint.param_slices
 import ridgeline.trainer.pretrained
 import ridgeline.trainer.start  # noqa: F401  (what the commands import when they run is part of the libraries)
 from ridgeline.cli.commands.convert import from_hf, to_hf
-from ridgeline.configs.schema import ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.huggingface.convert import export_weights, hf_config, parameter_shapes
 
 

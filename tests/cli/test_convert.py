@@ -19,7 +19,8 @@ from ridgeline import models
 from ridgeline.cli.commands.convert import from_hf, to_hf, upcycle
 from ridgeline.cli.commands.generate import generate
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, MoEConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig, MoEConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.models.huggingface.convert import export_weights, hf_config, open_hf
 from ridgeline.models.upcycle import Upcycling
 from ridgeline.planner.parameters import count_parameters

@@ -9,7 +9,8 @@ import pytest
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
-from ridgeline.configs.rules import SHARDED_OVER, check_config, check_devices, divisors, fit_devices
+from ridgeline.configs.problem import divisors
+from ridgeline.configs.rules import SHARDED_OVER, check_config, check_devices, fit_devices
 from ridgeline.configs.schema import Config
 from ridgeline.sharding.rules import Rules
 

@@ -18,7 +18,8 @@ import pytest
 from flax import nnx
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, PrecisionConfig
 from ridgeline.models.attention import AttentionRequest, attend, backend_names, dispatch, pallas, resolve_backend
 from ridgeline.models.attention.layer import Attention
 from ridgeline.models.attention.masks import visible

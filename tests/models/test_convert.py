@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
-from ridgeline.configs.schema import MeshConfig, ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import MeshConfig
 from ridgeline.models.family import families
 from ridgeline.models.huggingface.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
 from ridgeline.models.huggingface.safetensors_stream import read_header

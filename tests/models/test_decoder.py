@@ -17,7 +17,8 @@ from flax import nnx
 
 from ridgeline import models
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, PrecisionConfig, RematConfig
 from ridgeline.models.family import families
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, state_shardings

@@ -12,7 +12,8 @@ from flax import nnx
 
 from ridgeline import models
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.models.generate import Sampling, generate, sample
 from ridgeline.models.kv_cache import extend, prefill, slot_positions
 from ridgeline.sharding.partition import Partitioner

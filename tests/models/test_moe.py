@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ridgeline.configs.schema import Config, LossConfig, MeshConfig, MoEConfig
+from ridgeline.configs.model_schema import MoEConfig
+from ridgeline.configs.schema import Config, LossConfig, MeshConfig
 from ridgeline.models.moe.exchange import Exchange, Route, Slices, padded_ragged_all_to_all
 from ridgeline.models.moe.experts import _place, _within
 from ridgeline.models.moe.grouped_matmul import Blocks, Capacity, Ragged

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, PrecisionConfig, RematConfig
 from ridgeline.models import families as family_modules
 from ridgeline.models.family import families
 from ridgeline.models.matmul import CollectiveMatmul

@@ -15,8 +15,9 @@ import pytest
 from flax import nnx
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.model_schema import ModelConfig, MoEConfig
 from ridgeline.configs.remat import NAMES, POLICIES
-from ridgeline.configs.schema import AttentionConfig, ComputeConfig, ModelConfig, MoEConfig, RematConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, RematConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.remat import Remat
 from tests.models.tiny import BASE, build, tokens, value_and_grad

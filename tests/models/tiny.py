@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from ridgeline import models
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.loss import LossSums, cross_entropy
 from ridgeline.sharding.partition import Partitioner

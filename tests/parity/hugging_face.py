@@ -13,7 +13,8 @@ import transformers
 from flax import nnx
 
 from ridgeline import models
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.huggingface.convert import HfCheckpoint, open_hf
 from ridgeline.sharding.partition import Partitioner

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.configs.schema import Config, MeshConfig, PreferenceConfig
+from ridgeline.configs.schema import Config, MeshConfig
+from ridgeline.configs.tuning_schema import PreferenceConfig
 from ridgeline.models.preference import REFERENCE
 from ridgeline.trainer.pretrained import load_model
 from ridgeline.trainer.step import make_log_prob_step, preference_sums, to_global

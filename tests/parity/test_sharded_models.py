@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 import ridgeline
-from ridgeline.configs.schema import Config, ModelConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import Config
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.models.generate import Sampling, generate, generate_rows, generation_config
 from ridgeline.sharding.mesh import build_mesh

@@ -7,7 +7,9 @@ import math
 import jax
 import pytest
 
-from ridgeline.configs.schema import Config, LatentAttention, LoraConfig, MoEConfig
+from ridgeline.configs.model_schema import LatentAttention, MoEConfig
+from ridgeline.configs.schema import Config
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.planner.adapters import adapter_parameters
 from ridgeline.planner.flops import config_flops_per_token, train_flops_per_token
 from ridgeline.planner.local import LocalSizes

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ridgeline.configs.load import load
+from ridgeline.configs.model_schema import ModelConfig, MoEConfig
 from ridgeline.configs.schema import (
     MESH_AXES,
     ComputeConfig,
@@ -14,8 +15,6 @@ from ridgeline.configs.schema import (
     DataConfig,
     ExpertsConfig,
     MeshConfig,
-    ModelConfig,
-    MoEConfig,
     OptimizerConfig,
     PrecisionConfig,
     RematConfig,

@@ -14,7 +14,8 @@ from ruamel.yaml import YAML
 from ridgeline import models
 from ridgeline.configs.compose import FAMILIES
 from ridgeline.configs.load import load
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.hlo import parse as hlo
 from ridgeline.models.loss import cross_entropy
 from ridgeline.planner.flops import flops_per_token_6n, mean_keys_per_query, train_flops_per_token

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.configs.load import load
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import (
     MESH_AXES,
     AttentionConfig,
     ComputeConfig,
     Config,
     DataConfig,
-    ModelConfig,
     PrecisionConfig,
     RematConfig,
     TrainerConfig,

@@ -9,7 +9,8 @@ from flax import nnx
 
 from ridgeline import models
 from ridgeline.configs.load import load
-from ridgeline.configs.schema import ComputeConfig, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.sharding.partition import Partitioner
 

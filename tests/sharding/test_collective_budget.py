@@ -8,22 +8,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ridgeline.configs.model_schema import LatentAttention, ModelConfig, MoEConfig
 from ridgeline.configs.schema import (
     AttentionConfig,
     ComputeConfig,
     Config,
     DataConfig,
     ExpertsConfig,
-    LatentAttention,
-    LoraConfig,
     MeshConfig,
-    ModelConfig,
-    MoEConfig,
     PrecisionConfig,
-    PreferenceConfig,
     RematConfig,
     TrainerConfig,
 )
+from ridgeline.configs.tuning_schema import LoraConfig, PreferenceConfig
 from ridgeline.hlo.collectives import Collective, collectives
 from ridgeline.hlo.module import is_backward
 from ridgeline.hlo.parse import parse

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 
+from ridgeline.configs.model_schema import MoEConfig
 from ridgeline.configs.rules import check_config
-from ridgeline.configs.schema import AttentionConfig, ComputeConfig, Config, ExpertsConfig, MoEConfig, RematConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, Config, ExpertsConfig, RematConfig
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.planner.collectives import compiled_collectives

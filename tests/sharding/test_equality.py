@@ -10,20 +10,18 @@ import numpy as np
 import optax
 import pytest
 
+from ridgeline.configs.model_schema import LatentAttention, ModelConfig, MoEConfig
 from ridgeline.configs.schema import (
     AttentionConfig,
     ComputeConfig,
     Config,
     DataConfig,
-    LatentAttention,
-    LoraConfig,
     MeshConfig,
-    ModelConfig,
-    MoEConfig,
     OptimizerConfig,
     PrecisionConfig,
     TrainerConfig,
 )
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.optimizers import build_optimizer

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import ComputeConfig, Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, OptimizerConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig, MoEConfig
+from ridgeline.configs.schema import ComputeConfig, Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig
 from ridgeline.sharding.mesh import abstract_mesh, build_mesh
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, param_axes, param_shardings, state_shardings
 from ridgeline.trainer.optimizers import build_optimizer

@@ -15,7 +15,8 @@ from flax import nnx
 from ridgeline import models
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import CheckpointConfig, ComputeConfig, Config, ModelConfig, PrecisionConfig
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import CheckpointConfig, ComputeConfig, Config, PrecisionConfig
 from ridgeline.loaders.tokenizers import ByteTokenizer
 from ridgeline.models.huggingface.convert import export_weights, hf_config
 from ridgeline.sharding.mesh import build_mesh

@@ -1,0 +1,63 @@
+"""Rules of adapters and of losses other than next-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ridgeline.configs.errors import unknown_name
+from ridgeline.configs.problem import Problem, multiples
+from ridgeline.configs.schema import Config
+from ridgeline.configs.tuning_schema import LoraConfig, PreferenceConfig, adapter_targets
+
+
+def lora_rules(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with low-rank adapters."""
+    lora, allowed = config.lora, adapter_targets(config.model)
+    for name in lora.targets:
+        if name not in allowed:
+            yield Problem(("lora.targets",), str(unknown_name("matrix", name, allowed)))
+    if len(set(lora.targets)) < len(lora.targets):
+        yield Problem(("lora.targets",), f"names a matrix twice: {', '.join(lora.targets)}")
+    if lora.dropout == 1:
+        yield Problem(("lora.dropout",), "must be less than 1, got 1.0")
+    if lora.rank is None:
+        set_without = [key for key, value in LoraConfig() if getattr(lora, key) != value]
+        if set_without:
+            yield Problem((f"lora.{set_without[0]}", "lora.rank"), "there are no adapters; set lora.rank, such as lora.rank=16")
+        return
+    if lora.rank > config.model.embed_dim:
+        widest = f"model.embed_dim={config.model.embed_dim}"
+        yield Problem(("lora.rank", "model.embed_dim"), f"must be at most {widest}, got {lora.rank}; for full rank train without adapters")
+    for key, works, wanted in (
+        ("mesh.pipeline", config.mesh.pipeline == 1, "1"),
+        ("precision.matmul", config.precision.matmul == "compute", "compute"),
+        ("precision.moments", config.precision.moments != "int8", "float32"),
+        ("compute.tensor_overlap", config.compute.tensor_overlap == "gather", "gather"),
+        ("optimizer.kind", config.optimizer.kind not in ("adafactor", "muon"), "adamw"),
+    ):
+        if not works:
+            yield Problem((key, "lora.rank"), f"does not support adapters; set {key}={wanted}")
+
+
+def preference_rules(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with preference pairs, or only with them."""
+    preference, rows = config.preference, config.data.batch_size
+    if preference.loss is None:
+        set_without = [key for key, value in PreferenceConfig() if getattr(preference, key) != value]
+        if set_without:
+            keys = (f"preference.{set_without[0]}", "preference.loss")
+            yield Problem(keys, "there is no loss of pairs; set preference.loss, such as preference.loss=dpo")
+        return
+    if preference.label_smoothing and preference.loss not in ("dpo", "robust"):
+        yield Problem(
+            ("preference.label_smoothing", "preference.loss"),
+            f"only for dpo and robust (preference.loss is {preference.loss}); set it to 0",
+        )
+    elif preference.label_smoothing >= 0.5:
+        yield Problem(("preference.label_smoothing",), f"must be less than 0.5, got {preference.label_smoothing:g}")
+    if rows % 2:
+        yield Problem(("data.batch_size", "preference.loss"), f"a pair is 2 rows: must be even, got {rows} ({multiples(rows, 2)} works)")
+    if config.loss.z_loss:
+        yield Problem(("loss.z_loss", "preference.loss"), "does not support preference pairs; set loss.z_loss=0")
+    if config.mesh.pipeline != 1:
+        yield Problem(("mesh.pipeline", "preference.loss"), "does not support preference pairs; set mesh.pipeline=1")

@@ -1,0 +1,68 @@
+"""The sections of the schema for tuning: adapters (`lora`) and losses other than next-token prediction."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.section import (
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): the model is frozen, and products of two narrow matrices are added to its matrices.
+
+    y = x W + scale * dropout(x) A B, A [inputs, rank], B [rank, outputs]. B begins at 0, so that the first loss is that of the model.
+    """
+
+    rank: PositiveInt | None = None
+    """Rank of the adapters; null: no adapters, all parameters are trained."""
+    alpha: PositiveFloat = 16.0
+    """The product is multiplied by alpha / rank."""
+    targets: list[str] = []
+    """Matrices with an adapter, by name: query, key, value, out, gate, up, down; of latent attention query_down, query, key_value_down,
+    key_value, out. []: all that the model has in attention, MLP and shared experts."""
+    dropout: Fraction = 0.0
+    """Share of the elements of an adapter's input that are set to 0 in training; the others are divided by 1 - dropout."""
+    dora: bool = False
+    """DoRA (arXiv 2402.09353): the columns of W + scale * A B are divided by their norm and multiplied by a trained magnitude."""
+    rslora: bool = False
+    """The product is multiplied by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product A B."""
+        assert self.rank is not None
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def targets_of(self, model: ModelConfig) -> tuple[str, ...]:
+        """Return the names of the matrices that have an adapter; () without adapters."""
+        if self.rank is None:
+            return ()
+        return tuple(name for name in adapter_targets(model) if not self.targets or name in self.targets)
+
+
+def adapter_targets(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the matrices that can have an adapter: those of attention, MLP and shared experts."""
+    attention: tuple[str, ...] = ("query", "key", "value", "out")
+    if (latent := model.latent_attention) is not None:
+        attention = (*(("query_down",) if latent.q_rank else ()), "query", "key_value_down", "key_value", "out")
+    if not model.dense_layers and (model.moe is None or not model.moe.shared_experts):
+        return attention
+    return (*attention, *(("gate",) if model.gated_mlp else ()), "up", "down")
+
+
+class PreferenceConfig(Section):
+    """Training on preference pairs, against the log-probabilities that the model gives both sides before training (the reference)."""
+
+    loss: Literal["dpo", "ipo", "hinge", "robust"] | None = None
+    """dpo, ipo, hinge (SLiC) or robust (DPO of noisy pairs); null: next-token training. Rows 2k and 2k + 1 of a batch are a pair."""
+    beta: PositiveFloat = 0.1
+    """Weight of the log-ratio to the reference: the smaller, the further the model may move from it. ipo: the regularization (tau)."""
+    label_smoothing: Fraction = 0.0
+    """dpo and robust only: share of pairs whose sides are assumed to be swapped, less than 0.5. dpo: conservative DPO."""
