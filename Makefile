@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 RIDGE  := $(BIN)/ridge
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
+UV     ?= uv
 # Workers for the test suite: every test process compiles with several threads of its own.
 JOBS   ?= 2
 # Workers for the Slurm tests, each with a Slurm of its own: these wait more than they compute.
@@ -35,7 +37,7 @@ NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parame
   $(addprefix tests/cli/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: gpu-rehearsal test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
+.PHONY: lock gpu-rehearsal test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -45,15 +47,22 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The stamps make a second run instant; they are renewed when the packaging changes.
-$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+# pip checks every file of the default installation against the hashes of the lock; setuptools, which builds the project, is in it too.
+$(VENV)/.installed: $(BIN)/python pyproject.toml requirements.lock
 	@echo "Installing Ridgeline into $(VENV) (a minute or two the first time) ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(PIP) --require-hashes -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
-	@echo "Installing Ridgeline with what its tests need into $(VENV) (a few minutes the first time) ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,parity,aot]'
-	@touch $(VENV)/.installed $@
+$(VENV)/.installed-dev: $(VENV)/.installed constraints.txt
+	@echo "Installing what its tests need into $(VENV) (a few minutes the first time) ..."
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev,docs,parity,aot]'
+	@touch $@
+
+lock: $(VENV)/.installed  ## renew requirements.lock (hashes of the default installation) and docs/LICENSES.md (needs uv)
+	$(UV) pip compile pyproject.toml --universal --generate-hashes --no-annotate --quiet -c constraints.txt --custom-compile-command "make lock" -o requirements.lock
+	$(MAKE) --no-print-directory install
+	$(BIN)/python scripts/licenses.py > docs/LICENSES.md
 
 install: $(VENV)/.installed  ## make .venv and install the package
 
@@ -100,9 +109,9 @@ run-newest: $(VENV)/.installed-newest
 run-newest-again: $(VENV)/.installed-newest
 	$(BIN)/python -m pytest -o cache_dir=$(NEWEST_VENV)/pytest_cache -p no:xdist --last-failed --last-failed-no-failures none $(NEWEST_TESTS)
 
-$(VENV)/.installed-newest: $(BIN)/python pyproject.toml constraints.txt
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $(VENV)/.installed $@
+$(VENV)/.installed-newest: $(VENV)/.installed constraints.txt
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
 
 install-newest: $(VENV)/.installed-newest
 
