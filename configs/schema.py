@@ -326,8 +326,9 @@ class TrainerConfig(Section):
     """Stop after this many consecutive steps with a non-finite loss or gradient. Each such step is skipped and counted, and its state
     is not saved."""
     hang_timeout_s: PositiveFloat | None = 1800.0
-    """Seconds without a finished step after which the process exits (code 71; stack traces in the run directory), but at least 20 times the
-    usual step. Start-up, saves and the end of a run may take ten times as long. null: never."""
+    """Seconds without a finished step after which the process exits (code 71; in the run directory stacks.N.txt has the stacks of its
+    threads, hang.N.txt of start N what all processes did and which one is suspect), but at least 20 times the usual step. Start-up, saves
+    and the end of a run may take ten times as long. null: never."""
     stop_after_s: PositiveFloat | None = None
     """Seconds in the training loop after which the run saves and stops; null: no limit."""
 

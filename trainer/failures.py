@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 _CONNECTION_LOST = re.compile(
@@ -33,6 +33,17 @@ class Link(Protocol):
 
     record: Callable[[Any], None]
     """Called when another process is lost, in a thread of its own, with an object that has `text`."""
+    position: Callable[[], dict[str, object]]
+    """Returns what this process is doing, as JSON values."""
+    report: Callable[[dict[int, object]], None]
+    """Called with the positions of all processes, None where one did not answer, in a thread of its own."""
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Other process -> its name and machine."""
+
+    def survey(self, process: int) -> None:
+        """Have the positions of all processes reported. `process` is this one."""
 
     def exit(self, code: int) -> NoReturn:
         """Announce the end of this process to the others, and end it."""

@@ -84,7 +84,7 @@ class Heartbeat(Hook):
 
     def on_result(self, result: StepResult) -> None:
         """Report the step."""
-        self.watchdog.step(result.usual_step_s)
+        self.watchdog.step(result.usual_step_s, result.step)
         self.progress.advance(result.step)
 
 

@@ -6,11 +6,13 @@ config -> data manifests -> mesh, model and step functions (prepare.py) -> run d
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shlex
 import shutil
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +47,7 @@ from ridgeline.trainer.checkpoint.finite import all_finite
 from ridgeline.trainer.checkpoint.integrity import sha256_file
 from ridgeline.trainer.evaluation import Evaluator
 from ridgeline.trainer.failures import CheckpointError, Link, NumericalFailure, lost_peer
+from ridgeline.trainer.hang_report import read_position, report_text
 from ridgeline.trainer.hooks import CompilationStep, Evaluation, Heartbeat, MetricLog, NonFiniteSteps, Profiling, Saving
 from ridgeline.trainer.loop import Hook, Loader, Loop, Outcome
 from ridgeline.trainer.monitoring import Monitoring
@@ -126,7 +129,9 @@ def train(
             record_start(events, before, facts or {})
             if link is not None:
                 link.record = lambda end: events.emit("lost_peer", reason=end.text)
-        outcome = _Session(config, parts, texts, run, tokenizer, events, progress, stop, end, grace_s, analyze, from_step).run_to_end()
+        outcome = _Session(
+            config, parts, texts, run, tokenizer, events, progress, stop, end, grace_s, analyze, from_step, link
+        ).run_to_end()
     except BaseException as error:
         expected = isinstance(error, UserError | NumericalFailure | CheckpointError | StopRequested)
         progress.record(f"stopped: {error}" if expected else "".join(traceback.format_exception(error)).rstrip())
@@ -158,6 +163,7 @@ class _Session:
     analyze: StartAnalysis | None
     from_step: int | None
     """The step to resume from; None: the newest good one."""
+    link: Link | None
     watchdog: Watchdog = field(init=False)
     compiler: CompilerWatch = field(init=False)
     checkpointer: Checkpointer = field(init=False)
@@ -166,6 +172,8 @@ class _Session:
     plan_thread: threading.Thread | None = None
     """Writes plan.json and compile.json."""
     loop: Loop | None = None
+    step: Program | None = None
+    """The compiled train step."""
     restored: Mapping[str, Any] | None = None
     """Metadata of the checkpoint that this start continues from; None for a new state."""
     pairs: Mapping[Path, PairSource] = field(default_factory=dict)
@@ -191,8 +199,7 @@ class _Session:
         config, run, events, progress, process = self.config, self.run, self.events, self.progress, jax.process_index()
         try:
             self.stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
-            stacks = run.path / f"stacks.{process}.txt"
-            self.watchdog = Watchdog(config.trainer.hang_timeout_s, stacks, HANG_EXIT_CODE, events.emit, end=self.end)
+            self.watchdog = self._watch()
             programs = open_program_cache(config, self.parts.mesh, progress.note)
             self.compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
             check = self.compiler.program(jax.jit(all_finite), "all_finite")
@@ -217,6 +224,32 @@ class _Session:
             self.stop.unshare()
             events.close()
 
+    def _watch(self) -> Watchdog:
+        """Return the watchdog, which reports what all processes are doing before it ends this one."""
+        process, link, stacks = jax.process_index(), self.link, self.run.path / f"stacks.{jax.process_index()}.txt"
+
+        def survey() -> None:
+            if link is None:
+                self._report_hang({process: watchdog.position().model_dump()})
+            else:
+                link.survey(process)
+
+        watchdog = Watchdog(self.config.trainer.hang_timeout_s, stacks, HANG_EXIT_CODE, self.events.emit, survey=survey, end=self.end)
+        if link is not None:
+            link.position, link.report = watchdog.asked, self._report_hang
+        return watchdog
+
+    def _report_hang(self, positions: Mapping[int, object]) -> None:
+        """Write what the processes were doing when one of them made no progress; the first report of a start stays."""
+        found = {process: read_position(position) for process, position in positions.items()}
+        here = f"process {jax.process_index()} ({socket.gethostname()})"
+        names = {jax.process_index(): here, **({} if self.link is None else self.link.names)}
+        text = report_text(found, names, None if self.step is None else self.step.as_text(), dict(self.parts.mesh.shape))
+        path = self.run.path / f"hang.{self.run.restart}.txt"
+        with contextlib.suppress(FileExistsError), path.open("x") as file:
+            file.write(text)
+            print(f"ridge: hang: {text.splitlines()[0]}; {path}", file=sys.stderr, flush=True)
+
     def _train(self) -> Outcome:
         """Create or restore the state, compile, and run the loop."""
         config = self.config
@@ -228,6 +261,7 @@ class _Session:
                 self._keep_tokenizer(start_step)
             with self.progress.phase("compiling the train step"):
                 train_step, norm = in_thread(self._compile)
+            self.step = train_step
             self._record_plan(train_step)
             self._log_model()
         waiting = "waiting for the other processes to compile"

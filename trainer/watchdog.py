@@ -1,15 +1,21 @@
 """The watchdog ends a process that makes no progress. A rank that hangs would silently block all others (jax#38503).
 
-Each phase sets a time limit and each step resets it. When it expires, the stacks of all threads are written to a file in the run
-directory, the event log gets a `hang` event, and the process ends with exit code HANG, even if its main thread is blocked in C++.
+Each phase sets a time limit and each step resets it. When it expires, the Python and native stacks of all threads are written to a file in
+the run directory, every process is asked what it is doing (trainer/hang_report.py), the event log gets a `hang` event, and the process ends
+with exit code HANG, even if its main thread is blocked in C++, or what is to be written is on a file system that hangs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import math
 import os
+import shutil
+import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.planner.policy import step_limit_s
+from ridgeline.trainer.hang_report import Position, python_frames
 
 HANG_EXIT_CODE = 71
 """See launch/exit_codes.py."""
+WRITE_S, NATIVE_S = 5.0, 10.0
+"""Time for each file that is written about a hang; for the native stacks."""
+SURVEY_S = 30.0
+"""Time for the survey of the processes and its report."""
+FALLBACK_S = 60.0
+"""After the limit: faulthandler's thread, which needs no lock of Python, ends a process whose watchdog cannot run (exit code 1)."""
+PR_SET_PTRACER, ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 class Watchdog:
@@ -30,6 +44,7 @@ class Watchdog:
       stacks: file for the stacks of all threads.
       exit_code: of the process.
       emit: writes an event (kind, fields).
+      survey: has it reported what all processes are doing.
       clock: monotonic seconds.
       end: ends the process.
     """
@@ -41,23 +56,45 @@ class Watchdog:
         exit_code: int,
         emit: Callable[..., Any],
         *,
+        survey: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._least_s, self._stacks, self._exit_code = least_s, stacks, exit_code
-        self._emit, self._clock, self._end = emit, clock, end
+        self._emit, self._survey, self._clock, self._end = emit, survey, clock, end
+        self._steps, self._armed_s = 0, math.inf
         self._wake = threading.Condition()
         self._last_s = clock()
         self._limit_s: float | None = None
         self._what = ""
         self._closed = False
         if least_s is not None:
+            with contextlib.suppress(OSError, AttributeError):  # py-spy is a child; some kernels let only parents read a process's memory
+                ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY, 0, 0, 0)
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def step(self, usual_s: float | None) -> None:
-        """Record a finished step. The next may take as long as planner.policy.step_limit_s allows."""
+    def step(self, usual_s: float | None, steps: int | None = None) -> None:
+        """Record a finished step. The next may take as long as planner.policy.step_limit_s allows. `steps`: finished in total."""
+        self._steps = self._steps if steps is None else steps
         if self._least_s is not None:
             self._set("a step", step_limit_s(self._least_s, usual_s))
+
+    def position(self) -> Position:
+        """Return what this process is doing."""
+        return Position(step=self._steps, phase=self._what, silent_s=self._clock() - self._last_s, threads=python_frames())
+
+    def asked(self) -> dict[str, object]:
+        """Return what this process is doing, for another process that makes no progress; the stacks follow in a thread."""
+        threading.Thread(target=self.write_stacks, args=("another process makes no progress",), name="hang", daemon=True).start()
+        return self.position().model_dump()
+
+    def write_stacks(self, headline: str) -> None:
+        """Append the Python and the native stacks of all threads to this process's file."""
+        with contextlib.suppress(OSError), self._stacks.open("a") as file:
+            file.write(f"{headline}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write(f"\nnative stacks:\n{native_stacks()}\n")
 
     @contextlib.contextmanager
     def phase(self, what: str, limit_s: float | None = None) -> Iterator[None]:
@@ -77,6 +114,8 @@ class Watchdog:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
+        if self._least_s is not None:
+            faulthandler.cancel_dump_traceback_later()
 
     def _set(self, what: str, limit_s: float | None) -> None:
         with self._wake:
@@ -84,6 +123,18 @@ class Watchdog:
             self._what, self._limit_s, self._last_s = what, limit_s, self._clock()
             if not longer:
                 self._wake.notify_all()
+            self._arm()
+
+    def _arm(self) -> None:
+        """Let faulthandler end the process FALLBACK_S to 2 FALLBACK_S after the limit, if the watchdog does not."""
+        end_s = math.inf if self._limit_s is None else self._last_s + self._limit_s + 2 * FALLBACK_S
+        if end_s == math.inf:
+            faulthandler.cancel_dump_traceback_later()
+        elif not 0 <= end_s - self._armed_s < FALLBACK_S:
+            faulthandler.dump_traceback_later(end_s - self._clock(), exit=True)
+        else:
+            return
+        self._armed_s = end_s
 
     def _watch(self) -> None:
         with self._wake:
@@ -96,15 +147,40 @@ class Watchdog:
                     self._wake.wait(left_s)
                     continue
                 self._expire(self._clock() - self._last_s)
+                faulthandler.cancel_dump_traceback_later()
                 return
 
     def _expire(self, silent_s: float) -> None:
         where = f"no progress for {silent_s:.0f} s in {self._what}"
-        with contextlib.suppress(OSError), self._stacks.open("a") as file:
-            file.write(f"{where}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-        with contextlib.suppress(Exception):
-            self._emit("hang", silent_s=silent_s, phase=self._what, stacks=self._stacks.name)
-        print(f"ridge: hang: {where}; the stacks of all threads are in {self._stacks}", file=sys.stderr, flush=True)
+        fields = {"silent_s": silent_s, "phase": self._what, "stacks": self._stacks.name}
+        _within(WRITE_S + NATIVE_S, lambda: self.write_stacks(where))
+        _within(SURVEY_S, self._survey)
+        _within(WRITE_S, lambda: self._emit("hang", **fields))
+        said = f"ridge: hang: {where}; the stacks of all threads are in {self._stacks}"
+        _within(WRITE_S, lambda: print(said, file=sys.stderr, flush=True))
         self._end(self._exit_code)
+
+
+def _within(limit_s: float, work: Callable[[], Any]) -> None:
+    """Run `work` in a thread, and go on without it after a time: its file system may be what hangs. Its errors are dropped."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=run, name="hang", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def native_stacks() -> str:
+    """Return the stacks of this process's threads with their C and C++ frames by py-spy, or why there are none."""
+    command = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
+    if command is None:
+        return "none: py-spy is not installed"
+    dump = [command, "dump", "--native", "--pid", str(os.getpid())]
+    try:
+        done = subprocess.run(dump, capture_output=True, text=True, timeout=NATIVE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"none: {error}"
+    return done.stdout if done.returncode == 0 else f"none: {(done.stderr.strip().splitlines() or ['py-spy failed'])[0]}"

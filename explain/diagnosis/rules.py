@@ -95,7 +95,7 @@ CATALOG: tuple[Row, ...] = (
         "save asynchronously, less often, or to a faster file system",
     ),
     Row("steps lost to failures", run_rules.lost_steps, ("lost",), _RUN, "save more often"),
-    Row("hang", run_rules.hang, ("hang",), _RUN, "exclude the node in the stack traces"),
+    Row("hang", run_rules.hang, ("hang",), _RUN, "exclude the node of the suspect in the hang report"),
     Row(
         "memory near the limit",
         run_rules.memory_near_limit,

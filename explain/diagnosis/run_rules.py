@@ -174,8 +174,8 @@ def hang(facts: Facts) -> Finding | None:
         evidence=(
             f"{facts.ledger.seconds['hang']:.0f} s passed without a step until the watchdog ended the run ({share:.1%} of the time)",
         ),
-        measure_next="the stack traces in the run directory: the rank that waited, and where",
-        action=f"exclude the node in the stack traces; set {earlier} to end the next hang earlier",
+        measure_next="hang.N.txt in the run directory (start N): the suspect process, and what each process did",
+        action=f"exclude the node of the suspect in the hang report; set {earlier} to end the next hang earlier",
         overrides=(earlier,),
     )
 

@@ -5,6 +5,10 @@ end the process in C++. Here every process keeps its connection to process 0 ope
 
     any process -> its peers    {"left": exit code, "why": ...}   before an orderly end
     process 0   -> the others   {"end": {...}}                    a process is gone, or ended with an error of its own
+    any process -> process 0    {"survey": true}                  it makes no progress: what does everybody do?
+    process 0   -> the others   {"where": true}                   asks for it
+    any process -> process 0    {"position": {...}}               the answer
+    process 0   -> who asked    {"surveyed": true}                it has written the report
 
 A connection that ends without "left" means that the process is gone. Each process then has some seconds to end by itself (its collectives
 fail, the save in flight is abandoned); after that a thread ends it with exit code LOST_PEER. Nothing runs while all is well: the event
@@ -47,6 +51,8 @@ TOGETHER = (
 )
 """Exit codes on which all processes agree: one that leaves with them is followed by the others."""
 SEND_S, RECORD_S = 5.0, 0.2
+SURVEY_S, SURVEYED_S = 5.0, 15.0
+"""Time for the answers to a survey; for process 0's word that it has reported them."""
 END_REPORT_S = 2.0
 """A failed collective can be faster than process 0's report of who is gone."""
 
@@ -89,6 +95,13 @@ class Link:
         self._tasks: list[asyncio.Task[None]] = []
         self.record: Callable[[PeerEnd], None] = lambda end: None
         """Records the end of another process; called once, in a thread of its own."""
+        self.position: Callable[[], dict[str, object]] = dict
+        """Returns what this process is doing, as JSON values; called in the thread of the connections."""
+        self.report: Callable[[dict[int, object]], None] = lambda positions: None
+        """Reports a survey: process -> its position, None where it did not answer; called in a thread of its own."""
+        self._positions: dict[int, object] = {}
+        self._surveying: asyncio.Task[None] | None = None
+        self._surveyed = threading.Event()
         if loop is not None:
             loop.run(self._start())
             atexit.register(self.leave, exit_codes.DONE)  # for commands that do not announce their end
@@ -117,6 +130,49 @@ class Link:
         """Announce the end and end at once."""
         self.leave(code)
         os._exit(code)
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Process -> its name and machine."""
+        return self._names
+
+    def survey(self, process: int) -> None:
+        """Have it reported what all processes are doing; `process` is this one. Returns after at most SURVEYED_S and the report's time.
+
+        Process 0 asks all others and reports. Where it does not answer, this process reports that.
+        """
+        if self._loop is None or self._relay:
+            if self._loop is not None:
+                with contextlib.suppress(TimeoutError):
+                    self._loop.run(self._ask_all(), SURVEYED_S)
+            self.report({process: self.position(), **{other: self._positions.get(other) for other in self._connections}})
+            return
+        with contextlib.suppress(TimeoutError):
+            self._loop.run(self._send_all({"survey": True}), SEND_S)
+        if not self._surveyed.wait(SURVEYED_S):
+            self.report({process: self.position(), 0: None})
+
+    async def _ask_all(self) -> None:
+        """Ask the other processes for their positions, and wait until all that are connected have answered, SURVEY_S at most."""
+        self._positions.clear()
+        deadline_s = time.monotonic() + SURVEY_S
+        with contextlib.suppress(TimeoutError):  # a stopped process may not take the question
+            await asyncio.wait_for(self._send_all({"where": True}), SURVEY_S)
+        while time.monotonic() < deadline_s and not self._open <= self._positions.keys():
+            await asyncio.sleep(0.05)
+
+    async def _survey_for(self, connection: Connection) -> None:
+        """In process 0: report for another process."""
+        if self._surveying is None:
+            self._surveying = asyncio.ensure_future(self._survey_once())
+        await asyncio.shield(self._surveying)
+        with contextlib.suppress(OSError):
+            await connection.send({"surveyed": True})
+
+    async def _survey_once(self) -> None:
+        await self._ask_all()
+        positions = {0: self.position(), **{other: self._positions.get(other) for other in self._connections}}
+        await asyncio.to_thread(self.report, positions)
 
     def close(self) -> None:
         """Stop watching: the processes no longer work together, and this one goes on."""
@@ -158,6 +214,14 @@ class Link:
                     await self._report(self._failed(process, left), ERROR_GRACE_S)
             if (end := _peer_end(message.get("end"))) is not None and not self._relay:
                 self._ended(end, GRACE_S)
+            if self._relay and message.get("survey") is True:
+                self._tasks.append(asyncio.ensure_future(self._survey_for(connection)))
+            elif self._relay and "position" in message:
+                self._positions[process] = message["position"]
+            elif message.get("where") is True:
+                await connection.send({"position": self.position()})
+            elif message.get("surveyed") is True:
+                self._surveyed.set()
         connection.close()
         with self._changed:
             self._open.discard(process)

@@ -54,8 +54,13 @@ PROCESS = """
 WAIT = "time.sleep(60)"
 
 
-def run(actions: Sequence[str], strike: signal.Signals | None = None, victim: int = 0) -> list[tuple[int, str]]:
-    """Run one process per action, all linked; return the exit code and output of each. `strike`: sent to one of them once all act."""
+def run(
+    actions: Sequence[str], strike: signal.Signals | None = None, victim: int = 0, limit_s: float | None = None
+) -> list[tuple[int, str]]:
+    """Run one process per action, all linked; return the exit code and output of each.
+
+    strike: sent to one of them once all act; limit_s: then those that are left are killed.
+    """
     port = free_port()
     ranks = [
         subprocess.Popen(
@@ -74,6 +79,10 @@ def run(actions: Sequence[str], strike: signal.Signals | None = None, victim: in
             rank.stdin.flush()
         if strike is not None:
             ranks[victim].send_signal(strike)
+        if limit_s is not None:
+            time.sleep(limit_s)
+            for rank in ranks:
+                rank.kill()
         outputs = [rank.communicate(timeout=30)[0] for rank in ranks]
     finally:
         for rank in ranks:
@@ -140,6 +149,28 @@ def test_a_loss_that_a_process_finds_first_is_passed_on() -> None:
     for code, output in ends:
         assert code == exit_codes.LOST_PEER
         assert "ridge: stopped: another process of the run is gone (at 10.0.0.3); the last" in output
+
+
+SURVEY = """
+links.SURVEY_S, links.SURVEYED_S = 1.0, 2.5
+link.position = lambda: {"at": index}
+link.report = lambda positions: print("report", sorted(positions.items()), flush=True)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_any_process_has_it_reported_who_does_not_answer(stopped: int) -> None:
+    """Process 0 reports once, whoever asks and however many; where it is the one that is stopped, each other process reports that."""
+    end = "link.survey(index); time.sleep(0.3 if index else 1.0); os._exit(71)"
+    ends = run([SURVEY + ("os.kill(os.getpid(), signal.SIGSTOP)" if process == stopped else end) for process in range(3)], limit_s=8)
+    reports = {index: [line for line in output.splitlines() if line.startswith("report")] for index, (_, output) in enumerate(ends)}
+    if stopped == 0:
+        assert reports == {0: [], **{index: [f"report [(0, None), ({index}, {{'at': {index}}})]"] for index in (1, 2)}}
+        return
+    answers = [(index, None if index == stopped else {"at": index}) for index in range(3)]
+    assert set(reports[0]) == {f"report {answers}"}
+    assert reports[1] == reports[2] == []
 
 
 def test_the_kernel_notices_a_vanished_host_before_jax_does() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -48,7 +49,11 @@ def test_a_rank_that_is_alive_but_stuck_is_found_by_the_watchdog(
     run.finishes()
     assert run.restarts() == 1
     assert jobs.lines_about(run.log, "^0: .*hang: no progress for"), run.log
-    assert "Thread" in (run.directory / "stacks.0.txt").read_text()
+    stacks, report = (run.directory / "stacks.0.txt").read_text(), (run.directory / "hang.0.txt").read_text().splitlines()
+    assert "Thread" in stacks
+    assert "libpython" in stacks or "jaxlib" in stacks or ".so" in stacks  # the C frames of py-spy
+    assert re.match(r"suspect: process 1 .*, which does not answer", report[0]), report
+    assert report[1].startswith("the first collective of a step is "), report
     assert [event.fields["phase"] for event in run.events() if event.kind == "hang"] == ["a step"]
     assert HANG in jobs.codes_said(run.log)
     jobs.assert_bitwise_equal(run.arrays(), reference)

@@ -1,0 +1,90 @@
+"""Which process a hang report names, on drawn positions."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from ridgeline.trainer.hang_report import FRAMES, Position, python_frames, read_position, report_text, suspects
+
+WAITING = ["ridgeline/trainer/loop.py:150 run", "ridgeline/trainer/loop.py:240 _read_pending", "jax/_src/api.py:2900 device_get"]
+LOADING = ["ridgeline/trainer/loop.py:150 run", "ridgeline/trainer/loop.py:225 _next_batch", "grain/_src/python/pool.py:10 get"]
+HLO = """HloModule jit_train_step, is_scheduled=true, num_partitions=2
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %reduced = f32[4]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%add
+}
+"""
+
+
+def position(step: int, frames: list[str]) -> Position:
+    return Position(step=step, phase="a step", silent_s=31.5, threads={"MainThread": frames})
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fault", ["silent", "behind", "loading"])
+def test_the_process_that_differs_is_named(fault: str, seed: int) -> None:
+    draw = random.Random(f"{seed}{fault}")
+    count, step = draw.randint(2, 40), draw.randint(0, 10**6)
+    positions: dict[int, Position | None] = {process: position(step, WAITING) for process in range(count)}
+    names = {process: f"process {process} (node{process // 4})" for process in range(count)}
+    guilty = sorted(draw.sample(range(count), draw.randint(1, max(1, (count - 1) // 3))))
+    for process in guilty:
+        late = draw.randint(0, 1)
+        positions[process] = {"silent": None, "behind": position(step - 1, WAITING), "loading": position(step - late, LOADING)}[fault]
+    assert suspects(positions)[0] == guilty
+    text = report_text(positions, names, HLO, {"data": 2})
+    first, collective = text.splitlines()[:2]
+    assert first.startswith(f"suspect: {names[guilty[0]]}")
+    assert collective.startswith("the first collective of a step is all-reduce reduced over data; ")
+    assert text.count(WAITING[-1]) == (2 if fault == "behind" else 1)  # equal stacks once
+    if fault == "loading":
+        assert LOADING[-1] in text
+
+
+def test_nobody_is_named_where_all_do_the_same() -> None:
+    for frames in (WAITING, LOADING):
+        assert suspects({process: position(4, frames) for process in range(5)}) == ([], "")
+
+
+def test_positions_of_this_process_have_its_frames_and_anything_else_is_refused() -> None:
+    ready, go = threading.Event(), threading.Event()
+
+    def deep(levels: int) -> None:
+        if levels:
+            deep(levels - 1)
+        else:
+            ready.set()
+            go.wait()
+
+    thread = threading.Thread(target=deep, args=(50,))
+    thread.start()
+    ready.wait()
+    found = python_frames()
+    go.set()
+    thread.join()
+    assert next(iter(found)) == "MainThread"
+    assert all(len(frames) <= FRAMES for frames in found.values())
+    good = Position(step=3, phase="a step", silent_s=1.0, threads=found).model_dump()
+    assert read_position(good) == Position(**good)
+    hostile: list[Any] = [
+        None,
+        3,
+        [],
+        {},
+        {**good, "step": "3"},
+        {**good, "more": 1},
+        {**good, "threads": {"a": ["x"] * 1000}},
+        {**good, "phase": "x" * 999},
+    ]
+    assert [read_position(value) for value in hostile] == [None] * len(hostile)

@@ -1,0 +1,160 @@
+"""What every process of a run was doing when one of them made no progress: one file that names the process that the others wait for.
+
+The positions of the processes come over their connections (launch/cluster/link.py), which a stuck main thread does not hold up. A process
+is suspect if it does not answer, has finished fewer steps than others, or is the only one that does not wait for the others.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ridgeline import PACKAGE
+from ridgeline.hlo.collectives import collectives
+
+THREADS, FRAMES, TEXT = 8, 16, 160
+"""Limits of a position: threads, frames of each, characters of a frame."""
+WAITS = ("agreement.py", "multihost", "distributed.py", "_read_pending", "begin_together", "wait_at_barrier", "agreed", "stages.py")
+"""In a frame of the main thread: it waits for the other processes, or for a step, which waits for theirs."""
+IDLE = ("ridge-link", "lease", "stop-publish", "stop-listen", "watchdog", "hang", "clocks")
+"""Threads of ours that wait most of the time."""
+Frame = Annotated[str, Field(max_length=TEXT)]
+
+
+class Position(BaseModel):
+    """What a process is doing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    step: int
+    """Steps finished in total; of the first step's predecessor before it."""
+    phase: Annotated[str, Field(max_length=TEXT)]
+    silent_s: float
+    """Seconds since its last progress."""
+    threads: Annotated[dict[Frame, Annotated[list[Frame], Field(max_length=FRAMES)]], Field(max_length=THREADS)]
+    """Thread -> its innermost Python frames, innermost last; the main thread first."""
+
+    @property
+    def main(self) -> Sequence[str]:
+        """Frames of the main thread, and of the thread that it lets work at the start (trainer/stop.py, in_thread)."""
+        return [frame for name, frames in self.threads.items() if name in ("MainThread", "worker") for frame in frames]
+
+    @property
+    def waits(self) -> bool:
+        """Whether its main thread waits for other processes, as far as its frames tell."""
+        return any(wait in frame for frame in self.main for wait in WAITS)
+
+
+def read_position(value: object) -> Position | None:
+    """Return a received position; None for anything else."""
+    try:
+        return Position.model_validate(value)
+    except ValidationError:
+        return None
+
+
+def python_frames() -> dict[str, list[str]]:
+    """Return the innermost Python frames of the threads that run our code, the main thread first."""
+    stacks = sys._current_frames()
+    found: dict[str, list[str]] = {}
+    for thread in sorted(threading.enumerate(), key=lambda item: item is not threading.main_thread()):
+        frame = stacks.get(thread.ident or 0)
+        if frame is None or len(found) == THREADS or thread.name in IDLE:
+            continue
+        lines = [line for line in map(_line, traceback.walk_stack(frame)) if not line.startswith("threading.py")][::-1]
+        if thread is threading.main_thread() or any(line.startswith("ridgeline/") for line in lines):
+            found[thread.name[:TEXT]] = lines[-FRAMES:]
+    return found
+
+
+def _line(place: tuple[types.FrameType, int]) -> str:
+    frame, number = place
+    return f"{_module(frame.f_code.co_filename)}:{number} {frame.f_code.co_name}"[-TEXT:]
+
+
+def _module(path: str) -> str:
+    """Return a file's path without the directory that it is installed in."""
+    if Path(path).is_relative_to(PACKAGE):
+        return f"ridgeline/{Path(path).relative_to(PACKAGE)}"
+    return path.rpartition("site-packages/")[2].removeprefix(f"{sysconfig.get_path('stdlib')}/")
+
+
+def suspects(positions: Mapping[int, Position | None]) -> tuple[list[int], str]:
+    """Return the processes that the others wait for, and why; [] where no process differs from the others."""
+    silent = [process for process, position in positions.items() if position is None]
+    if silent:
+        return silent, "does not answer: it is stopped, holds Python's lock, or its machine is lost"
+    answers = {process: position for process, position in positions.items() if position is not None}
+    working = [process for process, position in answers.items() if not position.waits]
+    if working and len(working) < len(answers):
+        return working, "does not wait for the others"
+    newest = max(position.step for position in answers.values())
+    behind = [process for process, position in answers.items() if position.step < newest]
+    if behind:
+        return behind, f"has finished fewer steps than the others ({newest})"
+    return [], ""
+
+
+def report_text(
+    positions: Mapping[int, Position | None], names: Mapping[int, str], hlo_text: str | None, mesh_shape: Mapping[str, int]
+) -> str:
+    """Return the report: the suspect, the collective that waits, what each process does, and the stacks, equal ones once.
+
+    positions: process -> what it was doing, None where it did not answer; names: of processes, with their machine; hlo_text: the compiled
+    step, None before there is one.
+    """
+    found, why = suspects(positions)
+    lines = [_verdict(positions, names, found, why)]
+    if hlo_text is not None and len(positions) > 1:
+        try:
+            first = next(iter(collectives(hlo_text, mesh_shape)), None)
+        except ValueError:  # a collective in a form that is not read
+            first = None
+        if first is not None:
+            over = "" if first.axes is None else f" over {', '.join(first.axes)}"
+            where = f", {first.source.file}:{first.source.line}" if first.source is not None else ""
+            waiting = [process for process in positions if process not in found]
+            rest = f"; {_list(waiting, names)} wait there or in a later one" if waiting else ""
+            lines.append(f"the first collective of a step is {first.kind} {first.name}{over}{where}{rest}")
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for process, position in sorted(positions.items()):
+        groups.setdefault(_key(position), []).append(process)
+    for processes in groups.values():
+        position = positions[processes[0]]
+        lines.append(f"\n{_list(processes, names)}" + (" (suspect)" if set(processes) & set(found) else ""))
+        if position is None:
+            lines.append("  no answer")
+            continue
+        lines.append(f"  after step {position.step}, in {position.phase}, without progress for {position.silent_s:.0f} s")
+        for name, frames in position.threads.items():
+            lines += [f"  {name}", *(f"    {frame}" for frame in frames)]
+    return "\n".join(lines) + "\n"
+
+
+def _key(position: Position | None) -> tuple[Any, ...]:
+    """Return what is equal for processes that do the same."""
+    if position is None:
+        return ()
+    return position.step, position.phase, tuple((name, *frames) for name, frames in position.threads.items())
+
+
+def _verdict(positions: Mapping[int, Position | None], names: Mapping[int, str], found: list[int], why: str) -> str:
+    if found:
+        return f"suspect: {_list(found, names)}, which {why}"
+    if len(positions) == 1:
+        return "suspect: none, there is one process"
+    return "suspect: none, all processes do the same: a collective, a kernel, or a file system that all use"
+
+
+def _list(processes: Sequence[int], names: Mapping[int, str], most: int = 16) -> str:
+    """Name processes, by their machines where these are few."""
+    named = ", ".join(names.get(process, f"process {process}") for process in processes[:most])
+    return named + (f" and {len(processes) - most} more" if len(processes) > most else "")
