@@ -45,6 +45,10 @@ _CONVERT: Table = {
 _CHECKPOINT: Table = {
     "list": ("ridgeline.cli.commands.checkpoint:list_command", "List the checkpoints of a run."),
     "verify": ("ridgeline.cli.commands.checkpoint:verify_command", "Compare the checkpoints of a run with their checksums."),
+    "diff": ("ridgeline.cli.commands.checkpoint:diff_command", "Compare two checkpoints: arrays, data position, config."),
+    "repair": ("ridgeline.cli.commands.checkpoint_change:repair", "Clear leftovers, restore damaged files, set aside what is lost."),
+    "prune": ("ridgeline.cli.commands.checkpoint_change:prune", "Delete checkpoints that the retention policy does not keep."),
+    "copy": ("ridgeline.cli.commands.checkpoint_change:copy", "Copy checkpoints to an object store, or back."),
 }
 _ESTIMATE: Table = {
     "model": ("ridgeline.cli.commands.estimate_config:model", "Parameters and FLOPs per token of a config, by component."),
@@ -86,7 +90,7 @@ COMMANDS: Table = {
     "cancel": ("ridgeline.cli.commands.cancel:cancel", "Stop a run or its Slurm jobs; a running one saves first."),
     "sweep": ("ridgeline.cli.commands.sweep:sweep", "Train a grid or list of configs, through Slurm or on this machine."),
     "submit-data": ("ridgeline.cli.commands.submit_data:submit_data", "Prepare a corpus as a Slurm job array."),
-    "checkpoint": ("List and verify the checkpoints of a run.", _CHECKPOINT),
+    "checkpoint": ("List, verify, compare, repair, prune and copy the checkpoints of a run.", _CHECKPOINT),
     "evaluate": ("ridgeline.cli.commands.evaluate:evaluate", "Compute loss, perplexity and bits per byte of a model."),
     "generate": ("ridgeline.cli.commands.generate:generate", "Sample text from a model."),
     "estimate": ("Calculate parameters, memory, step time, cost and more, with formulas.", _ESTIMATE),

@@ -322,6 +322,23 @@ def _steps(config: Config) -> Iterator[Problem]:
             ("checkpoint.keep_every", "checkpoint.every"),
             f"must be a multiple of checkpoint.every={checkpoint.every}, got {checkpoint.keep_every} ({fits})",
         )
+    yield from _checkpoint_tiers(config)
+
+
+def _checkpoint_tiers(config: Config) -> Iterator[Problem]:
+    checkpoint, sets = config.checkpoint, list(config.evaluation.sets)
+    if checkpoint.keep_best and not sets:
+        yield Problem(("checkpoint.keep_best", "evaluation.sets"), "needs an evaluation set, whose loss says which checkpoints are best")
+    elif checkpoint.keep_best and checkpoint.best_set is not None and checkpoint.best_set not in sets:
+        yield Problem(("checkpoint.best_set",), f"is not an evaluation set: {checkpoint.best_set!r} (sets: {', '.join(sets)})")
+    if checkpoint.copy_to is not None and "://" not in checkpoint.copy_to:
+        yield Problem(("checkpoint.copy_to",), f"must be a URL such as s3://bucket/run, got {checkpoint.copy_to!r}")
+    local = checkpoint.local
+    if local.directory is not None and checkpoint.every and local.every >= checkpoint.every:
+        yield Problem(
+            ("checkpoint.local.every", "checkpoint.every"),
+            f"must be less than checkpoint.every={checkpoint.every}, got {local.every}: local checkpoints are the frequent ones",
+        )
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:

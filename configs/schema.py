@@ -333,6 +333,19 @@ class TrainerConfig(Section):
     """Seconds in the training loop after which the run saves and stops; null: no limit."""
 
 
+class LocalCheckpointConfig(Section):
+    """Frequent checkpoints on a disk or in memory of each node, beside those in the run directory (docs/guides/checkpoints.md)."""
+
+    directory: LocalPath | None = env_allowed(default=None)
+    """Directory that each node has for itself, such as /local/scratch or /dev/shm; null: no local checkpoints."""
+    every: PositiveInt = 50
+    """Steps between local saves. One that is due while the previous one is being written is skipped."""
+    keep: PositiveInt = 1
+    """Number of most recent local checkpoints to keep."""
+    neighbor: bool = True
+    """Send a copy of each node's part to the next node, so that a lost node's part is not lost."""
+
+
 class CheckpointConfig(Section):
     """When checkpoints are saved, and which are kept."""
 
@@ -345,6 +358,10 @@ class CheckpointConfig(Section):
     save."""
     keep_every: NonNegativeInt = 0
     """Also keep each checkpoint whose step is a multiple of this; 0: none."""
+    keep_best: NonNegativeInt = 0
+    """Also keep this many checkpoints with the least loss of an evaluation set, evaluated at the step of the save; 0: none."""
+    best_set: str | None = None
+    """Evaluation set whose loss counts for keep_best; null: the first one."""
     keep_set_aside: NonNegativeInt = 4
     """Number of set-aside checkpoints (damaged, incomplete, or superseded by a restart from an earlier step) to keep, the newest ones. Each
     save deletes the others."""
@@ -356,6 +373,11 @@ class CheckpointConfig(Section):
     """Verify the checksums of the integrity manifest before a restore."""
     max_failures: PositiveInt = 3
     """Consecutive failed saves after which the run stops."""
+    copy_to: str | None = None
+    """URL to which each checkpoint is copied in the background, such as s3://bucket/run (fsspec; extra `remote`); null: no copies. One URL
+    per run. Copies follow the same retention. A failed copy is reported and does not stop training."""
+    local: LocalCheckpointConfig = LocalCheckpointConfig()
+    """Frequent checkpoints on each node's own disk; off unless checkpoint.local.directory is set."""
 
 
 class LoggingConfig(Section):

@@ -75,7 +75,7 @@ def cache_directory() -> Path:
 
 def list_remote(url: str) -> tuple[bool, list[RemoteFile]]:
     """List a URL: (whether it is a directory, its files in order of name, hidden ones left out). Raises UserError."""
-    system, root = _open(url)
+    system, root = open_store(url)
     protocol = url.partition("://")[0]
     try:
         if protocol not in ("http", "https") and system.isdir(root):
@@ -110,8 +110,8 @@ def fetch(file: RemoteFile) -> Path:
 
 def _copy(file: RemoteFile, partial: Path) -> None:
     """Copy a file in chunks behind what `partial` has already."""
-    system, root = _open(file.url)
-    if file.version and _described(file.url, file.name, _retried(file.url, lambda: system.info(root))).version != file.version:
+    system, root = open_store(file.url)
+    if file.version and _described(file.url, file.name, retried(file.url, lambda: system.info(root))).version != file.version:
         raise UserError(f"{file.url} changed while it was read; run the command again")
     with partial.open("ab") as stream:
         done = stream.tell()
@@ -119,7 +119,7 @@ def _copy(file: RemoteFile, partial: Path) -> None:
             done = stream.truncate(0)
         while done < file.size_bytes:
             stop = min(done + CHUNK_BYTES, file.size_bytes)
-            data = _retried(file.url, lambda start=done, stop=stop: _range(system, root, file, start, stop))
+            data = retried(file.url, lambda start=done, stop=stop: _range(system, root, file, start, stop))
             stream.write(data)
             stream.flush()
             done = stop
@@ -135,7 +135,8 @@ def _range(system: Any, root: str, file: RemoteFile, start: int, stop: int) -> b
     return data
 
 
-def _retried(url: str, request: Any) -> Any:
+def retried(url: str, request: Any) -> Any:
+    """Return what a request returns, repeated after errors of the network. Raises UserError."""
     for attempt in range(ATTEMPTS):
         try:
             return request()
@@ -148,7 +149,7 @@ def _retried(url: str, request: Any) -> Any:
     raise AssertionError
 
 
-def _open(url: str) -> tuple[Any, str]:
+def open_store(url: str) -> tuple[Any, str]:
     """Return the file system of a URL and the path there. Credentials are those of the store's own tools. Raises UserError."""
     protocol = url.partition("://")[0]
     try:
@@ -167,8 +168,8 @@ def _open(url: str) -> tuple[Any, str]:
 
 def open_remote(file: RemoteFile) -> Any:
     """Open a file for reading at any position, without a copy. Raises UserError."""
-    system, root = _open(file.url)
-    return _retried(file.url, lambda: system.open(root, "rb"))
+    system, root = open_store(file.url)
+    return retried(file.url, lambda: system.open(root, "rb"))
 
 
 def _described(url: str, name: str, info: dict[str, Any]) -> RemoteFile:

@@ -3,8 +3,8 @@
 `Campaign` is what happens to the job, `Choice` what one can decide, `Outcome` what came of it. The simulation itself is
 planner/campaign_trials.py, the search for the best choice planner/campaign_search.py.
 
-The trainer has the tier `shared` and the policy `wait`. The tier `local` (copies in the memory of the node and of a neighbor) and the
-policy `shrink` (go on with fewer nodes) are simulated only: the trainer has neither.
+The tier `local` is checkpoint.local: saves on each node, with a copy on the next one, beside rarer ones on shared storage. The policy
+`shrink` (go on with fewer nodes) is simulated only: the trainer has the policy `wait`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ridgeline.planner.policy import STRAGGLER_SHARE
 Floats = NDArray[np.float64]
 Tier = Literal["shared", "local"]
 Elastic = Literal["wait", "shrink"]
-IN_TRAINER = ("shared", "wait")
-"""The tier and the policy that the trainer has."""
+IN_TRAINER = "wait"
+"""The policy that the trainer has."""
 
 CAUSES = {
     "queue": "Waiting for the scheduler, for a replaced node, for a shared service, or for a person to submit the job again.",
@@ -111,7 +111,7 @@ class Choice:
     @property
     def in_trainer(self) -> bool:
         """Whether the trainer can do it today."""
-        return (self.tier, self.elastic) == IN_TRAINER
+        return self.elastic == IN_TRAINER
 
 
 @dataclass(frozen=True)

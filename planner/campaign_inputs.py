@@ -9,7 +9,7 @@ from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.campaign import Campaign
+from ridgeline.planner.campaign import Campaign, Tier
 from ridgeline.planner.economics import price_usd, state_bytes
 from ridgeline.planner.failure_catalog import FailureClass, classes_of, restart_times, stragglers, waits
 from ridgeline.planner.hardware import hardware
@@ -52,6 +52,8 @@ class Inputs:
     """A campaign and where its figures are from."""
 
     campaign: Campaign
+    tier: Tier
+    """Of the config: local with checkpoint.local."""
     layout: Candidate | None
     """The planned layout; None: the planner has none for this number of nodes (`without`)."""
     without: str
@@ -79,6 +81,7 @@ def inputs(config: Config, cluster: ClusterConfig, calibration: Calibration, nod
     by_steps_only = config.checkpoint.every > 0 and step_s is None
     return Inputs(
         campaign=_campaign(config, cluster, nodes, work_s, layout, step_s, given),
+        tier="shared" if config.checkpoint.local.directory is None else "local",
         layout=layout,
         without=without,
         step_s=step_s,

@@ -81,7 +81,7 @@ def make_report(found: Inputs, wanted: Wanted, *, objective: Objective, trials: 
     """Search the best choices and simulate them, what was wanted, and the config's own interval, with the same random numbers."""
     made = found.campaign
     _check(made, wanted)
-    searched: Best = best(made, objective=objective, seed=seed)
+    searched: Best = best(made, objective=objective, seed=seed, tier=wanted.tier or found.tier)
     chosen = wanted.over(searched.in_trainer)
     choices = [chosen, searched.in_trainer, searched.overall]
     own = found.configured_s

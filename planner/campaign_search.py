@@ -87,11 +87,14 @@ class Best:
 
     overall: Choice
     in_trainer: Choice
-    """Among those that the trainer can do today."""
+    """Among those that the trainer can do today, with the tier of the config."""
 
 
-def best(made: Campaign, *, objective: Objective = "cost", seed: int = 0) -> Best:
-    """Return the best choices for an objective: first the interval of each tier, then spares and policy with it."""
+def best(made: Campaign, *, objective: Objective = "cost", seed: int = 0, tier: Tier = "shared") -> Best:
+    """Return the best choices for an objective: first the interval of each tier, then spares and policy with it.
+
+    tier: of the config.
+    """
     expected = made.work_s * (made.failures_per_s + made.preemptions_per_s + 1 / made.time_limit_s) + 1
     least, most = SEARCH_TRIALS
     trials = int(min(most, max(least, least * SEARCH_EVENTS / expected)))
@@ -102,9 +105,10 @@ def best(made: Campaign, *, objective: Objective = "cost", seed: int = 0) -> Bes
         return sorted(simulate(short, choices, trials=trials, seed=seed), key=lambda outcome: score(outcome, objective))
 
     tiers = get_args(Tier)
-    by_interval = tried([Choice(interval_s, enough, tier) for tier in tiers for interval_s in intervals(made, tier)])
-    of_tier = {tier: next(outcome.choice for outcome in by_interval if outcome.choice.tier == tier) for tier in tiers}
+    by_interval = tried([Choice(interval_s, enough, one) for one in tiers for interval_s in intervals(made, one)])
+    of_tier = {one: next(outcome.choice for outcome in by_interval if outcome.choice.tier == one) for one in tiers}
     counts = sorted({in_repair(made, quantile) for quantile in SPARES})
     elastics: tuple[Elastic, ...] = get_args(Elastic)
-    full = tried([replace(of_tier[tier], spares=n, elastic=elastic) for tier in tiers for n in counts for elastic in elastics])
-    return Best(full[0].choice, next(outcome.choice for outcome in full if outcome.choice.in_trainer))
+    full = tried([replace(of_tier[one], spares=n, elastic=elastic) for one in tiers for n in counts for elastic in elastics])
+    own = next(outcome.choice for outcome in full if outcome.choice.in_trainer and outcome.choice.tier == tier)
+    return Best(full[0].choice, own)

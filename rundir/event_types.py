@@ -103,6 +103,7 @@ _OF_PHASE: Mapping[str, Check] = {
     "results": mapping_of(number),
     "program": text,
     "source": text,
+    "tier": optional(text),
     "ago_s": seconds,
     **dict.fromkeys(("trace_s", "lower_s", "compile_s", "load_s"), seconds),
 }
@@ -126,6 +127,8 @@ OPTIONAL: Mapping[str, Mapping[str, Check]] = {
         **dict.fromkeys(("data_wait_s", "step_time_mean_s", "step_time_p50_s"), finite),
     },
     "checkpoint_saved": {"step": count, "total_s": seconds, "size_bytes": count},
+    "local_checkpoint_saved": {"step": count, "total_s": seconds, "size_bytes": count},
+    "checkpoint_copied": {"step": count, "total_s": seconds, "size_bytes": count},
 }
 """Kind of event -> the types of fields that it may lack."""
 

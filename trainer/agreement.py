@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -93,6 +94,17 @@ class Agreement:
 def coordination_client() -> Any:
     """Return JAX's coordination client; None for a single process."""
     return _client() if jax.process_count() > 1 else None
+
+
+def own_address() -> str:
+    """Return this host's numeric address in the network of JAX's coordinator; no packet is sent."""
+    from jax._src import distributed
+
+    host = str(distributed.global_state.coordinator_address or "127.0.0.1:0").rpartition(":")[0].strip("[]")
+    family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
 
 
 def _wait_for(key: str) -> str:

@@ -23,6 +23,7 @@ from ridgeline.observe.writers import MetricWriter
 from ridgeline.rundir.events import EventLog
 from ridgeline.rundir.loss_spikes import END_EVENT, EVENT, SpikeDetector
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.checkpoint.seal import EVALUATION
 from ridgeline.trainer.evaluation import Evaluator, Result
 from ridgeline.trainer.failures import NumericalFailure
 from ridgeline.trainer.loop import Hook, StepEnd, StepResult
@@ -256,6 +257,8 @@ class Saving(Hook):
     grace: GracePeriod
     _deferred: bool = field(default=False, init=False)
     """A save was due after a non-finite step: it follows the next finite one."""
+    _shared_due: bool = field(default=False, init=False)
+    """A save in the run directory is due after the last step; otherwise a local one."""
 
     def on_result(self, result: StepResult) -> None:
         """Pass the step time to the comparison with the grace period."""
@@ -263,30 +266,43 @@ class Saving(Hook):
 
     def due(self, end: StepEnd) -> bool:
         """Return whether to save after this step."""
-        return self.checkpointer.should_save(end.step, last=end.last) or self._deferred
+        self._shared_due = self.checkpointer.should_save(end.step, last=end.last) or self._deferred
+        return self._shared_due or self.checkpointer.local_due(end.step)
 
     def on_state(self, end: StepEnd) -> None:
         """Save the state, unless the last step was not finite."""
         ending = end.last or end.stopped_by is not None
+        if not self._shared_due and not ending:
+            if not self.nonfinite.count:
+                self._save_locally(end.step, end.state)
+            return
         if self.nonfinite.count:
             if ending or not self._deferred:
                 self._skip(end.step, ending)
             self._deferred = True
             return
         self._deferred = False
-        self._save(end.step, end.state)
+        self._save(end.step, end.state, {name: result.loss for name, result in (end.evaluation or {}).items()})
 
-    def _save(self, step: int, state: Any) -> None:
+    def _save(self, step: int, state: Any, losses: Mapping[str, float]) -> None:
         recorder, watched = self.recorder, self.watchdog.phase("save")
         recording = recorder.events.phase("save", step=step)
         with watched, annotation("ridge.save"), recorder.timer.paused(), recording, jax.transfer_guard("allow"):
-            report = self.checkpointer.save(step, state, self.metadata(step))
+            metadata = self.metadata(step) | ({EVALUATION: dict(losses)} if losses else {})
+            report = self.checkpointer.save(step, state, metadata)
         self.grace.saved(report.blocking_s)
         values = {"train_save/blocking_s": report.blocking_s, "train_save/failures": float(self.checkpointer.failures)}
         recorder.writer.write(step, values)
         recorder.writer.flush()
         if report.saved:
             recorder.progress.note(f"step {step}: checkpoint (training paused for {format_seconds(report.blocking_s)})")
+
+    def _save_locally(self, step: int, state: Any) -> None:
+        """Save on the nodes. The next steps run while it is written."""
+        recorder, watched = self.recorder, self.watchdog.phase("save")
+        recording = recorder.events.phase("save", step=step, tier="local")
+        with watched, annotation("ridge.save"), recorder.timer.paused(), recording, jax.transfer_guard("allow"):
+            self.checkpointer.save_local(step, state, self.metadata(step))
 
     def _skip(self, step: int, ending: bool) -> None:
         """Report that nothing is saved. `ending`: no step follows in this start."""

@@ -43,8 +43,10 @@ from ridgeline.trainer.agreement import Agreement, coordination_client
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import identity
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
+from ridgeline.trainer.checkpoint.copies import Copies
 from ridgeline.trainer.checkpoint.finite import all_finite
 from ridgeline.trainer.checkpoint.integrity import sha256_file
+from ridgeline.trainer.checkpoint.local_tier import LocalTier
 from ridgeline.trainer.evaluation import Evaluator
 from ridgeline.trainer.failures import CheckpointError, Link, NumericalFailure, lost_peer
 from ridgeline.trainer.hang_report import read_position, report_text
@@ -204,7 +206,14 @@ class _Session:
             self.compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
             check = self.compiler.program(jax.jit(all_finite), "all_finite")
             self.checkpointer = Checkpointer(
-                run.checkpoints, config.checkpoint, events=events, log=progress.note, check=check, guard=run.lease.check
+                run.checkpoints,
+                config.checkpoint,
+                events=events,
+                log=progress.note,
+                check=check,
+                guard=run.lease.check,
+                copies=self._open_copies(),
+                local=self._open_local_tier(),
             )
             try:
                 outcome = self._train()
@@ -250,6 +259,25 @@ class _Session:
             file.write(text)
             print(f"ridge: hang: {text.splitlines()[0]}; {path}", file=sys.stderr, flush=True)
 
+    def _open_copies(self) -> Copies | None:
+        """Process 0: begin to copy checkpoints to checkpoint.copy_to. Raises UserError in every process when that URL cannot be used."""
+        opened: list[Copies] = []
+
+        def work() -> None:
+            config, run = self.config.checkpoint, self.run
+            if config.copy_to is not None:
+                log, emit = self.progress.note, self.events.emit
+                opened.append(Copies(run.path, run.id, config, log=log, emit=emit, guard=run.lease.check))
+
+        Agreement("copies").first(work)
+        return opened[0] if opened else None
+
+    def _open_local_tier(self) -> LocalTier | None:
+        config, run = self.config.checkpoint.local, self.run
+        if config.directory is None:
+            return None
+        return LocalTier(config, run.id, run.checkpoints, self.parts.abstract, log=self.progress.note, emit=self.events.emit)
+
     def _train(self) -> Outcome:
         """Create or restore the state, compile, and run the loop."""
         config = self.config
@@ -269,6 +297,8 @@ class _Session:
             self.stop.begin_together()
         if self.from_step is not None:
             self.checkpointer.set_later_aside(self.from_step)
+        else:
+            self.checkpointer.begin(start_step)
         rows = local_rows(config.data.batch_size, self.parts.partitioner)
         loader = build_loader(
             config.data,
@@ -289,7 +319,7 @@ class _Session:
     def _first_state(self) -> tuple[TrainState, int]:
         """Return the restored state or the initial one, and its step."""
         config, parts, checkpointer = self.config, self.parts, self.checkpointer
-        if checkpointer.has_checkpoints() and not holds_only_params(checkpointer):
+        if checkpointer.has_local() or (checkpointer.has_checkpoints() and not holds_only_params(checkpointer)):
             return self._restore()
         with self.progress.phase("creating the parameters", live_only=True), self.events.phase("init"):
             state = self.compiler.program(parts.make_state, "init")()
@@ -319,11 +349,12 @@ class _Session:
         """Return the state of `from_step` (None: the newest good one), and its step."""
         with self.progress.phase("restoring the checkpoint", live_only=True), self.events.phase("restore") as record:
             state, metadata = self.checkpointer.restore(self.parts.abstract, self.from_step)
-            record["step"] = metadata["step"]
+            record["step"], record["tier"] = metadata["step"], self.checkpointer.restored_from
         check_same_tokenizer(metadata.get("tokenizer"), self.tokenizer.sha256, str(self.checkpointer.directory))
         check_restored(metadata, self.config, self.corpora, self.progress.note)
         self.restored = metadata
-        self.progress.note(f"resuming from the checkpoint of step {metadata['step']}")
+        where = "" if self.checkpointer.restored_from == "shared" else f" on the nodes ({self.checkpointer.restored_from})"
+        self.progress.note(f"resuming from the checkpoint of step {metadata['step']}{where}")
         return state, int(metadata["step"])
 
     def _reference(self, state: TrainState) -> None:
@@ -441,7 +472,7 @@ class _Session:
                     self.plan_thread.join()
                 monitoring.close()
                 settle()
-        self.checkpointer.close()
+        self.checkpointer.close(finish_copies=outcome.stopped_by is None, finished=outcome.finished)
         return outcome
 
 

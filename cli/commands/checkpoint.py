@@ -1,4 +1,4 @@
-"""`ridge checkpoint list | verify RUN`: the checkpoints of a run, and whether they are good. Neither changes anything."""
+"""`ridge checkpoint list | verify | diff`: the checkpoints of a run, whether they are good, and how two differ. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -74,3 +74,59 @@ def verify_command(run: Path, step: int | None, as_json: bool) -> int:
         for item in found:
             print(f"  {item}")
     return FAILED_CHECK if bad else 0
+
+
+@click.command("diff")
+@click.argument("a", metavar="A", type=click.Path(path_type=Path))
+@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.option("--step-a", type=click.IntRange(min=0), help="Checkpoint of A [default: the newest good one].")
+@click.option("--step-b", type=click.IntRange(min=0), help="Checkpoint of B [default: the newest good one].")
+@click.option("--all", "show_all", is_flag=True, help="Also list the arrays that are equal.")
+@json_option
+def diff_command(a: Path, b: Path, step_a: int | None, step_b: int | None, show_all: bool, as_json: bool) -> None:
+    """Compare two checkpoints: arrays, data position, config. A and B are run directories, or directories of steps in them.
+
+    Values are compared where the shapes are equal: the largest absolute and relative difference, and the bytes that differ.
+    """
+    from ridgeline.configs.dump import value_text
+    from ridgeline.trainer.checkpoint.diff import compare, find
+
+    path_a, path_b = find(a, step_a), find(b, step_b)
+    found = compare(path_a, path_b)
+    changed = [array for array in found.arrays if array.change != "equal"]
+    if as_json:
+        print_json(
+            {
+                "a": str(path_a),
+                "b": str(path_b),
+                "equal": found.equal,
+                "arrays": [vars(array) for array in found.arrays],
+                "facts": [{"key": key, "a": in_a, "b": in_b} for key, in_a, in_b in found.facts],
+                "config": [{"key": key, "a": in_a, "b": in_b} for key, in_a, in_b in found.config],
+            }
+        )
+        return
+    shown = found.arrays if show_all else changed
+    if shown:
+        rows: list[dict[str, Any]] = [
+            vars(array) | {"share": array.changed / array.elements if array.elements else None} for array in shown
+        ]
+        columns: list[Column | str] = [
+            "name",
+            "change",
+            Column("a", "A", missing=""),
+            Column("b", "B", missing=""),
+            Column("max_abs", "max |a-b|", "{:.3g}".format, ""),
+            Column("max_rel", "max relative", "{:.3g}".format, ""),
+            Column("share", "changed", "{:.1%}".format, ""),
+        ]
+        print_table(columns, rows)
+    for title, rows_of in (("metadata", found.facts), ("config", found.config)):
+        if rows_of:
+            texts = [{"key": key, "a": value_text(in_a), "b": value_text(in_b)} for key, in_a, in_b in rows_of]
+            print()
+            print_table([Column("key"), Column("a", "A"), Column("b", "B")], texts, title=title)
+    total = (
+        f"{plural(len(changed), 'array')} of {len(found.arrays)} differ" if changed else f"all {len(found.arrays)} arrays are bitwise equal"
+    )
+    print(f"{path_a} and {path_b}: {total}")

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 @click.option(
     "--spares", type=click.IntRange(min=0, max=1_000_000), help="Nodes that replace a lost one at once [default: the best number]."
 )
-@click.option("--tier", type=click.Choice(["shared", "local"]), help="Where checkpoints are; local: not in the trainer [default: shared].")
+@click.option(
+    "--tier",
+    type=click.Choice(["shared", "local"]),
+    help="Where frequent checkpoints are [default: local with checkpoint.local, else shared].",
+)
 @click.option(
     "--policy", "elastic", type=click.Choice(["wait", "shrink"]), help="Without a spare; shrink: not in the trainer [default: wait]."
 )

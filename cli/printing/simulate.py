@@ -31,9 +31,7 @@ def print_report(report: Report, config: Config, cluster: ClusterConfig) -> None
     _print_interruptions(report)
     if report.inputs.without:
         print(f"\nNo layout is planned, so the time of a step and the tokens are unknown: {report.inputs.without}")
-    print(
-        "\nRates and times: planner/failures.yaml, with sources and what is assumed. Tier local and policy shrink are not in the trainer."
-    )
+    print("\nRates and times: planner/failures.yaml, with sources and what is assumed. Policy shrink is not in the trainer.")
 
 
 def _per_hour(made: Campaign) -> float:

@@ -106,7 +106,7 @@ def test_the_page_begins_with_three_sentences_and_names_what_the_trainer_has_not
     assert lines[3].startswith("Costs $") and lines[4].startswith("Largest losses: ")
     for row in ("simulated ", "saves of CONFIG ", "best in the trainer ", "best of all "):
         assert sum(line.startswith(row) for line in lines) == 1
-    assert "Tier local and policy shrink are not in the trainer." in page
+    assert "Policy shrink is not in the trainer." in page
 
 
 def test_the_restart_limit_of_the_job_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,6 +226,13 @@ CASES = [
         ["checkpoint.keep_every=700", "checkpoint.every=0"],
         "checkpoint.keep_every: must be a multiple of checkpoint.every=0, got 700 (0 turns it off)",
     ),
+    (["checkpoint.keep_best=2"], "checkpoint.keep_best: needs an evaluation set"),
+    (["checkpoint.keep_best=2", "evaluation.sets={a: x}", "checkpoint.best_set=b"], "checkpoint.best_set: ... 'b' ... (sets: a)"),
+    (["checkpoint.copy_to=bucket/run"], "checkpoint.copy_to: must be a URL such as s3://bucket/run, got 'bucket/run'"),
+    (
+        ["checkpoint.local.directory=/tmp/x", "checkpoint.local.every=500"],
+        "checkpoint.local.every: must be less than checkpoint.every=500, got 500",
+    ),
     # evaluation
     (["evaluation.every=10"], "evaluation.every: ... evaluation.sets ... evaluation.every=0"),
     (["evaluation.sets={a: x, b: x}"], "evaluation.sets.b: ... same directory as evaluation.sets.a: x"),
@@ -274,6 +281,9 @@ def test_a_broken_rule_names_its_keys_and_what_works(overrides: list[str], expec
         ["checkpoint.keep_every=1500"],
         ["data.batch_size=32", "trainer.accumulation=4", "mesh.fsdp=8"],
         ["checkpoint.every=0", "checkpoint.final=false"],
+        ["checkpoint.local.every=500"],
+        ["checkpoint.local.directory=/tmp/x", "checkpoint.every=0"],
+        ["checkpoint.keep_best=2", "evaluation.sets={a: x}", "checkpoint.best_set=a"],
     ],
 )
 def test_what_is_allowed_is_not_refused(overrides: list[str]) -> None:

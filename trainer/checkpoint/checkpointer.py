@@ -26,13 +26,15 @@ from typing import Any, Protocol
 import jax
 
 from ridgeline.configs.schema import CheckpointConfig
-from ridgeline.trainer.agreement import Agreement
+from ridgeline.trainer.agreement import Agreement, PeerError
 from ridgeline.trainer.checkpoint import directories as dirs
 from ridgeline.trainer.checkpoint import payload
+from ridgeline.trainer.checkpoint.copies import Copies
 from ridgeline.trainer.checkpoint.finite import Check, all_finite, nonfinite_leaves, short_list
 from ridgeline.trainer.checkpoint.integrity import Damage
+from ridgeline.trainer.checkpoint.local_tier import Candidate, LocalTier
 from ridgeline.trainer.checkpoint.reader import CheckpointReader, State, error_text
-from ridgeline.trainer.checkpoint.retention import Cadence, steps_to_delete
+from ridgeline.trainer.checkpoint.retention import Cadence, retention
 from ridgeline.trainer.checkpoint.seal import FINITE, is_finite_verified, seal
 from ridgeline.trainer.failures import CheckpointError, NumericalFailure
 
@@ -76,6 +78,8 @@ class Checkpointer(CheckpointReader):
       log: receives warnings and notes for the user, one line each (process 0).
       check: `finite.all_finite`, jitted; a run passes one from its compilation cache.
       guard: called before each change of the directory (Lease.check).
+      copies: copies each checkpoint elsewhere (process 0).
+      local: more frequent checkpoints on each node.
     """
 
     def __init__(
@@ -88,8 +92,13 @@ class Checkpointer(CheckpointReader):
         log: Callable[[str], None] | None = None,
         check: Check | None = None,
         guard: Callable[[], None] = lambda: None,
+        copies: Copies | None = None,
+        local: LocalTier | None = None,
     ) -> None:
         super().__init__(directory, config, log=log)
+        self._copies, self._local = copies, local
+        self.restored_from: str | None = None
+        """shared, local or neighbor: where the state of the last restore was."""
         self._check, self._guard = check or jax.jit(all_finite), guard
         self.failures = 0
         """Consecutive failed saves."""
@@ -166,16 +175,71 @@ class Checkpointer(CheckpointReader):
         """Return how long the last good save took from its start to its seal; None before the first."""
         return self._last_write_s
 
-    def close(self) -> None:
-        """Wait for the save in flight. Raises CheckpointError when the last save failed: the state of that step is not on disk."""
+    def close(self, finish_copies: bool = True, finished: bool = False) -> None:
+        """Wait for the save in flight, and for its copy, unless the next start is to finish it. `finished`: the run is complete.
+
+        Raises CheckpointError when the last save failed: the state of that step is not on disk.
+        """
         self.wait()
+        if self._copies is not None:
+            self._copies.close(finish_copies)
+        if self._local is not None:
+            self._local.close(finished=finished and self._last_error is None)
         if self._last_error is not None:
             raise CheckpointError(f"the last save failed: {self._last_error}")
 
     def restore(self, abstract_state: State, step: int | None = None, *, partial: bool = False) -> tuple[State, dict[str, Any]]:
-        """Wait for the save in flight, and restore as CheckpointReader does; damaged steps are set aside."""
+        """Wait for the save in flight, and restore as CheckpointReader does; damaged steps are set aside.
+
+        Without `step`, the newest complete step of both tiers is restored.
+        """
         self.wait()
+        if step is None and (found := self._restore_local()) is not None:
+            return found
+        self.restored_from = "shared"
         return super().restore(abstract_state, step, partial=partial)
+
+    def has_local(self) -> bool:
+        """Return whether the newest complete step is a local one."""
+        return bool(self._newer_local())
+
+    def begin(self, step: int) -> None:
+        """Training begins at `step`, before its first step or after a return to an earlier one: later local steps no longer count."""
+        if self._local is not None:
+            self._local.begin(step)
+
+    def local_due(self, step: int) -> bool:
+        """Return whether to save locally after `step`."""
+        return self._local is not None and self._local.due(step)
+
+    def save_local(self, step: int, state: State, metadata: Mapping[str, Any]) -> bool:
+        """Save on the nodes, in the background; return false when it was skipped, since the previous one is still being written.
+
+        Raises NumericalFailure as `save`. Other failures are logged.
+        """
+        assert self._local is not None
+        self._check_finite(step, state)
+        return self._local.save(step, state, self._describe(step, state, metadata))
+
+    def _newer_local(self) -> list[Candidate]:
+        """Return the local steps that are newer than those in the run directory, newest first."""
+        if self._local is None:
+            return []
+        shared = self.latest_step()
+        return [candidate for candidate in self._local.candidates() if shared is None or candidate.step > shared]
+
+    def _restore_local(self) -> tuple[State, dict[str, Any]] | None:
+        """Restore the newest local step that can be read; None when the run directory's is newer, or the only one."""
+        for candidate in self._newer_local():
+            assert self._local is not None
+            try:
+                state, metadata, self.restored_from = self._local.restore(candidate)
+            except (PeerError, RuntimeError) as error:
+                if self._agreement.process == 0:
+                    self._log(f"WARNING: the local checkpoint of step {candidate.step} cannot be read: {error}")
+            else:
+                return state, metadata
+        return None
 
     def set_later_aside(self, step: int) -> None:
         """Set all steps after `step` aside: the run continues from `step`, and no restart may use them."""
@@ -185,6 +249,7 @@ class Checkpointer(CheckpointReader):
                 self._set_aside(later, "superseded", f"the run is restarted from step {step}")
 
         self._agreement.first(work)
+        self.begin(step)
 
     def _check_finite(self, step: int, state: State) -> None:
         """Raise NumericalFailure unless every number of the state is finite."""
@@ -236,6 +301,8 @@ class Checkpointer(CheckpointReader):
                 self._background.first(lambda: self._report_failure(pending))
         else:
             self._last_write_s = time.perf_counter() - pending.start_s
+            if self._copies is not None:
+                self._copies.saved(pending.step)
             self._emit("checkpoint_saved", step=pending.step, size_bytes=size_bytes, total_s=self._last_write_s)
 
     def _await_payload(self, pending: _Pending) -> None:
@@ -259,19 +326,19 @@ class Checkpointer(CheckpointReader):
             raise
 
     def _retain(self, newest_proven: bool = False) -> None:
-        """Process 0: delete the steps that `steps_to_delete` returns. A failed deletion costs disk space and does not end the run."""
+        """Process 0: delete what `retention` returns. A failed deletion costs disk space and does not end the run."""
         self._guard()
-        complete, config = dirs.complete_steps(self.directory), self.config
-        verified = [step for step in complete if is_finite_verified(dirs.step_dir(self.directory, step))]
-        keep_last, keep_every = config.keep_last, config.keep_every
-        for step in steps_to_delete(complete, verified, keep_last=keep_last, keep_every=keep_every, newest_proven=newest_proven):
+        verified = [step for step in dirs.complete_steps(self.directory) if is_finite_verified(dirs.step_dir(self.directory, step))]
+        old = retention(self.directory, self.config, verified, newest_proven=newest_proven)
+        waiting = set() if self._copies is None else self._copies.pending()
+        for step in [step for step in old.steps if step not in waiting]:
             try:
                 dirs.delete(self.directory, step)
             except OSError as error:
                 self._log(f"warning: cannot delete the old checkpoint of step {step}: {error_text(error)}")
             else:
                 self._emit("checkpoint_deleted", step=step)
-        for name in dirs.expired(self.directory, config.keep_set_aside):
+        for name in old.expired:
             try:
                 dirs.remove(self.directory / name)
             except OSError as error:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ridgeline.configs.errors import UserError
 from ridgeline.rundir.files import make_directory, sync_directory, temporary, write_atomically
@@ -19,6 +21,11 @@ from ridgeline.trainer.checkpoint.integrity import MANIFEST
 
 MARKER = "ridge-checkpoints.json"
 """Marks a directory of our checkpoints. Nothing is renamed or deleted in a directory without it."""
+
+REPLACED = "replaced"
+"""Why a directory with the damaged files of a repaired step is set aside (repair.py)."""
+NOT_DAMAGED = ("incomplete", "superseded", REPLACED)
+"""Reasons of directories that are no damaged checkpoints."""
 
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 _ASIDE = re.compile(r"step_([0-9]{8,18})\.bad-(.+)")
@@ -69,8 +76,7 @@ def check_complete(root: Path, step: int) -> None:
 
 def damaged_steps(root: Path) -> list[str]:
     """Return the directory names of steps that were complete and were set aside as damaged. Raises OSError."""
-    matches = [match for match in map(_ASIDE.fullmatch, _names(root)) if match]
-    return sorted(match[0] for match in matches if not match[2].startswith(("incomplete", "superseded")))
+    return sorted(name for _, reason, name in aside(root) if not reason.startswith(NOT_DAMAGED))
 
 
 def expired(root: Path, keep: int) -> list[str]:
@@ -113,36 +119,58 @@ def discard_unfinished(root: Path, step: int) -> None:
         remove(path)
 
 
+@dataclass(frozen=True)
+class Leftover:
+    """What a killed run left in a checkpoint directory."""
+
+    name: str
+    kind: Literal["deletion", "payload", "marker", "incomplete"]
+    """An unfinished deletion, a payload that Orbax did not commit, an unfinished marker, or a step without a manifest."""
+
+
+def leftovers(root: Path) -> list[Leftover]:
+    """Return what a killed run left, incomplete steps last. Raises OSError."""
+    found = []
+    for name in sorted(_names(root)):
+        if name.endswith(_DELETING) and _STEP.fullmatch(name.removesuffix(_DELETING)):
+            found.append(Leftover(name, "deletion"))
+        elif _ORBAX_LEFTOVER.fullmatch(name):
+            found.append(Leftover(name, "payload"))
+        elif name == temporary(root / MARKER).name:
+            found.append(Leftover(name, "marker"))
+    incomplete = sorted(set(steps(root)) - set(complete_steps(root)))
+    return found + [Leftover(step_dir(root, step).name, "incomplete") for step in incomplete]
+
+
 def repair(root: Path) -> list[str]:
     """Repair the directory after a kill: finish deletions, delete payloads that Orbax did not commit, set incomplete steps aside.
 
     Call it only in the process that writes here. Returns one line per repair, and per one that failed: what is left costs disk space.
     """
+    return [line for leftover in leftovers(root) if (line := clear(root, leftover))]
 
-    def try_to_remove(name: str, done: str) -> str:
-        try:
-            remove(root / name)
-        except OSError as error:
-            return f"{name} cannot be removed: {error.strerror}"
-        return done
 
-    lines = []
-    for name in sorted(_names(root)):
-        if name.endswith(_DELETING) and _STEP.fullmatch(name.removesuffix(_DELETING)):
-            lines.append(try_to_remove(name, f"finished the interrupted deletion of {name.removesuffix(_DELETING)}"))
-        elif _ORBAX_LEFTOVER.fullmatch(name):
-            lines.append(try_to_remove(name, f"{name.split('.')[0]} is incomplete (its save was interrupted): removed what was written"))
-        elif name == temporary(root / MARKER).name:
-            try_to_remove(name, "")
-    for step in sorted(set(steps(root)) - set(complete_steps(root))):
-        name = step_dir(root, step).name
-        try:
-            new = set_aside(root, step, "incomplete")
-        except OSError as error:
-            lines.append(f"{name} is incomplete, and cannot be set aside: {error.strerror}")
-        else:
-            lines.append(f"{name} is incomplete (it has no {MANIFEST}): set aside as {new.name}")
-    return lines
+def clear(root: Path, leftover: Leftover) -> str:
+    """Remove what a killed run left, or set it aside; return a line about it, empty for a temporary file."""
+    name = leftover.name
+    try:
+        if leftover.kind == "incomplete":
+            new = set_aside(root, int(name.removeprefix("step_")), "incomplete")
+            return f"{name} is incomplete (it has no {MANIFEST}): set aside as {new.name}"
+        remove(root / name)
+    except OSError as error:
+        if leftover.kind == "incomplete":
+            return f"{name} is incomplete, and cannot be set aside: {error.strerror}"
+        return f"{name} cannot be removed: {error.strerror}" if leftover.kind != "marker" else ""
+    if leftover.kind == "deletion":
+        return f"finished the interrupted deletion of {name.removesuffix(_DELETING)}"
+    return f"{name.split('.')[0]} is incomplete (its save was interrupted): removed what was written" if leftover.kind == "payload" else ""
+
+
+def aside(root: Path) -> list[tuple[int, str, str]]:
+    """Return (step, reason, directory name) of the steps that were set aside. Raises OSError."""
+    matches = [match for match in map(_ASIDE.fullmatch, _names(root)) if match]
+    return sorted((int(match[1]), match[2], match[0]) for match in matches)
 
 
 def remove(path: Path) -> None:

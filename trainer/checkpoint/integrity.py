@@ -24,7 +24,7 @@ from ridgeline.rundir.files import sync_directory, write_atomically
 
 MANIFEST = "integrity.json"
 _FORMAT = 1
-_CHUNK_BYTES = 512 << 10
+CHUNK_BYTES = 512 << 10
 """Small enough to stay in the core's cache between read and hash."""
 _NOT_REGULAR = "not a regular file"
 
@@ -108,7 +108,7 @@ def share(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
 
 def sha256_file(path: Path, *, sync: bool = False) -> str:
     """Return the sha256 of a regular file in hex; `sync` flushes it to disk first. Raises OSError."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, _NOT_REGULAR, str(path))
@@ -129,7 +129,7 @@ def digest_files(root: Path, names: Iterable[str], *, threads: int, sync: bool =
 
 def write_manifest(root: Path, files: Mapping[str, FileDigest]) -> None:
     """Write the manifest atomically: temporary file, fsync, rename, fsync of the directory. Raises OSError."""
-    write_atomically(root / MANIFEST, _render(files))
+    write_atomically(root / MANIFEST, render_manifest(files))
 
 
 def read_manifest(root: Path) -> dict[str, FileDigest]:
@@ -140,9 +140,14 @@ def read_manifest(root: Path) -> dict[str, FileDigest]:
         content = read_limited(root / MANIFEST)
     except UserError as error:
         raise ManifestDamage(str(error)) from None
+    return parse_manifest(content)
+
+
+def parse_manifest(content: bytes) -> dict[str, FileDigest]:
+    """Return the entries of a manifest. Raises ManifestDamage when it is truncated or altered in any byte."""
     try:
         files = {name: FileDigest(**entry) for name, entry in json.loads(content)["files"].items()}
-        intact = content == _render(files) and all(type(entry.size_bytes) is int for entry in files.values())
+        intact = content == render_manifest(files) and all(type(entry.size_bytes) is int for entry in files.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
@@ -195,7 +200,8 @@ def default_threads() -> int:
     return max(4, min(32, len(os.sched_getaffinity(0))))
 
 
-def _render(files: Mapping[str, FileDigest]) -> bytes:
+def render_manifest(files: Mapping[str, FileDigest]) -> bytes:
+    """Return the manifest of files in canonical form."""
     content: dict[str, Any] = {"format": _FORMAT, "files": {name: asdict(files[name]) for name in sorted(files)}}
     content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()

@@ -7,7 +7,6 @@ one element, which are then recreated with their real shapes and filled slice by
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,12 +22,11 @@ from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import integrity
 from ridgeline.trainer.checkpoint.identity import misplaced, run_id
+from ridgeline.trainer.checkpoint.payload import array_spec
 from ridgeline.trainer.checkpoint.seal import DamagedError, read_metadata, seal
 
 PARAMS_ONLY = "params"
 """metadata["kind"] of a checkpoint without optimizer state: a run can start from it, but not resume it."""
-_STATE = "state"
-"""The directory in which Orbax stores a pytree."""
 _PREFIX = "params."
 _KEPT = 3
 """Cached chunks: as many parameters as one Hugging Face tensor can fuse."""
@@ -68,7 +66,7 @@ class ParamReader:
 
     def __init__(self, checkpoints: Path, step: int | None = None) -> None:
         """Open and verify a checkpoint without changing the directory. Raises UserError when it is missing or damaged."""
-        self.step = _newest_good(checkpoints, step)
+        self.step = newest_good(checkpoints, step)
         self._root = checkpoint_dirs.step_dir(checkpoints, self.step)
         self.metadata: dict[str, Any] = read_metadata(self._root)
         stored = {name.removeprefix(_PREFIX): leaf for name, leaf in self.metadata["arrays"].items() if name.startswith(_PREFIX)}
@@ -80,7 +78,7 @@ class ParamReader:
     def read(self, path: str, layer: int | None) -> np.ndarray:
         """Return a whole parameter (layer None) or one layer of a stacked one. The chunk is cached for the layers in it."""
         if path not in self._arrays:
-            self._arrays[path] = ts.open(_read_spec(self._root, path), open=True, context=_context()).result()
+            self._arrays[path] = open_array(self._root, _PREFIX + path)
         array = self._arrays[path]
         if layer is None:
             return np.asarray(array.read().result())
@@ -95,7 +93,12 @@ class ParamReader:
         return self._chunks[key][layer - first]
 
 
-def _newest_good(checkpoints: Path, wanted: int | None) -> int:
+def open_array(root: Path, name: str) -> ts.TensorStore:
+    """Open an array of a step by its name in metadata.json. A PRNG key is its raw uint32 data. Raises ValueError for damage."""
+    return ts.open(array_spec(root, name), open=True, context=_context()).result()
+
+
+def newest_good(checkpoints: Path, wanted: int | None) -> int:
     """Return the newest undamaged step, or the wanted one. Raises UserError with the damage of the others."""
     checkpoint_dirs.check_ours(checkpoints)
     complete = checkpoint_dirs.complete_steps(checkpoints)
@@ -129,7 +132,7 @@ def _lay_out(root: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[
 def _create(root: Path, path: str, shape: tuple[int, ...]) -> ts.TensorStore:
     """Recreate the array with Orbax's encoding, `shape`, and chunks of one layer where it is stacked."""
     chunk = [1, *shape[1:]] if path.startswith(STACKS) else list(shape)
-    spec = ts.open(_read_spec(root, path), open=True).result().spec().to_json()
+    spec = ts.open(array_spec(root, _PREFIX + path), open=True).result().spec().to_json()
     spec.pop("transform", None)
     metadata = spec["metadata"]
     metadata["shape"] = list(shape)
@@ -138,13 +141,3 @@ def _create(root: Path, path: str, shape: tuple[int, ...]) -> ts.TensorStore:
         if codec["name"] == "sharding_indexed":
             codec["configuration"]["chunk_shape"] = chunk
     return ts.open(spec, create=True, delete_existing=True, context=_context()).result()
-
-
-def _read_spec(root: Path, path: str) -> dict[str, Any]:
-    state = os.fspath((root / _STATE).absolute()) + "/"
-    name = _PREFIX + path + "/"
-    if (root / _STATE / "manifest.ocdbt").exists():
-        store: dict[str, Any] = {"driver": "ocdbt", "base": f"file://{state}", "path": name}
-    else:
-        store = {"driver": "file", "path": state + name}
-    return {"driver": "zarr3", "kvstore": store}

@@ -143,19 +143,19 @@ class CheckpointReader:
         payload.check_matches(metadata["arrays"], abstract_state, partial=partial, where=str(path))
         if self._agreement.count > 1:
             check_digests(path, manifest, large, self._agreement)
-            return self._load(path, abstract_state, partial), metadata
+            return self._load(path, abstract_state), metadata
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-verify") as pool:
             verification = pool.submit(check_digests, path, manifest, large, self._agreement)
             try:
-                state = self._load(path, abstract_state, partial)
+                state = self._load(path, abstract_state)
             finally:
                 verification.result()  # damage explains a failed load, and is raised in its place
         return state, metadata
 
-    def _load(self, path: Path, abstract_state: State, partial: bool) -> State:
+    def _load(self, path: Path, abstract_state: State) -> State:
         try:
             with jax.transfer_guard("allow"):
-                return jax.block_until_ready(payload.load(path, abstract_state, partial=partial))
+                return jax.block_until_ready(payload.load(path, abstract_state))
         except Exception as error:
             hint = "" if self.config.verify else "; with checkpoint.verify=true a damaged step is skipped"
             raise CheckpointError(f"{path} cannot be loaded: {error_text(error)}{hint}") from error

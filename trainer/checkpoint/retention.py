@@ -1,11 +1,16 @@
-"""When to save and which steps to keep. The clock and the agreement between processes are passed in."""
+"""When to save and which steps to keep (runs, `ridge checkpoint prune`). The clock and the agreement of processes are passed in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from ridgeline.configs.schema import CheckpointConfig
 from ridgeline.trainer.agreement import Agreement
+from ridgeline.trainer.checkpoint import directories as dirs
+from ridgeline.trainer.checkpoint.seal import evaluation_loss
 
 _CHECKS_PER_INTERVAL = 20
 """With several processes: how often process 0's clock is read per `every_minutes`. A save is late by at most 1/20 of the interval."""
@@ -13,9 +18,15 @@ _MAX_STEPS_BETWEEN_CHECKS = 10_000
 
 
 def steps_to_delete(
-    steps: Sequence[int], verified: Collection[int], *, keep_last: int, keep_every: int, newest_proven: bool = False
+    steps: Sequence[int],
+    verified: Collection[int],
+    *,
+    keep_last: int,
+    keep_every: int,
+    kept: Collection[int] = (),
+    newest_proven: bool = False,
 ) -> list[int]:
-    """Return the complete steps to delete: those before the last `keep_last` verified ones, except multiples of `keep_every`.
+    """Return the complete steps to delete: those before the last `keep_last` verified ones, except multiples of `keep_every` and `kept`.
 
     Args:
       steps: all complete steps.
@@ -29,7 +40,41 @@ def steps_to_delete(
     counted = sorted(set(verified) & set(steps))
     if len(counted) < wanted:
         return []
-    return [step for step in sorted(set(steps)) if step < counted[-wanted] and not (keep_every and step % keep_every == 0)]
+    return [
+        step for step in sorted(set(steps)) if step < counted[-wanted] and not (keep_every and step % keep_every == 0) and step not in kept
+    ]
+
+
+def best_steps(losses: Mapping[int, float], count: int) -> list[int]:
+    """Return the `count` steps with the least loss, of equal ones the newer; a loss that is not a number counts as infinite."""
+    return sorted(losses, key=lambda step: (math.inf if math.isnan(losses[step]) else losses[step], -step))[:count]
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What retention deletes in a checkpoint directory."""
+
+    steps: list[int]
+    expired: list[str]
+    """Directory names of steps that were set aside long ago."""
+
+
+def retention(root: Path, config: CheckpointConfig, verified: Collection[int], *, newest_proven: bool = False) -> Retained:
+    """Return what a checkpoint directory no longer needs, for a run after a save and for `ridge checkpoint prune`. Raises OSError.
+
+    verified, newest_proven: as in `steps_to_delete`.
+    """
+    complete = dirs.complete_steps(root)
+    losses = {step: loss for step in complete if (loss := evaluation_loss(dirs.step_dir(root, step), config.best_set)) is not None}
+    steps = steps_to_delete(
+        complete,
+        verified,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        kept=best_steps(losses, config.keep_best),
+        newest_proven=newest_proven,
+    )
+    return Retained(steps, dirs.expired(root, config.keep_set_aside))
 
 
 class Cadence:

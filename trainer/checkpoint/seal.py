@@ -19,6 +19,10 @@ FINITE = "finite"
 """Key of metadata.json: true if the state was verified to be finite before it was sealed. Earlier versions did not write it."""
 
 
+EVALUATION = "evaluation"
+"""Key of metadata.json: evaluation set -> loss in nats per token of this state, of the evaluation at the step of the save, if any."""
+
+
 class DamagedError(Exception):
     """A step differs from its manifest."""
 
@@ -52,6 +56,22 @@ def is_finite_verified(path: Path) -> bool:
         return read_metadata(path).get(FINITE) is True
     except DamagedError:
         return False
+
+
+def evaluation_loss(path: Path, name: str | None) -> float | None:
+    """Return the loss of an evaluation set (None: the first) that a step was sealed with; None without one."""
+    try:
+        return loss_of(read_metadata(path).get(EVALUATION), name)
+    except DamagedError:
+        return None
+
+
+def loss_of(losses: Any, name: str | None) -> float | None:
+    """Return the loss of an evaluation set (None: the first) from the value of EVALUATION; None without one."""
+    if not isinstance(losses, dict):
+        return None
+    loss = losses.get(next(iter(losses), None) if name is None else name)
+    return float(loss) if isinstance(loss, int | float) else None
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
