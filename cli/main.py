@@ -104,6 +104,7 @@ COMMANDS: Table = {
     "diagnose": ("ridgeline.cli.commands.diagnose:diagnose", "Report the bottlenecks of a run, and what to change."),
     "report": ("ridgeline.cli.commands.report:report", "Write an HTML page about a run, or a comparison of several."),
     "scale": ("ridgeline.cli.commands.scale:scale", "Measure a config at several scales, and recommend one."),
+    "ladder": ("ridgeline.cli.commands.ladder:ladder", "Train several sizes, fit a scaling law, predict a target."),
     "timeline": ("ridgeline.cli.commands.timeline:timeline", "Draw the phases of a run, or export a Perfetto trace."),
     "shardings": ("ridgeline.cli.commands.shardings:shardings", "Show the sharding of every parameter, without the hardware."),
     "convert": ("Convert models: from and to Hugging Face, dense to experts.", _CONVERT),

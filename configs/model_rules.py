@@ -65,6 +65,30 @@ def model_rules(config: Config) -> Iterator[Problem]:
         yield from _latent(config, model.latent_attention)
     if model.moe is not None:
         yield from _moe(model, model.moe)
+    if model.mup is not None:
+        yield from _mup(config)
+
+
+MUP_OPTIMIZERS = ("adamw", "lion")
+"""Optimizers whose learning rates by width are known: the column of Adam in table 8 of muP (lion's updates have the size of Adam's)."""
+
+
+def _mup(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with muP."""
+    model, kind = config.model, config.optimizer.kind
+    if kind not in MUP_OPTIMIZERS:
+        yield Problem(("optimizer.kind", "model.mup"), f"{kind} has no learning rates by width; use {' or '.join(MUP_OPTIMIZERS)}")
+    if model.mup is not None and model.mup.base_head_dim is not None and model.query_pre_attn_scalar is not None:
+        base = f"model.head_dim^2 / base_head_dim={model.head_width**2 / model.mup.base_head_dim:g}"
+        yield Problem(
+            ("model.mup.base_head_dim", "model.query_pre_attn_scalar"), f"both divide the scores; set query_pre_attn_scalar to {base}"
+        )
+    for key, works, wanted in (
+        ("model.latent_attention", model.latent_attention is None, "null"),
+        ("lora.rank", config.lora.rank is None, "null (or export the model with `ridge convert to-hf` and start from that)"),
+    ):
+        if not works:
+            yield Problem((key, "model.mup"), f"does not support muP; set {key}={wanted}")
 
 
 def _latent(config: Config, latent: LatentAttention) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from ridgeline.configs.section import (
@@ -89,6 +90,21 @@ class LatentAttention(Section):
     """Width of each value head."""
 
 
+class MupConfig(Section):
+    """Maximal update parametrization (muP, arXiv 2203.03466, table 8): settings tuned at a base width hold at other widths.
+
+    With m = embed_dim / base_embed_dim: matrices of the layers start at init_std / sqrt(m), the router at init_std / m, logits are
+    multiplied by 1/m, and the optimizer divides the learning rate of these matrices by m. At the base width nothing changes. The width of
+    the MLP and the total width of the heads are assumed to grow in proportion to embed_dim.
+    """
+
+    base_embed_dim: PositiveInt
+    """model.embed_dim of the base model."""
+    base_head_dim: PositiveInt | None = None
+    """Head width of the base model: attention scores are divided by head width / sqrt(base_head_dim) instead of sqrt(head width). null: the
+    same head width at all sizes, so that larger models have more heads."""
+
+
 class ModelConfig(Section):
     """The architecture. A checkpoint fixes all of it."""
 
@@ -171,6 +187,26 @@ class ModelConfig(Section):
     """Every n-th layer attends to all earlier tokens, the layers between have the sliding_window; null: every layer has it."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the normal initialization. Each family's file in models/ documents which parameters use it."""
+    mup: MupConfig | None = None
+    """Width scaling by muP; null: the standard parametrization."""
+
+    @property
+    def width_ratio(self) -> float:
+        """Width over that of the base model of muP; 1 without it."""
+        return 1.0 if self.mup is None else self.embed_dim / self.mup.base_embed_dim
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the token embeddings with scale_embeddings: sqrt(embed_dim), with muP that of the base model."""
+        return math.sqrt(self.embed_dim / self.width_ratio) if self.scale_embeddings else 1.0
+
+    @property
+    def query_scale(self) -> float:
+        """Factor of the queries, after which attention scores are divided by sqrt(head width)."""
+        base = None if self.mup is None else self.mup.base_head_dim
+        if base is not None:
+            return math.sqrt(base / self.head_width)
+        return 1.0 if self.query_pre_attn_scalar is None else math.sqrt(self.head_width / self.query_pre_attn_scalar)
 
     @property
     def kv_heads(self) -> int:

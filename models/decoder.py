@@ -36,10 +36,9 @@ class Decoder(nnx.Module):
         learned = model.position == "learned"
         self.position_embedding = make.normal((model.max_seq_len, width), ("positions", "embed"), model.init_std) if learned else None
         dense = model.dense_layers if model.moe else 0
-        self.dense_blocks = (
-            family.block(model.without_experts(), execution, family.residual_std(model), make.stacked(dense)) if dense else None
-        )
-        self.blocks = family.block(model, execution, family.residual_std(model), make.stacked(model.num_layers - dense))
+        residual_std = family.residual_std(model) / math.sqrt(model.width_ratio)
+        self.dense_blocks = family.block(model.without_experts(), execution, residual_std, make.stacked(dense)) if dense else None
+        self.blocks = family.block(model, execution, residual_std, make.stacked(model.num_layers - dense))
         self.final_norm = NORMS[model.norm](width, model.norm_eps, make, execution.partitioner)
         self.output = None if model.tie_embeddings else make.normal((width, vocab), ("embed", "vocab"), model.init_std)
         self.model = model
@@ -83,7 +82,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("embed"):
             x_BTD = matmul.look_up(self.embedding, tokens_BT)
             if self.model.scale_embeddings:
-                x_BTD *= jnp.asarray(math.sqrt(self.model.embed_dim), x_BTD.dtype)
+                x_BTD *= jnp.asarray(self.model.embedding_scale, x_BTD.dtype)
             if self.position_embedding is not None:
                 x_BTD += matmul.look_up(self.position_embedding, positions_BT)
             return self.execution.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
@@ -98,8 +97,11 @@ class Decoder(nnx.Module):
         return rotary_table(positions_BT, model.rotary_dims, model.rope_theta, model.rope_scaling)
 
     def normalize(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the final-normed residual stream."""
-        return self.execution.partitioner.constrain(self.final_norm(x_BTD), "batch", "residual_seq", "act_embed")
+        """Return the final-normed residual stream, with muP divided by the width ratio: so are the logits."""
+        x_BTD = self.final_norm(x_BTD)
+        if self.model.width_ratio != 1:
+            x_BTD = (x_BTD.astype(jnp.float32) / self.model.width_ratio).astype(x_BTD.dtype)
+        return self.execution.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
     def unembedding(self) -> jax.Array:
         """Return the stored (sharded) output projection [D, V] in the parameter dtype; the loss casts and gathers it."""

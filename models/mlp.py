@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.lora import adapters_of, make_adapters
+from ridgeline.models.mup import matrix_std
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 
@@ -41,9 +42,9 @@ class MLP(nnx.Module):
     """Gated: down(act(gate(x)) * up(x)) (arXiv 2002.05202); plain: down(act(up(x)))."""
 
     def __init__(self, model: ModelConfig, execution: Execution, residual_std: float, make: ParamFactory) -> None:
-        width, hidden = model.embed_dim, model.mlp_dim
-        self.gate = make.normal((width, hidden), ("embed", "mlp"), model.init_std) if model.gated_mlp else None
-        self.up = make.normal((width, hidden), ("embed", "mlp"), model.init_std)
+        width, hidden, std = model.embed_dim, model.mlp_dim, matrix_std(model)
+        self.gate = make.normal((width, hidden), ("embed", "mlp"), std) if model.gated_mlp else None
+        self.up = make.normal((width, hidden), ("embed", "mlp"), std)
         self.down = make.normal((hidden, width), ("mlp", "embed"), residual_std)
         self.gate_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias and model.gated_mlp else None
         self.up_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias else None

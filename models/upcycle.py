@@ -62,7 +62,7 @@ class Upcycling:
             for layer in range(shape[0]) if path.startswith(STACKS) else (None,):
                 if path == _MLP + "router":
                     assert layer is not None
-                    values = model.init_std * self._random(layer, len(_MATRICES)).standard_normal(shape[1:], np.float32)
+                    values = model.init_std / model.width_ratio * self._random(layer, len(_MATRICES)).standard_normal(shape[1:], np.float32)
                 elif path.startswith(_MLP) and name in _MATRICES:
                     assert layer is not None
                     values = self._copies(name, layer, read(path, layer))

@@ -38,18 +38,42 @@ MUON_RMS = 0.2
 
 
 def build_optimizer(
-    optimizer: OptimizerConfig, precision: PrecisionConfig, param_axes: Tree, partitioner: Partitioner | None = None
+    optimizer: OptimizerConfig,
+    precision: PrecisionConfig,
+    param_axes: Tree,
+    partitioner: Partitioner | None = None,
+    width_ratio: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the update rule for parameters with these logical axes (the parameter tree with a tuple of names per array).
 
-    `partitioner` shards the parameters; None: they are on one device.
+    `partitioner` shards the parameters; None: they are on one device. `width_ratio`: of the model (muP).
     Its `update` takes the keywords `learning_rate` (float32 scalar) and `key` (for moments in 8 bits) and returns float32 updates.
     Raises UserError for an unknown kind.
     """
     rules = OPTIMIZERS | {"muon": partial(_muon, partitioner=partitioner)}  # the only one that communicates
     build: Rule = rules.get(optimizer.kind) or plugins.load("optimizers", optimizer.kind, OptimizerPlugin, OPTIMIZERS).rule
-    rule = build(optimizer, jnp.dtype(precision.moments), param_axes)
+    if width_ratio == 1:
+        rule = build(optimizer, jnp.dtype(precision.moments), param_axes)
+    else:
+        undecayed = optimizer.model_copy(update={"weight_decay": 0.0})
+        rule = optax.chain(
+            build(undecayed, jnp.dtype(precision.moments), param_axes),
+            _scale_by_width(width_ratio, param_axes),
+            _decayed_weights(optimizer, param_axes),
+        )
     return _in_float32(optax.chain(rule, _scale_by_learning_rate()))
+
+
+def learning_rate_factor(axes: LogicalAxes, width_ratio: float) -> float:
+    """Return the factor of the learning rate of a parameter in muP, for adamw and lion (arXiv 2203.03466, table 8).
+
+    1/m for the matrices of the layers; 1 for tables, the unembedding and vectors. The router, whose outputs have no width, is scaled as
+    the output weights of table 3: 1/m. Weight decay has no factor: learning rate times decay is the same at all widths (independent
+    weight decay, as in the package `mup`).
+    """
+    router = {"embed", "router"} <= set(axes)
+    width_to_width = len(matrix_sides(axes)) == 2 and not {*TABLE_AXES, "router"} & set(axes)
+    return 1 / width_ratio if router or width_to_width else 1.0
 
 
 def decays(config: OptimizerConfig, axes: LogicalAxes) -> bool:
@@ -66,6 +90,14 @@ def _map_axes(fn: Callable[[LogicalAxes], Any], param_axes: Tree, params: Tree) 
     """Apply `fn` to the logical axes of each parameter, in the structure of `params` (masked-out parameters stay masked)."""
     masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
     return jax.tree.map(lambda leaf, axes: leaf if masked(leaf) else fn(tuple(axes)), params, param_axes, is_leaf=masked)
+
+
+def _scale_by_width(width_ratio: float, param_axes: Tree) -> optax.GradientTransformation:
+    def scale(updates: Tree, params: Tree) -> Tree:
+        factors = _map_axes(lambda axes: learning_rate_factor(axes, width_ratio), param_axes, updates)
+        return jax.tree.map(lambda update, factor: update * factor, updates, factors)
+
+    return optax.stateless(scale)
 
 
 def _decayed_weights(config: OptimizerConfig, param_axes: Tree) -> optax.GradientTransformation:

@@ -120,12 +120,14 @@ def _facts(runs: tuple[Path, ...], cluster: str | None, calibration: Path | None
     from ridgeline.explain.diagnosis.captured import capture_facts, is_capture
     from ridgeline.explain.diagnosis.facts import read_facts
     from ridgeline.explain.diagnosis.several import read_several
-    from ridgeline.explain.study.document import is_scaling, read_study, study_runs
+    from ridgeline.explain.study.document import is_ladder, is_scaling, read_study, study_runs
     from ridgeline.rundir.directory import RunDir
 
     if len(runs) == 1:
         study = read_study(runs[0])
         if study is not None:
+            if is_ladder(study):
+                raise UserError(f"{runs[0]} is a scaling-law ladder, whose runs differ in size: use `ridge report {runs[0]}`")
             inside = study_runs(study, runs[0])
             price_usd, tokens = (study["price_usd"], study["tokens"]) if is_scaling(study) else (None, None)
             facts = read_several(inside, price_usd=price_usd, tokens=tokens)

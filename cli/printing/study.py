@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ridgeline.cli.tables import Column, print_json, print_table
-from ridgeline.explain.study.document import FILE, Study, columns
+from ridgeline.explain.study.document import FILE, Study, columns, is_ladder
 
 
 def print_study(study: Study, output: Path | None, *, as_json: bool) -> None:
@@ -23,4 +23,4 @@ def print_study(study: Study, output: Path | None, *, as_json: bool) -> None:
     for sentence in study["verdict"]:
         print(f"* {sentence}")
     if output is not None:
-        click.echo(f"\nwritten: {output / FILE}, study.md and plots; next: ridge diagnose {output}")
+        click.echo(f"\nwritten: {output / FILE}, study.md and plots; next: ridge {'report' if is_ladder(study) else 'diagnose'} {output}")

@@ -12,8 +12,9 @@ from ridgeline.explain.diagnosis.finding import TITLES
 from ridgeline.explain.diagnosis.rules import STUDY_RULES, diagnose
 from ridgeline.explain.diagnosis.several import facts_of
 from ridgeline.explain.report.html import table, text
+from ridgeline.explain.report.ladder_charts import ladder_charts
 from ridgeline.explain.report.study_charts import charts
-from ridgeline.explain.study.document import Study, cells, columns, is_scaling
+from ridgeline.explain.study.document import Study, cells, columns, is_ladder, is_scaling
 from ridgeline.explain.study.measured import MeasuredRun, read_measured
 from ridgeline.explain.study.scaling import Question, scales_of, scaling_study
 from ridgeline.explain.study.sweep import Value, sweep_study
@@ -54,12 +55,12 @@ def findings_of(measured: Sequence[MeasuredRun], **question: Any) -> list[dict[s
 def study_section(study: Study) -> list[str]:
     """Return the HTML of a study."""
     shown = [column for column in columns(study) if column[0] != "failure"]  # the verdict lists the failures
-    title = f"{study['mode'].capitalize()} scaling" if is_scaling(study) else f"S{study['kind'][1:]}"
+    title = f"{study['mode'].capitalize()} scaling" if is_scaling(study) else study["kind"][0].upper() + study["kind"][1:]
     parts = [f"<h2>{text(title)}</h2>", "<ul>"]
     parts += [f"<li>{text(sentence)}</li>" for sentence in study["verdict"]]
     parts += ["</ul>", table([heading for _, heading, _ in shown], cells(study, shown))]
     for finding in study.get("findings", []):
         line = f"{TITLES.get(finding['rule'], finding['rule'])}: {'; '.join(finding['evidence'])}. Action: {finding['action']}."
         parts.append(f"<p>{text(line)}</p>")
-    pictures = charts(study) if is_scaling(study) else {}
+    pictures = charts(study) if is_scaling(study) else ladder_charts(study) if is_ladder(study) else {}
     return [*parts, '<div class="charts">', *(f"<div>{picture}</div>" for picture in pictures.values()), "</div>"]

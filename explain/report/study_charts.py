@@ -24,6 +24,8 @@ class Curve:
     dots: bool = True
     bars: Sequence[tuple[float, float, float]] = ()
     """(devices, low, high): the scatter of the repeats, or the interval of a forecast."""
+    line: bool = True
+    """Connect the points."""
 
 
 def charts(study: Mapping[str, Any]) -> dict[str, str]:
@@ -109,8 +111,10 @@ def _grid(first: float, last: float) -> list[float]:
     return [first * (last / first) ** (i / LAW_POINTS) for i in range(LAW_POINTS + 1)]
 
 
-def chart(title: str, y_label: str, curves: Sequence[Curve], *, low: float | None = None) -> str:
-    """Draw curves over devices on a log2 axis; returns an empty string without any point."""
+def chart(
+    title: str, y_label: str, curves: Sequence[Curve], *, low: float | None = None, x_label: str = "devices", x_format: str = "{:g}"
+) -> str:
+    """Draw curves over devices, or another quantity, on a logarithmic axis; returns an empty string without any point."""
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return ""
@@ -135,8 +139,8 @@ def chart(title: str, y_label: str, curves: Sequence[Curve], *, low: float | Non
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
     for devices in sorted({x for curve in curves if curve.dots for x, _ in curve.points}):
         x, _ = at(devices, y_low)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{devices:g}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">devices</text>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x_format.format(devices)}</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{html.escape(x_label)}</text>')
     legend_px = float(WIDTH - RIGHT)
     for index, curve in enumerate(curves):
         color = SERIES_COLORS[index % len(SERIES_COLORS)]
@@ -151,7 +155,7 @@ def _drawn(curve: Curve, color: str, at: Any) -> list[str]:
     points = [at(x, y) for x, y in curve.points]
     dash = ' stroke-dasharray="5 4"' if curve.dashed else ""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    parts = [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"{dash}/>'] if len(points) > 1 else []
+    parts = [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"{dash}/>'] if len(points) > 1 and curve.line else []
     if curve.dots:
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{color}"/>' for x, y in points]
     for devices, low, high in curve.bars:

@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.files import read_limited
 from ridgeline.configs.format import format_count, format_seconds
+from ridgeline.explain.study.ladder_document import FittedLossLaw, LadderCheck, LadderModel, LadderRow
 from ridgeline.rundir.files import first_problem, write_atomically
 
 FORMAT = 1
@@ -148,7 +149,7 @@ class Document(TypedDict):
 
     format: int
     kind: str
-    """`scaling`, or `sweep of <key>`."""
+    """`scaling`, `ladder`, or `sweep of <key>`."""
     name: str
     objective: str
     verdict: list[str]
@@ -198,7 +199,27 @@ class SweepStudy(Document):
     devices: NotRequired[int]
 
 
-Study = ScalingStudy | SweepStudy
+@with_config(_CONFIG)
+class LadderStudy(Document):
+    """A scaling-law ladder."""
+
+    rows: list[LadderRow]
+    """Least compute first."""
+    loss_of: str
+    """`training`, or the name of an evaluation set."""
+    tokens_per_parameter: float
+    law: FittedLossLaw
+    check: LadderCheck | None
+    """None: two sizes."""
+    target: LadderModel
+    recommendation: LadderModel
+    """The size with the proportions of the config whose run takes the budget."""
+    budget_flops: float
+    doubts: list[str]
+    where: NotRequired[str]
+
+
+Study = ScalingStudy | SweepStudy | LadderStudy
 Column = tuple[str, str, Callable[[Any], str]]
 """Key of a row, heading, and the format of its values."""
 
@@ -251,6 +272,17 @@ _SWEEP_COLUMNS: tuple[Column, ...] = (
     ("compile_s", "compile s", lambda value: f"{value:.1f}"),
     ("failure", "failed because", str),
 )
+_LADDER_COLUMNS: tuple[Column, ...] = (
+    ("size", "size", str),
+    ("params", "parameters", format_count),
+    ("tokens", "tokens", format_count),
+    ("steps", "steps", str),
+    ("flops", "FLOP", lambda value: f"{value:.2e}"),
+    ("loss", "loss", lambda value: f"{value:.4f}"),
+    ("spread", "+-", lambda value: f"{value:.2%}"),
+    ("fitted", "law", lambda value: f"{value:.4f}"),
+    ("failure", "failed because", str),
+)
 _ONLY_WITH_VALUES: frozenset[str] = frozenset(
     {"nodes", "predicted_tokens_per_s", "measured_over_predicted", "usd", "tokens_per_usd", "failure", "queue_s", "spread", "time_spread"}
 )
@@ -264,9 +296,14 @@ def is_scaling(study: Study) -> TypeGuard[ScalingStudy]:
     return study["kind"] == "scaling"
 
 
+def is_ladder(study: Study) -> TypeGuard[LadderStudy]:
+    """Whether a document is a scaling-law ladder."""
+    return study["kind"] == "ladder"
+
+
 def columns(study: Study) -> list[Column]:
     """Return the columns of the table of a study."""
-    everything = _SCALING_COLUMNS if is_scaling(study) else _SWEEP_COLUMNS
+    everything = _SCALING_COLUMNS if is_scaling(study) else _LADDER_COLUMNS if is_ladder(study) else _SWEEP_COLUMNS
     rows: Sequence[Mapping[str, Any]] = study["rows"]
     return [column for column in everything if column[0] not in _ONLY_WITH_VALUES or any(row.get(column[0]) for row in rows)]
 
@@ -318,7 +355,7 @@ def read_study(directory: Path) -> Study | None:
     try:
         TypeAdapter(Document).validate_json(data)
         study: Study = json.loads(data)
-        kind: type = ScalingStudy if is_scaling(study) else SweepStudy
+        kind: type = ScalingStudy if is_scaling(study) else LadderStudy if is_ladder(study) else SweepStudy
         TypeAdapter(kind).validate_json(data)
     except ValidationError as error:
         raise UserError(f"{file} is damaged: {first_problem(error)}") from None
@@ -328,5 +365,5 @@ def read_study(directory: Path) -> Study | None:
 def study_runs(study: Study, directory: Path) -> list[Path]:
     """Return the run directories of a study, in the order of its rows. Runs inside a directory that was moved are found there."""
     recorded = [Path(run) for row in study["rows"] for run in row["runs"]]
-    moved = [directory / "runs" / run.name for run in recorded]
+    moved = [directory / run.name if is_ladder(study) else directory / "runs" / run.name for run in recorded]
     return [there if there.is_dir() else run for run, there in zip(recorded, moved, strict=True)]

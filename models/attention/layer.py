@@ -5,7 +5,6 @@ Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, H 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -15,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.lora import adapters_of, make_adapters
+from ridgeline.models.mup import matrix_std
 from ridgeline.models.norms import RMSNorm, RMSNorm1p
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
@@ -29,7 +29,7 @@ class Attention(nnx.Module):
 
     def __init__(self, model: ModelConfig, execution: Execution, residual_std: float, make: ParamFactory) -> None:
         width, head = model.embed_dim, model.head_width
-        heads, kv_heads, std = model.num_heads, model.kv_heads, model.init_std
+        heads, kv_heads, std = model.num_heads, model.kv_heads, matrix_std(model)
         self.query = make.normal((width, heads, head), ("embed", "heads", "head_dim"), std)
         self.key = make.normal((width, kv_heads, head), ("embed", "kv_heads", "head_dim"), std)
         self.value = make.normal((width, kv_heads, head), ("embed", "kv_heads", "head_dim"), std)
@@ -39,12 +39,12 @@ class Attention(nnx.Module):
         self.key_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
         self.value_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
         self.out_bias = make.constant((width,), ("norm",), 0.0) if model.output_bias else None
-        self.sinks = make.normal((heads,), ("heads",), std) if model.attention_sinks else None
+        self.sinks = make.normal((heads,), ("heads",), model.init_std) if model.attention_sinks else None
         self.query_norm = _head_norm(model, heads, "heads", execution, make) if model.qk_norm else None
         self.key_norm = _head_norm(model, kv_heads, "kv_heads", execution, make) if model.qk_norm else None
         self.adapters = make_adapters(make, query=self.query, key=self.key, value=self.value, out=self.out)
         # Backends divide scores by sqrt(head width); queries are multiplied by what remains.
-        self.query_scale = 1.0 if model.query_pre_attn_scalar is None else math.sqrt(head / model.query_pre_attn_scalar)
+        self.query_scale = model.query_scale
         self.rope_interleaved = model.rope_interleaved
         self.input_recent, self.out_recent = make.amax(3), make.amax()
         self.execution = execution

@@ -41,6 +41,7 @@ from ridgeline.models.huggingface.safetensors_stream import (
     read_directory,
 )
 from ridgeline.models.huggingface.tensor_map import EXPERT_DIM, Index, Place, Shape, TensorRule
+from ridgeline.models.mup import without_multipliers
 from ridgeline.sharding.partition import Partitioner
 
 CONFIG_NAME = "config.json"
@@ -146,8 +147,15 @@ def hf_config(model: ModelConfig, dtype: DType, special_ids: Mapping[str, Any]) 
     kind = find_family(model.family)
     if kind.config_to_hf is None:
         raise UserError(f"model family {kind.name} has no Hugging Face format")
+    standard = model.model_copy(update={"mup": None})  # export_weights folds its multipliers
     ids = {"bos_token_id": None, "eos_token_id": None, **special_ids}
-    return {"architectures": [kind.hf_architecture], "model_type": kind.model_type, "torch_dtype": dtype, **kind.config_to_hf(model), **ids}
+    return {
+        "architectures": [kind.hf_architecture],
+        "model_type": kind.model_type,
+        "torch_dtype": dtype,
+        **kind.config_to_hf(standard),
+        **ids,
+    }
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,11 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
 def export_weights(
     model: ModelConfig, read: ReadParameter, directory: Path, dtype: DType, max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> int:
-    """Write a model's weights as safetensors to an existing directory, tensor by tensor; return the number of tensors."""
+    """Write a model's weights as safetensors to an existing directory, tensor by tensor; return the number of tensors.
+
+    The multipliers of muP are folded into the weights, and `hf_config` describes the model without them.
+    """
+    model, read = without_multipliers(model, read)
     shapes, rules, kind = parameter_shapes(model), tensor_rules(model), np.dtype(jnp.dtype(dtype))
 
     # Layer by layer, and the experts of a layer one after another: a parameter of a layer is read once.

@@ -20,6 +20,7 @@ from ridgeline.models.mlp import MLP, activated
 from ridgeline.models.moe.biases import HIDDEN_BIAS_AXES, UPDATE_BIAS_AXES, add_biases, weighted_biases
 from ridgeline.models.moe.experts import MATRIX_AXES, Plan
 from ridgeline.models.moe.router import ROUTER_AXES, Choice, RouterSums, choose, router_logits, sums_of
+from ridgeline.models.mup import matrix_std
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 from ridgeline.models.remat import GROUPED_MATMUL
@@ -35,15 +36,15 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, model: ModelConfig, execution: Execution, residual_std: float, make: ParamFactory) -> None:
         moe = model.moe
         assert moe is not None
-        width, hidden, experts, std = model.embed_dim, model.expert_width, moe.experts, model.init_std
-        self.router = make.normal((width, experts), ROUTER_AXES, std)
+        width, hidden, experts, std = model.embed_dim, model.expert_width, moe.experts, matrix_std(model)
+        self.router = make.normal((width, experts), ROUTER_AXES, model.init_std / model.width_ratio)
         # Not trained by the optimizer, and in float32 whatever the parameters are: its steps are small.
         self.router_bias = replace(make, dtype=jnp.dtype("float32")).constant((experts,), ("router",), 0.0) if moe.choice_bias else None
         shape = (width, experts, hidden)
         self.gate = make.normal(shape, MATRIX_AXES, std) if model.gated_mlp else None
         self.up = make.normal(shape, MATRIX_AXES, std)
         self.down = make.normal(shape, MATRIX_AXES, residual_std)  # [D, E, F] as the others
-        self.logit_bias = make.normal((experts,), ("router",), std) if moe.logit_bias else None
+        self.logit_bias = make.normal((experts,), ("router",), model.init_std) if moe.logit_bias else None
         bias = model.mlp_bias
         self.gate_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias and model.gated_mlp else None
         self.up_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias else None
