@@ -99,7 +99,7 @@ test-newest:  ## a quick part of the suite on the newest Python found, with the 
 	fi
 
 # What failed last, alone and one after another: real processes, browsers and clusters on a busy machine sometimes miss a deadline.
-test-again: AGAIN := --ignore tests/slurm --ignore tests/s3 --ignore tests/s3 --ignore $(INJECTIONS) tests
+test-again: AGAIN := --ignore tests/slurm --ignore tests/s3 --ignore $(INJECTIONS) tests
 test-slurm-again: AGAIN := tests/slurm
 test-injections-again: AGAIN := $(INJECTIONS)
 test-again test-slurm-again test-injections-again: $(VENV)/.installed-dev

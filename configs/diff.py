@@ -54,7 +54,16 @@ _REFUSED = {
     "precision.moments": "the optimizer moments in the checkpoint have the other dtype",
 }
 _ADAPTERS = ("lora.rank", "lora.alpha", "lora.targets", "lora.dora", "lora.rslora")
-_DATA_ORDER = ("seed", "data.seed", "data.shuffle", "data.train", "data.seq_len", "data.batch_size", "data.document_masking")
+_DATA_ORDER = (
+    "seed",
+    "data.seed",
+    "data.shuffle",
+    "data.train",
+    "data.curriculum",
+    "data.seq_len",
+    "data.batch_size",
+    "data.document_masking",
+)
 _NOTES = {
     "model.init_std": "used only at initialization: no effect on a resumed run",
     "runtime.lease_timeout_s": "",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ridgeline.configs import plugins
 from ridgeline.configs.choices import CHOICES, PLUGIN_GROUPS, allowed_names
 from ridgeline.configs.context import context_problems
+from ridgeline.configs.curriculum import curriculum_rules
 from ridgeline.configs.errors import UserError, first_of, unknown_name
 from ridgeline.configs.mesh import resolve_sizes, smaller_meshes
 from ridgeline.configs.model_rules import experts_rules, model_rules
@@ -52,6 +53,7 @@ def check_config(config: Config) -> list[Problem]:
         *_compute(config),
         *_precision(config),
         *_steps(config),
+        *curriculum_rules(config),
         *_evaluation(config),
         *_runtime(config),
     ]
@@ -312,6 +314,13 @@ def _steps(config: Config) -> Iterator[Problem]:
             f"warmup ({schedule.warmup_steps} steps) and decay ({schedule.decay_fraction} of {steps} steps) overlap; "
             f"schedule.decay_fraction may be at most {1 - schedule.warmup_steps / steps:g}",
         )
+    if schedule.initial_fraction and not schedule.warmup_steps:
+        yield Problem(
+            ("schedule.initial_fraction", "schedule.warmup_steps"),
+            "there is no warmup; set schedule.warmup_steps, or initial_fraction to 0",
+        )
+    if config.init_optimizer and config.init_from is None:
+        yield Problem(("init_optimizer", "init_from"), "needs init_from, the run whose optimizer state is taken")
     start = config.profiler.start_step
     if start is not None and start >= steps:
         yield Problem(("profiler.start_step", "trainer.steps"), f"must be less than trainer.steps={steps}, got {start}")

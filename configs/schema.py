@@ -182,11 +182,25 @@ class DataSource(Section):
     """Share of the rows drawn from this corpus, relative to the weights of the others."""
 
 
+class CurriculumEntry(Section):
+    """A change of the mixture during training."""
+
+    step: NonNegativeInt
+    """First step with these weights."""
+    weights: list[NonNegativeFloat]
+    """One weight per corpus, in the order of data.train; 0: none of its rows."""
+    linear: bool = False
+    """true: the weights change linearly to these from those of the entry before (data.train, if it is the first), over the steps between
+    both entries. false: they change at `step`."""
+
+
 class DataConfig(Section):
     """Training data and how its rows are formed."""
 
     train: list[DataSource] = []
     """Prepared corpora, mixed by weight."""
+    curriculum: list[CurriculumEntry] = []
+    """Other weights from given steps on, such as [{step: 8000, weights: [1, 4]}]. Before the first entry, those of data.train."""
     seq_len: PositiveInt = 1024
     """Tokens per row (T)."""
     batch_size: PositiveInt = 8
@@ -290,7 +304,10 @@ class ScheduleConfig(Section):
     kind: str = "cosine"
     """constant, linear, cosine or wsd (warmup, stable, decay)."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warmup. Step s (from 0) has (s + 1) / (warmup_steps + 1) of the peak."""
+    """Steps of linear warmup. Step s (from 0) has the fraction f + (1 - f) (s + 1) / (warmup_steps + 1) of the peak, f is
+    initial_fraction."""
+    initial_fraction: Fraction = 0.0
+    """Learning rate from which the warmup begins, as a fraction of the peak."""
     decay_fraction: Fraction = 0.1
     """wsd only: the last fraction of the steps, in which the learning rate falls."""
     final_fraction: Fraction = 0.1
@@ -429,7 +446,11 @@ class Config(Section):
     run_dir: LocalPath | None = env_allowed(default=None)
     """Run directory; null: runs/<name>."""
     init_from: LocalPath | None = env_allowed(default=None)
-    """Run directory or Hugging Face directory whose parameters the run starts from, while it has no checkpoint; null: random ones."""
+    """Run directory or Hugging Face directory whose parameters the run starts from, while it has no checkpoint; null: random ones.
+    Its model section may differ in rope_theta, rope_scaling and max_seq_len (longer rows)."""
+    init_optimizer: bool = False
+    """Take the optimizer state (moments and their counts) of the run at init_from too. It must have the same optimizer.kind and
+    precision.moments."""
     model: ModelConfig = ModelConfig()
     """The architecture."""
     lora: LoraConfig = LoraConfig()

@@ -19,10 +19,12 @@ import grain
 import numpy as np
 from absl import flags
 
+from ridgeline.configs.curriculum import phases
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import DataConfig
 from ridgeline.loaders.documents import PairSource
 from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
+from ridgeline.loaders.mixture import Mixture
 from ridgeline.loaders.rows import Rows, RowSource
 from ridgeline.loaders.shard_hashes import verify
 from ridgeline.loaders.workers import leave_signals_to_parent
@@ -94,10 +96,8 @@ class StepRows(grain.MapDataset):
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return corpus path -> rows drawn after `step` steps, in epochs."""
-        drawn = step * self._batch_size
-        return {
-            str(source.directory): drawn * share / source.num_rows for source, share in zip(self.sources, self._order.shares, strict=True)
-        }
+        drawn = self._order.counts(step * self._batch_size // self._unit)
+        return {str(source.directory): self._unit * count / source.num_rows for source, count in zip(self.sources, drawn, strict=True)}
 
     def __getitem__(self, step: Any) -> Any:
         if isinstance(step, slice):
@@ -123,42 +123,42 @@ class Order:
     """Global row order over a weighted mixture of corpora with `num_rows` rows each.
 
     Each corpus has a global shuffle, new in each epoch and repeated without end. A deterministic weighted mix follows, in which every
-    corpus has its share from the first rows on. Grain stores weights in hundredths of the smallest, so shares differ from the weights by
-    at most 1 %. Only indices are processed: a process looks up its own rows.
+    corpus has its share from the first rows on (loaders/mixture.py). Only indices are processed: a process looks up its own rows.
     """
 
-    def __init__(self, num_rows: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        num_rows: Sequence[int],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool,
+        changes: Sequence[tuple[int, Sequence[float]]] = (),
+    ) -> None:
+        """`changes`: (element, weights from it on), ascending."""
         for count in num_rows:
             if count > MAX_ROWS:
                 raise UserError(f"a corpus has {count} rows; the shuffle supports {MAX_ROWS}: split it into several entries of data.train")
-        kept = [int(weight * (100 / min(weights))) for weight in weights]  # as Grain's mix does
-        self.shares = tuple(weight / sum(kept) for weight in kept)
-        """Share of each corpus in the rows."""
-        sources = [self._endless(count, index, seed, shuffle) for index, count in enumerate(num_rows)]
-        self._dataset: Any = sources[0] if len(sources) == 1 else grain.MapDataset.mix(sources, weights=list(weights))
+        self._mixture = Mixture([(0, weights), *changes])
+        self._corpora = [self._endless(count, index, seed, shuffle) for index, count in enumerate(num_rows)]
 
     @staticmethod
     def _endless(count: int, index: int, seed: int, shuffle: bool) -> Any:
-        """Return one corpus as endless (corpus, row) pairs with its own shuffle."""
+        """Return the rows of one corpus without end, with its own shuffle."""
         rows: Any = grain.MapDataset.range(count)
         if shuffle:
             rows = rows.shuffle(seed=corpus_seed(seed, index))
-        return rows.repeat().map(_Tag(index))
+        return rows.repeat()
 
     def lookup(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the corpus and the row of global elements [N], int64 each."""
-        pairs = [self._dataset[int(g)] for g in elements]
-        return np.array([corpus for corpus, _ in pairs]), np.array([row for _, row in pairs], np.int64)
+        found = [self._mixture.find(int(g)) for g in elements]
+        rows = [self._corpora[corpus][number] for corpus, number in found]
+        return np.array([corpus for corpus, _ in found], np.int64), np.array(rows, np.int64)
 
-
-class _Tag(grain.transforms.Map):
-    """Adds the corpus index to a row."""
-
-    def __init__(self, corpus: int) -> None:
-        self.corpus = corpus
-
-    def map(self, row: int) -> tuple[int, int]:
-        return self.corpus, int(row)
+    def counts(self, elements: int) -> list[int]:
+        """Return how many of the first `elements` are of each corpus."""
+        return self._mixture.counts(elements)
 
 
 def corpus_seed(seed: int, index: int) -> int:
@@ -175,7 +175,7 @@ def build_loader(
     start_step: int = 0,
     pairs: Mapping[Path, PairSource] | None = None,
 ) -> Loader:
-    """Open the mixture of `data.train`.
+    """Open the mixture of `data.train` with its `data.curriculum`.
 
     Args:
       data: corpora, sequence length, global batch size, reader settings.
@@ -196,9 +196,10 @@ def build_loader(
         RowSource(path, data.seq_len, document_masking=data.document_masking, manifest=manifest) if pairs is None else pairs[path]
         for path, manifest in manifests
     ]
-    order = Order(
-        [source.num_rows // source.unit for source in sources], [entry.weight for entry in data.train], seed=seed, shuffle=data.shuffle
-    )
+    unit = sources[0].unit
+    (_, weights), *later = phases(data)
+    changes = [(step * data.batch_size // unit, changed) for step, changed in later]
+    order = Order([source.num_rows // unit for source in sources], weights, seed=seed, shuffle=data.shuffle, changes=changes)
     return Loader(StepRows(sources, order, data.batch_size, rows), tokenizer, data, start_step)
 
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAD = """\
 # Licenses of the dependencies
 
-What `make install` installs on Linux, with the license that each package states in its metadata. `make lock` writes this page. Packages of other
-Python versions have the same names, with other versions (`requirements.lock`).
+What `make install` installs on Linux with Python 3.11, and the license that each package states in its metadata. `make lock` writes
+this page. Newer versions of Python get other versions of a few packages (`requirements.lock`).
 
 | package | version | license | dependency |
 |---|---|---|---|

@@ -26,7 +26,7 @@ from ridgeline.loaders.hf_files import GENERATION_CONFIG, copy_files, left_behin
 from ridgeline.loaders.manifest import check_same_tokenizer
 from ridgeline.loaders.tokenizers import Tokenizer, holds_tokenizer, load_tokenizer
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.huggingface.convert import CONFIG_NAME, HfCheckpoint, check_same_model, open_hf
+from ridgeline.models.huggingface.convert import CONFIG_NAME, ROTARY_KEYS, HfCheckpoint, check_same_model, open_hf
 from ridgeline.models.huggingface.peft import ADAPTER_CONFIG, PeftAdapter, base_of, open_adapter
 from ridgeline.models.lora import with_magnitudes
 from ridgeline.rundir.bench_results import config_sha256
@@ -110,31 +110,57 @@ def open_source(path: Path, base: Path | None = None) -> Source:
     raise UserError(f"{path} contains no model: neither config.yaml (run directory) nor {CONFIG_NAME} (Hugging Face directory)")
 
 
+def changed_positions(path: Path, model: ModelConfig) -> list[str]:
+    """Return a line per setting of rotary positions in which a run's model differs from the one at `path` that it starts from.
+
+    A warning follows where rows are no longer than before: then the change may be a mistake.
+    """
+    before, after = open_source(path).config.model.model_dump(), model.model_dump()
+    changed = [key for key in ROTARY_KEYS if before[key] != after[key]]
+    lines = [f"{path} has model.{key} = {before[key]}, this run {after[key]}" for key in changed]
+    if set(changed) - {"max_seq_len"} and after["max_seq_len"] <= before["max_seq_len"]:
+        lines.append("WARNING: RoPE settings changed and model.max_seq_len is not larger: copy them from there unless the change is meant")
+    return lines
+
+
 def load_params(source: Source, spec: ModelSpec, step: int | None = None) -> tuple[Tree, int | None]:
     """Return the parameters in the dtypes and shardings of `spec`, and their step (None for a Hugging Face directory).
 
     Without adapters where the source has none. From a run: its newest good checkpoint, or `step`. Raises UserError when there is none, or
     when it holds another model.
     """
+    params, _, found = _load(source, spec, step)
+    return params, found
+
+
+def _load(source: Source, spec: ModelSpec, step: int | None = None, opt_state: Tree | None = None) -> tuple[Tree, Tree | None, int | None]:
+    """Return the parameters as `load_params`, the optimizer state like `opt_state` (None: without), and the step."""
     abstract, param_axes = _of_source(source, spec)
     if source.hf is not None:
         if step is not None:
             raise UserError(f"{source.path} is a Hugging Face directory: it has no steps")
         if source.adapter is None:
-            return source.hf.load(abstract), None
+            return source.hf.load(abstract), None, None
         adapters, others = spec.split(abstract)
-        return spec.join(source.adapter.load(adapters), source.hf.load(others)), None
+        return spec.join(source.adapter.load(adapters), source.hf.load(others)), None, None
     reader = CheckpointReader(source.path / "checkpoints", CheckpointConfig())
     found = reader.latest_step() if step is None else step
     stored = {} if found is None else reader.read_metadata(found)["arrays"]
     rows = source.config.model.vocab_size
-    restored, metadata = reader.restore(_as_stored(abstract, param_axes, stored, rows), step, partial=True)
+    restored, metadata = reader.restore({**_as_stored(abstract, param_axes, stored, rows), **_optimizer(opt_state)}, step, partial=True)
     if note := check_config(source.config, metadata, source.path):
         _log.warning(note)
     if source.tokenizer_dir is not None:
         check_tokenizer_files(metadata, source.tokenizer_dir)
     params = jax.tree.map(lambda have, want, axes: _fit(have, want, axes, rows), restored["params"], abstract, param_axes)
-    return params, int(metadata["step"])
+    return params, restored.get("opt_state"), int(metadata["step"])
+
+
+def _optimizer(opt_state: Tree | None) -> dict[str, Tree]:
+    """Return what to restore for an optimizer state, arrays or ShapeDtypeStructs; nothing for None."""
+    if opt_state is None:
+        return {}
+    return {"opt_state": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), opt_state)}
 
 
 def _of_source(source: Source, spec: ModelSpec) -> tuple[Tree, Tree]:
@@ -196,15 +222,26 @@ def _fit(have: jax.Array, want: jax.ShapeDtypeStruct, axes: tuple[str | None, ..
 
 
 def start_from(
-    path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec, state: TrainState, lora: LoraConfig | None = None
+    path: Path,
+    model: ModelConfig,
+    tokenizer_sha256: str,
+    spec: ModelSpec,
+    state: TrainState,
+    lora: LoraConfig | None = None,
+    *,
+    with_optimizer: bool = False,
 ) -> TrainState:
     """Return the state of a new run with its random parameters replaced by those of the model at `path` (`init_from`).
 
-    The adapters of `lora` are those of the model, or new ones where it has none. Raises UserError: no model at `path`, another architecture
-    or other adapters than the run's, or another tokenizer than the data's.
+    The adapters of `lora` are those of the model, or new ones where it has none. with_optimizer: so with the optimizer state, moments and
+    their counts (`init_optimizer`). Raises UserError: no model at `path`, another architecture or other adapters than the run's, another
+    tokenizer than the data's.
     """
     source = _fitting_source(path, model, tokenizer_sha256, lora)
-    params = load_params(source, spec)[0]
+    params, opt_state, _ = _load(source, spec, opt_state=state.opt_state if with_optimizer else None)
+    if with_optimizer:
+        assert opt_state is not None  # check_optimizer
+        state = replace(state, opt_state=opt_state)
     if not spec.adapted or source.config.lora.rank is not None:
         return replace(state, params=params)
     whole = spec.join(spec.split(state.params)[0], params)
@@ -212,8 +249,10 @@ def start_from(
     return replace(state, params=spec.join(fit(whole), params))
 
 
-def check_source(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec, lora: LoraConfig | None = None) -> None:
-    """Raise UserError where `start_from` would, by all but the weights. Process 0."""
+def check_source(
+    path: Path, model: ModelConfig, tokenizer_sha256: str, spec: ModelSpec, lora: LoraConfig | None = None, opt_state: Tree | None = None
+) -> None:
+    """Raise UserError where `start_from` would, by all but the weights. `opt_state`: to be carried over. Process 0."""
     source = _fitting_source(path, model, tokenizer_sha256, lora)
     if source.hf is not None:
         return
@@ -222,7 +261,24 @@ def check_source(path: Path, model: ModelConfig, tokenizer_sha256: str, spec: Mo
     if metadata is None:
         raise UserError(f"no checkpoint in {checkpoints}")
     wanted = _as_stored(*_of_source(source, spec), metadata["arrays"], source.config.model.vocab_size)
+    wanted = {**wanted, **_optimizer(opt_state)}
     check_matches(metadata["arrays"], wanted, partial=True, where=str(step_dir(checkpoints, metadata["step"])))
+
+
+def check_optimizer(path: Path, config: Config) -> None:
+    """Raise UserError where the optimizer state of the model at `path` is not one for this config (`init_optimizer`). Process 0."""
+    source = open_source(path)
+    metadata = None if source.hf is not None else check_startable(path / "checkpoints")
+    if metadata is None or metadata.get("kind") == PARAMS_ONLY:
+        raise UserError(f"init_optimizer: {path} has no optimizer state; set init_optimizer=false, or init_from to a training run")
+    found, wanted = source.config, config
+    for key, theirs, ours in (
+        ("optimizer.kind", found.optimizer.kind, wanted.optimizer.kind),
+        ("precision.moments", found.precision.moments, wanted.precision.moments),
+        ("lora.rank", found.lora.rank, wanted.lora.rank),
+    ):
+        if ours != theirs:
+            raise UserError(f"init_optimizer: {path} has {key}={theirs}, this config {ours}; set {key}={theirs}, or init_optimizer=false")
 
 
 def _fitting_source(path: Path, model: ModelConfig, tokenizer_sha256: str, lora: LoraConfig | None) -> Source:

@@ -38,7 +38,18 @@ from ridgeline.trainer.agreement import Agreement
 MAX_BYTES = 4 << 30
 """Size limit of all entries together; the least recently used are deleted first."""
 NOT_IN_PROGRAM = (
-    *("name", "run_dir", "init_from", "data.train", "evaluation.", "checkpoint.", "logging.", "profiler."),
+    *(
+        "name",
+        "run_dir",
+        "init_from",
+        "init_optimizer",
+        "data.train",
+        "data.curriculum",
+        "evaluation.",
+        "checkpoint.",
+        "logging.",
+        "profiler.",
+    ),
     *("runtime.compilation_cache", "runtime.rendezvous_timeout_s", "runtime.lease_timeout_s"),
     *("trainer.log_every", "trainer.max_bad_steps", "trainer.hang_timeout_s", "trainer.stop_after_s"),
 )

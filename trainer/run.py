@@ -55,7 +55,7 @@ from ridgeline.trainer.loop import Hook, Loader, Loop, Outcome
 from ridgeline.trainer.monitoring import Monitoring
 from ridgeline.trainer.plan_record import record_plan
 from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare, start_warnings
-from ridgeline.trainer.pretrained import holds_only_params, merged_tokenizer, open_source, start_from
+from ridgeline.trainer.pretrained import changed_positions, holds_only_params, merged_tokenizer, open_source, start_from
 from ridgeline.trainer.program_cache import open_program_cache
 from ridgeline.trainer.start import StartedRun, check_restored, check_start, complete_step, keep_tokenizer, start_run
 from ridgeline.trainer.state import TrainState
@@ -326,8 +326,11 @@ class _Session:
             source = self.run.path if checkpointer.has_checkpoints() else config.init_from
             self.started_from = source
             if source is not None:
-                state = start_from(source, config.model, self.tokenizer.sha256, parts.spec, state, config.lora)
-                self.progress.note(f"starting from the parameters of {source}")
+                carried = config.init_optimizer and source == config.init_from
+                state = start_from(source, config.model, self.tokenizer.sha256, parts.spec, state, config.lora, with_optimizer=carried)
+                self.progress.note(f"starting from the parameters{' and the optimizer state' if carried else ''} of {source}")
+                for line in changed_positions(source, config.model):
+                    self.progress.note(line)
             jax.block_until_ready(state)
         return state, 0
 

@@ -1,7 +1,8 @@
 """Learning rate as a pure function of the step.
 
-Every schedule warms up linearly: step s of W warm-up steps has (s + 1) / (W + 1) of the peak, so that the first step (s = 0) trains too and
-step W has the peak. It takes its final value, `final_fraction` of the peak, at the last step of the run. Steps beyond the run keep it.
+Every schedule warms up linearly from the fraction f (`initial_fraction`) of the peak: step s of W warm-up steps has
+f + (1 - f) (s + 1) / (W + 1) of the peak, so that the first step (s = 0) trains too and step W has the peak. It takes its final value,
+`final_fraction` of the peak, at the last step of the run. Steps beyond the run keep it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def build_schedule(config: ScheduleConfig, peak: float, steps: int) -> Schedule:
     Raises UserError for an unknown kind, or a warm-up (and wsd decay) that does not fit into the run.
     """
     decay: Decay = SCHEDULES.get(config.kind) or plugins.load_callable("schedules", config.kind, SCHEDULES)
-    warmup = config.warmup_steps
+    warmup, first = config.warmup_steps, config.initial_fraction
     if warmup > steps:
         raise UserError(f"schedule.warmup_steps={warmup} is longer than the run (trainer.steps={steps})")
     last = max(steps - 1, warmup + 1)
@@ -64,6 +65,7 @@ def build_schedule(config: ScheduleConfig, peak: float, steps: int) -> Schedule:
     def schedule(step: jax.Array | int) -> jax.Array:
         at = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((at - warmup) / (last - warmup), 0.0, 1.0)
-        return jnp.float32(peak) * jnp.where(at < warmup, (at + 1.0) / (warmup + 1.0), decay(config, progress, decay_start))
+        rise = first + (1.0 - first) * (at + 1.0) / (warmup + 1.0)
+        return jnp.float32(peak) * jnp.where(at < warmup, rise, decay(config, progress, decay_start))
 
     return schedule

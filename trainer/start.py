@@ -35,7 +35,7 @@ from ridgeline.trainer.checkpoint.param_slices import PARAMS_ONLY
 from ridgeline.trainer.checkpoint.payload import check_matches
 from ridgeline.trainer.checkpoint.reader import check_startable, newest_step
 from ridgeline.trainer.prepare import Prepared
-from ridgeline.trainer.pretrained import check_source
+from ridgeline.trainer.pretrained import check_optimizer, check_source
 
 _SOURCE_TREE = SOURCE_TREE
 
@@ -141,7 +141,10 @@ def check_start(config: Config, parts: Prepared, tokenizer: TokenizerInfo, from_
         check_same_tokenizer(metadata.get("tokenizer"), tokenizer.sha256, str(run.checkpoints))
         check_restored(metadata, config, {}, lambda line: None)
     elif source := config.init_from if metadata is None else run.path:
-        check_source(source, config.model, tokenizer.sha256, parts.spec, config.lora)
+        if config.init_optimizer and metadata is None:
+            check_optimizer(source, config)
+        optimizer = parts.abstract.opt_state if config.init_optimizer and metadata is None else None
+        check_source(source, config.model, tokenizer.sha256, parts.spec, config.lora, optimizer)
 
 
 def _own_record(run: RunDir, name: str) -> RunRecord:

@@ -160,7 +160,7 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
     from ridgeline.models.huggingface.peft import export_adapter, merged
     from ridgeline.trainer.checkpoint import identity
     from ridgeline.trainer.checkpoint.param_slices import ParamReader
-    from ridgeline.trainer.pretrained import open_source
+    from ridgeline.trainer.pretrained import changed_positions, open_source
 
     start_s = time.perf_counter()
     source = open_source(run)
@@ -184,7 +184,10 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
     description["ridgeline"] = {"run": source.config.name, "step": reader.step, "config_sha256": source.config_sha256}
     with _new_directory(directory) as target:
         if adapter:
-            count = export_adapter(source.config.model, lora, reader.read, target, _base_name(source.config), kept)
+            base = _base_name(source.config)
+            count = export_adapter(source.config.model, lora, reader.read, target, base, kept)
+            for line in changed_positions(Path(base), source.config.model) if base else ():
+                click.echo(f"note: {line}: set it in the base's config.json, or use --merge", err=True)
         else:
             read = merged(reader.read, source.config.model, lora) if merge else reader.read
             count = export_weights(source.config.model, read, target, kept, int(max_shard_gb * 1e9))

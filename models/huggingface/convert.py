@@ -314,13 +314,17 @@ def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTen
     return rules if any(name.startswith(prefix) for name in tensors) else [rule.with_prefix(prefix, "") for rule in rules]
 
 
+ROTARY_KEYS = ("rope_theta", "rope_scaling", "max_seq_len")
+"""Keys of a model section that no weight depends on, where positions are rotary."""
+
+
 def check_same_model(directory: Path, described: ModelConfig, wanted: ModelConfig) -> None:
-    """Raise UserError when two model sections differ in more than initialization and padding."""
+    """Raise UserError when two model sections differ in more than initialization, padding and (of rotary positions) ROTARY_KEYS."""
     free = {"init_std", "pad_vocab_to", "num_kv_heads", "head_dim"}
     ours = {**wanted.model_dump(exclude=free), "num_kv_heads": wanted.kv_heads, "head_dim": wanted.head_width}
     theirs = {**described.model_dump(exclude=free), "num_kv_heads": described.kv_heads, "head_dim": described.head_width}
-    # Rotary positions have no table: the context length changes no weight.
-    differ = [key for key in ours if ours[key] != theirs[key] and not (key == "max_seq_len" and wanted.position == "rope")]
+    rotary = ROTARY_KEYS if wanted.position == described.position == "rope" else ()
+    differ = [key for key in ours if ours[key] != theirs[key] and key not in rotary]
     if differ:
         listed = ", ".join(f"model.{key} = {ours[key]} (checkpoint: {theirs[key]})" for key in differ[:_MAX_LISTED])
         raise UserError(f"the config differs from the model in {directory}: {listed}")

@@ -55,6 +55,15 @@ CASES = [
         "model.rope_scaling.low_freq_factor: must be less than model.rope_scaling.high_freq_factor=4.0, got 4.0",
     ),
     (["model.rope_scaling={}", "model.position=learned"], "needs model.position=rope (null turns the scaling off)"),
+    # data and start
+    (
+        ["data.train=[{path: a}, {path: b}]", "data.curriculum=[{step: 9, weights: [1]}]"],
+        "data.curriculum.0.weights: must have one weight per corpus",
+    ),
+    (["data.curriculum=[{step: -1, weights: []}]"], "data.curriculum.0.step"),
+    (["data.train=[{path: a}]", "data.curriculum=[{step: 9, weights: [-1]}]"], "data.curriculum.0.weights"),
+    (["schedule.initial_fraction=0.1"], "schedule.initial_fraction: there is no warmup; set schedule.warmup_steps"),
+    (["init_optimizer=true"], "init_optimizer: needs init_from"),
     # adapters
     (["lora.rank=4", "lora.targets=[querry]"], "lora.targets: unknown matrix 'querry'; did you mean 'query'?"),
     (["lora.rank=4", "lora.targets=[gate]", "model.gated_mlp=false"], "lora.targets: unknown matrix 'gate'"),

@@ -23,7 +23,7 @@ from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Rules
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
-from ridgeline.trainer.pretrained import load_params, open_source, start_from
+from ridgeline.trainer.pretrained import changed_positions, load_params, open_source, start_from
 from ridgeline.trainer.state import TrainState, model_spec
 
 MODEL = ModelConfig(vocab_size=258, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=48, max_seq_len=64)
@@ -89,11 +89,21 @@ def test_a_run_starts_from_a_hugging_face_directory(tmp_path):
     assert equal(start_from(tmp_path, MODEL, ByteTokenizer().sha256, spec, state).params, params)
 
 
+def test_other_rope_settings_are_named_and_suspected_where_rows_are_no_longer(run):
+    path, _ = run
+    other = MODEL.model_copy(update={"rope_theta": 5e5})
+    named, warning = changed_positions(path, other)
+    assert named == f"{path} has model.rope_theta = 10000.0, this run 500000.0"
+    assert warning.startswith("WARNING: RoPE settings changed and model.max_seq_len is not larger")
+    assert len(changed_positions(path, other.model_copy(update={"max_seq_len": 128}))) == 2
+    assert changed_positions(path, MODEL) == []
+
+
 def test_another_model_another_tokenizer_and_no_model_are_refused(run, tmp_path):
     path, _ = run
     spec, state = new_run()
-    other = MODEL.model_copy(update={"embed_dim": 64, "rope_theta": 5e5})
-    with pytest.raises(UserError, match=r"model.embed_dim = 64 \(.* 32\), model.rope_theta"):
+    other = MODEL.model_copy(update={"embed_dim": 64, "rotary_fraction": 0.5})
+    with pytest.raises(UserError, match=r"model.embed_dim = 64 \(.* 32\), model.rotary_fraction"):
         start_from(path, other, ByteTokenizer().sha256, spec, state)
     with pytest.raises(UserError, match="tokenizer"):
         start_from(path, MODEL, "f" * 64, spec, state)

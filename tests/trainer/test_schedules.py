@@ -47,6 +47,38 @@ def test_never_rises_after_warmup(kind):
     assert (np.diff(rates(80, kind=kind, warmup_steps=8)[8:]) <= 1e-12).all()
 
 
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_rewarmed_run_follows_the_plain_formula(kind):
+    """From a tenth of the peak up to it, then down to a fifth of it."""
+    rng = np.random.default_rng(3)
+    for _ in range(5):
+        warmup, steps, first, final = int(rng.integers(1, 40)), int(rng.integers(80, 200)), rng.uniform(0, 1), rng.uniform(0, 1)
+        found = rates(steps, kind=kind, warmup_steps=warmup, initial_fraction=first, final_fraction=final, decay_fraction=0.25)
+        for step in range(steps):
+            if step < warmup:
+                expected = first + (1 - first) * (step + 1) / (warmup + 1)
+            else:
+                done = (step - warmup) / (steps - 1 - warmup)
+                falling = max(0.0, 1 - (steps - 1 - step) / (0.25 * steps))
+                expected = {
+                    "constant": 1.0,
+                    "linear": 1 + (final - 1) * done,
+                    "cosine": final + (1 - final) * (1 + np.cos(np.pi * done)) / 2,
+                    "wsd": 1 + (final - 1) * falling,
+                }[kind]
+            assert found[step] == pytest.approx(PEAK * expected, rel=2e-5)
+
+
+def test_a_stable_run_decays_from_any_of_its_checkpoints():
+    """The decay phase of wsd: the same run with other trainer.steps, or a new run that falls from the first step on."""
+    stable = rates(1000, kind="wsd", warmup_steps=10, decay_fraction=0.1, final_fraction=0.0)
+    shorter = rates(600, kind="wsd", warmup_steps=10, decay_fraction=1 / 6, final_fraction=0.0)
+    np.testing.assert_array_equal(shorter[:499], stable[:499])
+    assert shorter[-1] == 0
+    new = rates(100, kind="linear", final_fraction=0.0)
+    np.testing.assert_allclose(new, PEAK * (1 - np.arange(100) / 99), rtol=1e-5, atol=1e-9)
+
+
 def test_constant_stays_at_the_peak():
     assert (rates(40, kind="constant") == np.float32(PEAK)).all()
 
