@@ -26,7 +26,7 @@ from ridgeline.configs.section import (
     Section,
     env_allowed,
 )
-from ridgeline.configs.tuning_schema import LoraConfig, PreferenceConfig
+from ridgeline.configs.tuning_schema import LoraConfig, PolicyConfig, PreferenceConfig
 
 MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor", "expert")
 """Mesh axes, slowest-varying first: neighbors along `tensor` and `expert` are neighbors in the device order."""
@@ -469,6 +469,8 @@ class Config(Section):
     """The training objective."""
     preference: PreferenceConfig = PreferenceConfig()
     """Preference pairs (DPO); off unless preference.loss is set."""
+    policy: PolicyConfig = PolicyConfig()
+    """Policy updates on rollouts (GRPO); off unless policy.loss is set."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The update rule."""
     schedule: ScheduleConfig = ScheduleConfig()

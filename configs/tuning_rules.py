@@ -61,3 +61,28 @@ def preference_rules(config: Config) -> Iterator[Problem]:
         yield Problem(("loss.z_loss", "preference.loss"), "does not support preference pairs; set loss.z_loss=0")
     if config.mesh.pipeline != 1:
         yield Problem(("mesh.pipeline", "preference.loss"), "does not support preference pairs; set mesh.pipeline=1")
+
+
+def policy_rules(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with policy updates, or only with them."""
+    policy = config.policy
+    if policy.loss is None:
+        for key in policy.keys_without[:1]:
+            yield Problem((f"policy.{key}", "policy.loss"), "there are no policy updates; set policy.loss, such as policy.loss=grpo")
+        return
+    if (policy.loss == "dr_grpo") != (policy.max_completion is not None):
+        change = "set the largest number of tokens of a completion" if policy.loss == "dr_grpo" else f"not used by {policy.loss}; remove it"
+        yield Problem(("policy.max_completion", "policy.loss"), change)
+    if config.preference.loss is not None:
+        yield Problem(("preference.loss", "policy.loss"), "a run has one loss; set one of the two to null")
+    if config.loss.z_loss:
+        yield Problem(("loss.z_loss", "policy.loss"), "does not support policy updates; set loss.z_loss=0")
+    if config.mesh.pipeline != 1:
+        yield Problem(("mesh.pipeline", "policy.loss"), "does not support policy updates; set mesh.pipeline=1")
+    if config.model.moe is not None:
+        yield Problem(("model.moe", "policy.loss"), "does not support policy updates yet; use a dense model")
+    if config.data.train or config.evaluation.sets:
+        key = "data.train" if config.data.train else "evaluation.sets"
+        yield Problem((key, "policy.loss"), "policy updates read rollouts, no corpora; remove it")
+    if config.init_from is None:
+        yield Problem(("init_from", "policy.loss"), "policy updates start from a trained model; set init_from")

@@ -8,6 +8,7 @@ from typing import Literal
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.section import (
     Fraction,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -66,3 +67,29 @@ class PreferenceConfig(Section):
     """Weight of the log-ratio to the reference: the smaller, the further the model may move from it. ipo: the regularization (tau)."""
     label_smoothing: Fraction = 0.0
     """dpo and robust only: share of pairs whose sides are assumed to be swapped, less than 0.5. dpo: conservative DPO."""
+
+
+class PolicyConfig(Section):
+    """Policy updates on rollouts (`ridgeline.open_policy`): reinforcement learning with rewards that the caller computes."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo"] | None = None
+    """grpo; dr_grpo (divides by `max_completion` instead of the length); dapo (mean over all tokens); null: next-token training."""
+    clip_low: Fraction = 0.2
+    """The probability ratio of a token counts down to 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The probability ratio of a token counts up to 1 + clip_high."""
+    kl: NonNegativeFloat = 0.0
+    """Weight of the divergence from the model before training, whose parameters are then kept in memory; 0: none."""
+    unbiased_kl: bool = False
+    """Multiply the estimate of the divergence by the probability ratio, which makes its gradient unbiased."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that the rewards minus the mean of their group are divided by."""
+    epochs: PositiveInt = 1
+    """Passes over the rollouts of an update; the log-probabilities before the update are those that the ratio is taken to."""
+    max_completion: PositiveInt | None = None
+    """dr_grpo only: the divisor, the largest number of tokens of a completion."""
+
+    @property
+    def keys_without(self) -> list[str]:
+        """Keys that are set although there is no loss."""
+        return [key for key, value in PolicyConfig() if getattr(self, key) != value] if self.loss is None else []

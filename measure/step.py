@@ -11,6 +11,8 @@ import numpy as np
 
 from ridgeline.configs.schema import Config
 from ridgeline.measure.timer import agreed
+from ridgeline.models.policy import ADVANTAGES, OLD
+from ridgeline.models.policy import REFERENCE as OF_REFERENCE
 from ridgeline.models.preference import REFERENCE
 from ridgeline.trainer.prepare import Prepared, prepare
 from ridgeline.trainer.step import abstract_batch, local_rows, param_norm, to_global
@@ -95,6 +97,8 @@ class Session:
         }
         if self.config.preference.loss is not None:
             made[REFERENCE] = np.zeros((len(rows), 1), np.float32)
+        if self.config.policy.loss is not None:
+            made |= {name: np.zeros(shape, np.float32) for name in (ADVANTAGES, OLD, *([OF_REFERENCE] if self.config.policy.kl else []))}
         return jax.block_until_ready(to_global(made, self.parts.partitioner))
 
     def steps_per_round(self) -> int:

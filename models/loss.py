@@ -126,43 +126,47 @@ def cross_entropy(
         return _cross_entropy(settings, split_rows(x_BTD), w_DV, split_rows(targets_BT), weights_RBT)
 
 
+def token_log_probs(model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the log-probability of each target, float32 [B, T], in a pass of the unembedding. Not differentiable.
+
+    x and `rows` (targets [B, T]) as in `loss_of`.
+    """
+    with jax.named_scope("loss"):
+        x_BTD, shape = jax.lax.stop_gradient(x_BTD), rows["targets"].shape
+        settings, split_rows = _split(partitioner, shape, config.compute.loss_chunk, config.model.vocab_size, config.model.logit_softcap)
+        x_RBTD = split_rows(partitioner.constrain(x_BTD, "batch", "seq", "act_embed"))
+        targets_RBT = split_rows(rows["targets"])
+        used_DV = _gathered(settings, x_RBTD, jax.lax.stop_gradient(model.unembedding()))
+
+        def body(found_RBT: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+            x, targets = _chunk(settings, index, x_RBTD, targets_RBT)
+            logits = _chunk_logits(settings, x, used_DV, targets)
+            found = logits.target_RBC - logits.lse_RBC
+            return jax.lax.dynamic_update_slice_in_dim(found_RBT, found, index * settings.tokens_per_chunk, 2), None
+
+        start = partitioner.constrain(jnp.zeros(targets_RBT.shape, jnp.float32), TOKENS, None, None)
+        found_RBT, _ = jax.lax.scan(body, start, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+        pieces = partitioner.axis_size("seq")
+        split = found_RBT[:, :, : shape[1] // pieces].reshape(-1, pieces, found_RBT.shape[1], shape[1] // pieces)
+        return partitioner.constrain(split.swapaxes(1, 2).reshape(shape), "batch", "seq")
+
+
 def row_log_probs(model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
     """Return the log-probability of the targets of each row, weighted and summed over its tokens, float32 [B]. Not differentiable.
 
     x and `rows` as in `loss_of`.
     """
-    with jax.named_scope("loss"):
-        x_BTD, batch = jax.lax.stop_gradient(x_BTD), rows["targets"].shape[0]
-        settings, split_rows = _split(
-            partitioner, rows["targets"].shape, config.compute.loss_chunk, config.model.vocab_size, config.model.logit_softcap
-        )
-        x_RBTD = split_rows(partitioner.constrain(x_BTD, "batch", "seq", "act_embed"))
-        targets_RBT, weights_RBT = split_rows(rows["targets"]), split_rows(jax.lax.stop_gradient(rows["weights"]))
-        used_DV = _gathered(settings, x_RBTD, jax.lax.stop_gradient(model.unembedding()))
-
-        def body(nats_RB: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-            x, targets, weights = _chunk(settings, x_RBTD, targets_RBT, weights_RBT, index)
-            logits = _chunk_logits(settings, x, used_DV, targets)
-            return nats_RB + jnp.sum(weights * (logits.lse_RBC - logits.target_RBC), axis=-1), None
-
-        zeros_RB = partitioner.constrain(jnp.zeros(targets_RBT.shape[:2], jnp.float32), TOKENS, None)
-        nats_RB, _ = jax.lax.scan(body, zeros_RB, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
-        pieces = partitioner.axis_size("seq")
-        nats_B = jnp.sum(nats_RB.reshape(-1, pieces, nats_RB.shape[1]), axis=1).reshape(batch)
-        return -partitioner.constrain(nats_B, "batch")
+    log_prob_BT = token_log_probs(model, config, partitioner, x_BTD, rows)
+    return partitioner.constrain(jnp.sum(log_prob_BT * jax.lax.stop_gradient(rows["weights"]), axis=1), "batch")
 
 
 def _gathered(settings: _Settings, x: jax.Array, w_DV: jax.Array) -> jax.Array:
     return settings.partitioner.gather_param(w_DV.astype(x.dtype), "embed", "vocab")
 
 
-def _chunk(
-    settings: _Settings, x_RBTD: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array, index: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def take(a: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(a, index * settings.tokens_per_chunk, settings.tokens_per_chunk, 2)
-
-    return take(x_RBTD), take(targets_RBT), take(weights_RBT)
+def _chunk(settings: _Settings, index: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """Return the chunk `index` of arrays [R, B, T, ...]."""
+    return [jax.lax.dynamic_slice_in_dim(a, index * settings.tokens_per_chunk, settings.tokens_per_chunk, 2) for a in arrays]
 
 
 class _Logits(NamedTuple):
@@ -210,7 +214,7 @@ def _cross_entropy(settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targ
     used_DV = _gathered(settings, x_RBTD, w_DV)
 
     def body(sums: LossSums, index: jax.Array) -> tuple[LossSums, None]:
-        x, targets, weights = _chunk(settings, x_RBTD, targets_RBT, weights_RBT, index)
+        x, targets, weights = _chunk(settings, index, x_RBTD, targets_RBT, weights_RBT)
         more, _, _ = _chunk_sums(settings, x, used_DV, targets, weights)
         return jax.tree.map(jnp.add, sums, more), None
 
@@ -233,7 +237,7 @@ def _forward(
 
     def body(carry: tuple[LossSums, jax.Array, Any], index: jax.Array) -> tuple[tuple[LossSums, jax.Array, Any], None]:
         sums, dx_RBTD, dw_RDV = carry
-        x, targets, weights = _chunk(settings, x_RBTD, targets_RBT, weights_RBT, index)
+        x, targets, weights = _chunk(settings, index, x_RBTD, targets_RBT, weights_RBT)
         more, logits, lse = _chunk_sums(settings, x, used_DV, targets, weights)
         probability = jnp.exp(logits - lse[..., None]) * (weights * (1 + 2 * settings.z_loss * lse))[..., None]
         is_target = jnp.arange(logits.shape[-1]) == targets[..., None]

@@ -199,7 +199,8 @@ class Kernels:
         compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + (0.0 if local.adapted else weight)
         table = 2 * local.compute_itemsize if local.adapted else 12
         memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.stream_bytes // local.pipeline
-        if local.config.preference.loss is not None:  # log-probabilities come first, in a pass of their own: logits without gradient
+        tuned = local.config.preference.loss is not None or local.config.policy.loss is not None
+        if tuned:  # log-probabilities come first, in a pass of their own: logits without gradient
             compute += self.matmul_s(chunk, vocab, width)
             memory += chunks * LOG_PROB_PASSES_BYTES * chunk * vocab
         return Work(chunks * compute, self.memory_s(memory))

@@ -27,6 +27,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cuda_plugin import hide_unusable_cuda_plugin
+from ridgeline.loaders.rollouts import Rollout
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.plan import Plan, make_plan
 from ridgeline.planner.search import Limits
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ridgeline.loaders.prompts import Prompt
     from ridgeline.trainer.evaluation import ProgressCallback, Result, SetResult
     from ridgeline.trainer.harness import TaskMetric
+    from ridgeline.trainer.policy import PolicyTrainer
 
 hide_unusable_cuda_plugin()
 
@@ -49,6 +51,7 @@ __all__ = [
     "Generation",
     "NumericalFailure",
     "Plan",
+    "Rollout",
     "RunDir",
     "TaskEvaluation",
     "TrainResult",
@@ -58,6 +61,7 @@ __all__ = [
     "evaluate_tasks",
     "generate",
     "load_config",
+    "open_policy",
     "open_run",
     "plan",
     "train",
@@ -282,6 +286,21 @@ def _check_virtual_devices(config: Config) -> None:
             f"runtime.cpu_devices={config.runtime.cpu_devices}: JAX already has {len(jax.devices())} devices in this process; "
             "start a new process"
         )
+
+
+def open_policy(config: Config) -> PolicyTrainer:
+    """Start a run of policy updates (`policy.loss`) in `config.directory`, or resume the one that is there; docs/guides/rl.md.
+
+        with ridgeline.open_policy(config) as policy:
+            policy.update([ridgeline.Rollout(prompt, completion, reward, group), ...])
+            policy.export("weights")  # for the inference server
+
+    Raises UserError: bad input; CheckpointError: checkpoints cannot be loaded.
+    """
+    from ridgeline.trainer.policy import PolicyTrainer
+
+    _use_virtual_devices(config)
+    return PolicyTrainer(config, command=sys.argv, log=lambda line: print(line, file=sys.stderr))
 
 
 def open_run(path: str | Path) -> RunDir:

@@ -70,6 +70,16 @@ METRICS: dict[str, Metric] = {
     "train_preference/rejected_reward": Metric("1", "The same of the rejected answer."),
     "train_preference/chosen_log_prob": Metric("nats", "Log-probability of the chosen answer: sum over its target tokens."),
     "train_preference/rejected_log_prob": Metric("nats", "The same of the rejected answer."),
+    "train_policy/kl": Metric(
+        "nats",
+        "Divergence from the model before training; 0 without policy.kl. This group: only with policy.loss, means over completion tokens.",
+    ),
+    "train_policy/clipped_low": Metric("fraction", "Tokens of negative advantage whose probability ratio is below 1 - policy.clip_low."),
+    "train_policy/clipped_high": Metric("fraction", "Tokens of positive advantage whose probability ratio is above 1 + policy.clip_high."),
+    "train_policy/ratio": Metric("1", "Probability of a token over that by the model that sampled it."),
+    "train_policy/reward": Metric("1", "Mean reward of the rollouts of the update."),
+    "train_policy/reward_std": Metric("1", "Standard deviation of these rewards."),
+    "train_policy/completion_tokens": Metric("tokens", "Mean length of the completions of the update."),
     "train_speed/tokens_per_s": Metric("tokens/s", "Tokens per second of step time in the log window, over all devices."),
     "train_speed/tokens_per_s_per_device": Metric("tokens/s", "Tokens per second of step time and device."),
     "train_speed/step_time_mean_s": Metric(

@@ -175,7 +175,7 @@ class Workspace:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        for name in ("Makefile", "pyproject.toml", "constraints.txt", "scripts", "benchmarks", "README.md", "docs"):
+        for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock", "scripts", "benchmarks", "README.md", "docs"):
             (root / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "configs", root / "configs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         quickstart = root / "configs/quickstart.yaml"

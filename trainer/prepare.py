@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import read_manifests
@@ -81,6 +82,8 @@ def check_data(config: Config) -> TokenizerInfo:
 
     Raises UserError: a corpus is missing, damaged, rewritten, made with another tokenizer, or its ids exceed the vocabulary.
     """
+    if config.policy.loss is not None:
+        raise UserError("policy.loss: updates read rollouts, not corpora; call ridgeline.open_policy from Python (docs/guides/rl.md)")
     manifests = read_manifests(config.data)
     manifests += [(path, read_manifest(path)) for path in config.evaluation.sets.values()]
     tokenizer = check_tokenizer(manifests, config.model.vocab_size)

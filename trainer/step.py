@@ -19,10 +19,12 @@ import numpy as np
 import optax
 
 from ridgeline.configs.schema import Config
+from ridgeline.models import policy as rollouts
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.loss import LossSums, loss_of, row_log_probs
+from ridgeline.models.loss import LossSums, loss_of, row_log_probs, token_log_probs
 from ridgeline.models.matmul import fp8
 from ridgeline.models.moe.router import RouterTotals, balanced_bias
+from ridgeline.models.policy import PolicySums, policy_of
 from ridgeline.models.preference import REFERENCE, PreferenceSums, count_pairs, preference_of
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.low_precision import apply_updates
@@ -77,6 +79,30 @@ def preference_sums(
     """As `loss_sums`, of preference pairs: the scalar and the sums of `models.preference.preference_of`, and the totals of the routers."""
     model, x_BTD, router = _forward(spec, config, params, batch, recent, dropout_key)
     return *preference_of(model, config, partitioner, x_BTD, batch, frozen=spec.adapted), router
+
+
+def policy_sums(
+    spec: ModelSpec,
+    config: Config,
+    partitioner: Partitioner,
+    params: Tree,
+    batch: Batch,
+    recent: Tree | None = None,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, PolicySums, RouterTotals | None]:
+    """As `loss_sums`, of rollouts: the scalar and the sums of `models.policy.policy_of`, and the totals of the routers."""
+    model, x_BTD, router = _forward(spec, config, params, batch, recent, dropout_key)
+    return *policy_of(model, config, partitioner, x_BTD, batch, frozen=spec.adapted), router
+
+
+def make_token_log_prob_step(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[[Tree, Batch], jax.Array]:
+    """Return the pure step (params, batch) -> log-probability of each target, float32 [B, T], sharded as the batch."""
+
+    def log_prob_step(params: Tree, batch: Batch) -> jax.Array:
+        model, x_BTD, _ = _forward(spec, config, params, batch)
+        return token_log_probs(model, config, partitioner, x_BTD, batch)
+
+    return log_prob_step
 
 
 def make_log_prob_step(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[[Tree, Batch], jax.Array]:
@@ -158,13 +184,21 @@ def _make_gradient(
     rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
     drops = spec.adapted and config.lora.dropout > 0
     staged = pipeline_gradient(spec, config, partitioner) if partitioner.mesh.shape["pipeline"] > 1 else None
-    pairs = config.preference.loss is not None
+    pairs, policy = config.preference.loss is not None, config.policy.loss is not None
+    names = PreferenceSums.names() if pairs else PolicySums.names() if policy else ("loss", "z_loss", "accuracy")
+
+    def divisor_of(weights: jax.Array, weight: jax.Array) -> jax.Array:
+        """Return the number that sums of the whole batch are divided by."""
+        return jnp.maximum(count_pairs(weights) if pairs else rollouts.count_tokens(weights) if policy else weight, 1.0)
 
     def loss_and_means(params: Tree, recent: Tree, batch: Batch, total: jax.Array, key: jax.Array | None) -> tuple[Any, Tree, Any]:
-        """Return what is differentiated, the means and the router's totals. `total`: weight of the whole batch, or its pairs."""
+        """Return what is differentiated, the means and the router's totals. `total`: `divisor_of` the whole batch."""
         if pairs:
             surrogate, of_pairs, router = preference_sums(spec, config, partitioner, params, batch, recent, key)
             return surrogate / total, of_pairs.means(total), router
+        if policy:  # the weights are shares of the loss
+            surrogate, of_tokens, router = policy_sums(spec, config, partitioner, params, batch, recent, key)
+            return surrogate, of_tokens.means(total), router
         sums, router = loss_sums(spec, config, partitioner, params, batch, recent, key)
         means = {"loss": sums.nats / total, "z_loss": sums.z / total, "accuracy": sums.correct / total}
         return (sums.nats + sums.z) / total, means, router
@@ -184,7 +218,7 @@ def _make_gradient(
 
     def gradient(params: Tree, recent: Tree, batch: Batch, key: jax.Array) -> tuple[Tree, Tree, Tree, jax.Array]:
         weight = jnp.sum(batch["weights"], dtype=jnp.float32)
-        divisor = jnp.maximum(count_pairs(batch["weights"]) if pairs else weight, 1.0)
+        divisor = divisor_of(batch["weights"], weight)
         if staged is not None:
             total = staged(params, recent, microbatches(batch, accumulation, partitioner), divisor)
             means = {"loss": total.sums.nats / divisor, "z_loss": total.sums.z / divisor, "accuracy": total.sums.correct / divisor}
@@ -203,7 +237,7 @@ def _make_gradient(
             )
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), spec.split(params)[0])
-        nothing: Tree = {name: jnp.zeros((), jnp.float32) for name in (PreferenceSums.names() if pairs else ("loss", "z_loss", "accuracy"))}
+        nothing: Tree = {name: jnp.zeros((), jnp.float32) for name in names}
         if config.model.moe is not None:
             nothing[ROUTER] = RouterTotals.zeros(config.model.moe_layers, config.model.moe.experts)
         least = jax.tree.map(jnp.zeros_like, recent)
@@ -284,6 +318,10 @@ def abstract_batch(config: Config, partitioner: Partitioner) -> dict[str, jax.Sh
     arrays = {**dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), ("int32", length)), "weights": ("float32", length)}
     if config.preference.loss is not None:
         arrays[REFERENCE] = ("float32", 1)
+    if config.policy.loss is not None:
+        arrays |= dict.fromkeys(
+            (rollouts.ADVANTAGES, rollouts.OLD, *([rollouts.REFERENCE] if config.policy.kl else [])), ("float32", length)
+        )
     return {
         name: jax.ShapeDtypeStruct((rows, width), dtype, sharding=partitioner.batch_sharding(name))
         for name, (dtype, width) in arrays.items()

@@ -50,9 +50,10 @@ def loss(step: StepSizes) -> list[PlannedCollective]:
     table = model.padded_vocab_size * model.embed_dim
     planned = step.parameters("unembedding", "loss", table, step.micro, by_hand=True, backward_gather=False, grad=4)
     planned = [replace(item, phase="forward") for item in planned]
-    pairs = step.config.preference.loss is not None  # log-probabilities come first, in a pass of their own
-    passes = 2 if pairs else 1
-    if pairs:
+    pairs = step.config.preference.loss is not None
+    twice = pairs or step.config.policy.loss is not None  # log-probabilities come first, in a pass of their own
+    passes = 2 if twice else 1
+    if twice:
         planned += [replace(item, what="unembedding for log-probabilities") for item in planned if item.kind == "all-gather"]
 
     def item(what: str, kind: Kind, size: int) -> PlannedCollective:

@@ -20,7 +20,7 @@ from ridgeline.configs.schema import (
     RematConfig,
     TrainerConfig,
 )
-from ridgeline.configs.tuning_schema import LoraConfig, PreferenceConfig
+from ridgeline.configs.tuning_schema import LoraConfig, PolicyConfig, PreferenceConfig
 from ridgeline.hlo.collectives import Collective, collectives
 from ridgeline.hlo.module import is_backward
 from ridgeline.hlo.parse import parse
@@ -29,7 +29,7 @@ from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner, param_shardings
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.state import abstract_state, model_spec
-from ridgeline.trainer.step import abstract_batch, loss_sums, make_train_step, preference_sums
+from ridgeline.trainer.step import abstract_batch, loss_sums, make_train_step, policy_sums, preference_sums
 from tests.sampling import drawn
 
 LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
@@ -56,6 +56,10 @@ def make_config(
 
 def with_pairs(config: Config) -> Config:
     return config.model_copy(update={"preference": PreferenceConfig(loss="dpo")})
+
+
+def with_policy(config: Config) -> Config:
+    return config.model_copy(update={"policy": PolicyConfig(loss="grpo", kl=0.1)})
 
 
 def partitioned(config: Config) -> Partitioner:
@@ -85,6 +89,8 @@ def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
         params = spec.join(trained, frozen)
         if config.preference.loss is not None:
             return preference_sums(spec, config, partitioner, params, batch)[:2]
+        if config.policy.loss is not None:
+            return policy_sums(spec, config, partitioner, params, batch)[:2]
         sums, _ = loss_sums(spec, config, partitioner, params, batch)
         return sums.nats + sums.z, ()
 
@@ -142,6 +148,7 @@ def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
             with_adapters(make_config(2, 1, 4, **LATENT), dora=True),
             with_pairs(make_config(2, 2, 2)),
             with_pairs(make_config(1, 2, 2, context=2, method="ring")),
+            with_policy(make_config(1, 2, 2, context=2, method="ring")),
         ],
         12,
     ),
@@ -150,6 +157,7 @@ def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
         + config.compute.attention.context
         + ("-adapters-" + config.compute.remat.policy if config.lora.rank else "")
         + ("-pairs" if config.preference.loss else "")
+        + ("-policy" if config.policy.loss else "")
     ),
 )
 def test_gradient_contains_exactly_the_planned_collectives(config):
