@@ -74,6 +74,11 @@ def layout_problems(config: Config, sizes: dict[str, int]) -> list[Problem]:
     return [*_divisibility(config, sizes), *_batch(config, sizes), *_context(config, sizes), *_pipeline(config, sizes)]
 
 
+def batch_shards(config: Config, sizes: dict[str, int]) -> int:
+    """Return over how many devices the rows of a microbatch are divided."""
+    return _axes_of(config, "batch", sizes)[1]
+
+
 def model_problems(model: ModelConfig) -> list[Problem]:
     """Return every broken rule of a model section."""
     return list(model_rules(Config(model=model, data=DataConfig(seq_len=1))))

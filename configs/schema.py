@@ -419,6 +419,23 @@ class ProfilerConfig(Section):
     """Steps per capture."""
 
 
+class ElasticConfig(Section):
+    """Going on with fewer nodes, and spare nodes, in jobs of `ridge submit`."""
+
+    min_nodes: PositiveInt | None = None
+    """Fewest nodes on which the job goes on after it has lost nodes, or starts; null: all nodes of the job."""
+    spares: NonNegativeInt = 0
+    """Nodes that the job requests beyond those it trains on. They stay idle until one of the others is bad."""
+    grow_minutes: NonNegativeFloat = 10.0
+    """Minutes between checks for idle nodes while the job trains on fewer nodes than it was submitted for. When there are enough for a
+    larger mesh, the run saves and is requeued; 0: it grows only when it is requeued for another reason."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the job may change its nodes."""
+        return self.min_nodes is not None or self.spares > 0
+
+
 class RuntimeConfig(Section):
     """The process and its devices."""
 
@@ -483,6 +500,8 @@ class Config(Section):
     """Where metrics are written."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Capture of XLA profiles."""
+    elastic: ElasticConfig = ElasticConfig()
+    """Fewer nodes after failures, and spare nodes."""
     runtime: RuntimeConfig = RuntimeConfig()
     """The process and its devices."""
 

@@ -4,7 +4,7 @@
 planner/campaign_trials.py, the search for the best choice planner/campaign_search.py.
 
 The tier `local` is checkpoint.local: saves on each node, with a copy on the next one, beside rarer ones on shared storage. The policy
-`shrink` (go on with fewer nodes) is simulated only: the trainer has the policy `wait`.
+`shrink` (go on with fewer nodes) is that of jobs with elastic.min_nodes, `wait` that of others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ridgeline.planner.failure_catalog import FailureClass
-from ridgeline.planner.policy import STRAGGLER_SHARE
+from ridgeline.planner.policy import LEAST_SHARE, STRAGGLER_SHARE
 
 Floats = NDArray[np.float64]
 Tier = Literal["shared", "local"]
 Elastic = Literal["wait", "shrink"]
-IN_TRAINER = "wait"
-"""The policy that the trainer has."""
 
 CAUSES = {
     "queue": "Waiting for the scheduler, for a replaced node, for a shared service, or for a person to submit the job again.",
@@ -77,9 +75,15 @@ class Campaign:
     straggler_found_s: float = 0.0
     shared_every_s: float = 3600.0
     """Tier `local`: time between its saves to shared storage."""
-    shrink_unit: int = 1
-    """Nodes that leave together when one is missing: those of one model-parallel group."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of nodes on which a job with the policy shrink goes on (planner.policy.elastic_sizes); (): all from LEAST_SHARE of its nodes
+    on."""
     price_per_device_hour_usd: float | None = None
+
+    @property
+    def shrunk_sizes(self) -> tuple[int, ...]:
+        """Numbers of nodes on which the job goes on, all its nodes among them."""
+        return self.sizes or tuple(range(math.ceil(LEAST_SHARE * self.nodes), self.nodes + 1))
 
     @property
     def failures_per_s(self) -> float:
@@ -107,11 +111,6 @@ class Choice:
     """Nodes beside those of the job that replace a lost one at once."""
     tier: Tier = "shared"
     elastic: Elastic = "wait"
-
-    @property
-    def in_trainer(self) -> bool:
-        """Whether the trainer can do it today."""
-        return self.elastic == IN_TRAINER
 
 
 @dataclass(frozen=True)

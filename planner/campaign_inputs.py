@@ -13,8 +13,9 @@ from ridgeline.planner.campaign import Campaign, Tier
 from ridgeline.planner.economics import price_usd, state_bytes
 from ridgeline.planner.failure_catalog import FailureClass, classes_of, restart_times, stragglers, waits
 from ridgeline.planner.hardware import hardware
+from ridgeline.planner.layouts import Layout
 from ridgeline.planner.plan import make_plan
-from ridgeline.planner.policy import configured_interval_s, step_limit_s
+from ridgeline.planner.policy import LEAST_SHARE, configured_interval_s, elastic_sizes, step_limit_s
 from ridgeline.planner.search import Candidate
 
 ALWAYS_S = 1800.0
@@ -111,7 +112,6 @@ def _campaign(
     port_gb = cluster.nic_gb_per_s or cluster.links[-1].bandwidth_gb_per_s * cluster.devices_per_node
     to_neighbor_s = whole / shards * cluster.devices_per_node / (port_gb * 1e9)
     times, wait, slow = restart_times(), waits(), stragglers()
-    group = math.prod(sizes.get(axis, 1) for axis in ("tensor", "context", "pipeline", "expert"))
     least_s = config.trainer.hang_timeout_s
     return Campaign(
         work_s=work_s,
@@ -137,9 +137,23 @@ def _campaign(
         straggler_per_s=slow.per_node_hour * nodes / 3600 if given.stragglers else 0.0,
         straggler_excess=slow.excess,
         straggler_found_s=slow.found_s,
-        shrink_unit=min(nodes, max(1, math.ceil(group / cluster.devices_per_node))),
+        sizes=() if layout is None else _sizes(config, layout.layout, nodes, cluster.devices_per_node),
         price_per_device_hour_usd=price_usd(cluster, device),
     )
+
+
+def _sizes(config: Config, layout: Layout, nodes: int, devices_per_node: int) -> tuple[int, ...]:
+    """Return the numbers of nodes on which the job could go on, from elastic.min_nodes or LEAST_SHARE of its nodes on."""
+    planned = config.model_copy(
+        update={
+            "mesh": config.mesh.model_copy(
+                update={**layout.sizes, "zero_stage": layout.zero_stage, "pipeline_chunks": layout.pipeline_chunks}
+            ),
+            "trainer": config.trainer.model_copy(update={"accumulation": layout.accumulation}),
+        }
+    )
+    least = min(nodes, config.elastic.min_nodes or math.ceil(LEAST_SHARE * nodes))
+    return tuple(elastic_sizes(planned, range(least, nodes + 1), devices_per_node)[0])
 
 
 def _or(stated: float | None, otherwise: float) -> float:

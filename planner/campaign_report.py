@@ -39,7 +39,7 @@ class Report:
     chosen: Outcome
     configured: Outcome | None
     """With the interval of the config's own saves; None where it is unknown or the config never saves in between."""
-    best_in_trainer: Outcome
+    best_same_tier: Outcome
     best: Outcome
     objective: Objective
     trials: int
@@ -82,8 +82,8 @@ def make_report(found: Inputs, wanted: Wanted, *, objective: Objective, trials: 
     made = found.campaign
     _check(made, wanted)
     searched: Best = best(made, objective=objective, seed=seed, tier=wanted.tier or found.tier)
-    chosen = wanted.over(searched.in_trainer)
-    choices = [chosen, searched.in_trainer, searched.overall]
+    chosen = wanted.over(searched.same_tier)
+    choices = [chosen, searched.same_tier, searched.overall]
     own = found.configured_s
     if own is not None and math.isfinite(own):
         choices.append(replace(chosen, interval_s=max(own, least_interval_s(made, chosen.tier))))
@@ -93,7 +93,7 @@ def make_report(found: Inputs, wanted: Wanted, *, objective: Objective, trials: 
         inputs=found,
         chosen=outcomes[chosen],
         configured=outcomes[choices[3]] if len(choices) > 3 else None,
-        best_in_trainer=outcomes[searched.in_trainer],
+        best_same_tier=outcomes[searched.same_tier],
         best=outcomes[searched.overall],
         objective=objective,
         trials=trials,
@@ -148,7 +148,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "choice": choice_json(chosen, made),
         "objective": report.objective,
         "best": choice_json(report.best, made),
-        "best_in_trainer": choice_json(report.best_in_trainer, made),
+        "best_same_tier": choice_json(report.best_same_tier, made),
         "configured": None if report.configured is None else choice_json(report.configured, made),
         "failures_per_component_hour": {one.name: one.per_component_hour for one in made.classes},
     }
@@ -162,7 +162,6 @@ def choice_json(outcome: Outcome, made: Campaign) -> dict[str, Any]:
         "tier": choice.tier,
         "spares": choice.spares,
         "policy": choice.elastic,
-        "in_trainer": choice.in_trainer,
         "days": _finite(spread(outcome.days)),
         "goodput": _finite(spread(outcome.goodput)),
         "usd": _finite(money),

@@ -86,8 +86,8 @@ class Best:
     """The best choices."""
 
     overall: Choice
-    in_trainer: Choice
-    """Among those that the trainer can do today, with the tier of the config."""
+    same_tier: Choice
+    """Among those with the tier of the config."""
 
 
 def best(made: Campaign, *, objective: Objective = "cost", seed: int = 0, tier: Tier = "shared") -> Best:
@@ -110,5 +110,5 @@ def best(made: Campaign, *, objective: Objective = "cost", seed: int = 0, tier: 
     counts = sorted({in_repair(made, quantile) for quantile in SPARES})
     elastics: tuple[Elastic, ...] = get_args(Elastic)
     full = tried([replace(of_tier[one], spares=n, elastic=elastic) for one in tiers for n in counts for elastic in elastics])
-    own = next(outcome.choice for outcome in full if outcome.choice.in_trainer and outcome.choice.tier == tier)
+    own = next(outcome.choice for outcome in full if outcome.choice.tier == tier)
     return Best(full[0].choice, own)

@@ -23,10 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ridgeline.planner.campaign import PARTS, Campaign, Choice, Floats, Outcome
-from ridgeline.planner.policy import MAX_FAILURES, requeue_pause_s
+from ridgeline.planner.policy import MAX_FAILURES, elastic_size, requeue_pause_s
 
-SHRINK_LEAST = 0.5
-"""Least share of its nodes on which a job goes on: its state has to fit into their memory."""
 MOST_EVENTS_FACTOR, MOST_EVENTS = 5, 1000
 """A trial is given up after this many times the expected events, plus as many."""
 _EPSILON = 1e-9
@@ -109,6 +107,13 @@ class _Trials:
         self.write_s = column([made.write_s[choice.tier] for choice in choices])
         self.restore_s = column([made.restore_s[choice.tier] for choice in choices])
         self.spares = column([choice.spares for choice in choices])
+        goes_on = [elastic_size(made.shrunk_sizes, made.nodes - missing) for missing in range(made.nodes + 1)]
+        self.goes_on = np.array(goes_on)
+        """By number of missing nodes: on how many the job goes on; 0: it waits."""
+        self.grows_at = np.array(
+            [next((m for m in range(missing, -1, -1) if goes_on[m] > goes_on[missing]), 0) for missing in range(made.nodes + 1)]
+        )
+        """By number of missing nodes: the largest number with which it goes on with more."""
         self.shrink = column([choice.elastic == "shrink" for choice in choices])
         every = [
             max(1, round(made.shared_every_s / (choice.interval_s + made.save_s))) if choice.tier == "local" else 1 for choice in choices
@@ -288,7 +293,7 @@ class _Trials:
         missing = self._missing()
         last = self._slot(np.maximum(self.replaced - 1 - self.spares, 0))
         back_s = self.away_since[last] + self.made.repair_s - self.t_s
-        large = missing * self.made.shrink_unit > (1 - SHRINK_LEAST) * self.made.nodes
+        large = self.goes_on[np.minimum(missing, self.made.nodes)] == 0
         return np.where((missing > 0) & (~self.shrink | large), np.maximum(back_s, 0.0), 0.0)
 
     def _slot(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -324,18 +329,16 @@ class _Trials:
         """Begin the next start of the trials that were interrupted."""
         made = self.made
         self._return_nodes()
-        missing = np.where(self.shrink, self._missing(), 0)
-        away = np.minimum(np.ceil(missing / made.shrink_unit) * made.shrink_unit, made.nodes - 1)
-        self.fraction = np.where(hit, 1 - away / made.nodes, self.fraction)
+        missing = np.minimum(np.where(self.shrink, self._missing(), 0), made.nodes)
+        self.fraction = np.where(hit, np.maximum(self.goes_on[missing], min(made.shrunk_sizes)) / made.nodes, self.fraction)
         for part, seconds in (("startup", made.startup_s), ("compile", made.compile_s), ("restore", restore_s)):
             self.pending[part] = np.where(hit, seconds, self.pending[part])
         self.limit_left_s = np.where(hit, made.time_limit_s, self.limit_left_s)
         self.attempt_s = np.where(hit, 0.0, self.attempt_s)
-        # Growing again costs a restart; it pays where the missing nodes would slow the job down by more until its next restart.
-        restart_s = made.requeue_s + made.startup_s + made.compile_s + self.restore_s + made.save_s + made.write_s["shared"]
-        next_s = min(1 / self.rate_per_s if self.rate_per_s > 0 else math.inf, made.time_limit_s, made.work_s)
-        pays = (self.fraction < 1) & ((1 - self.fraction) * next_s > restart_s)
-        self.grow_left_s = np.where(hit, np.where(pays, self.oldest_back_s - self.t_s, math.inf), self.grow_left_s)
+        # the job grows as soon as enough nodes are back for a larger size
+        last = self._slot(np.maximum(self.replaced - self.spares - self.grows_at[missing] - 1, 0))
+        back_s = self.away_since[last] + made.repair_s - self.t_s
+        self.grow_left_s = np.where(hit, np.where(self.fraction < 1, np.maximum(back_s, 0.0), math.inf), self.grow_left_s)
 
 
 def expected_events(made: Campaign) -> float:

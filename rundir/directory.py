@@ -13,6 +13,7 @@
     tensorboard/           curves, and the captured profiles (rundir/captures.py)
     slurm/                 submissions and jobs (rundir/jobs.py)
     attempts.jsonl         one line per run of the job script (rundir/jobs.py)
+    nodes.jsonl            one line per start of an elastic job: its nodes and spares (rundir/allocations.py)
     lease/                 which start may write here (rundir/lease.py)
 
 A `RunDir` reads each file at first use and keeps the result; open the directory again to see newer content. A file that may be absent is
@@ -53,7 +54,7 @@ TRAIN_LOG = "train.log"
 AUTOTUNE = "autotune"
 """Directory of XLA's choices of kernels, with runtime.deterministic."""
 REFERENCE_FILE = "reference.npz"
-_BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "doctor.jsonl", "bad_nodes", LEASE, AUTOTUNE)
+_BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "nodes.jsonl", "doctor.jsonl", "bad_nodes", LEASE, AUTOTUNE)
 """Left in a run directory by `ridge submit`, the preflight of a job, or a start that was killed, before run.json was written."""
 _WRITTEN = re.compile(r"(run|plan|compile)\.json|reference\.npz|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
 """Names of the files that are replaced atomically."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import click
 from ridgeline.cli.options import json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 from ridgeline.configs.format import format_count, format_duration, plural
+from ridgeline.rundir.allocations import usage
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.goodput import Ledger, queue_waits, run_ledger
 from ridgeline.rundir.startup import startup_parts
@@ -29,20 +32,23 @@ def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bo
     events = directory.require_events()
     ledger = run_ledger(events, queue_waits(directory, events))
     devices = directory.require_start().devices.count
+    by_start = [start.devices.count for start in directory.record.starts]
     price_usd = directory.price_on(cluster) if price_usd is None else price_usd
-    report = describe(ledger, devices, price_usd)
+    report = describe(ledger, devices, price_usd, by_start)
     report["startup"] = startup = startup_parts(events, max(event.restart for event in events if event.process == 0))
+    used = usage(run, max(event.time_s for event in events))
+    report["elastic"] = None if used is None else asdict(used)
     if as_json:
         print_json(report)
         return
-    per_s = None if price_usd is None else devices * price_usd / 3600
+    usd = report["usd_by_category"]
     rows = [
-        {"category": name, "time": seconds, "share": seconds / ledger.wall_s, "usd": None if per_s is None else seconds * per_s}
+        {"category": name, "time": seconds, "share": seconds / ledger.wall_s, "usd": None if usd is None else usd[name]}
         for name, seconds in ledger.seconds.items()
         if seconds > 0
     ]
     columns = [Column("category"), Column("time", "seconds", "{:,.1f}".format), Column("share", format="{:.1%}".format)]
-    columns += [Column("usd", "USD", "{:,.2f}".format)] if per_s is not None else []
+    columns += [Column("usd", "USD", "{:,.2f}".format)] if usd is not None else []
     print_table(columns, rows, title=_headline(directory.name, ledger, devices))
     if startup is not None:
         parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in startup.items() if seconds >= 0.05)
@@ -52,13 +58,29 @@ def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bo
             f"{ledger.lost_steps} steps were repeated after restarts: save more often than every "
             f"{format_duration(ledger.seconds['lost'])} of training"
         )
+    if used is not None:
+        spare_hours = used.spare_node_s / 3600
+        print(
+            f"{format_duration(used.reduced_s)} on fewer nodes than requested ({used.missing_node_s / 3600:,.2f} node-hours missing); "
+            f"idle spares: {spare_hours:,.2f} node-hours"
+        )
     if report["usd_per_billion_tokens"] is not None:
         print(f"{report['usd']:,.2f} USD in total, {report['usd_per_billion_tokens']:,.2f} USD per 1e9 tokens")
 
 
-def describe(ledger: Ledger, devices: int, price_usd: float | None) -> dict[str, Any]:
-    """Return the ledger as plain values; `price_usd` is of one device and hour, None: no money."""
-    hours = ledger.wall_s / 3600 * devices
+def describe(ledger: Ledger, devices: int, price_usd: float | None, by_start: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the ledger as plain values.
+
+    Args:
+      ledger: of the run.
+      devices: of the newest start.
+      price_usd: of one device and hour; None: no money.
+      by_start: devices of every start; of those beyond it `devices`.
+    """
+    device_s = dict.fromkeys(ledger.seconds, 0.0)
+    for stretch in ledger.stretches:
+        device_s[stretch.category] += stretch.duration_s * (by_start[stretch.restart] if stretch.restart < len(by_start) else devices)
+    hours = sum(device_s.values()) / 3600
     usd = None if price_usd is None else hours * price_usd
     billions = (ledger.tokens or 0) / 1e9
     return {
@@ -72,7 +94,7 @@ def describe(ledger: Ledger, devices: int, price_usd: float | None) -> dict[str,
         "devices": devices,
         "device_hours": hours,
         "usd": usd,
-        "usd_by_category": None if usd is None else {k: usd * v / ledger.wall_s for k, v in ledger.seconds.items()},
+        "usd_by_category": None if price_usd is None else {k: v / 3600 * price_usd for k, v in device_s.items()},
         "device_hours_per_billion_tokens": hours / billions if billions else None,
         "usd_per_billion_tokens": usd / billions if usd is not None and billions else None,
         "goodput_over_time": [{"wall_s": wall_s, "goodput": share} for wall_s, share in ledger.over_time()],

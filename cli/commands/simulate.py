@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     help="Where frequent checkpoints are [default: local with checkpoint.local, else shared].",
 )
 @click.option(
-    "--policy", "elastic", type=click.Choice(["wait", "shrink"]), help="Without a spare; shrink: not in the trainer [default: wait]."
+    "--policy",
+    "elastic",
+    type=click.Choice(["wait", "shrink"]),
+    help="Without a spare: wait for the node, or go on with fewer [default: shrink if elastic.min_nodes is set].",
 )
 @click.option("--fleet", help="Published failure rate: llama-3, rsc-1, rsc-2 [default: node_mtbf_hours of the cluster, else llama-3].")
 @click.option("--failure-scale", type=COUNT_OR_ZERO, default=1.0, show_default=True, help="Factor on all failure rates.")
@@ -94,6 +97,7 @@ def simulate(
     site = load_cluster(cluster, cluster_set).config
     stated = Given(**given, time_limit_s=_time_limit_s(time_limit, site))
     found = inputs(resolved, site, load_calibration(calibration, software), nodes, days, stated)
+    elastic = elastic or ("shrink" if resolved.elastic.min_nodes is not None else "wait")
     wanted = Wanted(interval_s, spares, tier, elastic)  # type: ignore[arg-type]  # click.Choice allows only these literals
     _check(wanted, nodes, site)
     report = make_report(found, wanted, objective=objective, trials=trials, seed=seed)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ridgeline.cli.tables import Column, print_json, print_table
 
 if TYPE_CHECKING:
     from ridgeline.launch.slurm.state import JobState
+    from ridgeline.rundir.allocations import Allocation
     from ridgeline.rundir.jobs import JobRecord
     from ridgeline.rundir.progress import RunProgress
 
@@ -27,6 +29,7 @@ def status(run: Path, as_json: bool) -> None:
     For the directory of a sweep, shows the table of its points.
     """
     from ridgeline.launch.trials import sweep
+    from ridgeline.rundir.allocations import read_allocations
     from ridgeline.rundir.liveness import RUNNING
     from ridgeline.rundir.progress import run_progress
 
@@ -39,14 +42,18 @@ def status(run: Path, as_json: bool) -> None:
     states = [(record, state) for record in records for state in _states(run, record)]
     progress = None if records and records[-1].kind == "data" else run_progress(run)
     local = None if progress is None or any(not state.ended for _, state in states) else _process(run, progress)
+    nodes = None if progress is None else read_allocations(run)
     if as_json:
         jobs = [_row(record, state) for record, state in states]
-        print_json({"run": str(run), "jobs": jobs, "process": local, "progress": progress and dataclasses.asdict(progress)})
+        found = {"process": local, "progress": progress and dataclasses.asdict(progress)}
+        print_json({"run": str(run), "jobs": jobs, **found, "nodes": [dataclasses.asdict(one) for one in nodes or []]})
         return
     if local is not None and (not states or local["state"] == RUNNING):
         print_table(["state", "host", Column("pid", "process"), Column("time", "started")], [local])
     if states:
         _print_jobs([_row(record, state) for record, state in states])
+    if nodes:
+        click.echo(describe_nodes(nodes))
     if progress is not None:
         click.echo(describe_progress(progress, time.time()))
 
@@ -96,6 +103,14 @@ def _duration(seconds: float) -> str:
     from ridgeline.configs.format import format_duration
 
     return format_duration(seconds)
+
+
+def describe_nodes(starts: Sequence[Allocation]) -> str:
+    """Return the nodes of the newest start of an elastic job, and how many each start had, in one line."""
+    last = starts[-1]
+    spares = f", spare: {last.spare_names}" if last.spares else ""
+    before = f"; starts on {' -> '.join(str(one.nodes) for one in starts)} nodes" if len(starts) > 1 else ""
+    return f"{last.nodes} of {last.of} nodes: {last.names}{spares}{before}"
 
 
 def describe_progress(progress: RunProgress, now_s: float) -> str:

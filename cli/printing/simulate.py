@@ -31,7 +31,7 @@ def print_report(report: Report, config: Config, cluster: ClusterConfig) -> None
     _print_interruptions(report)
     if report.inputs.without:
         print(f"\nNo layout is planned, so the time of a step and the tokens are unknown: {report.inputs.without}")
-    print("\nRates and times: planner/failures.yaml, with sources and what is assumed. Policy shrink is not in the trainer.")
+    print("\nRates and times: planner/failures.yaml, with sources and what is assumed.")
 
 
 def _per_hour(made: Campaign) -> float:
@@ -80,7 +80,7 @@ def _print_choices(report: Report) -> None:
     named: dict[str, Outcome] = {"simulated": report.chosen}
     if report.configured is not None:
         named["saves of CONFIG"] = report.configured
-    named |= {"best in the trainer": report.best_in_trainer, "best of all": report.best}
+    named |= {"best with its tier": report.best_same_tier, "best of all": report.best}
     rows = [_row(name, outcome, report.campaign) for name, outcome in named.items()]
     columns: list[Column | str] = [
         "choice",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ridgeline.configs.format import format_bytes
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import filesystems
+from ridgeline.launch.slurm.elastic import elastic_job
 from ridgeline.launch.slurm.filesystems import Mount
 from ridgeline.launch.slurm.shape import CPU, JobShape
 from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
@@ -21,6 +22,10 @@ from ridgeline.planner.host_memory import refusal
 
 PLAIN_PATH = re.compile(r"[\w/.+@=-]+")
 """Paths that need no quoting in bash, Slurm's filename patterns, and lists of container mounts."""
+
+
+SHOWN = 4
+"""Numbers of nodes without a layout that are shown with their reason."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ def lint(config: Config, cluster: ClusterConfig, shape: JobShape, mounts: list[M
         *_time(cluster, shape),
         *_grace(config, cluster, shape),
         *_devices(config, cluster, shape),
+        *_elastic(config, cluster, shape),
         *_run_directory(config.directory, cluster, shape, mounts),
     ]
 
@@ -180,6 +186,33 @@ def _devices(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterato
         check_devices(config, shape.devices)
     except UserError as error:
         yield from (Finding(True, line) for line in str(error).splitlines())
+
+
+def _elastic(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
+    """Every number of nodes that an elastic job may get is checked; those without a layout are named."""
+    try:
+        job = elastic_job(config, shape)
+    except UserError as error:
+        if config.elastic.min_nodes is not None and config.elastic.min_nodes > shape.nodes:
+            yield Finding(True, str(error))
+        return  # a mesh that does not fit the whole job is reported by `_devices`
+    if job is None:
+        return
+    limits = {"slurm.max_nodes": cluster.slurm.max_nodes, "nodes": cluster.nodes}
+    for key, limit in limits.items():
+        if limit is not None and shape.nodes <= limit < job.most:
+            yield Finding(True, f"elastic.spares={job.spares}: --nodes {shape.nodes} and spares exceed {limit} nodes ({key})")
+    if not cluster.slurm.requeue:
+        yield Finding(False, "slurm.requeue is false: a job that loses nodes ends instead of going on with fewer")
+    shown = list(job.without.items())[:SHOWN]
+    for nodes, why in shown:
+        yield Finding(False, f"elastic: {nodes} nodes are not used: {why}")
+    if len(job.without) > SHOWN:
+        yield Finding(False, f"elastic: {len(job.without) - SHOWN} more numbers of nodes have no layout; the job uses {_list(job.layouts)}")
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _run_directory(path: Path, cluster: ClusterConfig, shape: JobShape, mounts: list[Mount]) -> Iterator[Finding]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from ridgeline.configs.cluster import ClusterConfig, SlurmConfig
+from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.launch import exit_codes
 from ridgeline.launch.slurm import container
+from ridgeline.launch.slurm.elastic import GUARD_S, PROBE_S, Elastic
 from ridgeline.launch.slurm.shape import CPU, JobShape, describe
 from ridgeline.launch.slurm.units import format_time
 from ridgeline.planner.policy import MAX_FAILURES, PAUSE_S, QUICK_S
@@ -66,6 +67,8 @@ class Job:
     """Whether ranks save on SIGTERM; false: a plain command without supervision."""
     array: str | None = None
     """Value of --array; None: no array."""
+    elastic: Elastic | None = None
+    """Numbers of nodes on which a start may run; None: all of the shape."""
 
 
 def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,7 +85,7 @@ def job_script(job: Job) -> str:
         {
             "login": " -l" * bool(software.modules),  # /etc/profile, which a login shell reads, defines `module`
             "title": job.title,
-            "shape": describe(job.cluster, job.shape),
+            "shape": describe(job.cluster, job.shape) + _elastic_comment(job),
             "written": job.written,
             "sbatch": "\n".join(header(job)),
             "variables": "\n".join(job.variables),
@@ -143,7 +146,8 @@ def header(job: Job) -> list[str]:
         (_option("reservation", slurm.reservation), ""),
         (_option("constraint", slurm.constraint), ""),
         (_option("array", job.array), _array_comment(job)),
-        (f"--nodes={shape.nodes}", ""),
+        (f"--nodes={_requested(job)}", "" if job.elastic is None or not job.elastic.spares else f"of them {job.elastic.spares} spare"),
+        ("--no-kill" if job.elastic else None, "a lost node does not end the job"),
         (f"--ntasks-per-node={shape.tasks_per_node}", per_task if job.trains else ""),
         (f"--cpus-per-task={shape.cpus_per_task}", f"of {job.cluster.cores_per_node} cores per node"),
         (_device_request(job), "all devices of a node"),
@@ -158,6 +162,17 @@ def header(job: Job) -> list[str]:
         *((option, "") for option in slurm.options),
     ]
     return [commented(f"#SBATCH {option}", comment) for option, comment in options if option is not None]
+
+
+def _elastic_comment(job: Job) -> str:
+    if job.elastic is None:
+        return ""
+    spares = f", {job.elastic.spares} spare" if job.elastic.spares else ""
+    return f"; goes on with {' '.join(map(str, job.elastic.layouts))} nodes{spares}"
+
+
+def _requested(job: Job) -> int:
+    return job.shape.nodes if job.elastic is None else job.elastic.most
 
 
 def _array_comment(job: Job) -> str:
@@ -221,27 +236,29 @@ def _stages(job: Job) -> str:
     slurm = job.cluster.slurm
     minutes = slurm.preflight_minutes if job.preflight else 0
     functions = {}
+    layout, place = (['"${LAYOUT[@]}"'], ['"${PLACE[@]}"']) if job.elastic else ([], [])
     if minutes:
-        doctor = ["doctor", job.arguments[-1], f'--cluster "$JOB/{places.CLUSTER}"', '--run-dir "$RUN"', "--job"]
+        doctor = ["doctor", job.arguments[-1], *layout, f'--cluster "$JOB/{places.CLUSTER}"', '--run-dir "$RUN"', "--job"]
         comment = f"Preflight: check the nodes, within {minutes} minutes."
-        functions["preflight"] = _function("preflight", comment, srun(job, doctor, [f"--time={minutes}"]))
+        functions["preflight"] = _function("preflight", comment, srun(job, doctor, [*place, f"--time={minutes}"]))
     comment = "Training. --label prefixes each line with its rank."
-    functions["train"] = _function("train", comment, srun(job, job.arguments, ["--label", f"--wait={WAIT_S}"]))
-    return "\n\n".join([*functions.values(), _supervise(list(functions), slurm)])
+    functions["train"] = _function("train", comment, srun(job, [*job.arguments, *layout], [*place, "--label", f"--wait={WAIT_S}"]))
+    return "\n\n".join([*functions.values(), _supervise(job, list(functions))])
 
 
 def _function(name: str, comment: str, body: str) -> str:
     return "\n".join([f"# {comment}", f"{name}() {{", *(f"    {line}" for line in body.splitlines()), "}"])
 
 
-def _supervise(stages: Sequence[str], slurm: SlurmConfig) -> str:
+def _supervise(job: Job, stages: Sequence[str]) -> str:
     """Return the end of a script: run the stages, then exit or requeue by their exit code and the job's state in Slurm."""
+    slurm, elastic = job.cluster.slurm, job.elastic
     final = (exit_codes.USAGE, exit_codes.NUMERICAL_FAILURE, exit_codes.SAVE_FAILURE, exit_codes.TAKEN_OVER, exit_codes.INTERRUPTED)
     lost = (exit_codes.HANG, exit_codes.LOST_PEER, exit_codes.BAD_NODE)
     blanks = {
         "exit_codes": "\n".join(f"#   {line}" for line in exit_codes.table()),
         "grace_s": slurm.signal_grace_s,
-        "stages": " && ".join(stages),
+        "stages": " && ".join([*(["placed"] if elastic else []), *stages]),
         "final": "|".join(map(str, final)),
         "preempted": exit_codes.PREEMPTED,
         "lost": "|".join(map(str, lost)),
@@ -250,4 +267,36 @@ def _supervise(stages: Sequence[str], slurm: SlurmConfig) -> str:
         "quick_s": QUICK_S,
         "pause_s": PAUSE_S,
     }
-    return fill("supervise.sh", {name: str(value) for name, value in blanks.items()}).rstrip("\n")
+    texts = {name: str(value) for name, value in blanks.items()}
+    return fill("supervise.sh", texts | _elastic(job, texts)).rstrip("\n")
+
+
+_ELASTIC = {
+    "each_start": "while :; do",
+    "watch": "start_guard\ngrow &\nWATCH=$!",
+    "until_done": 'kill "$WATCH" 2>/dev/null\nagain || break\ndone',
+    "count_nodes": "COUNT=$(available)",
+    "request_nodes": 'request_nodes "$COUNT"',
+}
+"""Lines of supervise.sh that only elastic jobs have; the functions are in elastic.sh."""
+_NO_GROWTH = {"watch": "start_guard", "until_done": "again || break\ndone"}
+"""With elastic.grow_minutes=0."""
+
+
+def _elastic(job: Job, texts: Mapping[str, str]) -> dict[str, str]:
+    if job.elastic is None:
+        return {"elastic": "", **dict.fromkeys(_ELASTIC, "")}
+    layouts = [f'        {nodes}) echo "{" ".join(overrides)}" ;;' for nodes, overrides in job.elastic.layouts.items()]
+    blanks = {
+        "layouts": "\n".join(layouts),
+        "sizes": " ".join(map(str, job.elastic.layouts)),
+        "nodes": str(max(job.elastic.layouts)),
+        "most": str(job.elastic.most),
+        "tasks": str(job.shape.tasks_per_node),
+        "cpus": str(job.shape.cpus_per_task),
+        "grow_s": str(job.elastic.grow_s),
+        "probe_s": str(PROBE_S),
+        "guard_s": str(GUARD_S),
+        "bad_node": str(exit_codes.BAD_NODE),
+    }
+    return {"elastic": fill("elastic.sh", {**texts, **blanks}).rstrip("\n"), **_ELASTIC, **({} if job.elastic.grow_s else _NO_GROWTH)}

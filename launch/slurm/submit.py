@@ -18,6 +18,7 @@ from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import container, snapshot
+from ridgeline.launch.slurm.elastic import elastic_job
 from ridgeline.launch.slurm.script import Job, commented, job_script, kept_environment
 from ridgeline.launch.slurm.shape import JobShape, with_mesh
 from ridgeline.launch.slurm.state import JobState, job_states
@@ -78,6 +79,7 @@ def training_job(config: Config, cluster: ClusterConfig, shape: JobShape, by: Su
         environment=kept_environment(by.environment),
         log=places.log_pattern(run_dir),
         preflight=preflight,
+        elastic=elastic_job(config, shape),
     )
 
 

@@ -1,12 +1,15 @@
 # Run the stages, then exit or requeue. Exit codes of ridge:
 @{exit_codes}
 export RIDGE_GRACE_S=@{grace_s}
+@{elastic}
+@{each_start}
 RIDGE_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RIDGE_SECRET                             # by which the processes of this start know each other
 # SIGTERM to this shell, also to it alone (scancel --batch): the ranks get it too and save; this shell waits for them
 SIGNALED=""
 trap 'SIGNALED=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 BEGIN=$(date +%s)
+@{watch}
 ( trap : TERM; @{stages} ) &
 STAGES=$!
 wait "$STAGES"
@@ -22,6 +25,7 @@ retry() { for _ in 1 2 3 4; do "$@" && return; sleep 15; done; return 1; }
 INFO=$(retry scontrol show job --oneliner "$SLURM_JOB_ID")
 STATE=$(grep -oE 'JobState=[A-Z_]+ Reason=[^ ]+' <<< "$INFO")
 log() { echo "ridge job: $*"; }
+@{until_done}
 
 case "$CODE" in
     0) log "finished"; exit 0 ;;
@@ -59,7 +63,9 @@ log "requeueing${EXCLUDE:+ without $EXCLUDE} after a pause of $PAUSE s"
 trap '' TERM                                    # Slurm terminates the rest of a requeued job: finish the last lines
 ID="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"  # the array's id would requeue all its tasks
 ID="${ID:-$SLURM_JOB_ID}"
+@{count_nodes}
 retry scontrol requeue "$ID" || exit "$CODE"
+@{request_nodes}
 # only a pending job can be updated, and this one stays pending until this script has ended
 [ "$PAUSE" -gt 0 ] && scontrol update JobId="$ID" StartTime="now+$PAUSE"
 EXCLUDED=$(grep -oE 'ExcNodeList=[^ ]+' <<< "$INFO" | cut -d= -f2 | grep -v null)

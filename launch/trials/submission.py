@@ -46,6 +46,9 @@ class Submission:
             same_place = config.model_copy(update={"run_dir": self.files.root})
             for finding in lint.lint(same_place, self.cluster, self.shape, mounts):
                 found.setdefault(finding, []).append(name)
+            if config.elastic.on and self.files.layout.array:
+                reason = "elastic: points of a sweep have fixed nodes; remove elastic.min_nodes and elastic.spares, or use `ridge submit`"
+                found.setdefault(lint.Finding(True, reason), []).append(name)
         return [
             finding if len(names) == len(self.configs) else replace(finding, message=f"point {names[0]}: {finding.message}")
             for finding, names in found.items()

@@ -50,14 +50,16 @@ CONTAINERS = {
         ],
     ),
 }
-CASES = {name: (name, []) for name in cluster_names()} | CONTAINERS
+ELASTIC = {"local-elastic": ["elastic.min_nodes=1", "elastic.spares=1"]}
+"""Case -> overrides of the config."""
+CASES = {name: (name, []) for name in cluster_names()} | CONTAINERS | {"local-elastic": ("local", [])}
 PLAIN_BY = replace(BY, environment={})
 
 
 def script(case: str, by: Submitter = BY) -> str:
     cluster_name, overrides = CASES[case]
     cluster = load_cluster(cluster_name, [*SITE, *overrides]).config
-    config = load("quickstart", ["run_dir=/shared/runs/quickstart"]).config
+    config = load("quickstart", ["run_dir=/shared/runs/quickstart", *ELASTIC.get(case, [])]).config
     return job_script(training_job(config, cluster, job_shape(cluster, 2, "12:00:00"), by))
 
 

@@ -219,3 +219,15 @@ def test_activations_that_the_hosts_cannot_hold_are_refused_before_the_queue() -
     large = errors(findings(overrides=offload, cluster_set=("memory_per_node_gib=128",)))
     assert len(large) == 1 and re.match(r"compute\.remat\.policy=offload offloads \d+ GB per node, more than the 69 GB ", large[0])
     assert not errors(findings(overrides=(*offload, "trainer.accumulation=8"), cluster_set=("memory_per_node_gib=512",)))
+
+
+def test_numbers_of_nodes_without_a_layout_are_named_before_the_queue() -> None:
+    found = findings(nodes=4, overrides=("elastic.min_nodes=2", "elastic.spares=1"))
+    assert errors(found) == []
+    (warning,) = warnings(found)
+    assert re.fullmatch(r"elastic: 3 nodes are not used: no layout on 3 nodes \(12 devices\): data.batch_size=64 .* works\)", warning)
+    assert findings(nodes=4, overrides=("elastic.min_nodes=2", "data.batch_size=96")) == []
+    assert errors(findings(nodes=2, overrides=("elastic.min_nodes=3",))) == ["elastic.min_nodes=3 exceeds --nodes 2"]
+    (limit,) = errors(findings(nodes=4, cluster_set=("slurm.max_nodes=4",), overrides=("elastic.spares=1",)))
+    assert limit == "elastic.spares=1: --nodes 4 and spares exceed 4 nodes (slurm.max_nodes)"
+    assert len(warnings(findings(nodes=32, overrides=("data.batch_size=128", "elastic.min_nodes=1")))) == lint.SHOWN + 1

@@ -56,7 +56,7 @@ def test_the_best_interval_is_dalys_and_near_youngs(mtbf_h, daly_min):
     walls = [found.wall_s.mean() for found in simulate(made, tried, trials=300, seed=1)]
     assert np.argmin(walls) == 2
     assert daly_min * 60 == pytest.approx(young_interval_s(300, mtbf_h * HOUR), rel=0.06)
-    assert 0.5 <= best(made).in_trainer.interval_s / (daly_min * 60) <= 2
+    assert 0.5 <= best(made).same_tier.interval_s / (daly_min * 60) <= 2
 
 
 @given(st.floats(0.1, 300), st.floats(0, 600), st.floats(60, 1e5))
@@ -111,7 +111,7 @@ TIMES = st.sampled_from([0.0, 30.0, 400.0])
             "straggler_excess": st.sampled_from([0.05, 0.5]),
             "straggler_found_s": st.sampled_from([0.0, 2000.0]),
             "shared_every_s": st.sampled_from([100.0, 9000.0]),
-            "shrink_unit": st.sampled_from([1, 2]),
+            "sizes": st.sampled_from([(), (2, 4), (4,), (2, 3, 4)]),
         }
     ),
 )
@@ -255,7 +255,7 @@ def test_spares_of_the_search_are_enough_at_their_quantile():
 
 def test_the_search_finds_the_best_of_what_it_tries():
     made = campaign(failures(10 * HOUR), failures(30 * HOUR, "replace", name="node"), work_s=300 * HOUR, repair_s=24 * HOUR, save_s=30.0)
-    found = best(made, objective="time").in_trainer
+    found = best(made, objective="time").same_tier
     grid = [Choice(interval_s, spares) for interval_s in intervals(made, "shared") for spares in (0, 1, 2, 4)]
     walls = {o.choice: o.wall_s.mean() for o in simulate(made, [found, *grid], trials=200, seed=5)}
     assert walls[found] <= 1.01 * min(walls.values())
