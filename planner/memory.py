@@ -37,6 +37,8 @@ CUDA_CONTEXT_BYTES = 600 * 2**20
 """Driver context and modules of one process on an H100 (0.5 to 0.8 GB in nvidia-smi before the first allocation)."""
 NCCL_BYTES_PER_COMMUNICATOR = 200 * 2**20
 """Channels and protocol buffers of one NCCL communicator (NCCL 2.2x, default channels; 0.1 to 0.3 GB reported)."""
+REFERENCE = "reference_parameters"
+"""Component: with policy.kl, the parameters before training stay in memory beside the state; no argument of the train step."""
 HOST_PROCESS_BYTES = 500 * 2**20
 """A process with JAX loaded, on platforms where the device's memory is the host's."""
 
@@ -60,7 +62,12 @@ class MemoryEstimate:
     @property
     def compiled_bytes(self) -> int:
         """Arguments plus temporaries: what the compiler reports for the step."""
-        return self.total_bytes - self.components["runtime_reserve"].bytes - self.components["margin"].bytes
+        return self.total_bytes - self.reserve_bytes - self.components["margin"].bytes
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Memory in use beside the step: by the runtime, and by parameters that are no argument of the step."""
+        return sum(self.components[name].bytes for name in ("runtime_reserve", REFERENCE) if name in self.components)
 
     @property
     def argument_bytes(self) -> int:
@@ -109,6 +116,7 @@ def memory_of(local: LocalSizes, sizes: Mapping[str, int], *, gpu: bool, overlap
         ),
         "margin": _margin(local, totals[peak], gpu),
         "runtime_reserve": state["runtime_reserve"],
+        **{name: part for name, part in state.items() if name == REFERENCE},
     }
     fixed = sum(part.bytes for part in state.values()) + components["margin"].bytes
     return MemoryEstimate(components, peak, {name: fixed + int(total * (1 + FRAGMENTATION)) for name, total in totals.items()})
@@ -159,7 +167,12 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
     groups = len(used) + (1 if {"data", "fsdp"} <= set(used) else 0)
     rows = config.data.batch_size // (local.data * local.fsdp)
     arrays = 5 if config.data.document_masking else 4
+    keeps_reference = config.policy.loss is not None and config.policy.kl > 0
+    reference = {
+        REFERENCE: Component(parameter_bytes(local), "the parameters before training, for policy.kl; not part of the compiled size")
+    }
     return {
+        **(reference if keeps_reference else {}),
         "parameters": Component(
             parameter_bytes(local),
             f"{config.precision.params} master weights, sharded over fsdp and tensor; norms replicated"

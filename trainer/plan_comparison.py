@@ -17,7 +17,7 @@ SMALL_BYTES = 1 << 18
 TRAFFIC_TOLERANCE = 0.01
 MEMORY_TOLERANCE = 0.05
 """Relative differences up to these agree with the plan; the memory model is tested to this accuracy."""
-_NOT_TEMPORARY = ("parameters", "moments", "batch", "runtime_reserve", "margin", "fragmentation")
+_NOT_TEMPORARY = ("parameters", "moments", "batch", "runtime_reserve", "reference_parameters", "margin", "fragmentation")
 
 
 @dataclass(frozen=True)

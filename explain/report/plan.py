@@ -11,7 +11,7 @@ from ridgeline.explain.report.charts import stacked_bars
 from ridgeline.explain.report.html import table, text
 from ridgeline.rundir.records import PlanRecord, TrafficRow
 
-_NOT_COMPILED = ("runtime_reserve", "margin", "fragmentation")
+_NOT_COMPILED = ("runtime_reserve", "reference_parameters", "margin", "fragmentation")
 """Components outside of the compiled step."""
 
 

@@ -75,3 +75,16 @@ def test_frozen_weights_have_no_gradient_in_flops_and_memory():
     narrow = 3 * (4 * 2 * full.data.batch_size * full.data.seq_len) * full.model.num_layers
     assert small["activations"].bytes - large["activations"].bytes == narrow
     assert small["gradients"].bytes == 4 * adapter_parameters(adapted.model_copy(update={"lora": LORA["some"]}))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}])
+def test_policy_updates_with_a_divergence_keep_the_parameters_before_training(mesh: dict[str, int]) -> None:
+    """Beside the step: what the compiler reports does not have them, what must fit into the device does."""
+    config = make_config("dense", "all", **mesh)
+    sizes = dict(config.mesh.sizes)
+    without, kept = (
+        memory_per_device(Config.model_validate({**config.model_dump(), "policy": {"loss": "grpo", "kl": kl}}), sizes) for kl in (0.0, 0.1)
+    )
+    assert kept.total_bytes - without.total_bytes == without.components["parameters"].bytes
+    assert kept.compiled_bytes == without.compiled_bytes
+    assert kept.temp_bytes == without.temp_bytes

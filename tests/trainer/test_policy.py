@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import ridgeline
 from ridgeline.configs.errors import UserError
@@ -124,6 +125,23 @@ def test_resuming_between_updates_is_bitwise_and_epochs_take_steps(base: Path, t
             parts = leaves(policy)
     for ours, expected in zip(parts, whole, strict=True):
         np.testing.assert_array_equal(ours, expected)
+
+
+def test_adapters_are_trained_alone_and_exported_merged(base: Path, tmp_path: Path) -> None:
+    with PolicyTrainer(make_config(base, tmp_path / "run", lora={"rank": 3})) as policy:
+        for seed in (0, 1):
+            policy.update(random_rollouts(seed))
+        version = policy.export(tmp_path / "weights")
+    before, after = (load_file(directory / "model.safetensors") for directory in (base, version))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        change = after[name] - weight
+        if name.endswith("_proj.weight"):
+            values = np.linalg.svd(change, compute_uv=False)
+            assert values[0] > 1e-6, name
+            assert values[3] < 1e-3 * values[0], name  # rank 3, up to rounding
+        else:
+            assert not change.any(), name
 
 
 def test_meshes_and_microbatches_train_as_one_device(base: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         compiled=compiled,
         device=device,
         capacity_bytes=int(device.memory_bytes * cluster.utilisation_cap),
-        reserve_bytes=estimate.components["runtime_reserve"].bytes,
+        reserve_bytes=estimate.reserve_bytes,
         estimate=estimate,
         collectives=found,
         traffic=traffic,
