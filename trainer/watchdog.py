@@ -131,7 +131,8 @@ class Watchdog:
         if end_s == math.inf:
             faulthandler.cancel_dump_traceback_later()
         elif not 0 <= end_s - self._armed_s < FALLBACK_S:
-            faulthandler.dump_traceback_later(end_s - self._clock(), exit=True)
+            with contextlib.suppress(ValueError, OSError):  # no standard error
+                faulthandler.dump_traceback_later(end_s - self._clock(), exit=True, file=2)  # sys.stderr is no file in a notebook
         else:
             return
         self._armed_s = end_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,6 @@ def diff_command(a: Path, b: Path, step_a: int | None, step_b: int | None, show_
 
     Values are compared where the shapes are equal: the largest absolute and relative difference, and the bytes that differ.
     """
-    from ridgeline.configs.dump import value_text
     from ridgeline.trainer.checkpoint.diff import compare, find
 
     path_a, path_b = find(a, step_a), find(b, step_b)
@@ -123,10 +123,18 @@ def diff_command(a: Path, b: Path, step_a: int | None, step_b: int | None, show_
         print_table(columns, rows)
     for title, rows_of in (("metadata", found.facts), ("config", found.config)):
         if rows_of:
-            texts = [{"key": key, "a": value_text(in_a), "b": value_text(in_b)} for key, in_a, in_b in rows_of]
+            texts = [{"key": key, "a": _text(in_a), "b": _text(in_b)} for key, in_a, in_b in rows_of]
             print()
             print_table([Column("key"), Column("a", "A"), Column("b", "B")], texts, title=title)
     total = (
         f"{plural(len(changed), 'array')} of {len(found.arrays)} differ" if changed else f"all {len(found.arrays)} arrays are bitwise equal"
     )
     print(f"{path_a} and {path_b}: {total}")
+
+
+def _text(value: Any) -> str:
+    """Return a value of the config or the metadata on one line."""
+    from ridgeline.configs.dump import value_text
+
+    nested = (isinstance(value, dict) and value) or (isinstance(value, list) and any(isinstance(item, dict | list) for item in value))
+    return json.dumps(value) if nested else value_text(value)
