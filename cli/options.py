@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
+
+from ridgeline.configs.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 FAILED_CHECK = 1
@@ -201,3 +204,11 @@ SECONDS = Quantity("SECONDS", PLAIN)
 SECONDS_OR_ZERO = Quantity("SECONDS", PLAIN, zero=True)
 USD = Quantity("USD", PLAIN, zero=True)
 WATT = Quantity("WATT", PLAIN)
+
+
+def parse_set(text: str) -> tuple[str, Path]:
+    """Return name and directory of --set NAME=DIR. Raises UserError."""
+    name, equals, path = text.partition("=")
+    if not equals or not name or not path:
+        raise UserError(f"--set '{text}' must be NAME=DIR")
+    return name, Path(path)

@@ -9,13 +9,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import json_option
+from ridgeline.cli.options import json_option, parse_set
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ridgeline.configs.model_schema import ModelConfig
     from ridgeline.configs.schema import Config
     from ridgeline.configs.tuning_schema import LoraConfig
+    from ridgeline.models.huggingface.compressed import Quantization
 
     Slice = tuple[str, int | None, np.ndarray]
     """Path of a parameter, layer (None: the whole parameter), values."""
@@ -142,21 +143,54 @@ def upcycle(
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.argument("directory", metavar="HF_DIR", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="Checkpoint to export [default: the newest valid one].")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the weights [default: that of the parameters; --merge: of compute].")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Dtype of the weights [default: that of the parameters; --merge, --quantize: of compute]."
+)
 @click.option("--max-shard-gb", type=float, default=5.0, show_default=True, help="Maximum size of a weights file, in GB (1e9 bytes).")
 @click.option("--adapter", is_flag=True, help="Write the adapters of a run (lora.rank) as an adapter directory of peft.")
 @click.option("--merge", is_flag=True, help="Write the model of a run (lora.rank) with its adapters added to the weights.")
+@click.option("--quantize", type=click.Choice(["fp8", "int8"]), help="Store the layers' matrices in 8 bits (format: compressed-tensors).")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="With --quantize: measure the loss on this prepared corpus; repeatable [default: the run's evaluation sets].",
+)
+@click.option("--no-loss", is_flag=True, help="With --quantize: do not measure the loss before and after.")
 @json_option
-def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb: float, adapter: bool, merge: bool, as_json: bool) -> None:
+def to_hf(
+    run: Path,
+    directory: Path,
+    step: int | None,
+    dtype: Any,
+    max_shard_gb: float,
+    adapter: bool,
+    merge: bool,
+    quantize: Quantization | None,
+    sets: tuple[str, ...],
+    no_loss: bool,
+    as_json: bool,
+) -> None:
     """Export a run's checkpoint as a Hugging Face directory: safetensors, config.json and the tokenizer.
 
     Weights are converted one tensor at a time, so host memory stays small. A run with adapters needs --adapter or --merge.
+
+    --quantize stores each matrix of the layers in 8 bits with a scale per output channel; embedding, output head, norms and biases keep
+    their dtype. The loss of the run and of the export is then measured with the whole model in memory, on the CPU unless
+    JAX_PLATFORMS is set.
     """
     if not max_shard_gb > 0:
         raise UserError(f"--max-shard-gb {max_shard_gb} must be greater than 0")
+    if quantize is None and (sets or no_loss):
+        raise UserError("--set and --no-loss need --quantize")
+    if quantize is not None and adapter:
+        raise UserError("--quantize is not supported for --adapter; choose --merge")
+    if sets and no_loss:
+        raise UserError("--set does not go with --no-loss")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from ridgeline.loaders.hf_files import special_ids, write_tokenizer
-    from ridgeline.models.huggingface.convert import CONFIG_NAME, export_weights, hf_config, parameter_shapes
+    from ridgeline.models.huggingface.convert import CONFIG_NAME, export_weights, hf_config, parameter_shapes, quantization_config
     from ridgeline.models.huggingface.peft import export_adapter, merged
     from ridgeline.trainer.checkpoint import identity
     from ridgeline.trainer.checkpoint.param_slices import ParamReader
@@ -172,8 +206,10 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
         raise UserError(f"{run} has {has}")
     tokenizer = source.tokenizer
     place = source.tokenizer_dir or source.files_dir
-    kept = dtype or (source.config.precision.compute if merge else source.config.precision.params)
+    kept = dtype or (source.config.precision.compute if merge or quantize else source.config.precision.params)
     description = hf_config(source.config.model, kept, special_ids(tokenizer, place))
+    if quantize is not None:
+        description["quantization_config"] = quantization_config(source.config.model, quantize)
     reader = ParamReader(run / "checkpoints", step)
     if note := identity.check_config(source.config, reader.metadata, run):
         click.echo(f"note: {note}", err=True)
@@ -182,6 +218,8 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
     if reader.shapes != parameter_shapes(source.config.model, lora):
         raise UserError(f"the checkpoint of step {reader.step} in {run} does not match the model in its config.yaml")
     description["ridgeline"] = {"run": source.config.name, "step": reader.step, "config_sha256": source.config_sha256}
+    measure = None if quantize is None or no_loss else _loss_measurement(run, source.config, reader.step, sets)
+    before = None if measure is None else measure(run)
     with _new_directory(directory) as target:
         if adapter:
             base = _base_name(source.config)
@@ -190,7 +228,7 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
                 click.echo(f"note: {line}: set it in the base's config.json, or use --merge", err=True)
         else:
             read = merged(reader.read, source.config.model, lora) if merge else reader.read
-            count = export_weights(source.config.model, read, target, kept, int(max_shard_gb * 1e9))
+            count = export_weights(source.config.model, read, target, kept, int(max_shard_gb * 1e9), quantize)
             (target / CONFIG_NAME).write_text(json.dumps(description, indent=2) + "\n")
         written = write_tokenizer(tokenizer, place, target)
     if tokenizer is None:
@@ -207,9 +245,36 @@ def to_hf(run: Path, directory: Path, step: int | None, dtype: Any, max_shard_gb
         "tensors": count,
         "dtype": kept,
         "tokenizer": written,
-        "seconds": round(time.perf_counter() - start_s, 2),
     }
-    _report(result, as_json)
+    if quantize is not None:
+        result["quantized"] = quantize
+    if measure is not None and before is not None:
+        after = measure(directory)
+        result["losses"] = [
+            {"set": name, "run": loss, "export": after[name], "difference": after[name] - loss} for name, loss in before.items()
+        ]
+    _report({**result, "seconds": round(time.perf_counter() - start_s, 2)}, as_json)
+
+
+def _loss_measurement(run: Path, config: Config, step: int | None, sets: tuple[str, ...]) -> Callable[[Path], dict[str, float]] | None:
+    """Return the function that computes the loss (nats/token) of a directory on each set; None, with a note, where there is no set."""
+    from ridgeline import api
+    from ridgeline.loaders.manifest import read_manifest
+    from ridgeline.trainer.evaluation import evaluation_rows
+
+    wanted = dict(map(parse_set, sets)) or {
+        name: path for name, path in config.evaluation.sets.items() if not read_manifest(path).has_pairs
+    }
+    if not wanted:
+        click.echo(f"note: {run} has no evaluation set of text: the loss is not measured; name one with --set NAME=DIR", err=True)
+        return None
+    seq_len, rows = config.data.seq_len, evaluation_rows(config)
+
+    def measure(path: Path) -> dict[str, float]:
+        evaluation = api.evaluate(path, wanted, step=step if path == run else None, seq_len=seq_len, batch_size=rows)
+        return {name: result.loss for name, result in evaluation.sets.items()}
+
+    return measure
 
 
 def _base_name(config: Config) -> str | None:
@@ -312,6 +377,8 @@ def _report(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(result)
         return
+    for each in result.pop("losses", ()):
+        click.echo(f"loss on {each['set']}: {each['run']:.4f} run, {each['export']:.4f} export, difference {each['difference']:+.4f}")
     for key, value in result.items():
         text = (", ".join(value) or "none") if isinstance(value, list) else f"{value:,}" if isinstance(value, int) else str(value)
         click.echo(f"{key:<13}{text}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ridgeline.cli.options import json_option, made_with, mesh_argument
+from ridgeline.cli.options import json_option, made_with, mesh_argument, parse_set
 from ridgeline.configs.errors import UserError
 
 
@@ -51,7 +51,7 @@ def evaluate(
 
     With --tasks the model is evaluated on tasks of lm-evaluation-harness instead; their data is downloaded where a task names any.
     """
-    wanted = dict(_parse(text) for text in sets)
+    wanted = dict(parse_set(text) for text in sets)
     if tasks is not None:
         if sets or seq_len:
             raise UserError("--tasks does not go with --set or --seq-len: run `ridge evaluate` twice")
@@ -122,10 +122,3 @@ def _evaluate_tasks(
     made = {"step": found.step, "config_sha256": found.config_sha256, "devices": found.devices}
     rows = [{**asdict(metric), **made} for metric in found.metrics]
     print_table(columns, rows, as_json=as_json, title=f"{model}" + ("" if found.step is None else f", step {found.step}"))
-
-
-def _parse(text: str) -> tuple[str, Path]:
-    name, equals, path = text.partition("=")
-    if not equals or not name or not path:
-        raise UserError(f"--set '{text}' must be NAME=DIR")
-    return name, Path(path)

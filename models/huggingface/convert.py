@@ -30,8 +30,10 @@ from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models import build
 from ridgeline.models.family import Family, families, find_family
+from ridgeline.models.huggingface import compressed, mxfp4
+from ridgeline.models.huggingface.compressed import CompressedTensor, Quantization
 from ridgeline.models.huggingface.config import field
-from ridgeline.models.huggingface.mxfp4 import Mxfp4Tensor, with_dequantized
+from ridgeline.models.huggingface.mxfp4 import Mxfp4Tensor
 from ridgeline.models.huggingface.safetensors_stream import (
     FLOAT_DTYPES,
     PlannedTensor,
@@ -105,10 +107,21 @@ def _refuse_quantized(config: Mapping[str, Any], except_for: tuple[str, ...] = (
     if not quantization:
         return
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-    if method not in except_for:
+    if method == compressed.METHOD:
+        compressed.kind_of(quantization)
+    elif method not in except_for:
         raise UserError(
             f"config.json: quantized weights (quantization_config, {shortened(method)}) are not supported; use the unquantized checkpoint"
         )
+
+
+def _with_dequantized(tensors: dict[str, StoredTensor], quantization: Any) -> dict[str, StoredTensor | Mxfp4Tensor | CompressedTensor]:
+    """Return the tensors with those of each quantized matrix as one; quantization: the checked quantization_config."""
+    if not quantization:
+        return {**tensors}
+    if quantization["quant_method"] == compressed.METHOD:
+        return {**compressed.with_dequantized(tensors, compressed.kind_of(quantization))}
+    return {**mxfp4.with_dequantized(tensors)}
 
 
 def _family_of(config: Mapping[str, Any]) -> Family:
@@ -165,7 +178,7 @@ class HfCheckpoint:
     directory: Path
     config: dict[str, Any]
     model: ModelConfig
-    tensors: dict[str, StoredTensor | Mxfp4Tensor]
+    tensors: dict[str, StoredTensor | Mxfp4Tensor | CompressedTensor]
     rules: list[TensorRule]
     shapes: dict[str, Shape]
 
@@ -260,7 +273,7 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
         check_same_model(directory, described, model)
     model = model or described
     stored = read_directory(directory)
-    tensors: dict[str, StoredTensor | Mxfp4Tensor] = with_dequantized(stored) if config.get("quantization_config") else {**stored}
+    tensors = _with_dequantized(stored, config.get("quantization_config"))
     _check_layers(directory, described, tensors)
     rules, shapes = _with_stored_prefix(tensor_rules(model), tensors), parameter_shapes(model)
     expected = {name: rule.hf_shape(rule.one(shapes), model.vocab_size) for rule in rules for name in _names(rule, shapes)}
@@ -270,26 +283,50 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
     return HfCheckpoint(directory, config, model, tensors, rules, shapes)
 
 
+def quantization_config(model: ModelConfig, kind: Quantization) -> dict[str, Any]:
+    """Return quantization_config of config.json for `export_weights`. Raises UserError for a model that cannot be quantized."""
+    return compressed.quantization_config(model, tensor_rules(model), parameter_shapes(model), kind)
+
+
 def export_weights(
-    model: ModelConfig, read: ReadParameter, directory: Path, dtype: DType, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    model: ModelConfig,
+    read: ReadParameter,
+    directory: Path,
+    dtype: DType,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    quantize: Quantization | None = None,
 ) -> int:
     """Write a model's weights as safetensors to an existing directory, tensor by tensor; return the number of tensors.
 
-    The multipliers of muP are folded into the weights, and `hf_config` describes the model without them.
+    The multipliers of muP are folded into the weights, and `hf_config` describes the model without them. quantize: the matrices of the
+    layers, from the values that `read` returns; `dtype` is that of the scales and of all other weights.
     """
     model, read = without_multipliers(model, read)
     shapes, rules, kind = parameter_shapes(model), tensor_rules(model), np.dtype(jnp.dtype(dtype))
+    quantized = {rule for rule in rules if compressed.is_quantized(rule)} if quantize else set()
 
     # Layer by layer, and the experts of a layer one after another: a parameter of a layer is read once.
     placed = [(rule, place) for rule in rules for place in rule.places(shapes)]
     placed.sort(key=lambda each: -1 if each[1][0] is None else each[0].first_layer + each[1][0])
-    planned = [PlannedTensor(rule.name(*place), rule.hf_shape(rule.one(shapes), model.vocab_size), kind) for rule, place in placed]
+    planned: list[PlannedTensor] = []
+    for rule, place in placed:
+        name, shape = rule.name(*place), rule.hf_shape(rule.one(shapes), model.vocab_size)
+        if quantize and rule in quantized:
+            planned += compressed.planned(name, shape, kind, quantize)
+        else:
+            planned.append(PlannedTensor(name, shape, kind))
+    names = (each.name for each in planned)
     with SafetensorsWriter(directory, planned, max_shard_bytes) as writer:
         for (rule, layer), group in itertools.groupby(placed, key=lambda each: (each[0], each[1][0])):
-            values = {path: cast_weights(read(path, layer), kind, path) for path in rule.params}
+            values = {path: read(path, layer) for path in rule.params}
+            if rule not in quantized:
+                values = {path: cast_weights(value, kind, path) for path, value in values.items()}
             for _, (_, expert) in group:
                 of_expert = values if expert is None else {path: value.take(expert, EXPERT_DIM) for path, value in values.items()}
-                writer.write(rule.name(layer, expert), rule.export(of_expert, model.vocab_size))
+                tensor = rule.export(of_expert, model.vocab_size)
+                parts = compressed.quantized(rule.hf, tensor, kind, quantize) if quantize and rule in quantized else (tensor,)
+                for part in parts:
+                    writer.write(next(names), part)
     return len(planned)
 
 
@@ -308,7 +345,7 @@ def _names(rule: TensorRule, shapes: Mapping[str, Shape]) -> list[str]:
     return [rule.name(*place) for place in rule.places(shapes)]
 
 
-def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTensor | Mxfp4Tensor]) -> list[TensorRule]:
+def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTensor | Mxfp4Tensor | CompressedTensor]) -> list[TensorRule]:
     """Drop the prefix `model.` or `transformer.` for a checkpoint of the base model, saved without its head."""
     prefix = rules[0].hf.split(".")[0] + "."
     return rules if any(name.startswith(prefix) for name in tensors) else [rule.with_prefix(prefix, "") for rule in rules]
@@ -330,7 +367,7 @@ def check_same_model(directory: Path, described: ModelConfig, wanted: ModelConfi
         raise UserError(f"the config differs from the model in {directory}: {listed}")
 
 
-def _check_layers(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor | Mxfp4Tensor]) -> None:
+def _check_layers(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor | Mxfp4Tensor | CompressedTensor]) -> None:
     """Raise UserError when config.json describes more layers than there are tensors, before names are made for each of them."""
     if model.num_layers > len(tensors):
         raise UserError(
@@ -339,7 +376,10 @@ def _check_layers(directory: Path, model: ModelConfig, tensors: Mapping[str, Sto
 
 
 def _check_tensors(
-    directory: Path, tensors: Mapping[str, StoredTensor | Mxfp4Tensor], expected: Mapping[str, Shape], ignored: tuple[str, ...]
+    directory: Path,
+    tensors: Mapping[str, StoredTensor | Mxfp4Tensor | CompressedTensor],
+    expected: Mapping[str, Shape],
+    ignored: tuple[str, ...],
 ) -> None:
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -358,7 +398,9 @@ def _check_tensors(
         raise UserError(f"{directory} has weights of an unsupported dtype: {_some(unsupported)} (supported: {', '.join(FLOAT_DTYPES)})")
 
 
-def _check_tied(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor | Mxfp4Tensor], rules: list[TensorRule]) -> None:
+def _check_tied(
+    directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor | Mxfp4Tensor | CompressedTensor], rules: list[TensorRule]
+) -> None:
     """Raise UserError when a tied checkpoint has an lm_head that differs from its embedding: it would be silently dropped."""
     if not model.tie_embeddings or "lm_head.weight" not in tensors:
         return

@@ -41,9 +41,14 @@ FLOAT_DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Safetensors name -> supported dtype of weights."""
-READABLE_DTYPES = FLOAT_DTYPES | {"U8": np.dtype(np.uint8)}
-"""Safetensors name -> dtype of what can be read: weights, and the bytes of quantized ones."""
-DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+READABLE_DTYPES = FLOAT_DTYPES | {
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+"""Safetensors name -> dtype of what can be read: weights, and the parts of quantized ones."""
+DTYPE_NAMES = {dtype: name for name, dtype in READABLE_DTYPES.items()}
 _EXPONENTS: dict[np.dtype, tuple[type[np.unsignedinteger[Any]], int]] = {
     FLOAT_DTYPES["F64"]: (np.uint64, 0x7FF0_0000_0000_0000),
     FLOAT_DTYPES["F32"]: (np.uint32, 0x7F80_0000),

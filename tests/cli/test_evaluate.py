@@ -105,6 +105,29 @@ def test_a_run_and_its_export_give_the_figures_of_training(trained: Path, capsys
     assert same["bits_per_byte"] == pytest.approx(row["bits_per_byte"], rel=1e-5)
 
 
+def test_a_quantized_export_reports_the_losses_that_evaluate_computes(trained: Path, capsys: pytest.CaptureFixture) -> None:
+    """int8 of a run whose other weights keep their dtype: `ridge evaluate` of both directories is the judge."""
+    output, held = trained / "quantized", f"held={trained / 'sets' / 'held'}"
+    capsys.readouterr()
+    assert run(["convert", "to-hf", str(trained / "run"), str(output), "--quantize", "int8", "--json"]) == DONE
+    (measured,) = json.loads(capsys.readouterr().out)["losses"]
+    plain = answer(capsys, str(trained / "run"))["loss"]
+    quantized = answer(capsys, str(output), "--set", held, "--seq-len", "64", "--batch-size", "8")["loss"]
+    assert measured["set"] == "held"
+    assert (measured["run"], measured["export"]) == pytest.approx((plain, quantized), rel=1e-7)
+    assert measured["difference"] == pytest.approx(quantized - plain, abs=1e-6)
+    assert 0 < abs(measured["difference"]) < 0.01
+    for arguments, expected in (
+        (["--no-loss"], "need --quantize"),
+        (["--quantize", "fp8", "--no-loss", "--set", held], "--no-loss"),
+        (["--quantize", "fp8", "--adapter"], "choose --merge"),
+        (["--quantize", "fp8", "--set", "x=nowhere"], "nowhere"),
+    ):
+        assert run(["convert", "to-hf", str(trained / "run"), str(trained / "refused"), *arguments]) == USAGE
+        assert expected in capsys.readouterr().err
+        assert not (trained / "refused").exists()
+
+
 def test_sets_that_do_not_go_with_the_model_are_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some text\n" * 50)
