@@ -296,6 +296,9 @@ class OptimizerConfig(Section):
     """Parameters that weight decay applies to. matrices: all but norms, biases and other vectors."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest global norm of the gradient; a larger gradient is scaled down to it. null: no clipping."""
+    skip_norm: PositiveFloat | None = None
+    """Global norm of the gradient (before clipping) above which the update of a step is skipped, as that of a step that is not finite;
+    null: only steps that are not finite are skipped. trainer.max_bad_steps in a row end the run."""
 
 
 class ScheduleConfig(Section):

@@ -50,7 +50,9 @@ METRICS: dict[str, Metric] = {
     "train/learning_rate": Metric("1", "Learning rate used in the step."),
     "train/tokens": Metric("tokens", "Tokens (batch positions) of all steps of the run so far."),
     "train/target_tokens": Metric("tokens", "Target tokens (sum of weights) in the step."),
-    "train/skipped_steps": Metric("steps", "Steps of the run whose update was skipped because loss or gradient was not finite."),
+    "train/skipped_steps": Metric(
+        "steps", "Steps of the run whose update was skipped because loss or gradient was not finite, or the norm above optimizer.skip_norm."
+    ),
     "train/loss_spikes": Metric("spikes", "Loss spikes of the run so far (`rundir.loss_spikes`)."),
     "train_router/balance_loss": Metric(
         "1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -91,7 +92,7 @@ class Heartbeat(Hook):
 
 @dataclass(eq=False)
 class NonFiniteSteps(Hook):
-    """Counts consecutive non-finite steps, whose updates are skipped.
+    """Counts consecutive steps whose update is skipped: not finite, or above optimizer.skip_norm.
 
     Raises NumericalFailure after `limit` of them.
     """
@@ -99,20 +100,25 @@ class NonFiniteSteps(Hook):
     limit: int
     recorder: Recorder
     count: int = 0
-    """Consecutive non-finite steps up to the last one that was read."""
+    """Consecutive non-finite steps up to the last one that was read. After one above optimizer.skip_norm the state is sound: it is 0."""
 
     def on_result(self, result: StepResult) -> None:
-        """Record a non-finite step."""
-        self.count = int(result.metrics["bad_in_a_row"])
-        if not self.count:
-            return
+        """Record a step whose update was skipped."""
+        skipped = int(result.metrics["bad_in_a_row"])
         step, loss, grad_norm = result.step, result.metrics["loss"], result.metrics["grad_norm"]
-        self.recorder.events.emit("skipped_step", step=step, loss=loss, grad_norm=grad_norm, in_a_row=self.count)
+        self.count = 0 if math.isfinite(loss) and math.isfinite(grad_norm) else min(self.count + 1, skipped)
+        if not skipped:
+            return
+        self.recorder.events.emit("skipped_step", step=step, loss=loss, grad_norm=grad_norm, in_a_row=skipped)
         self.recorder.progress.note(
-            f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}: update skipped ({self.count} in a row, {self.limit} stop the run)"
+            f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}: update skipped ({skipped} in a row, {self.limit} stop the run)"
         )
         if self.count >= self.limit:
             raise NumericalFailure(f"{self.count} non-finite steps in a row ({self.steps(step)})")
+        if skipped >= self.limit:
+            raise NumericalFailure(
+                f"the updates of {skipped} steps in a row were skipped (up to step {step}): is optimizer.skip_norm too low?"
+            )
 
     def steps(self, step: int) -> str:
         """Return the consecutive non-finite steps up to `step` as text."""

@@ -153,7 +153,7 @@ class PolicyTrainer:
         """Train on rollouts: policy.epochs passes in batches of data.batch_size. Return the metrics, means over the steps.
 
         The checkpoint cadence counts steps; a save follows the whole update. Raises UserError: rollouts that do not fit the config, or no
-        steps are left; NumericalFailure: trainer.max_bad_steps steps in a row were not finite.
+        steps are left; NumericalFailure: trainer.max_bad_steps updates in a row were skipped.
         """
         config, first = self.config, self.step
         batches = [to_global(rows, self._parts.partitioner) for rows in self._rows(rollouts)]
@@ -183,13 +183,13 @@ class PolicyTrainer:
         self._writer.write(first + steps, logged)
         bad = int(values[-1]["bad_in_a_row"])
         if bad >= config.trainer.max_bad_steps:
-            raise NumericalFailure(f"{bad} steps in a row were not finite")
+            raise NumericalFailure(f"the updates of {bad} steps in a row were skipped (not finite, or above optimizer.skip_norm)")
         if any(self._checkpointer.should_save(step) for step in range(first + 1, first + steps + 1)) and not bad:
             self.save()
         return logged
 
     def save(self) -> None:
-        """Save the state as a checkpoint, from which the same run resumes bitwise. Nothing after a step that was not finite."""
+        """Save the state as a checkpoint, from which the same run resumes bitwise. Nothing after a step whose update was skipped."""
         if int(jax.device_get(self.state.bad_in_a_row)) or not self.updates:
             return
         config, run, step = self.config, self._run, self.step

@@ -1,8 +1,9 @@
 """The jitted train and evaluation steps, and the batches they take.
 
 One optimizer step: microbatches of the local rows are differentiated in turn, token sums (never means) are accumulated, the global
-gradient norm is clipped, and the update is applied only where loss and gradient are finite. Dividing the summed loss by the token
-weight of the *whole* global batch makes every split into microbatches, devices and packed rows give the same update.
+gradient norm is clipped, and the update is applied only where loss and gradient are finite and the norm
+is at most optimizer.skip_norm. Dividing the summed loss by the token weight of the *whole* global batch makes every split into
+microbatches, devices and packed rows give the same update.
 
 B rows, T tokens per row, D width, V vocabulary, A microbatches, S row shards (data x fsdp).
 """
@@ -130,7 +131,9 @@ def make_train_step(
         router: RouterTotals | None = means.pop(ROUTER, None)
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-            finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+            good = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+            if config.optimizer.skip_norm is not None:
+                good &= grad_norm <= config.optimizer.skip_norm
             if config.optimizer.clip_norm is not None:
                 scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
@@ -145,11 +148,11 @@ def make_train_step(
             # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
             amax = jax.tree.map(lambda steps, newest: jnp.concatenate([newest[..., None], steps[..., :-1]], -1), state.amax, now)
             params, opt_state, amax = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), (params, opt_state, amax), (old_params, state.opt_state, state.amax)
+                lambda new, old: jnp.where(good, new, old), (params, opt_state, amax), (old_params, state.opt_state, state.amax)
             )
             if partitioner.zero_stage:  # constrained on both sides: gathered once, after the choice
                 params = constrain_params(constrain_params(params, spec, of_state), spec, partitioner)
-        bad = jnp.where(finite, 0, 1).astype(jnp.int32)
+        bad = jnp.where(good, 0, 1).astype(jnp.int32)
         new_state = TrainState(
             step=state.step + 1,
             params=spec.join(params, frozen),

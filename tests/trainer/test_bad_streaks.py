@@ -40,6 +40,8 @@ class Plan:
     keep_last: int = 2
     bad: frozenset[int] = frozenset()
     """Steps whose loss is not finite; their update is skipped."""
+    large: frozenset[int] = frozenset()
+    """Steps above optimizer.skip_norm; their update is skipped, the state is sound."""
     poison: tuple[int, str, float] | None = None
     """Step, leaf and value: the state is not finite from there on, though losses are."""
     stop_at: int | None = None
@@ -75,7 +77,7 @@ class Run:
         def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
             step[0] += 1
             bad = step[0] in plan.bad
-            in_a_row[0] = (in_a_row[0] + 1) * bad
+            in_a_row[0] = (in_a_row[0] + 1) * (bad or step[0] in plan.large)
             poisoned = plan.poison is not None and step[0] >= plan.poison[0]
             values = {plan.poison[1]: plan.poison[2]} if plan.poison is not None and poisoned else {}
             if step[0] == plan.stop_at:
@@ -229,3 +231,9 @@ def test_a_checkpoint_of_an_earlier_version_restores_and_goes_when_enough_verifi
     assert run.kept() == [2, 4, 6], "one verified step is not enough to delete any"
     run.start(Plan(8), from_step=6)
     assert run.kept() == [6, 8]
+
+
+def test_a_state_after_steps_above_the_norm_limit_is_saved_and_too_many_end_the_run(run: Run) -> None:
+    with pytest.raises(NumericalFailure, match=r"the updates of 4 steps in a row were skipped \(up to step 8\)"):
+        run.start(Plan(steps=9, every=2, large=frozenset({2, 5, 6, 7, 8})))
+    assert run.saved() == [2, 4, 6]

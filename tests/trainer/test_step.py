@@ -153,6 +153,32 @@ def test_a_non_finite_step_changes_nothing_and_is_counted(poison: float) -> None
     assert int(trainer.state.step) == 4
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_above_the_norm_limit_changes_nothing_and_others_are_as_without_it(accumulation: int) -> None:
+    """The limit lies between drawn batches' norms, which a run without updates measures; an update is skipped exactly above it."""
+    still = {"learning_rate": 1e-12, "clip_norm": None}
+    trainer = {"steps": 100, "accumulation": accumulation}
+    batches = [make_batch(seed) for seed in range(5)]
+    norms = [metrics["grad_norm"] for metrics in Trainer(make_config(optimizer=still, trainer=trainer)).run(*batches)]
+    limit = float(np.median(norms)) * (1 + 1e-6)
+    limited = Trainer(make_config(optimizer={**still, "learning_rate": 1e-4, "skip_norm": limit}, trainer=trainer))
+    plain = Trainer(make_config(optimizer={**still, "learning_rate": 1e-4}, trainer=trainer))
+    skipped = 0
+    for batch in batches:
+        before = leaves(limited.state)
+        plain.state = copy.copy(limited.state)
+        (metrics,), (free,) = limited.run(batch), plain.run(batch)
+        above = metrics["grad_norm"] > limit
+        skipped += above
+        assert metrics["grad_norm"] == free["grad_norm"]
+        assert metrics["skipped"] == skipped
+        assert (metrics["bad_in_a_row"] > 0) == above
+        expected = before if above else leaves(plain.state)
+        for one, other in zip(expected, leaves(limited.state), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert 0 < skipped < len(batches)
+
+
 def test_a_row_without_targets_is_harmless() -> None:
     trainer = Trainer(make_config())
     batch = make_batch()
