@@ -141,11 +141,12 @@ class Link:
 
         Process 0 asks all others and reports. Where it does not answer, this process reports that.
         """
-        if self._loop is None or self._relay:
-            if self._loop is not None:
-                with contextlib.suppress(TimeoutError):
-                    self._loop.run(self._ask_all(), SURVEYED_S)
-            self.report({process: self.position(), **{other: self._positions.get(other) for other in self._connections}})
+        if self._loop is None:
+            self.report({process: self.position()})
+            return
+        if self._relay:
+            with contextlib.suppress(TimeoutError):
+                self._loop.run(self._survey(), SURVEYED_S)
             return
         with contextlib.suppress(TimeoutError):
             self._loop.run(self._send_all({"survey": True}), SEND_S)
@@ -163,11 +164,15 @@ class Link:
 
     async def _survey_for(self, connection: Connection) -> None:
         """In process 0: report for another process."""
+        await self._survey()
+        with contextlib.suppress(OSError):
+            await connection.send({"surveyed": True})
+
+    async def _survey(self) -> None:
+        """In process 0: ask and report, once however many ask for it."""
         if self._surveying is None:
             self._surveying = asyncio.ensure_future(self._survey_once())
         await asyncio.shield(self._surveying)
-        with contextlib.suppress(OSError):
-            await connection.send({"surveyed": True})
 
     async def _survey_once(self) -> None:
         await self._ask_all()

@@ -59,7 +59,8 @@ guard() {
     trap '[ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ] || exit 0' TERM
     while :; do
         sleep @{guard_s} & wait $!
-        NOW=$(own_nodes) && [ -n "$NOW" ] || continue
+        NOW=$(own_nodes) || continue
+        [ -n "$NOW" ] || continue
         scontrol show hostnames "$NOW" | grep -qx "$1" && continue
         COUNT=$(available)
         trap '' TERM                            # the requeue ends this process too: finish first

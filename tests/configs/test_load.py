@@ -212,7 +212,7 @@ def test_environment_is_read_only_where_declared() -> None:
             "name: ${env:USER}\n",
             "x.yaml:1: name: '${...}' is not allowed here "
             "(only in: run_dir, init_from, data.train[].path, evaluation.sets, evaluation.tasks.directory, "
-            "evaluation.samples.file, runtime.compilation_cache)",
+            "evaluation.samples.file, checkpoint.local.directory, runtime.compilation_cache)",
         ),
         (
             "run_dir: ${env:NOT_SET_ANYWHERE}\n",
