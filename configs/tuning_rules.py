@@ -86,3 +86,5 @@ def policy_rules(config: Config) -> Iterator[Problem]:
         yield Problem((key, "policy.loss"), "policy updates read rollouts, no corpora; remove it")
     if config.init_from is None:
         yield Problem(("init_from", "policy.loss"), "policy updates start from a trained model; set init_from")
+    if config.init_optimizer:
+        yield Problem(("init_optimizer", "policy.loss"), "policy updates start with a new optimizer state; set init_optimizer=false")

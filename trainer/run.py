@@ -255,7 +255,7 @@ class _Session:
         names = {jax.process_index(): here, **({} if self.link is None else self.link.names)}
         text = report_text(found, names, None if self.step is None else self.step.as_text(), dict(self.parts.mesh.shape))
         path = self.run.path / f"hang.{self.run.restart}.txt"
-        with contextlib.suppress(FileExistsError), path.open("x") as file:
+        with contextlib.suppress(OSError), path.open("x") as file:
             file.write(text)
             print(f"ridge: hang: {text.splitlines()[0]}; {path}", file=sys.stderr, flush=True)
 

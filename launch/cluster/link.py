@@ -224,7 +224,8 @@ class Link:
             elif self._relay and "position" in message:
                 self._positions[process] = message["position"]
             elif message.get("where") is True:
-                await connection.send({"position": self.position()})
+                with contextlib.suppress(Exception):  # this loop must go on: it notices the loss of process 0
+                    await connection.send({"position": self.position()})
             elif message.get("surveyed") is True:
                 self._surveyed.set()
         connection.close()

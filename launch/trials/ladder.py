@@ -6,6 +6,7 @@ continues where it saved; finished runs do not run again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -172,8 +173,13 @@ def _measured(sweep: Sweep, sizes: Sequence[Size], repeats: int, loss_of: str) -
     for place, size in enumerate(sizes):
         results = [found.get(numbers[place + seed * len(sizes)].index) for seed in range(repeats)]
         finished = [result for result in results if result is not None and result.finished]
-        losses = [_final_loss(result.point.directory, loss_of, size.config.trainer.steps) for result in finished]
         failures = [result.problem or result.state for result in results if result is not None and not result.finished]
+        losses: dict[str, float] = {}
+        for result in finished:
+            try:
+                losses[str(result.point.directory)] = _final_loss(result.point.directory, loss_of, size.config.trainer.steps)
+            except UserError as error:
+                failures.append(str(error))
         model = size.config.model
         measured.append(
             MeasuredSize(
@@ -184,8 +190,8 @@ def _measured(sweep: Sweep, sizes: Sequence[Size], repeats: int, loss_of: str) -
                 tokens=size.tokens,
                 steps=size.config.trainer.steps,
                 flops=size.flops,
-                runs=[str(result.point.directory) for result in finished],
-                losses=losses,
+                runs=list(losses),
+                losses=list(losses.values()),
                 failures=failures,
             )
         )
@@ -203,6 +209,8 @@ def _final_loss(run: Path, loss_of: str, steps: int) -> float:
         values = [line["train/loss"] for line in last]
     if not values:
         raise UserError(f"{run} has no {loss_of} loss")
+    if not all(map(math.isfinite, values)):
+        raise UserError(f"{run}: its last {loss_of} loss is not finite")
     return float(sum(values) / len(values))
 
 

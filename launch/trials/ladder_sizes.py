@@ -93,6 +93,12 @@ def sizes_of(config: str, overrides: Sequence[str], text: str, tokens_per_parame
 
 
 def _size(config: str, overrides: Sequence[str], base: Config, part: str, tokens_per_parameter: float) -> Size:
+    if base.data.curriculum:
+        raise UserError(
+            "data.curriculum: its steps do not fit the sizes of a ladder, which train for different numbers of steps; remove it"
+        )
+    if base.init_from is not None:
+        raise UserError("init_from: the sizes of a ladder start from random parameters; set it to null")
     width, layers = _dims(base.model, part)
     unit = width_unit(base.model)
     if width % unit or not width:
@@ -110,7 +116,8 @@ def _size(config: str, overrides: Sequence[str], base: Config, part: str, tokens
         )
     changes["trainer.steps"] = steps
     changes["trainer.log_every"] = max(1, min(base.trainer.log_every, steps // LOG_LINES))
-    changes["schedule.warmup_steps"] = min(steps - 1, round(base.schedule.warmup_steps * steps / base.trainer.steps))
+    warmup = max(min(1, base.schedule.warmup_steps), round(base.schedule.warmup_steps * steps / base.trainer.steps))
+    changes["schedule.warmup_steps"] = min(steps - 1, warmup)
     try:
         made = load(config, [*overrides, *(f"{key}={value}" for key, value in changes.items())]).config
     except UserError as error:

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from ridgeline.cli.main import run as ridge
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
+from ridgeline.launch.trials.ladder import TRAINING, _final_loss
 from ridgeline.launch.trials.ladder_sizes import nearest_width, scaled_model, sizes_of, width_unit
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.planner.flops import train_flops_per_token
 from ridgeline.planner.parameters import count_parameters
+from ridgeline.rundir.directory import METRICS_FILE
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """\
@@ -87,6 +90,8 @@ def test_experts_are_scaled(config: Path) -> None:
         ("8,16", ["--nodes", "2"], "--nodes needs --cluster"),
         ("8,16", ["--cluster", "dgx-h100", "--time", "30"], "--time is for Slurm: it needs --nodes"),
         ("8,16", ["--target", "models/nothing"], "models/nothing"),
+        ("8,16", ["data.curriculum=[{step: 100, weights: [1]}]"], "data.curriculum: its steps do not fit the sizes"),
+        ("8,16", ["init_from=/nowhere"], "init_from: the sizes of a ladder start from random parameters"),
         ("8,16", ["model.latent_attention.kv_rank=8", "model.num_kv_heads=null", "model.mup=null"], "model.latent_attention: the widths"),
     ],
 )
@@ -96,6 +101,14 @@ def test_what_is_no_ladder_is_refused(
     assert ridge(["ladder", str(config), "--sizes", sizes, "--output", str(tmp_path / "out"), *options]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bad", ["NaN", "Infinity"])
+def test_a_final_loss_that_is_not_finite_is_refused_by_name(bad: str, tmp_path: Path) -> None:
+    lines = [f'{{"step": {step}, "train/loss": {bad if step == 19 else 2.5}}}\n' for step in range(1, 21)]
+    (tmp_path / METRICS_FILE).write_text("".join(lines))
+    with pytest.raises(UserError, match=r"its last training loss is not finite"):
+        _final_loss(tmp_path, TRAINING, 20)
 
 
 def command(config: Path, output: Path, *more: str) -> list[str]:

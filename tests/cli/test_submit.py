@@ -273,7 +273,8 @@ from ridgeline.configs.load import load
 from ridgeline.launch.slurm.script import fill
 from ridgeline.launch.slurm.snapshot import take_snapshot
 load("quickstart")
-names = "exit_codes grace_s stages final preempted lost max_restarts max_failures quick_s pause_s elastic"
+names = "count_nodes each_start elastic exit_codes final grace_s lost max_failures max_restarts "
+names += "pause_s preempted quick_s request_nodes stages until_done watch"
 assert fill("supervise.sh", dict.fromkeys(names.split(), "1"))
 print(ridgeline.cli.main.__file__, ridgeline.configs.schema.__file__, sep="\\n")
 if len(sys.argv) > 1:
