@@ -110,12 +110,12 @@ def open_source(path: Path, base: Path | None = None) -> Source:
     raise UserError(f"{path} contains no model: neither config.yaml (run directory) nor {CONFIG_NAME} (Hugging Face directory)")
 
 
-def changed_positions(path: Path, model: ModelConfig) -> list[str]:
+def changed_positions(path: Path, start: ModelConfig, model: ModelConfig) -> list[str]:
     """Return a line per setting of rotary positions in which a run's model differs from the one at `path` that it starts from.
 
     A warning follows where rows are no longer than before: then the change may be a mistake.
     """
-    before, after = open_source(path).config.model.model_dump(), model.model_dump()
+    before, after = start.model_dump(), model.model_dump()
     changed = [key for key in ROTARY_KEYS if before[key] != after[key]]
     lines = [f"{path} has model.{key} = {before[key]}, this run {after[key]}" for key in changed]
     if set(changed) - {"max_seq_len"} and after["max_seq_len"] <= before["max_seq_len"]:
@@ -256,19 +256,24 @@ def check_source(
     source = _fitting_source(path, model, tokenizer_sha256, lora)
     if source.hf is not None:
         return
-    checkpoints = path / "checkpoints"
-    metadata = check_startable(checkpoints)
-    if metadata is None:
-        raise UserError(f"no checkpoint in {checkpoints}")
+    metadata = _startable(path)
     wanted = _as_stored(*_of_source(source, spec), metadata["arrays"], source.config.model.vocab_size)
     wanted = {**wanted, **_optimizer(opt_state)}
-    check_matches(metadata["arrays"], wanted, partial=True, where=str(step_dir(checkpoints, metadata["step"])))
+    check_matches(metadata["arrays"], wanted, partial=True, where=str(step_dir(path / "checkpoints", metadata["step"])))
+
+
+def _startable(path: Path) -> dict[str, Any]:
+    """Return the metadata of a run's newest good checkpoint. Raises UserError where there is none."""
+    metadata = check_startable(path / "checkpoints")
+    if metadata is None:
+        raise UserError(f"no checkpoint in {path / 'checkpoints'}")
+    return metadata
 
 
 def check_optimizer(path: Path, config: Config) -> None:
     """Raise UserError where the optimizer state of the model at `path` is not one for this config (`init_optimizer`). Process 0."""
     source = open_source(path)
-    metadata = None if source.hf is not None else check_startable(path / "checkpoints")
+    metadata = None if source.hf is not None else _startable(path)
     if metadata is None or metadata.get("kind") == PARAMS_ONLY:
         raise UserError(f"init_optimizer: {path} has no optimizer state; set init_optimizer=false, or init_from to a training run")
     found, wanted = source.config, config

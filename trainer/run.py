@@ -329,7 +329,7 @@ class _Session:
                 carried = config.init_optimizer and source == config.init_from
                 state = start_from(source, config.model, self.tokenizer.sha256, parts.spec, state, config.lora, with_optimizer=carried)
                 self.progress.note(f"starting from the parameters{' and the optimizer state' if carried else ''} of {source}")
-                for line in changed_positions(source, config.model):
+                for line in changed_positions(source, open_source(source).config.model, config.model):
                     self.progress.note(line)
             jax.block_until_ready(state)
         return state, 0

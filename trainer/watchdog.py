@@ -67,7 +67,7 @@ class Watchdog:
         self._last_s = clock()
         self._limit_s: float | None = None
         self._what = ""
-        self._closed = False
+        self._closed = self._expired = False
         if least_s is not None:
             with contextlib.suppress(OSError, AttributeError):  # py-spy is a child; some kernels let only parents read a process's memory
                 ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY, 0, 0, 0)
@@ -85,7 +85,8 @@ class Watchdog:
 
     def asked(self) -> dict[str, object]:
         """Return what this process is doing, for another process that makes no progress; the stacks follow in a thread."""
-        threading.Thread(target=self.write_stacks, args=("another process makes no progress",), name="hang", daemon=True).start()
+        if not self._expired:  # its own stacks are written already
+            threading.Thread(target=self.write_stacks, args=("another process makes no progress",), name="hang", daemon=True).start()
         return self.position().model_dump()
 
     def write_stacks(self, headline: str) -> None:
@@ -152,6 +153,7 @@ class Watchdog:
                 return
 
     def _expire(self, silent_s: float) -> None:
+        self._expired = True
         where = f"no progress for {silent_s:.0f} s in {self._what}"
         fields = {"silent_s": silent_s, "phase": self._what, "stacks": self._stacks.name}
         _within(WRITE_S + NATIVE_S, lambda: self.write_stacks(where))

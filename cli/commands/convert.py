@@ -190,7 +190,15 @@ def to_hf(
         raise UserError("--set does not go with --no-loss")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from ridgeline.loaders.hf_files import special_ids, write_tokenizer
-    from ridgeline.models.huggingface.convert import CONFIG_NAME, export_weights, hf_config, parameter_shapes, quantization_config
+    from ridgeline.models.huggingface.convert import (
+        CONFIG_NAME,
+        export_weights,
+        hf_config,
+        model_from_hf,
+        parameter_shapes,
+        quantization_config,
+        read_config,
+    )
     from ridgeline.models.huggingface.peft import export_adapter, merged
     from ridgeline.trainer.checkpoint import identity
     from ridgeline.trainer.checkpoint.param_slices import ParamReader
@@ -224,7 +232,7 @@ def to_hf(
         if adapter:
             base = _base_name(source.config)
             count = export_adapter(source.config.model, lora, reader.read, target, base, kept)
-            for line in changed_positions(Path(base), source.config.model) if base else ():
+            for line in changed_positions(Path(base), model_from_hf(read_config(Path(base))), source.config.model) if base else ():
                 click.echo(f"note: {line}: set it in the base's config.json, or use --merge", err=True)
         else:
             read = merged(reader.read, source.config.model, lora) if merge else reader.read

@@ -41,7 +41,7 @@ def shardings(config: str, overrides: tuple[str, ...], devices: int | None, as_j
     partitioner = Partitioner.of(abstract_mesh(resolved.mesh, devices), resolved)
     # Attention backend and rematerialization may need the real devices, and do not change the parameters.
     spec = model_spec(resolved.model_copy(update={"compute": ComputeConfig()}), partitioner)
-    optimizer = build_optimizer(resolved.optimizer, resolved.precision, spec.trained_axes, partitioner)
+    optimizer = build_optimizer(resolved.optimizer, resolved.precision, spec.trained_axes, partitioner, resolved.model.width_ratio)
     trained = spec.split(spec.abstract_params)[0], spec.trained_axes
     opt_state = jax.eval_shape(optimizer.init, trained[0])
     report = sharding_report(partitioner, spec.abstract_params, spec.param_axes, trained, opt_state, resolved.precision.gradients)

@@ -8,7 +8,7 @@ end the process in C++. Here every process keeps its connection to process 0 ope
     any process -> process 0    {"survey": true}                  it makes no progress: what does everybody do?
     process 0   -> the others   {"where": true}                   asks for it
     any process -> process 0    {"position": {...}}               the answer
-    process 0   -> who asked    {"surveyed": true}                it has written the report
+    process 0   -> who asked    {"surveyed": true}                the answers are in, it writes the report
 
 A connection that ends without "left" means that the process is gone. Each process then has some seconds to end by itself (its collectives
 fail, the save in flight is abandoned); after that a thread ends it with exit code LOST_PEER. Nothing runs while all is well: the event
@@ -52,7 +52,9 @@ TOGETHER = (
 """Exit codes on which all processes agree: one that leaves with them is followed by the others."""
 SEND_S, RECORD_S = 5.0, 0.2
 SURVEY_S, SURVEYED_S = 5.0, 15.0
-"""Time for the answers to a survey; for process 0's word that it has reported them."""
+"""Time for the answers to a survey; for process 0's word that it has them."""
+NOT_BEGUN: Mapping[str, object] = {"step": 0, "phase": "the start, before training", "silent_s": 0.0, "threads": {}}
+"""What a process is doing until training has begun (trainer/hang_report.py, Position)."""
 END_REPORT_S = 2.0
 """A failed collective can be faster than process 0's report of who is gone."""
 
@@ -95,12 +97,13 @@ class Link:
         self._tasks: list[asyncio.Task[None]] = []
         self.record: Callable[[PeerEnd], None] = lambda end: None
         """Records the end of another process; called once, in a thread of its own."""
-        self.position: Callable[[], dict[str, object]] = dict
+        self.position: Callable[[], dict[str, object]] = lambda: {**NOT_BEGUN}
         """Returns what this process is doing, as JSON values; called in the thread of the connections."""
         self.report: Callable[[dict[int, object]], None] = lambda positions: None
         """Reports a survey: process -> its position, None where it did not answer; called in a thread of its own."""
         self._positions: dict[int, object] = {}
         self._surveying: asyncio.Task[None] | None = None
+        self._answered = asyncio.Event()
         self._surveyed = threading.Event()
         if loop is not None:
             loop.run(self._start())
@@ -137,7 +140,9 @@ class Link:
         return self._names
 
     def survey(self, process: int) -> None:
-        """Have it reported what all processes are doing; `process` is this one. Returns after at most SURVEYED_S and the report's time.
+        """Have it reported what all processes are doing; `process` is this one.
+
+        Returns in process 0 when it is reported, elsewhere when process 0 has the answers; after SURVEYED_S in any case.
 
         Process 0 asks all others and reports. Where it does not answer, this process reports that.
         """
@@ -163,19 +168,24 @@ class Link:
             await asyncio.sleep(0.05)
 
     async def _survey_for(self, connection: Connection) -> None:
-        """In process 0: report for another process."""
-        await self._survey()
+        """In process 0: ask and report for another process, which is told before the report is written: its file system may hang."""
+        self._begin_survey()
+        await self._answered.wait()
         with contextlib.suppress(OSError):
             await connection.send({"surveyed": True})
 
     async def _survey(self) -> None:
+        await asyncio.shield(self._begin_survey())
+
+    def _begin_survey(self) -> asyncio.Task[None]:
         """In process 0: ask and report, once however many ask for it."""
         if self._surveying is None:
             self._surveying = asyncio.ensure_future(self._survey_once())
-        await asyncio.shield(self._surveying)
+        return self._surveying
 
     async def _survey_once(self) -> None:
         await self._ask_all()
+        self._answered.set()
         positions = {0: self.position(), **{other: self._positions.get(other) for other in self._connections}}
         await asyncio.to_thread(self.report, positions)
 

@@ -19,6 +19,7 @@ from ridgeline.launch.cluster import link, rendezvous
 from ridgeline.launch.cluster.join import HEARTBEAT_S
 from ridgeline.launch.cluster.network import free_port
 from ridgeline.trainer.checkpoint.checkpointer import ABANDON_S
+from ridgeline.trainer.hang_report import Position, read_position, suspects
 
 ROOT = Path(__file__).parents[2]
 PROCESS = """
@@ -171,6 +172,20 @@ def test_any_process_has_it_reported_who_does_not_answer(stopped: int) -> None:
     answers = [(index, None if index == stopped else {"at": index}) for index in range(3)]
     assert reports[0] == [f"report {answers}"]
     assert reports[1] == reports[2] == []
+
+
+def test_a_report_that_takes_long_is_left_to_process_0() -> None:
+    slow = SURVEY + "report = link.report\nlink.report = lambda positions: (time.sleep(4), report(positions))\n"
+    ends = run([slow + "time.sleep(6); os._exit(71)", slow + "link.survey(index); time.sleep(5); os._exit(71)"], limit_s=12)
+    reports = [[line for line in output.splitlines() if line.startswith("report")] for _, output in ends]
+    assert reports == [["report [(0, {'at': 0}), (1, {'at': 1})]"], []]
+
+
+def test_a_process_that_has_not_begun_to_train_is_the_one_that_the_others_wait_for() -> None:
+    begun = Position(step=7, phase="start-up", silent_s=9.0, threads={"MainThread": ["ridgeline/trainer/agreement.py:90 each"]})
+    not_begun = read_position(link.Link().position())
+    assert not_begun is not None
+    assert suspects({0: begun, 1: not_begun, 2: begun}) == ([1], "does not wait for the others")
 
 
 def test_the_kernel_notices_a_vanished_host_before_jax_does() -> None:

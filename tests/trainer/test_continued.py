@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,9 @@ def test_a_start_that_cannot_be_meant_is_refused_by_name(
 
     refused(r"model\.num_heads = 4 \(checkpoint: 2\)", tmp_path / "new", model={"num_heads": 4, "num_kv_heads": 2})
     refused(r"init_optimizer: .* has optimizer.kind=adamw, this config lion", tmp_path / "new", optimizer={"kind": "lion"})
+    (tmp_path / "none").mkdir()
+    shutil.copy(first.directory / "config.yaml", tmp_path / "none")
+    refused(r"^no checkpoint in ", tmp_path / "new", init_from=str(tmp_path / "none"))
     refused(r"init_optimizer: .* has precision.moments=float32", tmp_path / "new", precision={"moments": "bfloat16"})
     refused(r"cannot resume .*model\.rope_theta: 40000\.0 -> 50000\.0", whole[0].directory, model={"rope_theta": 5e4})
     refused(r"cannot resume .*model\.rope_scaling", whole[0].directory, model={"rope_scaling": None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -25,11 +26,11 @@ from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import event_file, read_events
 from ridgeline.rundir.goodput import run_ledger
 from ridgeline.trainer.checkpoint import directories as dirs
-from ridgeline.trainer.checkpoint import local_part
+from ridgeline.trainer.checkpoint import integrity, local_part
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.checkpoint.local_tier import LocalTier
 from ridgeline.trainer.checkpoint.param_slices import open_array
-from ridgeline.trainer.checkpoint.seal import read_metadata
+from ridgeline.trainer.checkpoint.seal import METADATA, read_metadata
 
 Make = Callable[..., Any]
 KILL_AT = 8
@@ -283,6 +284,42 @@ def test_a_disk_that_fails_is_reported_and_training_goes_on(tier: Make, tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         tier("file")
+
+
+@pytest.mark.parametrize(
+    "change", [{"local_process": "0"}, {"local_process": None}, {"step": [1]}, {"step": -1}, {"local_process": 10**400}]
+)
+def test_a_sealed_part_with_other_values_is_not_offered(tier: Make, tmp_path: Path, make_state: Make, change: dict[str, Any]) -> None:
+    saver = tier("disk")
+    saver.begin(0)
+    saver.save_local(1, make_state(1), {})
+    settle(saver)
+    (part,) = (tmp_path / "disk" / "this-run").glob("process_*/step_*")
+    metadata = json.loads((part / METADATA).read_text())
+    (part / METADATA).write_text(json.dumps(metadata | change))
+    files = integrity.read_manifest(part)
+    entry = {"size_bytes": (part / METADATA).stat().st_size, "sha256": integrity.sha256_file(part / METADATA)}
+    integrity.write_manifest(part, files | {METADATA: dataclasses.replace(files[METADATA], **entry)})
+    assert not tier("disk").has_local()
+
+
+@pytest.mark.parametrize("failing", ["this-run", "this-run/process_00000"])
+def test_a_node_whose_disk_cannot_be_read_offers_nothing(
+    tier: Make, tmp_path: Path, make_state: Make, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    saver = tier("disk")
+    saver.begin(0)
+    saver.save_local(1, make_state(1), {})
+    settle(saver)
+    fresh, scandir = tier("disk"), os.scandir
+
+    def fail(path: Any = ".") -> Any:
+        if Path(path) == tmp_path / "disk" / failing:
+            raise OSError(5, "Input/output error", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    assert not fresh.has_local()
 
 
 def test_other_shardings_have_other_layouts(make_state: Make, abstract: Make) -> None:

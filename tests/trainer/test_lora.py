@@ -97,12 +97,16 @@ def export(run_dir: Path, directory: Path, *options: str) -> Path:
 
 def test_exports_compute_what_the_run_computes_and_training_goes_on_from_them(
     corpus: Path,  # noqa: F811
+    base: tuple[Path, Any],
     whole: tuple[Config, Any],
     tmp_path: Path,
 ) -> None:
     directory = whole[0].directory
     loaded = load_model(directory)
-    adapter = export(directory, tmp_path / "adapter", "--adapter")
+    (weights,) = base[0].glob("*.safetensors")
+    hidden = weights.rename(weights.with_suffix(".away"))
+    adapter = export(directory, tmp_path / "adapter", "--adapter")  # needs the base's config.json, not its weights
+    hidden.rename(weights)
     again = load_model(adapter)
     ours, theirs = by_path(loaded.params), by_path(again.params)
     assert ours.keys() == theirs.keys()

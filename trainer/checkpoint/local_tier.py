@@ -191,9 +191,13 @@ class LocalTier:
         return str(host), int(port)
 
     def _scan(self) -> list[list[Any]]:
-        """Return [process, step, processes, layout, branch] of the sealed parts of this run on this node."""
+        """Return [process, step, processes, layout, branch] of the sealed parts of this run on this node; none of a disk that fails."""
         found: list[list[Any]] = []
-        for path in sorted(self._root.glob("process_*/step_*")):
+        try:
+            paths = sorted(self._root.glob("process_*/step_*"))
+        except OSError:
+            return []
+        for path in paths:
             try:
                 manifest = integrity.read_manifest(path)
                 if integrity.check_listing(path, manifest) or integrity.check_digests(path, manifest, [METADATA], threads=1):
@@ -201,7 +205,7 @@ class LocalTier:
                 metadata = read_metadata(path)
                 if metadata.get(RUN, self._run_id) == self._run_id and path == part_dir(self._root, metadata[_PROCESS], metadata["step"]):
                     found.append([metadata[_PROCESS], metadata["step"], metadata[_COUNT], metadata[_LAYOUT], metadata[_BRANCH]])
-            except (integrity.ManifestDamage, DamagedError, KeyError):
+            except (integrity.ManifestDamage, DamagedError, OSError, KeyError, TypeError, ValueError):
                 continue
         return found
 
