@@ -28,6 +28,13 @@ def stored_by_stage(config: Config, sizes: Mapping[str, int]) -> bool:
     return config.mesh.pipeline_chunks == 1 and layer_slots(config, stages) == config.model.num_layers
 
 
+def data_summed_once(config: Config, sizes: Mapping[str, int]) -> bool:
+    """Whether gradients are summed over `data` once per step, after all microbatches: with stages, where `data` shards rows only."""
+    rules = config.mesh.rules
+    elsewhere = any("data" in axes for name, axes in rules.items() if name != "batch")
+    return sizes.get("pipeline", 1) > 1 and sizes.get("data", 1) > 1 and "data" in rules.get("batch", ["data"]) and not elsewhere
+
+
 def of_stage(config: Config, sizes: Mapping[str, int]) -> Config:
     """Return the config with the layers that one stage has, empty ones included."""
     stages = sizes.get("pipeline", 1)

@@ -161,7 +161,8 @@ class MeshConfig(Section):
     """Expert parallelism: each device has whole experts of model.moe. The rest of the model uses the axis as a further fsdp axis."""
     zero_stage: Literal[0, 2] = 0
     """What `data` shards besides the batch. 0: nothing. 2: gradients, optimizer state and its update (ZeRO stage 2, arXiv 1910.02054); the
-    updated parameters are gathered once per step. Stage 3 is `fsdp`; stage 1 would keep more and move no less."""
+    updated parameters are gathered once per step. With `pipeline` gradients are sharded only after the last microbatch. Stage 3 is `fsdp`;
+    stage 1 would keep more and move no less."""
     pipeline_chunks: PositiveInt = 1
     """Chunks of layers per stage (interleaved schedule, arXiv 2104.04473): n of them divide the bubble by about n."""
     rules: dict[str, list[str]] = {}

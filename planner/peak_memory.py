@@ -83,13 +83,18 @@ class StepMemory:
 
     @property
     def sharded(self) -> LocalSizes:
-        """Sizes of reduced gradients: as the parameters', with mesh.zero_stage=2 also sharded over data."""
-        return self.local.of_state
+        """Sizes of the gradients of a microbatch: as the parameters', with mesh.zero_stage=2 also sharded over data, but of stages."""
+        return self.local if self.local.pipeline > 1 else self.local.of_state
 
     @property
     def reduced(self) -> bool:
         """Whether gradients of layers are reduced over devices."""
-        return self.local.fsdp * self.local.data > 1
+        return self.local.fsdp * self.data > 1
+
+    @property
+    def data(self) -> int:
+        """Devices over which the gradients of a microbatch are summed: stages sum over data once per step."""
+        return 1 if self.local.pipeline > 1 else self.local.data
 
     @property
     def in_loop(self) -> bool:
@@ -134,7 +139,7 @@ class StepMemory:
         """Whether the embedding's gradient is an array of its own, not added into that of the unembedding."""
         if self.local.adapted:
             return False
-        return not self.local.model.tie_embeddings or (self.local.data > 1 and self.local.fsdp > 1)
+        return not self.local.model.tie_embeddings or (self.data > 1 and self.local.fsdp > 1)
 
     def zeroed_table(self) -> int:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
@@ -171,7 +176,8 @@ class StepMemory:
 
     def half_reduced_table(self) -> int:
         """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2)."""
-        return 4 * self.local.table // self.local.fsdp if self.local.config.mesh.zero_stage and not self.local.adapted else 0
+        zero = self.local.config.mesh.zero_stage and self.local.pipeline == 1
+        return 4 * self.local.table // self.local.fsdp if zero and not self.local.adapted else 0
 
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next layer, which overlap gathers early."""
@@ -367,12 +373,12 @@ class StepMemory:
     def optimizer(self) -> Components:
         """Return what is live in the update."""
         local = self.local
-        copies = 0 if local.adapted else 2 * 4 * local.table // self.sharded.fsdp
+        copies = 0 if local.adapted else 2 * 4 * local.table // local.of_state.fsdp
         if local.fsdp > 1 and not local.adapted:
-            copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.out_matrix) // self.sharded.fsdp
+            copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.out_matrix) // local.of_state.fsdp
         return {
             "gradients": Component(
-                self.sharded.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
+                local.of_state.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
                 f"all, {local.config.precision.gradients if self.in_loop else local.config.precision.params}",
             ),
             "parameter_copies": Component(copies, "transposes between the layouts of gradients and parameters"),

@@ -118,13 +118,14 @@ def _documents() -> dict[str, Any]:
 def run_config(run: Run) -> tuple[Config, dict[str, int]]:
     """Return the config of a published run and its mesh sizes."""
     base = _base(run.model)
-    sizes = dict.fromkeys(MESH_AXES, 1) | {axis: int(size) for axis, size in (part.split("=") for part in run.mesh.split())}
+    mesh = {key: int(value) for key, value in (part.split("=") for part in run.mesh.split())}
+    sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
     remat = RematConfig(policy="names", names=run.remat.split("+")) if "+" in run.remat else RematConfig(policy=run.remat)
     experts = base.compute.experts.model_copy(update={"capacity_factor": run.capacity})
     rows = run.rows * run.accumulation * sizes["data"] * sizes["fsdp"] * sizes["expert"]
     return base.model_copy(
         update={
-            "mesh": MeshConfig.model_validate(sizes),
+            "mesh": MeshConfig.model_validate(sizes | mesh),
             "trainer": TrainerConfig(accumulation=run.accumulation),
             "data": DataConfig(seq_len=run.seq_len, batch_size=rows, document_masking=False),
             "compute": base.compute.model_copy(update={"remat": remat, "scan_layers": False, "experts": experts}),

@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.pipeline import stored_by_stage
+from ridgeline.configs.pipeline import data_summed_once, stored_by_stage
 from ridgeline.configs.schema import Config, MeshConfig
 from ridgeline.sharding.mesh import build_mesh
-from ridgeline.sharding.rules import LogicalAxes, Rules, matrix_sides
+from ridgeline.sharding.rules import PIPELINE_AXIS, Axes, LogicalAxes, Rules, matrix_sides
 
 FSDP_AXIS = "fsdp"
 DATA_AXIS = "data"
@@ -44,12 +44,15 @@ class Partitioner:
     """Of rows sharded over `context`, C devices, each holds chunks i and 2C - 1 - i of 2C (ring attention), not one contiguous piece."""
     zero_stage: int = 0
     """As mesh.zero_stage."""
+    data_summed_once: bool = False
+    """As in configs/pipeline.py."""
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh, config: Config) -> Partitioner:
         """Return the partitioner of a config on a mesh. Raises UserError for sharding rules that are not valid."""
         rules = Rules.from_config(config.mesh, stored_by_stage=stored_by_stage(config, mesh.shape))
-        return cls(mesh, rules, context_method(config, mesh.shape) == "ring", config.mesh.zero_stage)
+        zigzag = context_method(config, mesh.shape) == "ring"
+        return cls(mesh, rules, zigzag, config.mesh.zero_stage, data_summed_once(config, mesh.shape))
 
     @classmethod
     def single(cls) -> Partitioner:
@@ -86,9 +89,17 @@ class Partitioner:
         return self if self.zero_stage == 0 else replace(self, rules=replace(self.rules, embed=(*self.rules.embed, DATA_AXIS)))
 
     @property
+    def stage_axes(self) -> Axes:
+        """Return the mesh axes over which the program of a pipeline stage is manual (trainer/pipeline.py).
+
+        `pipeline`, and `data` where gradients are summed over it once per step.
+        """
+        return (PIPELINE_AXIS, DATA_AXIS) if self.data_summed_once else (PIPELINE_AXIS,)
+
+    @property
     def in_stage(self) -> Partitioner:
-        """Return the partitioner of a pipeline stage: without the axis `pipeline`."""
-        return replace(self, rules=self.rules.in_stage)
+        """Return the partitioner of a pipeline stage: without the axes over which it is manual."""
+        return replace(self, rules=self.rules.excluding(self.stage_axes), zero_stage=0)
 
     def batch_sharding(self, name: str = "tokens") -> NamedSharding:
         """Return the sharding of an array [B, T] of a batch."""

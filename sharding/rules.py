@@ -97,11 +97,10 @@ class Rules:
             table = dataclasses.replace(table, **widths, layers=(PIPELINE_AXIS,) if stored_by_stage else ())
         return dataclasses.replace(table, **rules)
 
-    @property
-    def in_stage(self) -> Rules:
-        """The table inside of a pipeline stage: without the axis `pipeline`."""
+    def excluding(self, axes: Axes) -> Rules:
+        """Return the table without these mesh axes."""
         rows = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Rules(**{name: tuple(axis for axis in axes if axis != PIPELINE_AXIS) for name, axes in rows.items()})
+        return Rules(**{name: tuple(axis for axis in row if axis not in axes) for name, row in rows.items()})
 
     def mesh_axes(self, logical: str | None) -> Axes:
         """Return the mesh axes of one logical axis; None is never sharded."""

@@ -1,7 +1,8 @@
 """Loss and gradient of a model whose layers are in pipeline stages (planner/pipeline.py has the schedule, 1F1B).
 
-One SPMD program: `jax.shard_map` over `pipeline` only, so that inside of a stage XLA and the hand-written collectives partition over the
-other axes as they do without stages. The microbatches of gradient accumulation are those of the pipeline.
+One SPMD program: `jax.shard_map` over `pipeline` and `data` (Partitioner.stage_axes), so that inside of a stage XLA and the hand-written
+collectives partition over the other axes as they do without stages. The microbatches of gradient accumulation are those of the pipeline;
+their gradients are summed over `data` once, after the last tick (sharding/stages.py).
 
 A tick permutes the residual stream to the next stage and its gradient to the previous one. The backward pass is explicit: `jax.vjp` of a
 stage in the tick of its forward pass; its residuals, which compute.remat decides, are kept in a ring of slots until the tick of the
@@ -28,7 +29,7 @@ from ridgeline.models.moe.router import RouterTotals
 from ridgeline.planner.pipeline import Schedule
 from ridgeline.sharding.manual import on_shards
 from ridgeline.sharding.partition import Partitioner
-from ridgeline.sharding.rules import PIPELINE_AXIS
+from ridgeline.sharding.rules import PIPELINE_AXIS, Axes
 from ridgeline.sharding.stages import Stages
 from ridgeline.trainer.state import ModelSpec, Tree
 
@@ -62,9 +63,10 @@ class _Carry(NamedTuple):
 
 def pipeline_gradient(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[..., Gradient]:
     """Return the function (params, recent amax, microbatches [M, B, T], weight of the step) -> gradient of the step."""
-    stage = _Stage(spec, config, partitioner.in_stage, Schedule.of(config, partitioner.mesh.shape))
+    stage = _Stage(spec, config, partitioner.in_stage, partitioner.stage_axes, Schedule.of(config, partitioner.mesh.shape))
     stages = stages_of(config, partitioner)
     stack_axes, shared_axes = split_stack(spec.param_axes)
+    copies = partitioner.stage_axes[1:]  # gradients of a step that are not summed yet
     of_sums = lambda leaf: ("layers", *[None] * (leaf.ndim - 1))  # noqa: E731
     of_amax = lambda leaf: ("layers", None, "batch", "seq")  # noqa: E731
 
@@ -76,13 +78,15 @@ def pipeline_gradient(spec: ModelSpec, config: Config, partitioner: Partitioner)
         blocks = jax.tree.map(stages.given_out, blocks, stack_axes)
         shared = jax.tree.map(stages.gathered, shared, shared_axes)
         recent = jax.tree.map(lambda leaf: stages.given_out(leaf, of_amax(leaf)), recent)
-        staged, everywhere = PartitionSpec(AXIS), PartitionSpec()
-        out_specs = Gradient(staged, staged, everywhere, staged)  # type: ignore[arg-type]  # a spec stands for a tree
-        in_specs = (staged, staged, everywhere, staged, everywhere, everywhere)
-        run = jax.shard_map(local, mesh=partitioner.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={AXIS}, check_vma=False)
+        staged, everywhere, of_rows = PartitionSpec(AXIS), PartitionSpec(), PartitionSpec(None, copies or None)
+        scales = PartitionSpec(AXIS, None, copies or None)
+        grads = {STACK: PartitionSpec(copies or None, AXIS), **dict.fromkeys(shared, PartitionSpec(partitioner.stage_axes))}
+        out_specs = Gradient(grads, scales, everywhere, staged)  # type: ignore[arg-type]  # a spec stands for a tree
+        in_specs = (staged, staged, everywhere, scales, of_rows, everywhere)
+        run = _on_stages(partitioner, local, in_specs, out_specs)
         total: Gradient = run(jnp.arange(stage.schedule.stages), blocks, shared, recent, micro, divisor)
         dblocks, dshared = split_stack(total.grads)
-        dblocks = jax.tree.map(lambda g, axes: stages.taken_back(g, axes, gradient=True), dblocks, stack_axes)
+        dblocks = jax.tree.map(stages.summed_layers, dblocks, stack_axes)
         dshared = jax.tree.map(stages.summed, dshared, shared_axes)
         grads = jax.tree.map(lambda g, axes: partitioner.of_state.constrain(g, *axes), {STACK: dblocks, **dshared}, spec.param_axes)
         amax = jax.tree.map(lambda leaf: stages.taken_back(leaf, of_amax(leaf)), total.amax)
@@ -95,19 +99,25 @@ def pipeline_gradient(spec: ModelSpec, config: Config, partitioner: Partitioner)
 def pipeline_sums(spec: ModelSpec, config: Config, partitioner: Partitioner, params: Tree, micro: Batch) -> LossSums:
     """Return the loss sums of the microbatches [M, B, T], without a gradient."""
     schedule = replace(Schedule.of(config, partitioner.mesh.shape), microbatches=len(micro["tokens"]))
-    stage, stages = _Stage(spec, config, partitioner.in_stage, schedule), stages_of(config, partitioner)
+    stage, stages = _Stage(spec, config, partitioner.in_stage, partitioner.stage_axes, schedule), stages_of(config, partitioner)
 
     def local(index: jax.Array, blocks: Tree, shared: Tree, micro: Batch) -> LossSums:
         return _Ticks(stage, index[0], blocks, shared, None, micro, jnp.float32(1)).sums()
 
     staged, everywhere = PartitionSpec(AXIS), PartitionSpec()
-    in_specs = (staged, staged, everywhere, everywhere)
-    run = jax.shard_map(local, mesh=partitioner.mesh, in_specs=in_specs, out_specs=everywhere, axis_names={AXIS}, check_vma=False)
+    in_specs = (staged, staged, everywhere, PartitionSpec(None, partitioner.stage_axes[1:] or None))
+    run = _on_stages(partitioner, local, in_specs, everywhere)
     stack_axes, shared_axes = split_stack(spec.param_axes)
     blocks, shared = split_stack(params)
     blocks, shared = jax.tree.map(stages.given_out, blocks, stack_axes), jax.tree.map(stages.gathered, shared, shared_axes)
     result: LossSums = run(jnp.arange(schedule.stages), blocks, shared, micro)
     return result
+
+
+def _on_stages(partitioner: Partitioner, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return a function that runs the program of a stage on each of them."""
+    axes = set(partitioner.stage_axes)
+    return jax.shard_map(local, mesh=partitioner.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def stages_of(config: Config, partitioner: Partitioner) -> Stages:
@@ -128,6 +138,9 @@ class _Stage:
     spec: ModelSpec
     config: Config
     partitioner: Partitioner
+    """Of a stage."""
+    axes: Axes
+    """Over which its program is manual."""
     schedule: Schedule
 
     def forward(self, blocks: Tree, recent: Tree, x_BTD: jax.Array, rows: Batch, shared: Tree) -> tuple[tuple[jax.Array, jax.Array], Any]:
@@ -185,7 +198,7 @@ class _Stage:
 
 
 class _Ticks:
-    """The ticks of one step on one stage (inside `jax.shard_map` over `pipeline`)."""
+    """The ticks of one step on one stage (inside `_on_stages`)."""
 
     def __init__(
         self, stage: _Stage, index: jax.Array, blocks: Tree, shared: Tree, recent: Tree | None, micro: Batch, divisor: jax.Array
@@ -369,19 +382,18 @@ class _Ticks:
         carry = ticks(0, schedule.first_backward, with_forward, carry)
         carry = ticks(schedule.first_backward, schedule.forward_ticks, with_both, carry)
         total = ticks(schedule.forward_ticks, schedule.ticks, with_backward, carry).gradient
-        blocks, shared = split_stack(total.grads)
-        shared = jax.tree.map(lambda g: g[None], shared)  # summed over stages outside, where it is sharded over them
-        return total._replace(grads={STACK: blocks, **shared}, sums=jax.lax.psum(total.sums, AXIS))
+        grads = jax.tree.map(lambda g: g[None], total.grads)  # summed outside (sharding/stages.py)
+        router, copies = total.router, self.stage.axes[1:]
+        if router is not None and copies:
+            router = jax.lax.psum(router, copies)
+        return total._replace(grads=grads, sums=jax.lax.psum(total.sums, self.stage.axes), router=router)
 
     def start(self) -> _Carry:
         """Return the carry before the first tick."""
         ring = jax.tree.map(lambda leaf: jnp.zeros((self.schedule.kept, *leaf.shape), leaf.dtype), self.to_keep(self.pull))
         params = {STACK: self.blocks, **self.shared}
-        partitioner = self.stage.partitioner.of_state
-        local = replace(partitioner, rules=replace(partitioner.rules, layers=()))
-        grads = jax.tree.map(
-            lambda p, axes: local.constrain(jnp.zeros(p.shape, self.gradient_dtype), *axes), params, self.stage.spec.param_axes
-        )
+        constrain = self.stage.partitioner.constrain
+        grads = jax.tree.map(lambda p, axes: constrain(jnp.zeros(p.shape, self.gradient_dtype), *axes), params, self.stage.spec.param_axes)
         amax = jax.tree.map(jnp.zeros_like, self.recent)
         router = jax.tree.map(lambda leaf: jnp.zeros((self.schedule.chunks * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), self.totals)
         sums = LossSums(*(jnp.zeros((), jnp.float32) for _ in LossSums._fields))
@@ -403,7 +415,7 @@ class _Ticks:
             return self.permute(y_BTD, 1), sums
 
         start = (self.no_stream(), LossSums(*(jnp.zeros((), jnp.float32) for _ in LossSums._fields)))
-        total: LossSums = jax.lax.psum(ticks(0, schedule.forward_ticks, tick, start)[1], AXIS)
+        total: LossSums = jax.lax.psum(ticks(0, schedule.forward_ticks, tick, start)[1], self.stage.axes)
         return total
 
 

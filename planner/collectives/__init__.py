@@ -18,7 +18,8 @@ Sharding and models are written to this plan, and tests compare the compiled ste
 * over expert, tokens are gathered and their results reduce-scattered, or both are all-to-alls (planner/experts.py);
 * over pipeline, each tick permutes the residual stream to the next stage and its gradient to the previous one; the last stage's result is
   scattered over stages for the loss, and gathered again. Parameters outside of the layers are gathered over stages once per step, and their
-  gradients reduce-scattered. Where layers do not divide into one chunk per stage, all-to-alls move them, and their gradients back;
+  gradients reduce-scattered. Where layers do not divide into one chunk per stage, all-to-alls move them, and their gradients back. All
+  gradients are summed over data after that, once per step; with mesh.zero_stage=2 they are reduce-scattered;
 * Muon moves whole matrices to one device each with all-to-alls (trainer/muon.py); every other optimizer works on shards.
 
 Legend: D embed width, F MLP width, N query heads, K key/value heads, H head width.

@@ -33,14 +33,15 @@ def _positions(step: StepSizes) -> list[PlannedCollective]:
     if step.model.position != "learned":
         return []
     whole = step.model.max_seq_len * step.model.embed_dim
-    scattered = step.config.mesh.zero_stage == 2 and step.tensor == 1
+    zero = step.config.mesh.zero_stage == 2 and step.schedule.stages == 1
+    scattered = zero and step.tensor == 1
     rest = step.over("context") if scattered else step.over("data", "context", "tensor")
     planned = step.parameters("positions", "embed", whole * step.tensor, step.lookups, by_hand=True, backward_gather=False)
     if step.frozen:
         return planned
     gathered = [item for item in planned if item.kind != "all-reduce" and (scattered or item.axes != step.over("data"))]
     summed = PlannedCollective("positions", "embed", "backward", "all-reduce", rest, whole // step.fsdp * step.grad, step.lookups, 1, True)
-    return [*gathered, replace(summed, summed=not step.config.mesh.zero_stage)]
+    return [*gathered, replace(summed, summed=not zero)]
 
 
 def loss(step: StepSizes) -> list[PlannedCollective]:
@@ -87,10 +88,10 @@ def optimizer(step: StepSizes) -> list[PlannedCollective]:
         if step.frozen:
             matrices = adapted_matrices(step.config)
             size = sum(matrix.layers * matrix.embed_side for matrix in matrices) // step.fsdp * step.master
-            return [PlannedCollective("updated adapters", "optimizer", "backward", "all-gather", step.over("data"), size, 1, 1, True)]
+            return [PlannedCollective("updated adapters", "optimizer", "backward", "all-gather", step.over_mesh("data"), size, 1, 1, True)]
         positions = model.max_seq_len * model.embed_dim // step.fsdp if model.position == "learned" else 0
         size = (local.layer_matrices + local.tables + positions) * step.master
-        return [PlannedCollective("updated parameters", "optimizer", "backward", "all-gather", step.over("data"), size, 1, 1, True)]
+        return [PlannedCollective("updated parameters", "optimizer", "backward", "all-gather", step.over_mesh("data"), size, 1, 1, True)]
     if step.config.optimizer.kind != "muon":
         return []
     stack = 4 * muon_layers(step.model.num_layers, step.fsdp * step.tensor)

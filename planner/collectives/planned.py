@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ridgeline.configs.pipeline import of_stage
+from ridgeline.configs.pipeline import data_summed_once, of_stage
 from ridgeline.configs.schema import Config
 from ridgeline.planner.parameters import latent_width
 from ridgeline.planner.pipeline import Schedule
@@ -86,9 +86,15 @@ class StepSizes:
         self.layers = self.model.num_layers * self.schedule.forward_ticks // self.schedule.chunks
         """Executions of a layer on a device, those of the bubble included."""
         self.lookups = self.schedule.forward_ticks if self.schedule.chunks == 1 else self.micro
+        self.once = data_summed_once(config, sizes)
+        """Gradients are summed over data after all microbatches (planner/collectives/stages.py), not in the layers."""
         self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
 
     def over(self, *axes: str) -> tuple[str, ...]:
+        """Return the axes with more than one device over which the program of a stage communicates."""
+        return tuple(axis for axis in self.over_mesh(*axes) if axis != "data" or not self.once)
+
+    def over_mesh(self, *axes: str) -> tuple[str, ...]:
         """Return the axes with more than one device."""
         return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
 
@@ -99,8 +105,9 @@ class StepSizes:
     def half(self, half: str, inputs: int) -> list[PlannedCollective]:
         """Return the collectives of the residual stream around attention or MLP, over tensor."""
         narrow = self.stream // self.act * self.update_grad
-        # Inside a stage XLA's partitioner gathers the gradient of an update for each of its two uses; on CPUs it merges some of these.
-        again = self.schedule.stages > 1
+        # Inside a stage whose tokens are sharded, XLA's partitioner gathers the gradient of an update for each of its two uses; on CPUs it
+        # merges some of these.
+        again = self.schedule.stages > 1 and self.over("data", "fsdp", "context", "expert")
         # The part of the adapters of the inputs' matrices is replicated over tensor: XLA adds it between the reduction and the slice.
         added = set(self.config.lora.targets_of(self.model)) & set(("query", "key", "value") if half == "attention" else ("gate", "up"))
         into_input: Kind = "all-reduce" if added and not self.latents else "reduce-scatter"
@@ -153,7 +160,7 @@ class StepSizes:
             PlannedCollective(what, where, "backward", "reduce-scatter", fsdp, local * grad, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "all-reduce", data, local // shards * grad, count, 1, by_hand),
         ]
-        if self.config.mesh.zero_stage:
+        if self.config.mesh.zero_stage and self.schedule.stages == 1:
             planned[3] = replace(planned[3], kind="reduce-scatter", by_hand=False)
         groups = [axes for axes in (self.over("data"), self.over(*sequence)) if axes]
         if reduced_by_hand:

@@ -1,4 +1,4 @@
-"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, of a sample of 22 layouts."""
+"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, of a sample of 24 layouts."""
 
 import math
 from functools import cache
@@ -39,6 +39,13 @@ LAYOUTS = {
     "pipeline2-fsdp2-tensor2": (
         *("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "compute.remat.policy=full", "trainer.accumulation=4", "model.num_layers=4"),
     ),
+    "pipeline2-data2-tensor2": (
+        *("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "compute.remat.policy=full", "trainer.accumulation=4", "model.num_layers=4"),
+    ),
+    "pipeline2-data2-fsdp2-zero": (
+        *("mesh.pipeline=2", "mesh.data=2", "mesh.fsdp=2", "mesh.zero_stage=2", "compute.remat.policy=full", "trainer.accumulation=4"),
+        "model.num_layers=4",
+    ),
     "fsdp4-context2-all-to-all": (*("mesh.fsdp=4", "mesh.context=2", "compute.remat.policy=dots", "compute.attention.context=all_to_all"),),
 }
 EXPERT_LAYOUTS = {
@@ -51,7 +58,8 @@ ACCIDENT = "an MLP that nobody cuts"
 LAYOUTS_OF = {
     "llama": (
         *("fsdp8", "fsdp8-dots", "data2-fsdp4", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data4-fsdp4", "data2-fsdp4-tensor2"),
-        *("data2-fsdp2-tensor2-zero", "data2-context4-ring", "pipeline2-fsdp2-tensor2", ACCIDENT),
+        *("data2-fsdp2-tensor2-zero", "data2-context4-ring", "pipeline2-fsdp2-tensor2"),
+        *("pipeline2-data2-tensor2", "pipeline2-data2-fsdp2-zero", ACCIDENT),
     ),
     "qwen3": ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "fsdp2-tensor4", "data2-fsdp2-tensor2", "fsdp2-context2-tensor2-ring"),
     "gpt2": (
