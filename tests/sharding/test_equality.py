@@ -216,6 +216,7 @@ EXPERTS = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16)}
             ),
             pytest.param(*({"pipeline": 2, "fsdp": 2, "expert": 2}, 2, EXPERTS), id="experts"),
             pytest.param(*({"pipeline": 2, "data": 2, "expert": 2}, 2, EXPERTS), id="experts, gradients summed over data once"),
+            pytest.param(*({"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"optimizer": "muon"}), id="muon"),
             pytest.param(
                 *({"pipeline": 2, "data": 2, "fsdp": 2, "rules": {"batch": ["fsdp"], "mlp": ["data"], "act_mlp": ["data"]}}, 2, {}),
                 id="data shards no rows",
