@@ -1,4 +1,4 @@
-"""Options of the commands that read text: `ridge data prepare`, `ridge data train-tokenizer`, `ridge submit-data`."""
+"""Options of the commands that write corpora: `ridge data prepare`, `train-tokenizer` and `teacher`, `ridge submit-data`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ridgeline.cli.options import Function
+from ridgeline.configs.errors import UserError
 
 _PATH = click.Path(path_type=Path)
 _TEXT_OPTIONS = (
@@ -96,3 +97,11 @@ def text_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         "fields": RecordFields(text=values["text_field"], sft=values["sft"], chat=values.get("chat", False)),
         "holdouts": parse_holdouts(values["holdouts"]),
     }
+
+
+def parse_slice(text: str) -> tuple[int, int]:
+    """Return I and N of `--slice I/N`. Raises UserError."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal()):
+        raise UserError(f"--slice '{text}' must be I/N, such as 0/8")
+    return int(index), int(count)

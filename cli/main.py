@@ -29,6 +29,7 @@ Table = dict[str, "tuple[str, str] | tuple[str, Table]"]
 _DATA: Table = {
     "prepare": ("ridgeline.cli.commands.data_prepare:prepare", "Tokenize text into a corpus of token files."),
     "train-tokenizer": ("ridgeline.cli.commands.data_prepare:train_tokenizer", "Train a BPE tokenizer on text."),
+    "teacher": ("ridgeline.cli.commands.data_teacher:teacher", "Store a teacher's predictions of a corpus, for distillation."),
     "inspect": ("ridgeline.cli.commands.data:inspect", "Show a corpus: counts, shards, sample rows."),
     "bench": ("ridgeline.cli.commands.data:bench", "Time the loader: tokens/s and data wait."),
 }

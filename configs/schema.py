@@ -26,7 +26,7 @@ from ridgeline.configs.section import (
     Section,
     env_allowed,
 )
-from ridgeline.configs.tuning_schema import LoraConfig, PolicyConfig, PreferenceConfig
+from ridgeline.configs.tuning_schema import DistillationConfig, LoraConfig, PolicyConfig, PreferenceConfig
 
 MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor", "expert")
 """Mesh axes, slowest-varying first: neighbors along `tensor` and `expert` are neighbors in the device order."""
@@ -181,6 +181,8 @@ class DataSource(Section):
     """Directory written by `ridge data prepare` (it has a manifest.json)."""
     weight: PositiveFloat = 1.0
     """Share of the rows drawn from this corpus, relative to the weights of the others."""
+    teacher: LocalPath | None = env_allowed(default=None)
+    """Directory with a teacher's predictions of this corpus, written by `ridge data teacher`; only with distillation.weight."""
 
 
 class CurriculumEntry(Section):
@@ -490,6 +492,8 @@ class Config(Section):
     """The training objective."""
     preference: PreferenceConfig = PreferenceConfig()
     """Preference pairs (DPO); off unless preference.loss is set."""
+    distillation: DistillationConfig = DistillationConfig()
+    """A teacher's predictions; off unless distillation.weight is set."""
     policy: PolicyConfig = PolicyConfig()
     """Policy updates on rollouts (GRPO); off unless policy.loss is set."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ridgeline.configs.errors import unknown_name
 from ridgeline.configs.problem import Problem, multiples
 from ridgeline.configs.schema import Config
-from ridgeline.configs.tuning_schema import LoraConfig, PreferenceConfig, adapter_targets
+from ridgeline.configs.tuning_schema import DistillationConfig, LoraConfig, PreferenceConfig, adapter_targets
 
 
 def lora_rules(config: Config) -> Iterator[Problem]:
@@ -61,6 +61,34 @@ def preference_rules(config: Config) -> Iterator[Problem]:
         yield Problem(("loss.z_loss", "preference.loss"), "does not support preference pairs; set loss.z_loss=0")
     if config.mesh.pipeline != 1:
         yield Problem(("mesh.pipeline", "preference.loss"), "does not support preference pairs; set mesh.pipeline=1")
+
+
+def distillation_rules(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with a teacher, or only with one."""
+    distillation, sources = config.distillation, config.data.train
+    if distillation.weight is None:
+        set_without = [f"distillation.{key}" for key, value in DistillationConfig() if getattr(distillation, key) != value]
+        set_without += [f"data.train.{index}.teacher" for index, source in enumerate(sources) if source.teacher is not None]
+        if set_without:
+            yield Problem(
+                (set_without[0], "distillation.weight"),
+                "there is no distillation; set distillation.weight, such as distillation.weight=0.5",
+            )
+        return
+    if distillation.top_k > config.model.vocab_size:
+        vocabulary = f"model.vocab_size={config.model.vocab_size}"
+        yield Problem(("distillation.top_k", "model.vocab_size"), f"must be at most {vocabulary}, got {distillation.top_k}")
+    for index, source in enumerate(sources):
+        if source.teacher is None:
+            yield Problem(
+                (f"data.train.{index}.teacher", "distillation.weight"),
+                f"has no teacher; write its predictions with `ridge data teacher TEACHER {source.path} -o DIR` and set teacher to DIR",
+            )
+    for key, loss in (("preference.loss", config.preference.loss), ("policy.loss", config.policy.loss)):
+        if loss is not None:
+            yield Problem((key, "distillation.weight"), "a run has one loss; set one of the two to null")
+    if config.mesh.pipeline != 1:
+        yield Problem(("mesh.pipeline", "distillation.weight"), "does not support distillation; set mesh.pipeline=1")
 
 
 def policy_rules(config: Config) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from ridgeline.configs.section import (
     Fraction,
     NonNegativeFloat,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Section,
 )
@@ -93,3 +94,25 @@ class PolicyConfig(Section):
     def keys_without(self) -> list[str]:
         """Keys that are set although there is no loss."""
         return [key for key, value in PolicyConfig() if getattr(self, key) != value] if self.loss is None else []
+
+
+class DistillationConfig(Section):
+    """Training towards the predictions of a teacher, which `ridge data teacher` stores for each corpus (data.train[].teacher).
+
+    loss = (1 - weight) x cross-entropy + weight x temperature^2 x KL(teacher || student). models/distillation.py has the formulas.
+    """
+
+    weight: PositiveFraction | None = None
+    """Share of the divergence from the teacher in the loss; null: no teacher."""
+    temperature: PositiveFloat = 1.0
+    """Both models' logits are divided by it before their softmax."""
+    top_k: PositiveInt = 64
+    """Most likely tokens of the teacher that are used, at most as many as are stored."""
+    rest: Literal["bucket", "renormalize"] = "bucket"
+    """The other tokens. bucket: they are one further outcome. renormalize: the probabilities of the top_k are divided by their sum, of the
+    teacher and of the student."""
+
+    @property
+    def outcomes(self) -> int:
+        """Log-probabilities per token."""
+        return self.top_k + (self.rest == "bucket")

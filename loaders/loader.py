@@ -21,12 +21,14 @@ from absl import flags
 
 from ridgeline.configs.curriculum import phases
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import DataConfig
+from ridgeline.configs.schema import DataConfig, DataSource
+from ridgeline.configs.tuning_schema import DistillationConfig
 from ridgeline.loaders.documents import PairSource
 from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
 from ridgeline.loaders.mixture import Mixture
 from ridgeline.loaders.rows import Rows, RowSource
 from ridgeline.loaders.shard_hashes import verify
+from ridgeline.loaders.teacher import open_teacher
 from ridgeline.loaders.workers import leave_signals_to_parent
 
 Source = RowSource | PairSource
@@ -110,7 +112,7 @@ class StepRows(grain.MapDataset):
         for corpus in np.unique(corpora):
             at = corpora == corpus
             for name, values in self.sources[corpus].read(rows[at]).items():
-                batch.setdefault(name, np.empty((len(rows), values.shape[1]), values.dtype))[at] = values
+                batch.setdefault(name, np.empty((len(rows), *values.shape[1:]), values.dtype))[at] = values
         return batch
 
 
@@ -174,6 +176,7 @@ def build_loader(
     rows: np.ndarray,
     start_step: int = 0,
     pairs: Mapping[Path, PairSource] | None = None,
+    distillation: DistillationConfig | None = None,
 ) -> Loader:
     """Open the mixture of `data.train` with its `data.curriculum`.
 
@@ -184,6 +187,7 @@ def build_loader(
       rows: the rows of the global batch that this process reads (sorted, int64 [N]).
       start_step: step of the first batch.
       pairs: path -> source of each corpus, to draw preference pairs: rows 2k and 2k + 1 of a batch are a pair. None: to draw rows.
+      distillation: of the config; None: without the predictions of a teacher.
 
     Raises UserError for missing data, different tokenizers or ids outside the vocabulary; CorpusError for missing or damaged shards, also
     while iterating.
@@ -192,9 +196,13 @@ def build_loader(
     tokenizer = check_tokenizer(manifests, vocab_size)
     for path, manifest in manifests:
         verify(path, manifest)
+
+    def open_rows(entry: DataSource, manifest: Manifest) -> RowSource:
+        teacher = open_teacher(entry, manifest, data, distillation or DistillationConfig())
+        return RowSource(entry.path, data.seq_len, document_masking=data.document_masking, manifest=manifest, teacher=teacher)
+
     sources: list[Source] = [
-        RowSource(path, data.seq_len, document_masking=data.document_masking, manifest=manifest) if pairs is None else pairs[path]
-        for path, manifest in manifests
+        open_rows(entry, manifest) if pairs is None else pairs[path] for entry, (path, manifest) in zip(data.train, manifests, strict=True)
     ]
     unit = sources[0].unit
     (_, weights), *later = phases(data)

@@ -15,10 +15,12 @@ import numpy as np
 
 from ridgeline.configs.errors import UserError
 from ridgeline.loaders.manifest import Manifest, read_manifest
+from ridgeline.loaders.teacher import TeacherReader
 from ridgeline.loaders.token_reader import TokenReader, Windows
 
 Rows = dict[str, np.ndarray]
-"""tokens, targets, positions, segment_ids (int32) and weights (float32), each [N, T]; of pairs also reference (float32) [N, 1]."""
+"""tokens, targets, positions, segment_ids (int32) and weights (float32), each [N, T]; of pairs also reference (float32) [N, 1]; with a
+teacher also its arrays (loaders/teacher.py)."""
 
 
 class RowSource:
@@ -27,8 +29,16 @@ class RowSource:
     unit = 1
     """Rows that stay together."""
 
-    def __init__(self, directory: Path, seq_len: int, *, document_masking: bool = True, manifest: Manifest | None = None) -> None:
-        self.directory, self.seq_len, self.document_masking = directory, seq_len, document_masking
+    def __init__(
+        self,
+        directory: Path,
+        seq_len: int,
+        *,
+        document_masking: bool = True,
+        manifest: Manifest | None = None,
+        teacher: TeacherReader | None = None,
+    ) -> None:
+        self.directory, self.seq_len, self.document_masking, self.teacher = directory, seq_len, document_masking, teacher
         self.manifest = read_manifest(directory) if manifest is None else manifest
         if self.manifest.has_pairs:
             raise UserError(
@@ -50,7 +60,8 @@ class RowSource:
         if not overlap:
             windows = _with_padded_target(windows)
         check_ids(self.directory, self.manifest, windows.ids)
-        return rows_of(windows, self.document_masking)
+        found = rows_of(windows, self.document_masking)
+        return found if self.teacher is None else {**found, **self.teacher.read(rows)}
 
 
 def check_ids(directory: Path, manifest: Manifest, ids: np.ndarray) -> None:

@@ -13,14 +13,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.files import read_limited
-from ridgeline.loaders.manifest import Manifest, ShardInfo
-from ridgeline.loaders.token_reader import verify_shard
+from ridgeline.loaders.token_reader import StoredFile, verify_shard
 
 THREADS = 8
 LARGE_BYTES = 10e9
@@ -32,7 +32,14 @@ Seen = tuple[str, str, int, int, int]
 """Name and sha256 of a shard; size, modification time (ns) and inode of its file."""
 
 
-def verify(directory: Path, manifest: Manifest) -> None:
+class Files(Protocol):
+    """The manifest of a directory of files."""
+
+    @property
+    def shards(self) -> Sequence[StoredFile]: ...
+
+
+def verify(directory: Path, manifest: Files) -> None:
     """Check that every shard is the one of the manifest, hashing those that changed since they were last hashed.
 
     Of several processes that share the cache, one hashes and the others wait. Raises CorpusError naming the first shard that differs.
@@ -53,16 +60,16 @@ def verify(directory: Path, manifest: Manifest) -> None:
         _append(cache, [entry for entry, info in zip(seen, changed, strict=True) if entry is not None and entry == _seen(directory, info)])
 
 
-def remember(directory: Path, shards: Iterable[ShardInfo]) -> None:
+def remember(directory: Path, shards: Iterable[StoredFile]) -> None:
     """Record shards that this process has just hashed."""
     _append(_cache_file(directory), [entry for info in shards if (entry := _seen(directory, info)) is not None])
 
 
-def _changed(directory: Path, manifest: Manifest, known: set[Seen]) -> list[ShardInfo]:
+def _changed(directory: Path, manifest: Files, known: set[Seen]) -> list[StoredFile]:
     return [info for info in manifest.shards if _seen(directory, info) not in known]
 
 
-def _seen(directory: Path, info: ShardInfo) -> Seen | None:
+def _seen(directory: Path, info: StoredFile) -> Seen | None:
     try:
         found = (directory / info.name).stat()
     except OSError:

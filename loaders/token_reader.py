@@ -11,16 +11,27 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
-from ridgeline.loaders.manifest import MANIFEST_NAME, CorpusError, Manifest, ShardInfo
+from ridgeline.loaders.manifest import CorpusError, Manifest, ShardInfo
 from ridgeline.loaders.token_record import TokenRecord, decode_record, edge_crc32
 
 READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 READER_BUFFER_BYTES = 32768
+
+
+class StoredFile(Protocol):
+    """A file as its manifest lists it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def sha256(self) -> str: ...
 
 
 class Shard:
@@ -216,12 +227,12 @@ class _WindowBuffer:
         return Windows(self._ids, self._starts, padding, self._mask)
 
 
-def check_size(path: Path, info: ShardInfo) -> None:
+def check_size(path: Path, info: StoredFile) -> None:
     """Raise CorpusError when the shard is missing or its size differs from the manifest."""
     try:
         found = path.stat()
     except FileNotFoundError as error:
-        raise CorpusError(f"missing shard: {path} (listed in {path.parent / MANIFEST_NAME})") from error
+        raise CorpusError(f"missing shard: {path} (listed in the manifest of {path.parent})") from error
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode):
@@ -236,7 +247,7 @@ def verify_shards(directory: Path, manifest: Manifest) -> None:
         verify_shard(Path(directory) / info.name, info)
 
 
-def verify_shard(path: Path, info: ShardInfo) -> None:
+def verify_shard(path: Path, info: StoredFile) -> None:
     """Compare size and sha256 of a shard with its entry in the manifest. Raises CorpusError naming it."""
     check_size(path, info)
     try:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ridgeline.configs.schema import Config
 from ridgeline.measure.timer import agreed
+from ridgeline.models.distillation import IDS, LOG_PROBS
 from ridgeline.models.policy import ADVANTAGES, OLD
 from ridgeline.models.policy import REFERENCE as OF_REFERENCE
 from ridgeline.models.preference import REFERENCE
@@ -97,6 +98,10 @@ class Session:
         }
         if self.config.preference.loss is not None:
             made[REFERENCE] = np.zeros((len(rows), 1), np.float32)
+        if self.config.distillation.weight is not None:
+            wanted = self.config.distillation
+            made[IDS] = np.broadcast_to(np.arange(wanted.top_k, dtype=np.int32), (*shape, wanted.top_k)).copy()
+            made[LOG_PROBS] = np.zeros((*shape, wanted.outcomes), np.float32)
         if self.config.policy.loss is not None:
             made |= {name: np.zeros(shape, np.float32) for name in (ADVANTAGES, OLD, *([OF_REFERENCE] if self.config.policy.kl else []))}
         return jax.block_until_ready(to_global(made, self.parts.partitioner))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ridgeline.models.attention.masks import soft_cap
+from ridgeline.models.distillation import METRICS, Teacher, divergence, top_tokens
 from ridgeline.models.matmul.dense import matmul
 from ridgeline.sharding.manual import sum_token_shards
 from ridgeline.sharding.rules import TOKENS
@@ -39,6 +40,33 @@ class LossSums(NamedTuple):
     """Sum of the weights."""
     correct: jax.Array
     """Sum of the weights where the target has the largest logit."""
+    distillation: jax.Array | None = None
+    """With a teacher: sum of weight * a (T^2 KL - nats), a is distillation.weight."""
+    divergence: jax.Array | None = None
+    """With a teacher: sum of weight * KL(teacher || student)."""
+
+    @property
+    def objective(self) -> jax.Array:
+        """What is differentiated: nats + z, with a teacher (1 - a) nats + a T^2 KL + z."""
+        return self.nats + self.z if self.distillation is None else self.nats + self.z + self.distillation
+
+    def means(self, total: jax.Array) -> dict[str, jax.Array]:
+        """Return the metrics of a step. total: sum of the weights."""
+        found = {"loss": self.nats, "z_loss": self.z, "accuracy": self.correct}
+        if self.distillation is not None:
+            assert self.divergence is not None
+            found |= {"loss": self.nats + self.distillation, METRICS + "divergence": self.divergence, METRICS + "cross_entropy": self.nats}
+        return {name: value / total for name, value in found.items()}
+
+    @classmethod
+    def of(cls, value: jax.Array, *, teacher: bool = False) -> LossSums:
+        """Return sums that all have one value."""
+        return cls(*[value] * (len(cls._fields) if teacher else 4))
+
+    @classmethod
+    def names(cls, *, teacher: bool) -> tuple[str, ...]:
+        """Return the names of `means`."""
+        return "loss", "z_loss", "accuracy", *((METRICS + "divergence", METRICS + "cross_entropy") if teacher else ())
 
 
 def loss_of(
@@ -46,7 +74,7 @@ def loss_of(
 ) -> LossSums:
     """Return the summed cross-entropy of `rows` (targets, weights [B, T]) from the normalized residual stream after the layers.
 
-    `frozen`: the unembedding has no gradient.
+    With the teacher's arrays in `rows` (models/distillation.py), also the divergence from it. `frozen`: the unembedding has no gradient.
     """
     return cross_entropy(
         x_BTD,
@@ -60,6 +88,9 @@ def loss_of(
         softcap=config.model.logit_softcap,
         reduce_first=config.compute.reduces_unembedding_first,
         frozen=frozen,
+        teacher=Teacher.of(rows),
+        teacher_weight=config.distillation.weight or 0.0,
+        temperature=config.distillation.temperature,
     )
 
 
@@ -71,6 +102,8 @@ class _Settings(NamedTuple):
     z_loss: float = 0.0
     reduce_first: bool = False
     frozen: bool = False
+    teacher_weight: float = 0.0
+    temperature: float = 1.0
 
 
 def _split(
@@ -107,6 +140,9 @@ def cross_entropy(
     softcap: float | None = None,
     reduce_first: bool = False,
     frozen: bool = False,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 0.0,
+    temperature: float = 1.0,
 ) -> LossSums:
     """Return the summed cross-entropy of targets under softmax(x w), in float32.
 
@@ -114,16 +150,18 @@ def cross_entropy(
     x [B, T, D] in the compute dtype; w [D, V] the stored (sharded) parameter, cast to x's dtype and gathered here; targets int32, weights
     float32 [B, T]. Columns of w from vocab_size on are padding and get no probability. `chunk` tokens per device have logits at a time.
     `reduce_first`: w's gradient is reduced over devices before x's gradient is used, so that it is not whole in memory during the backward
-    pass of the layers. `frozen`: w has no gradient.
-    z-loss: PaLM, arXiv 2204.02311, section 5. Differentiable in x and w through `nats + z`, the objective; the two must enter it with the
-    same factor (anything else gives NaN gradients, never silently wrong ones).
+    pass of the layers. `frozen`: w has no gradient. `teacher`: arrays [B, T, ...]; `teacher_weight` (distillation.weight), `temperature`:
+    models/distillation.py.
+    z-loss: PaLM, arXiv 2204.02311, section 5. Differentiable in x and w through `LossSums.objective`, whose terms must have the same factor
+    (anything else gives NaN gradients, never silently wrong ones).
     """
     with jax.named_scope("loss"):
         x_BTD = partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
         settings, split_rows = _split(partitioner, targets_BT.shape, chunk, vocab_size, softcap)
         settings = settings._replace(z_loss=z_loss, reduce_first=reduce_first, frozen=frozen)
+        settings = settings._replace(teacher_weight=teacher_weight, temperature=temperature)
         weights_RBT = split_rows(jax.lax.stop_gradient(weights_BT.astype(jnp.float32)))
-        return _cross_entropy(settings, split_rows(x_BTD), w_DV, split_rows(targets_BT), weights_RBT)
+        return _cross_entropy(settings, split_rows(x_BTD), w_DV, split_rows(targets_BT), weights_RBT, jax.tree.map(split_rows, teacher))
 
 
 def token_log_probs(model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
@@ -131,24 +169,71 @@ def token_log_probs(model: Decoder, config: Config, partitioner: Partitioner, x_
 
     x and `rows` (targets [B, T]) as in `loss_of`.
     """
+    return _of_tokens(model, config, partitioner, x_BTD, rows, config.model.vocab_size, lambda logits: logits.target_RBC - logits.lse_RBC)
+
+
+def top_predictions(
+    model: Decoder,
+    config: Config,
+    partitioner: Partitioner,
+    x_BTD: jax.Array,
+    rows: Mapping[str, jax.Array],
+    *,
+    count: int,
+    temperature: float,
+    vocab_size: int,
+) -> Teacher:
+    """Return the `count` most likely tokens of each position and their log-probabilities (`distillation.top_tokens`): [B, T, ...].
+
+    The probabilities are over ids below `vocab_size`. x and `rows` (targets [B, T]) as in `loss_of`. Not differentiable.
+    """
+
+    def top(logits: _Logits) -> Teacher:
+        return top_tokens(partitioner, temperature, logits.all_RBCV, count)
+
+    found: Teacher = _of_tokens(model, config, partitioner, x_BTD, rows, vocab_size, top)
+    return found
+
+
+def _of_tokens(
+    model: Decoder,
+    config: Config,
+    partitioner: Partitioner,
+    x_BTD: jax.Array,
+    rows: Mapping[str, jax.Array],
+    vocab_size: int,
+    of_chunk: Callable[[_Logits], Any],
+) -> Any:
+    """Return what `of_chunk` gives for the logits of every chunk (arrays [R, B, C, ...]), as arrays [B, T, ...]."""
     with jax.named_scope("loss"):
         x_BTD, shape = jax.lax.stop_gradient(x_BTD), rows["targets"].shape
-        settings, split_rows = _split(partitioner, shape, config.compute.loss_chunk, config.model.vocab_size, config.model.logit_softcap)
+        settings, split_rows = _split(partitioner, shape, config.compute.loss_chunk, vocab_size, config.model.logit_softcap)
         x_RBTD = split_rows(partitioner.constrain(x_BTD, "batch", "seq", "act_embed"))
         targets_RBT = split_rows(rows["targets"])
         used_DV = _gathered(settings, x_RBTD, jax.lax.stop_gradient(model.unembedding()))
+        length, per_chunk = x_RBTD.shape[2], settings.tokens_per_chunk
 
-        def body(found_RBT: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+        def of(index: jax.Array) -> Any:
             x, targets = _chunk(settings, index, x_RBTD, targets_RBT)
-            logits = _chunk_logits(settings, x, used_DV, targets)
-            found = logits.target_RBC - logits.lse_RBC
-            return jax.lax.dynamic_update_slice_in_dim(found_RBT, found, index * settings.tokens_per_chunk, 2), None
+            return of_chunk(_chunk_logits(settings, x, used_DV, targets))
 
-        start = partitioner.constrain(jnp.zeros(targets_RBT.shape, jnp.float32), TOKENS, None, None)
-        found_RBT, _ = jax.lax.scan(body, start, jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+        def body(all_found: Any, index: jax.Array) -> tuple[Any, None]:
+            put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * per_chunk, axis=2)
+            return jax.tree.map(put, all_found, of(index)), None
+
+        def start(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            whole = jnp.zeros((*leaf.shape[:2], length, *leaf.shape[3:]), leaf.dtype)
+            return partitioner.constrain(whole, TOKENS, *[None] * (whole.ndim - 1))
+
+        found, _ = jax.lax.scan(body, jax.tree.map(start, jax.eval_shape(of, jnp.int32(0))), jnp.arange(length // per_chunk))
         pieces = partitioner.axis_size("seq")
-        split = found_RBT[:, :, : shape[1] // pieces].reshape(-1, pieces, found_RBT.shape[1], shape[1] // pieces)
-        return partitioner.constrain(split.swapaxes(1, 2).reshape(shape), "batch", "seq")
+
+        def join(found_RBT: jax.Array) -> jax.Array:
+            split = found_RBT[:, :, : shape[1] // pieces].reshape(-1, pieces, found_RBT.shape[1], shape[1] // pieces, *found_RBT.shape[3:])
+            joined = split.swapaxes(1, 2).reshape(*shape, *found_RBT.shape[3:])
+            return partitioner.constrain(joined, "batch", "seq", *[None] * (joined.ndim - 2))
+
+        return jax.tree.map(join, found)
 
 
 def row_log_probs(model: Decoder, config: Config, partitioner: Partitioner, x_BTD: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
@@ -195,53 +280,83 @@ def _chunk_logits(settings: _Settings, x_RBCD: jax.Array, used_DV: jax.Array, ta
     return _Logits(logits, lse, target, top)
 
 
+class _ChunkSums(NamedTuple):
+    """The sums of one chunk, and what its gradient needs."""
+
+    sums: LossSums
+    """Per row shard [R]."""
+    logits_RBCV: jax.Array
+    """float32."""
+    lse_RBC: jax.Array
+    """Their log-sum-exp."""
+    slope_RBCV: jax.Array | None
+    """Gradient of T^2 KL in the logits; None without a teacher."""
+
+
 def _chunk_sums(
-    settings: _Settings, x_RBCD: jax.Array, used_DV: jax.Array, targets_RBC: jax.Array, weights_RBC: jax.Array
-) -> tuple[LossSums, jax.Array, jax.Array]:
-    """Return the sums of one chunk per row shard [R], its logits [R, B, C, V] float32 and their log-sum-exp [R, B, C]."""
+    settings: _Settings, x_RBCD: jax.Array, used_DV: jax.Array, targets_RBC: jax.Array, weights_RBC: jax.Array, teacher: Teacher | None
+) -> _ChunkSums:
     logits, lse, target, top = _chunk_logits(settings, x_RBCD, used_DV, targets_RBC)
+    nats = lse - target
     sums = LossSums(
-        nats=jnp.sum(weights_RBC * (lse - target), axis=(1, 2)),
+        nats=jnp.sum(weights_RBC * nats, axis=(1, 2)),
         z=settings.z_loss * jnp.sum(weights_RBC * jnp.square(lse), axis=(1, 2)),
         weight=jnp.sum(weights_RBC, axis=(1, 2)),
         correct=jnp.sum(weights_RBC * (target >= top), axis=(1, 2)),
     )
-    return sums, logits, lse
+    if teacher is None:
+        return _ChunkSums(sums, logits, lse, None)
+    kl, slope = divergence(settings.partitioner, settings.temperature, logits, lse, teacher)
+    change = settings.teacher_weight * (settings.temperature**2 * kl - nats)
+    sums = sums._replace(
+        distillation=jnp.sum(weights_RBC * change, axis=(1, 2)),
+        divergence=jnp.sum(weights_RBC * kl, axis=(1, 2)),
+    )
+    return _ChunkSums(sums, logits, lse, slope)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array) -> LossSums:
+def _cross_entropy(
+    settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array, teacher: Teacher | None
+) -> LossSums:
     used_DV = _gathered(settings, x_RBTD, w_DV)
 
     def body(sums: LossSums, index: jax.Array) -> tuple[LossSums, None]:
         x, targets, weights = _chunk(settings, index, x_RBTD, targets_RBT, weights_RBT)
-        more, _, _ = _chunk_sums(settings, x, used_DV, targets, weights)
+        more = _chunk_sums(settings, x, used_DV, targets, weights, _chunk_of(settings, index, teacher)).sums
         return jax.tree.map(jnp.add, sums, more), None
 
-    sums_R, _ = jax.lax.scan(body, _zeros(settings, x_RBTD), jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
+    sums_R, _ = jax.lax.scan(body, _zeros(settings, x_RBTD, teacher), jnp.arange(x_RBTD.shape[2] // settings.tokens_per_chunk))
     return jax.tree.map(jnp.sum, sums_R)
 
 
-def _zeros(settings: _Settings, x_RBTD: jax.Array) -> LossSums:
+def _chunk_of(settings: _Settings, index: jax.Array, teacher: Teacher | None) -> Teacher | None:
+    return None if teacher is None else Teacher(*_chunk(settings, index, *teacher))
+
+
+def _zeros(settings: _Settings, x_RBTD: jax.Array, teacher: Teacher | None) -> LossSums:
     """One sum per row shard: summing over shards inside the loop would communicate in every chunk."""
     zeros_R = settings.partitioner.constrain(jnp.zeros(x_RBTD.shape[:1], jnp.float32), TOKENS)
-    return LossSums(*(zeros_R for _ in LossSums._fields))
+    return LossSums.of(zeros_R, teacher=teacher is not None)
 
 
 def _forward(
-    settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array
+    settings: _Settings, x_RBTD: jax.Array, w_DV: jax.Array, targets_RBT: jax.Array, weights_RBT: jax.Array, teacher: Teacher | None
 ) -> tuple[LossSums, Any]:
-    """Compute the sums and, for a unit cotangent of nats + z, the gradients of x (x's dtype) and w (float32)."""
+    """Compute the sums and, for a unit cotangent of the objective, the gradients of x (x's dtype) and w (float32)."""
     used_DV = _gathered(settings, x_RBTD, w_DV)
     constrain = settings.partitioner.constrain
 
     def body(carry: tuple[LossSums, jax.Array, Any], index: jax.Array) -> tuple[tuple[LossSums, jax.Array, Any], None]:
         sums, dx_RBTD, dw_RDV = carry
         x, targets, weights = _chunk(settings, index, x_RBTD, targets_RBT, weights_RBT)
-        more, logits, lse = _chunk_sums(settings, x, used_DV, targets, weights)
-        probability = jnp.exp(logits - lse[..., None]) * (weights * (1 + 2 * settings.z_loss * lse))[..., None]
+        more, logits, lse, slope = _chunk_sums(settings, x, used_DV, targets, weights, _chunk_of(settings, index, teacher))
+        share = 1.0 - settings.teacher_weight if slope is not None else 1.0
+        probability = jnp.exp(logits - lse[..., None]) * (weights * (share + 2 * settings.z_loss * lse))[..., None]
         is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-        dlogits = probability - jnp.where(is_target, weights[..., None], 0)
+        dlogits = probability - jnp.where(is_target, share * weights[..., None], 0)
+        if slope is not None:
+            dlogits += settings.teacher_weight * weights[..., None] * slope
         if settings.softcap is not None:  # the derivative of tanh is 1 - tanh^2; padding has probability 0
             dlogits *= 1 - jnp.square(jnp.maximum(logits / settings.softcap, -1))
         dlogits = dlogits.astype(x.dtype)
@@ -253,7 +368,7 @@ def _forward(
         return (jax.tree.map(jnp.add, sums, more), dx_RBTD, dw_RDV), None
 
     start = (
-        _zeros(settings, x_RBTD),
+        _zeros(settings, x_RBTD, teacher),
         constrain(jnp.zeros_like(x_RBTD), TOKENS, None, None, None),
         None if settings.frozen else constrain(jnp.zeros((x_RBTD.shape[0], *w_DV.shape), jnp.float32), TOKENS, None, "act_vocab"),
     )
@@ -268,13 +383,15 @@ def _forward(
 
 def _backward(
     settings: _Settings, residuals: tuple[jax.Array, jax.Array | None], cotangent: LossSums
-) -> tuple[jax.Array, jax.Array | None, None, None]:
+) -> tuple[jax.Array, jax.Array | None, None, None, None]:
     dx_RBTD, dw_DV = residuals
     factor = cotangent.nats
     if settings.z_loss:
         factor = jnp.where(cotangent.nats == cotangent.z, factor, jnp.nan)
+    if cotangent.distillation is not None:
+        factor = jnp.where(cotangent.nats == cotangent.distillation, factor, jnp.nan)
     dw_DV = None if dw_DV is None else (dw_DV * factor).astype(dw_DV.dtype)
-    return (dx_RBTD * factor).astype(dx_RBTD.dtype), dw_DV, None, None
+    return (dx_RBTD * factor).astype(dx_RBTD.dtype), dw_DV, None, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -32,6 +32,9 @@ SCORE_PASSES = 14
 """Passes over the float32 scores in device memory, forward and backward, of attention without fused kernels (XLA's fusions)."""
 LOGIT_PASSES_BYTES = 18
 """Per logit: written once and read three times in float32 (maximum, sum, probability), its gradient written in 16 bits."""
+TEACHER_PASSES_BYTES = {"bucket": 34, "renormalize": 8}
+"""Per logit, of the divergence from a teacher (distillation.rest), as XLA compiles it for an H100: marks of the teacher's tokens, the
+probability of the others, and the gradient, to which that of the teacher's tokens is added in place."""
 LOG_PROB_PASSES_BYTES = 12
 """Per logit of a pass without gradient: written once and read twice in float32 (maximum, sum)."""
 EXPERT_MATMULS = ("gate", "up", "down")
@@ -203,6 +206,10 @@ class Kernels:
         if tuned:  # log-probabilities come first, in a pass of their own: logits without gradient
             compute += self.matmul_s(chunk, vocab, width)
             memory += chunks * LOG_PROB_PASSES_BYTES * chunk * vocab
+        teacher = local.config.distillation
+        if teacher.weight is not None:
+            again = LOG_PROB_PASSES_BYTES if teacher.rest == "bucket" and teacher.temperature != 1 else 0  # the sum at the temperature
+            memory += chunks * (TEACHER_PASSES_BYTES[teacher.rest] + again) * chunk * vocab
         return Work(chunks * compute, self.memory_s(memory))
 
     def optimizer(self) -> Work:

@@ -167,6 +167,8 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
     groups = len(used) + (1 if {"data", "fsdp"} <= set(used) else 0)
     rows = config.data.batch_size // (local.data * local.fsdp)
     arrays = 5 if config.data.document_masking else 4
+    teacher = config.distillation
+    predictions = 0 if teacher.weight is None else teacher.top_k + teacher.outcomes  # numbers per token
     keeps_reference = config.policy.loss is not None and config.policy.kl > 0
     reference = {
         REFERENCE: Component(parameter_bytes(local), "the parameters before training, for policy.kl; not part of the compiled size")
@@ -181,7 +183,9 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
         ),
         "moments": _moments(local),
         "batch": Component(
-            rows * (4 * local.length + (arrays - 4) * config.data.seq_len) * 4, f"{arrays} int32 or float32 arrays of the step's rows"
+            rows * ((4 + predictions) * local.length + (arrays - 4) * config.data.seq_len) * 4,
+            f"{arrays} int32 or float32 arrays of the step's rows"
+            + (f", and {predictions} numbers of the teacher per token" if predictions else ""),
         ),
         "runtime_reserve": Component(
             CUDA_CONTEXT_BYTES + groups * NCCL_BYTES_PER_COMMUNICATOR if gpu else HOST_PROCESS_BYTES,

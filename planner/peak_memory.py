@@ -190,7 +190,8 @@ class StepMemory:
         """Return what is live in the loss: all saved activations and one chunk of logits."""
         local = self.local
         tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
-        logits, gradient = tokens * vocab * (4 + local.compute_itemsize), 0 if local.adapted else 4 * table
+        teacher = 0 if local.config.distillation.weight is None else 4  # the gradient of the divergence in float32
+        logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
         if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
             logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
         zeroed = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // (local.fsdp // local.expert)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         open_run,
         plan,
         train,
+        write_teacher,
     )
 
 PACKAGE = Path(__file__).resolve().parent
@@ -59,6 +60,7 @@ __all__ = [
     "open_run",
     "plan",
     "train",
+    "write_teacher",
 ]
 
 

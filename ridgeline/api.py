@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ridgeline.launch.cluster import Cluster, Joined
     from ridgeline.launch.environment import Setting
     from ridgeline.loaders.prompts import Prompt
+    from ridgeline.loaders.teacher import TeacherManifest
     from ridgeline.trainer.evaluation import ProgressCallback, Result, SetResult
     from ridgeline.trainer.harness import TaskMetric
     from ridgeline.trainer.policy import PolicyTrainer
@@ -65,6 +66,7 @@ __all__ = [
     "open_run",
     "plan",
     "train",
+    "write_teacher",
 ]
 
 DEFAULT_MAX_TOKENS = 200
@@ -400,6 +402,63 @@ def evaluate_tasks(
     rows = BATCH_SIZE if batch_size is None else batch_size
     metrics = wanted.evaluate(HarnessModel(loaded.decoder, loaded.tokenizer, loaded.eos_ids, rows), limit)
     return TaskEvaluation(metrics, loaded.step, loaded.source.config_sha256, loaded.devices)
+
+
+def write_teacher(
+    model: str | Path,
+    corpus: str | Path,
+    output: str | Path,
+    *,
+    seq_len: int | None = None,
+    top_k: int = 64,
+    temperature: float = 1.0,
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16",
+    document_masking: bool = True,
+    step: int | None = None,
+    batch_size: int | None = None,
+    overrides: Mapping[str, Any] | Iterable[str] = (),
+    slice: tuple[int, int] = (0, 1),
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+) -> TeacherManifest | None:
+    """Store the predictions of a teacher at every position of a prepared corpus, for distillation (docs/guides/distillation.md).
+
+    It runs on the devices that `generate` would use. An interrupted call continues with the next file of about 256 MB when it is repeated.
+
+    Args:
+      model: run directory, or Hugging Face directory, with the corpus's tokenizer.
+      corpus: prepared corpus.
+      output: directory of the predictions, for data.train[].teacher of the student.
+      seq_len: data.seq_len of the student; None: the length of packed rows.
+      top_k: tokens per position.
+      temperature: distillation.temperature of the student.
+      dtype: of the log-probabilities.
+      document_masking: data.document_masking of the student.
+      step: checkpoint of the run; None: the newest valid one.
+      batch_size: rows at a time, rounded up to fit the mesh; None: the run's, or 8.
+      overrides: another mesh than the run's, as in `evaluate`.
+      slice: (I, N): write only every N-th file from I on; then call without it.
+      overwrite: replace predictions of another model, corpus or settings.
+      progress: receives (corpus, rows done, rows in total).
+
+    Returns what teacher.json contains; None after a slice. Raises UserError: no model or checkpoint, or a corpus that does not fit it.
+    """
+    from ridgeline.models.generate import ANY_BATCH
+    from ridgeline.trainer.evaluation import evaluation_rows
+    from ridgeline.trainer.pretrained import load_model
+    from ridgeline.trainer.teacher import TeacherSettings, row_length, teacher_config, write_predictions
+
+    settings = TeacherSettings(Path(corpus), Path(output), top_k, temperature, dtype, document_masking, slice, overwrite)
+    length = row_length(settings.corpus, seq_len)
+
+    def adapt(config: Config) -> Config:
+        _use_virtual_devices(config)
+        return teacher_config(config, seq_len=length, rows=ANY_BATCH, document_masking=document_masking)
+
+    loaded = load_model(Path(model), step=step, adapt=adapt, mesh=_override_texts(overrides))
+    shards, rows = loaded.partitioner.axis_size("batch"), batch_size or evaluation_rows(loaded.source.config)
+    config = teacher_config(loaded.config, seq_len=length, rows=-(-rows // shards) * shards, document_masking=document_masking)
+    return write_predictions(replace(loaded, config=config), settings, progress=progress)
 
 
 def _use_virtual_devices(config: Config) -> None:

@@ -41,7 +41,8 @@ class DerivedMetric:
 METRICS: dict[str, Metric] = {
     "train/loss": Metric(
         "nats/token",
-        "Mean cross-entropy over the target tokens of the step, without z-loss. With preference.loss: mean loss of its pairs.",
+        "Mean cross-entropy over the target tokens of the step, without z-loss. With preference.loss: mean loss of its pairs; with "
+        "distillation.weight: (1 - weight) x cross-entropy + weight x temperature^2 x divergence.",
     ),
     "train/z_loss": Metric("nats/token", "Weighted z-loss term added to the objective (only when loss.z_loss > 0)."),
     "train/accuracy": Metric("fraction", "Target tokens that the model predicted (largest logit); absent with preference.loss."),
@@ -72,6 +73,12 @@ METRICS: dict[str, Metric] = {
     "train_preference/rejected_reward": Metric("1", "The same of the rejected answer."),
     "train_preference/chosen_log_prob": Metric("nats", "Log-probability of the chosen answer: sum over its target tokens."),
     "train_preference/rejected_log_prob": Metric("nats", "The same of the rejected answer."),
+    "train_distillation/divergence": Metric(
+        "nats/token",
+        "Divergence of the model from the teacher, KL(teacher || student), at distillation.temperature. This group: only with "
+        "distillation.weight.",
+    ),
+    "train_distillation/cross_entropy": Metric("nats/token", "Mean cross-entropy over the target tokens of the step."),
     "train_policy/kl": Metric(
         "nats",
         "Divergence from the model before training; 0 without policy.kl. This group: only with policy.loss, means over completion tokens.",

@@ -102,12 +102,12 @@ class Partitioner:
         return replace(self, rules=self.rules.excluding(self.stage_axes), zero_stage=0)
 
     def batch_sharding(self, name: str = "tokens") -> NamedSharding:
-        """Return the sharding of an array [B, T] of a batch."""
+        """Return the sharding of an array [B, T, ...] of a batch."""
         return self.sharding(self.batch_axes(name))
 
     @staticmethod
     def batch_axes(name: str) -> tuple[str, str | None]:
-        """Return the logical axes of an array of a batch, [B, T] or (values of a row) [B, 1].
+        """Return the logical axes of an array of a batch, [B, T, ...] or (values of a row) [B, 1].
 
         Every device of `context` has the segment ids of the whole row, and the values of the row.
         """

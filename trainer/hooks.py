@@ -12,6 +12,7 @@ import jax
 
 from ridgeline.configs.format import format_seconds
 from ridgeline.configs.schema import Config
+from ridgeline.models.distillation import METRICS as DISTILLATION
 from ridgeline.models.moe.router import METRIC_PREFIX as ROUTER
 from ridgeline.models.preference import METRICS as PREFERENCE
 from ridgeline.observe.clocks import ClockWatch
@@ -194,7 +195,7 @@ class MetricLog(Hook):
             **({} if self.spikes is None else {"train/loss_spikes": float(self.spikes.count)}),
             **({"train/z_loss": values["z_loss"]} if self.config.loss.z_loss else {}),
             **{f"train_router/{name.removeprefix(ROUTER)}": value for name, value in values.items() if name.startswith(ROUTER)},
-            **{f"train_{name}": value for name, value in values.items() if name.startswith(PREFERENCE)},
+            **{f"train_{name}": value for name, value in values.items() if name.startswith((PREFERENCE, DISTILLATION))},
             **self.recorder.timer.report(),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
             **({} if self.clocks is None else self.clocks.tick(result.step)),

@@ -396,7 +396,7 @@ class _Ticks:
         grads = jax.tree.map(lambda p, axes: constrain(jnp.zeros(p.shape, self.gradient_dtype), *axes), params, self.stage.spec.param_axes)
         amax = jax.tree.map(jnp.zeros_like, self.recent)
         router = jax.tree.map(lambda leaf: jnp.zeros((self.schedule.chunks * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), self.totals)
-        sums = LossSums(*(jnp.zeros((), jnp.float32) for _ in LossSums._fields))
+        sums = LossSums.of(jnp.zeros((), jnp.float32))
         return _Carry(self.no_stream(), self.no_stream(), ring, Gradient(grads, amax, sums, router))
 
     def sums(self) -> LossSums:
@@ -414,7 +414,7 @@ class _Ticks:
             sums = jax.tree.map(lambda total, new: total + jnp.where(used, new, 0), sums, more)
             return self.permute(y_BTD, 1), sums
 
-        start = (self.no_stream(), LossSums(*(jnp.zeros((), jnp.float32) for _ in LossSums._fields)))
+        start = (self.no_stream(), LossSums.of(jnp.zeros((), jnp.float32)))
         total: LossSums = jax.lax.psum(ticks(0, schedule.forward_ticks, tick, start)[1], self.stage.axes)
         return total
 

@@ -16,6 +16,7 @@ from ridgeline.loaders.loader import read_manifests
 from ridgeline.loaders.manifest import Manifest, TokenizerInfo, check_tokenizer, read_manifest
 from ridgeline.loaders.overlap import Sample, overlap, sample
 from ridgeline.loaders.shard_hashes import verify
+from ridgeline.loaders.teacher import open_teacher
 from ridgeline.models.parallelize import parallelize
 from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
 from ridgeline.sharding.partition import Partitioner
@@ -89,6 +90,10 @@ def check_data(config: Config) -> TokenizerInfo:
     tokenizer = check_tokenizer(manifests, config.model.vocab_size)
     for path, manifest in manifests:
         verify(path, manifest)
+    for source, (_, manifest) in zip(config.data.train, manifests, strict=False):
+        teacher = open_teacher(source, manifest, config.data, config.distillation)
+        if teacher is not None:
+            verify(teacher.directory, teacher.manifest)
     return tokenizer
 
 

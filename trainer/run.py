@@ -307,6 +307,7 @@ class _Session:
             rows=rows,
             start_step=start_step,
             pairs=self.pairs or None,
+            distillation=config.distillation,
         )
         try:
             return self._run_loop(train_step, norm, loader, state, start_step)

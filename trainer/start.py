@@ -216,9 +216,14 @@ def check_restored(metadata: Mapping[str, Any], config: Config, corpora: Mapping
         log(f"the checkpoint of step {metadata['step']} is of an earlier version: its run, config and corpora are not compared")
     if (sealed := identity.sealed_config(metadata)) is not None:
         check_resume(sealed.model_dump(mode="json"), config.model_dump(mode="json"))
+    teachers = {str(source.teacher) for source in config.data.train}
     for path in identity.replaced_corpora(metadata, corpora):
-        trained = f"step {metadata['step']} was trained on"
-        log(f"WARNING: {path} is not the corpus that {trained}: it was replaced; the data order does not continue")
+        trained = f"that step {metadata['step']} was trained on: it was replaced"
+        log(
+            f"WARNING: {path} is not the teacher's predictions {trained}"
+            if path in teachers
+            else f"WARNING: {path} is not the corpus {trained}; the data order does not continue"
+        )
 
 
 def keep_tokenizer(source: Path, run: RunDir, metadata: Mapping[str, Any] | None, log: Callable[[str], None]) -> None:

@@ -20,9 +20,10 @@ import numpy as np
 import optax
 
 from ridgeline.configs.schema import Config
+from ridgeline.models import distillation
 from ridgeline.models import policy as rollouts
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.loss import LossSums, loss_of, row_log_probs, token_log_probs
+from ridgeline.models.loss import LossSums, loss_of, row_log_probs, token_log_probs, top_predictions
 from ridgeline.models.matmul import fp8
 from ridgeline.models.moe.router import RouterTotals, balanced_bias
 from ridgeline.models.policy import PolicySums, policy_of
@@ -104,6 +105,18 @@ def make_token_log_prob_step(spec: ModelSpec, config: Config, partitioner: Parti
         return token_log_probs(model, config, partitioner, x_BTD, batch)
 
     return log_prob_step
+
+
+def make_top_prediction_step(
+    spec: ModelSpec, config: Config, partitioner: Partitioner, *, count: int, temperature: float, vocab_size: int
+) -> Callable[[Tree, Batch], distillation.Teacher]:
+    """Return the pure step (params, batch) -> the `count` most likely tokens at every position (`models.loss.top_predictions`)."""
+
+    def top_prediction_step(params: Tree, batch: Batch) -> distillation.Teacher:
+        model, x_BTD, _ = _forward(spec, config, params, batch)
+        return top_predictions(model, config, partitioner, x_BTD, batch, count=count, temperature=temperature, vocab_size=vocab_size)
+
+    return top_prediction_step
 
 
 def make_log_prob_step(spec: ModelSpec, config: Config, partitioner: Partitioner) -> Callable[[Tree, Batch], jax.Array]:
@@ -188,7 +201,13 @@ def _make_gradient(
     drops = spec.adapted and config.lora.dropout > 0
     staged = pipeline_gradient(spec, config, partitioner) if partitioner.mesh.shape["pipeline"] > 1 else None
     pairs, policy = config.preference.loss is not None, config.policy.loss is not None
-    names = PreferenceSums.names() if pairs else PolicySums.names() if policy else ("loss", "z_loss", "accuracy")
+    names = (
+        PreferenceSums.names()
+        if pairs
+        else PolicySums.names()
+        if policy
+        else LossSums.names(teacher=config.distillation.weight is not None)
+    )
 
     def divisor_of(weights: jax.Array, weight: jax.Array) -> jax.Array:
         """Return the number that sums of the whole batch are divided by."""
@@ -203,8 +222,7 @@ def _make_gradient(
             surrogate, of_tokens, router = policy_sums(spec, config, partitioner, params, batch, recent, key)
             return surrogate, of_tokens.means(total), router
         sums, router = loss_sums(spec, config, partitioner, params, batch, recent, key)
-        means = {"loss": sums.nats / total, "z_loss": sums.z / total, "accuracy": sums.correct / total}
-        return (sums.nats + sums.z) / total, means, router
+        return sums.objective / total, sums.means(total), router
 
     def microbatch_gradient(params: Tree, recent: Tree, batch: Batch, total: jax.Array, key: jax.Array | None) -> tuple[Tree, Tree, Tree]:
         trained, frozen = spec.split(params)
@@ -224,7 +242,7 @@ def _make_gradient(
         divisor = divisor_of(batch["weights"], weight)
         if staged is not None:
             total = staged(params, recent, microbatches(batch, accumulation, partitioner), divisor)
-            means = {"loss": total.sums.nats / divisor, "z_loss": total.sums.z / divisor, "accuracy": total.sums.correct / divisor}
+            means = total.sums.means(divisor)
             return total.grads, total.amax, means if total.router is None else {**means, ROUTER: total.router}, weight
         if accumulation == 1:
             return *microbatch_gradient(params, recent, batch, divisor, key if drops else None), weight
@@ -293,16 +311,17 @@ def microbatches(batch: Batch, count: int, partitioner: Partitioner) -> Batch:
 
 
 def split_rows(x_BT: jax.Array, accumulation: int, partitioner: Partitioner, sequence: str | None = None) -> jax.Array:
-    """Reshape [B, T] to [A, B/A, T] without moving rows between devices.
+    """Reshape [B, T, ...] to [A, B/A, T, ...] without moving rows between devices.
 
     Rows are sharded in contiguous blocks over the S row shards; microbatch a takes the a-th part of every block. `sequence`: the logical
     axis of T.
     """
     shards = partitioner.axis_size("batch")
-    rows, length = x_BT.shape
+    rows, *rest = x_BT.shape
     assert rows % (accumulation * shards) == 0, (rows, accumulation, shards)
-    split = x_BT.reshape(shards, accumulation, rows // (shards * accumulation), length)
-    return partitioner.constrain(split.swapaxes(0, 1).reshape(accumulation, rows // accumulation, length), None, "batch", sequence)
+    split = x_BT.reshape(shards, accumulation, rows // (shards * accumulation), *rest)
+    micro = split.swapaxes(0, 1).reshape(accumulation, rows // accumulation, *rest)
+    return partitioner.constrain(micro, None, "batch", sequence, *[None] * (len(rest) - 1))
 
 
 def constrain_params(tree: Tree, spec: ModelSpec, partitioner: Partitioner) -> Tree:
@@ -325,10 +344,11 @@ def abstract_batch(config: Config, partitioner: Partitioner) -> dict[str, jax.Sh
         arrays |= dict.fromkeys(
             (rollouts.ADVANTAGES, rollouts.OLD, *([rollouts.REFERENCE] if config.policy.kl else [])), ("float32", length)
         )
-    return {
-        name: jax.ShapeDtypeStruct((rows, width), dtype, sharding=partitioner.batch_sharding(name))
-        for name, (dtype, width) in arrays.items()
-    }
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {name: ((rows, width), dtype) for name, (dtype, width) in arrays.items()}
+    if config.distillation.weight is not None:
+        shapes[distillation.IDS] = ((rows, length, config.distillation.top_k), "int32")
+        shapes[distillation.LOG_PROBS] = ((rows, length, config.distillation.outcomes), "float32")
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding(name)) for name, (shape, dtype) in shapes.items()}
 
 
 def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:
@@ -340,7 +360,7 @@ def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:
 
 
 def to_global(batch: Mapping[str, np.ndarray], partitioner: Partitioner) -> Batch:
-    """Put this process's rows [B_local, T] on its devices as part of the global [B, T] arrays (asynchronous)."""
+    """Put this process's rows [B_local, T, ...] on its devices as part of the global [B, T, ...] arrays (asynchronous)."""
     length = batch["tokens"].shape[1]
     if (order := partitioner.row_order(length)) is not None:
         batch = {name: x if partitioner.batch_axes(name)[1] is None else x[:, order] for name, x in batch.items()}
@@ -351,6 +371,6 @@ def to_global(batch: Mapping[str, np.ndarray], partitioner: Partitioner) -> Batc
         # This process has whole rows, of which its devices may hold pieces: the global shape cannot be inferred.
         rows = len(batch["tokens"]) // len(local_rows(shards, partitioner)) * shards
         return {
-            name: jax.make_array_from_process_local_data(partitioner.batch_sharding(name), x, (rows, x.shape[1]))
+            name: jax.make_array_from_process_local_data(partitioner.batch_sharding(name), x, (rows, *x.shape[1:]))
             for name, x in batch.items()
         }

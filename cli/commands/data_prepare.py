@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.data_options import corpus_options, overwrite_option, text_options, text_settings
+from ridgeline.cli.data_options import corpus_options, overwrite_option, parse_slice, text_options, text_settings
 from ridgeline.cli.options import json_option
 from ridgeline.cli.progress import prepare_progress
 from ridgeline.cli.tables import Column, print_json, print_table
-from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
     from ridgeline.loaders.prepare import Slice, Summary
@@ -66,7 +65,7 @@ def prepare(
     try:
         with prepare_progress() as on_progress:
             summary = run(
-                settings, workers=workers, max_bad=max_bad, overwrite=overwrite, slice=_parse_slice(slice_text), on_progress=on_progress
+                settings, workers=workers, max_bad=max_bad, overwrite=overwrite, slice=_slice(slice_text), on_progress=on_progress
             )
     except KeyboardInterrupt:
         click.echo("stopped; finished shards are kept, run the same command again to continue", err=True)
@@ -110,15 +109,10 @@ def train_tokenizer(
         click.echo(f"{result.path}: {result.vocab_size:,} tokens from {corpus} in {time.monotonic() - started_s:.1f} s")
 
 
-def _parse_slice(text: str | None) -> Slice | None:
+def _slice(text: str | None) -> Slice | None:
     from ridgeline.loaders.prepare import Slice
 
-    if text is None:
-        return None
-    index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal()):
-        raise UserError(f"--slice '{text}' must be I/N, such as 0/8")
-    return Slice(int(index), int(count))
+    return None if text is None else Slice(*parse_slice(text))
 
 
 def _print_summary(summary: Summary, output: Path, slice_text: str | None, wall_s: float) -> None:

@@ -24,6 +24,7 @@ def mounts(container: ContainerConfig, directories: Sequence[Path]) -> list[str]
 def needed_directories(config: Config, run_dir: Path, workdir: Path) -> list[Path]:
     """Return the directories a training run reads or writes: working and run directory, data, initial parameters, compilation cache."""
     named = [source.path for source in config.data.train] + list(config.evaluation.sets.values())
+    named += [source.teacher for source in config.data.train if source.teacher is not None]
     evaluation = config.evaluation
     samples = None if evaluation.samples.file is None else evaluation.samples.file.parent
     optional = (config.init_from, config.runtime.compilation_cache, evaluation.tasks.directory, samples)

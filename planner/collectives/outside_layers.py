@@ -70,6 +70,13 @@ def loss(step: StepSizes) -> list[PlannedCollective]:
         rows = tokens * step.sizes["context"] // step.config.data.seq_len
         of_rows = PlannedCollective("sums of rows", "loss", "forward", "all-reduce", step.over("context"), 2 * rows * 4, step.micro)
         planned.append(of_rows)
+    teacher = step.config.distillation
+    if teacher.weight is not None:
+        sums = 0 if teacher.rest == "renormalize" else 1 if teacher.temperature == 1 else 2  # of other tokens; at the temperature
+        planned += [
+            item("logits of the teacher's tokens", "all-reduce", tokens * teacher.top_k * 4),
+            item("partition functions of the divergence", "all-reduce", 2 * sums * tokens * 4),
+        ]
     if step.schedule.stages > 1:  # cut out where the tokens are sharded over tensor
         planned.append(item("targets and weights of a stage", "all-gather", 2 * tokens * 4))
     norms = 2 if model.norm == "layernorm" else 1

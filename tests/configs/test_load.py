@@ -211,7 +211,7 @@ def test_environment_is_read_only_where_declared() -> None:
         (
             "name: ${env:USER}\n",
             "x.yaml:1: name: '${...}' is not allowed here "
-            "(only in: run_dir, init_from, data.train[].path, evaluation.sets, evaluation.tasks.directory, "
+            "(only in: run_dir, init_from, data.train[].path, data.train[].teacher, evaluation.sets, evaluation.tasks.directory, "
             "evaluation.samples.file, checkpoint.local.directory, runtime.compilation_cache)",
         ),
         (

@@ -20,7 +20,7 @@ from ridgeline.configs.schema import (
     RematConfig,
     TrainerConfig,
 )
-from ridgeline.configs.tuning_schema import LoraConfig, PolicyConfig, PreferenceConfig
+from ridgeline.configs.tuning_schema import DistillationConfig, LoraConfig, PolicyConfig, PreferenceConfig
 from ridgeline.hlo.collectives import Collective, collectives
 from ridgeline.hlo.module import is_backward
 from ridgeline.hlo.parse import parse
@@ -62,6 +62,10 @@ def with_policy(config: Config) -> Config:
     return config.model_copy(update={"policy": PolicyConfig(loss="grpo", kl=0.1)})
 
 
+def with_teacher(config: Config, **settings: Any) -> Config:
+    return config.model_copy(update={"distillation": DistillationConfig(weight=0.5, top_k=12, **settings)})
+
+
 def partitioned(config: Config) -> Partitioner:
     return Partitioner.of(build_mesh(config.mesh, jax.devices()[: math.prod(config.mesh.sizes.values())]), config)
 
@@ -92,7 +96,7 @@ def compile_gradient(config: Config) -> tuple[str, dict[str, int]]:
         if config.policy.loss is not None:
             return policy_sums(spec, config, partitioner, params, batch)[:2]
         sums, _ = loss_sums(spec, config, partitioner, params, batch)
-        return sums.nats + sums.z, ()
+        return sums.objective, ()
 
     jitted = jax.jit(jax.value_and_grad(objective, has_aux=True), out_shardings=(partitioner.replicated(), spec.split(shardings)[0]))
     return jitted.lower(*spec.split(params), abstract_batch(config, partitioner)).compile().as_text(), dict(partitioner.mesh.shape)
@@ -149,6 +153,9 @@ def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
             with_pairs(make_config(2, 2, 2)),
             with_pairs(make_config(1, 2, 2, context=2, method="ring")),
             with_policy(make_config(1, 2, 2, context=2, method="ring")),
+            with_teacher(make_config(2, 2, 2)),
+            with_teacher(make_config(1, 2, 2, context=2, method="ring"), temperature=2.0),
+            with_teacher(make_config(2, 1, 4), rest="renormalize"),
         ],
         12,
     ),
@@ -158,6 +165,7 @@ def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
         + ("-adapters-" + config.compute.remat.policy if config.lora.rank else "")
         + ("-pairs" if config.preference.loss else "")
         + ("-policy" if config.policy.loss else "")
+        + (f"-teacher-{config.distillation.rest}" if config.distillation.weight else "")
     ),
 )
 def test_gradient_contains_exactly_the_planned_collectives(config):

@@ -17,6 +17,7 @@ from ridgeline.configs.diff import classify_changes
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.manifest import read_manifest
+from ridgeline.loaders.teacher import read_teacher
 from ridgeline.rundir.directory import CONFIG_FILE, RunDir
 from ridgeline.trainer.checkpoint.integrity import Damage, sha256_file
 
@@ -50,8 +51,11 @@ def describe(config: Config, run: str, tokenizer_sha256: str | None, tokenizer: 
 
 
 def corpora_of(config: Config) -> dict[str, str]:
-    """Return path -> identity of the training corpora. Raises UserError as `read_manifest`."""
-    return {str(source.path): read_manifest(source.path).sha256 for source in config.data.train}
+    """Return path -> identity of the training corpora and of teachers' predictions. Raises UserError as their readers."""
+    corpora = {str(source.path): read_manifest(source.path).sha256 for source in config.data.train}
+    if config.distillation.weight is None:
+        return corpora
+    return corpora | {str(source.teacher): read_teacher(source.teacher).sha256 for source in config.data.train if source.teacher}
 
 
 def files_of(tokenizer: Path) -> dict[str, str]:
