@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from ridgeline.configs.errors import unknown_name
 from ridgeline.configs.problem import Problem, multiples
 from ridgeline.configs.schema import Config
-from ridgeline.configs.tuning_schema import DistillationConfig, LoraConfig, PreferenceConfig, adapter_targets
+from ridgeline.configs.tuning_schema import DistillationConfig, LoraConfig, PreferenceConfig, adapter_targets, expert_targets
 
 
 def lora_rules(config: Config) -> Iterator[Problem]:
     """Yield the settings that do not work with low-rank adapters."""
-    lora, allowed = config.lora, adapter_targets(config.model)
+    lora, of_experts = config.lora, expert_targets(config.model)
+    allowed = (*adapter_targets(config.model), *of_experts)
     for name in lora.targets:
         if name not in allowed:
             yield Problem(("lora.targets",), str(unknown_name("matrix", name, allowed)))
@@ -28,6 +29,12 @@ def lora_rules(config: Config) -> Iterator[Problem]:
     if lora.rank > config.model.embed_dim:
         widest = f"model.embed_dim={config.model.embed_dim}"
         yield Problem(("lora.rank", "model.embed_dim"), f"must be at most {widest}, got {lora.rank}; for full rank train without adapters")
+    if named := [name for name in lora.targets if name in of_experts]:
+        for key, on, off in (("lora.dora", lora.dora, "false"), ("lora.dropout", lora.dropout > 0, "0")):
+            if on:
+                yield Problem((key, "lora.targets"), f"does not support adapters of routed experts ({named[0]}); set {key}={off}")
+        if config.mesh.zero_stage:
+            yield Problem(("mesh.zero_stage", "lora.targets"), f"does not support adapters of routed experts ({named[0]}); set it to 0")
     for key, works, wanted in (
         ("mesh.pipeline", config.mesh.pipeline == 1, "1"),
         ("precision.matmul", config.precision.matmul == "compute", "compute"),

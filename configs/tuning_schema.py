@@ -28,7 +28,8 @@ class LoraConfig(Section):
     """The product is multiplied by alpha / rank."""
     targets: list[str] = []
     """Matrices with an adapter, by name: query, key, value, out, gate, up, down; of latent attention query_down, query, key_value_down,
-    key_value, out. []: all that the model has in attention, MLP and shared experts."""
+    key_value, out; of routed experts expert_gate, expert_up, expert_down. []: all that the model has in attention, MLP and shared
+    experts."""
     dropout: Fraction = 0.0
     """Share of the elements of an adapter's input that are set to 0 in training; the others are divided by 1 - dropout."""
     dora: bool = False
@@ -46,7 +47,9 @@ class LoraConfig(Section):
         """Return the names of the matrices that have an adapter; () without adapters."""
         if self.rank is None:
             return ()
-        return tuple(name for name in adapter_targets(model) if not self.targets or name in self.targets)
+        if not self.targets:
+            return adapter_targets(model)
+        return tuple(name for name in (*adapter_targets(model), *expert_targets(model)) if name in self.targets)
 
 
 def adapter_targets(model: ModelConfig) -> tuple[str, ...]:
@@ -57,6 +60,17 @@ def adapter_targets(model: ModelConfig) -> tuple[str, ...]:
     if not model.dense_layers and (model.moe is None or not model.moe.shared_experts):
         return attention
     return (*attention, *(("gate",) if model.gated_mlp else ()), "up", "down")
+
+
+EXPERT = "expert_"
+"""Beginning of the names of routed experts' matrices in lora.targets."""
+
+
+def expert_targets(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the routed experts' matrices, which have an adapter only where lora.targets names them."""
+    if model.moe is None:
+        return ()
+    return (*((f"{EXPERT}gate",) if model.gated_mlp else ()), f"{EXPERT}up", f"{EXPERT}down")
 
 
 class PreferenceConfig(Section):

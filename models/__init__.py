@@ -38,7 +38,7 @@ def build(
     The adapters' values are drawn from the stream `adapters` of `rngs`.
     """
     frozen = lora is not None and lora.rank is not None
-    execution = parallelize(model, compute, precision, partitioner, frozen=frozen)
+    execution = parallelize(model, compute, precision, partitioner, lora)
     make = ParamFactory(
         rngs,
         jnp.dtype(precision.compute if frozen else precision.params),

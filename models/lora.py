@@ -83,7 +83,7 @@ class Adapter(nnx.Module):
 class Adapters(nnx.Module):
     """The adapters of a layer, as attributes with the names of its matrices."""
 
-    def __init__(self, adapters: Mapping[str, Adapter]) -> None:
+    def __init__(self, adapters: Mapping[str, nnx.Module]) -> None:
         for name, adapter in adapters.items():
             setattr(self, name, adapter)
 
@@ -98,7 +98,7 @@ def make_adapters(make: ParamFactory, **kernels: nnx.Param | None) -> Adapters |
     return Adapters({name: Adapter(lora, make, kernel) for name, kernel in found.items()}) if found else None
 
 
-def adapters_of(adapters: Adapters | None, *names: str) -> tuple[Adapter | None, ...]:
+def adapters_of(adapters: Adapters | None, *names: str) -> tuple[Any, ...]:
     """Return the adapters of these matrices; None for one without."""
     return tuple(getattr(adapters, name, None) for name in names)
 

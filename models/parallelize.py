@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.attention.dispatch import SelfAttention
 from ridgeline.models.matmul import CollectiveMatmul, Matmul, platform_of
 from ridgeline.models.matmul.block_scaled import check_mesh as check_block_scaled_mesh
@@ -79,13 +80,14 @@ class Execution:
 
 
 def parallelize(
-    model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner, *, frozen: bool = False
+    model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner, lora: LoraConfig | None = None
 ) -> Execution:
-    """Return the techniques of a config; `frozen`: of a model whose matrices are not trained.
+    """Return the techniques of a config; with the adapters of `lora` the model's matrices are not trained.
 
     Raises UserError for a technique that the devices or the model do not support.
     """
     platform, compute_dtype = platform_of(partitioner), jnp.dtype(precision.compute)
+    frozen = lora is not None and lora.rank is not None
 
     # 1. Sharding. FSDP, tensor and sequence parallelism follow from the partitioner's rules: the modules constrain activations at block
     #    boundaries, and `Matmul` all-gathers each parameter over fsdp where it is used.
@@ -124,7 +126,7 @@ def parallelize(
         count, per_token, factor = model.moe.experts, model.moe.experts_per_token, compute.experts.capacity_factor
         method = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) or "gather"
         exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))
-        experts = Experts(matmul, kernel, count, per_token, exchange, factor)
+        experts = Experts(matmul, kernel, count, per_token, exchange, factor, lora.scale if lora is not None and frozen else 1.0)
 
     # 7. Scan over layers: one compiled block, applied num_layers times.
     return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts)

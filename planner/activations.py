@@ -37,6 +37,8 @@ def adapter_arrays(local: LocalSizes) -> list[tuple[int, int]]:
     if policy not in ("none", "attention-only", "dots"):
         return []
     for matrix in local.adapted:
+        if matrix.experts:
+            continue  # computed again
         share = matrix.layers / local.model.num_layers
         tokens = local.tokens // (local.tensor if matrix.on_shards else 1) * local.compute_itemsize
         result = matrix.outputs // (1 if matrix.on_shards else local.tensor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.schema import Config
+from ridgeline.configs.tuning_schema import EXPERT
 from ridgeline.planner.parameters import DOWN, attention_weights
 
 
@@ -25,11 +26,15 @@ class AdaptedMatrix:
     rank: int
     magnitudes: bool
     """Of lora.dora."""
+    experts: int = 0
+    """Routed experts of a layer, each with such a matrix; 0: it is no matrix of routed experts."""
+    per_token: int = 1
+    """How many of a layer's matrices multiply a token."""
 
     @property
     def writes_stream(self) -> bool:
         """Whether its result is an update of the residual stream: tensor shards its inputs, fsdp its outputs."""
-        return self.name in ("out", "down")
+        return self.name in ("out", "down", f"{EXPERT}down")
 
     @property
     def writes_latent(self) -> bool:
@@ -54,14 +59,16 @@ class AdaptedMatrix:
     @property
     def parameters(self) -> int:
         """Parameters of its adapter in one layer."""
-        return self.embed_side + self.other_side + (self.outputs if self.magnitudes else 0)
+        return max(1, self.experts) * (self.embed_side + self.other_side) + (self.outputs if self.magnitudes else 0)
 
     def local_magnitudes(self, tensor: int) -> int:
         """Return the magnitudes of one layer on one device."""
         return (self.outputs // (1 if self.on_shards else tensor)) if self.magnitudes else 0
 
-    def local_parameters(self, fsdp: int, tensor: int) -> int:
-        """Return the parameters of its adapter in one layer on one device."""
+    def local_parameters(self, fsdp: int, tensor: int, expert: int) -> int:
+        """Return the parameters of its adapter in one layer on one device. fsdp: with the devices of expert, or 1."""
+        if self.experts:
+            return self.experts // expert * (self.embed_side // max(1, fsdp // expert) + self.other_side // tensor)
         other = self.other_side // (1 if self.writes_latent else tensor)
         return self.embed_side // fsdp + other + self.local_magnitudes(tensor)
 
@@ -78,7 +85,16 @@ def adapted_matrices(config: Config) -> list[AdaptedMatrix]:
         gates = ("gate", "up") if model.gated_mlp else ("up",)
         shapes += [(name, layers, model.embed_dim, hidden) for name in gates if layers]
         shapes += [("down", layers, hidden, model.embed_dim)] if layers else []
-    return [AdaptedMatrix(name, layers, ins, outs, lora.rank, lora.dora) for name, layers, ins, outs in shapes if name in targets]
+    found = [AdaptedMatrix(name, layers, ins, outs, lora.rank, lora.dora) for name, layers, ins, outs in shapes if name in targets]
+    if (moe := model.moe) is not None:
+        sides = {"gate": (model.embed_dim, model.expert_width), "up": (model.embed_dim, model.expert_width)}
+        sides["down"] = (model.expert_width, model.embed_dim)
+        found += [
+            AdaptedMatrix(f"{EXPERT}{name}", model.moe_layers, *shape, lora.rank, False, moe.experts, moe.experts_per_token)
+            for name, shape in sides.items()
+            if f"{EXPERT}{name}" in targets
+        ]
+    return found
 
 
 def adapter_parameters(config: Config) -> int:

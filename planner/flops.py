@@ -109,7 +109,7 @@ def config_flops_per_token(config: Config) -> FlopCount:
     count = train_flops_per_token(config.model, config.data.seq_len)
     if not (matrices := adapted_matrices(config)):
         return count
-    weights = sum(matrix.layers * matrix.rank * (matrix.inputs + matrix.outputs) for matrix in matrices)
+    weights = sum(matrix.layers * matrix.per_token * matrix.rank * (matrix.inputs + matrix.outputs) for matrix in matrices)
     share = FROZEN_FLOPS_PER_WEIGHT / TRAIN_FLOPS_PER_WEIGHT
     return replace(
         count,

@@ -155,6 +155,11 @@ class Kernels:
         """Return the seconds of the adapters' matmuls of one layer, forward: x A and its result times B."""
         local, seconds = self.local, 0.0
         for matrix in local.adapted:
+            if matrix.experts:
+                rows, hidden = round(local.busy_rows / GROUPED_RATE), local.model.expert_width // local.tensor
+                both = self.matmul_s(rows, matrix.rank, local.model.embed_dim) + self.matmul_s(rows, matrix.rank, hidden)
+                seconds += matrix.layers / local.model.num_layers * both
+                continue
             tensor, tokens = local.tensor, local.tokens // (local.tensor if matrix.on_shards else 1)
             inputs = matrix.inputs // (tensor if matrix.writes_stream else 1)
             outputs = matrix.outputs // (1 if matrix.on_shards else tensor)

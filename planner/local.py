@@ -269,14 +269,14 @@ class LocalSizes:
         """Trained parameters on one device: those of the adapters, or all."""
         if not self.adapted:
             return self.parameters
-        return sum(matrix.layers * matrix.local_parameters(self.fsdp, self.tensor) for matrix in self.adapted)
+        return sum(matrix.layers * matrix.local_parameters(self.fsdp, self.tensor, self.expert) for matrix in self.adapted)
 
     @cached_property
     def gathered_trained_weights(self) -> int:
         """Matrix elements of one layer that are trained, gathered over fsdp and sharded over tensor and expert."""
         if not self.adapted:
             return self.gathered_layer_weights
-        return sum(matrix.layers * matrix.local_parameters(1, self.tensor) for matrix in self.adapted) // self.model.num_layers
+        return sum(matrix.layers * matrix.local_parameters(1, self.tensor, self.expert) for matrix in self.adapted) // self.model.num_layers
 
     @property
     def weight_itemsize(self) -> int:

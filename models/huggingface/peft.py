@@ -7,7 +7,7 @@ lora_magnitude_vector [outputs].
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.foreign import read_object, shortened
 from ridgeline.configs.model_schema import DType, ModelConfig
-from ridgeline.configs.tuning_schema import LoraConfig, adapter_targets
+from ridgeline.configs.tuning_schema import EXPERT, LoraConfig, adapter_targets, expert_targets
 from ridgeline.models.huggingface.convert import ReadParameter, cast_weights, parameter_shapes, tensor_rules
 from ridgeline.models.huggingface.safetensors_stream import (
     FLOAT_DTYPES,
@@ -30,7 +30,7 @@ from ridgeline.models.huggingface.safetensors_stream import (
     all_finite,
     read_header,
 )
-from ridgeline.models.huggingface.tensor_map import Shape, TensorRule
+from ridgeline.models.huggingface.tensor_map import EXPERT_DIM, Shape, TensorRule
 from ridgeline.models.lora import ADAPTERS
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -74,29 +74,43 @@ class AdapterTensor:
     @property
     def target(self) -> str:
         """Name of the matrix, as in lora.targets."""
-        return self.path.split(".")[-2]
+        return (EXPERT if self.rule.per_expert else "") + self.path.split(".")[-2]
 
-    def name(self, layer: int) -> str:
+    def places(self, shape: Shape) -> list[tuple[int, int | None]]:
+        """Return the layer and the expert (None: no routed experts) of each tensor; shape: of the whole parameter."""
+        experts = range(shape[1 + EXPERT_DIM]) if self.rule.per_expert else (None,)
+        return [(layer, expert) for layer in range(shape[0]) for expert in experts]
+
+    def one(self, layer: np.ndarray, expert: int | None) -> np.ndarray:
+        """Return the values of one expert in those of a layer."""
+        return layer if expert is None else layer.take(expert, EXPERT_DIM)
+
+    def one_shape(self, shape: Shape) -> Shape:
+        """Return the shape at one place; shape: of the whole parameter."""
+        of_layer = shape[1:]
+        return (*of_layer[:EXPERT_DIM], *of_layer[EXPERT_DIM + 1 :]) if self.rule.per_expert else of_layer
+
+    def name(self, layer: int, expert: int | None = None) -> str:
         """Return the tensor's name."""
-        return _PREFIX + self.rule.name(layer).removesuffix(".weight") + _SUFFIXES[self.part]
+        return _PREFIX + self.module(layer, expert) + _SUFFIXES[self.part]
 
-    def module(self, layer: int) -> str:
+    def module(self, layer: int, expert: int | None = None) -> str:
         """Return the name of the matrix's module."""
-        return self.rule.name(layer).removesuffix(".weight")
+        return self.rule.name(layer, expert).removesuffix(".weight")
 
     def to_hf(self, value: np.ndarray) -> np.ndarray:
-        """Return the tensor of one layer of the parameter."""
+        """Return the tensor of the parameter at one place."""
         if self.part == "magnitude":
             return np.ascontiguousarray(value.reshape(-1))
         matrix = value.reshape(-1, value.shape[-1]) if self.part == "a" else value.reshape(value.shape[0], -1)
         return np.ascontiguousarray(matrix.T)
 
     def from_hf(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
-        """Undo `to_hf` for one layer of this shape."""
+        """Undo `to_hf` for this shape."""
         return (tensor if self.part == "magnitude" else tensor.T).reshape(shape)
 
     def hf_shape(self, shape: Shape) -> Shape:
-        """Return the tensor's shape of a layer of this shape."""
+        """Return the tensor's shape for this shape at one place."""
         return self.to_hf(np.broadcast_to(np.zeros((), np.int8), shape)).shape
 
 
@@ -111,11 +125,17 @@ def adapter_tensors(model: ModelConfig, lora: LoraConfig) -> list[AdapterTensor]
         if _WITHIN not in path:
             continue
         rule = rules[kernel_path(path)]
-        if len(rule.params) > 1 or rule.layout != "out_in":
+        routed = is_of_experts(path, model)
+        if len(rule.params) > 1 or (rule.layout != "out_in" and not routed) or (routed and not rule.per_expert):
             kind = "fused" if len(rule.params) > 1 else "transposed"
             raise UserError(f"adapters of {rule.hf}, which is {kind} in Hugging Face's {model.family}, have no PEFT format; use --merge")
         found.append(AdapterTensor(path, rule))
     return found
+
+
+def is_of_experts(path: str, model: ModelConfig) -> bool:
+    """Return whether a parameter is an adapter of routed experts."""
+    return model.moe is not None and path.startswith(f"blocks.mlp{_WITHIN}")
 
 
 def kernel_path(path: str) -> str:
@@ -130,14 +150,26 @@ def export_adapter(model: ModelConfig, lora: LoraConfig, read: ReadParameter, di
     read: of the adapters' parameters; base: path or name of the base model. Raises UserError as `adapter_tensors`.
     """
     tensors, shapes = adapter_tensors(model, lora), parameter_shapes(model, lora)
+    of_experts = set(expert_targets(model))
+    if named := of_experts & set(lora.targets):
+        if named != of_experts:
+            raise UserError(
+                f"peft loads adapters of all matrices of the routed experts or of none: {', '.join(sorted(of_experts))}; use --merge"
+            )
+        if len({tensor.module(0, 0).rpartition(".")[2] for tensor in tensors if tensor.rule.per_expert} & _dense_names(tensors)):
+            raise UserError("peft cannot tell adapters of routed experts from those of other MLPs; use --merge")
     kind = next(known for known in FLOAT_DTYPES.values() if known.name == dtype)
-    placed = [(tensor, layer) for tensor in tensors for layer in range(shapes[tensor.path][0])]
-    planned = [PlannedTensor(tensor.name(layer), tensor.hf_shape(shapes[tensor.path][1:]), kind) for tensor, layer in placed]
+    placed = [(tensor, *place) for tensor in tensors for place in tensor.places(shapes[tensor.path])]
+    planned = [
+        PlannedTensor(tensor.name(layer, expert), tensor.hf_shape(tensor.one_shape(shapes[tensor.path])), kind)
+        for tensor, layer, expert in placed
+    ]
     with SafetensorsWriter(directory, planned, None, ADAPTER_WEIGHTS) as writer:
-        for tensor, layer in placed:
-            writer.write(tensor.name(layer), tensor.to_hf(cast_weights(read(tensor.path, layer), kind, tensor.path)))
-    modules = sorted({tensor.module(layer) for tensor, layer in placed})
-    if model.moe is None:  # otherwise the last part also names matrices of the routed experts
+        for tensor, layer, expert in placed:
+            values = tensor.one(read(tensor.path, layer), expert)
+            writer.write(tensor.name(layer, expert), tensor.to_hf(cast_weights(values, kind, tensor.path)))
+    modules = sorted({tensor.module(layer, expert) for tensor, layer, expert in placed})
+    if model.moe is None or named:  # otherwise the last part also names matrices of the routed experts
         modules = sorted({module.rpartition(".")[2] for module in modules})
     config = {
         "peft_type": "LORA",
@@ -156,6 +188,11 @@ def export_adapter(model: ModelConfig, lora: LoraConfig, read: ReadParameter, di
     }
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return len(planned)
+
+
+def _dense_names(tensors: Sequence[AdapterTensor]) -> set[str]:
+    """Return the last parts of the names of modules that are no routed expert's."""
+    return {tensor.module(0).rpartition(".")[2] for tensor in tensors if not tensor.rule.per_expert}
 
 
 @dataclass(frozen=True)
@@ -184,12 +221,14 @@ class PeftAdapter:
 
     def read_layer(self, path: str, layer: int, dtype: np.dtype) -> np.ndarray:
         """Return one layer of a parameter. Raises UserError for values that are not finite."""
-        tensor = self._tensors[path]
-        stored = self.stored[tensor.name(layer)]
-        values = stored.read()
-        if not all_finite(values):
-            raise UserError(f"{stored.file}: tensor '{tensor.name(layer)}' has weights that are NaN or infinite")
-        return cast_weights(tensor.from_hf(values, self.shapes[path][1:]), dtype, path)
+        tensor, parts = self._tensors[path], []
+        for name in [tensor.name(*place) for place in tensor.places(self.shapes[path]) if place[0] == layer]:
+            stored = self.stored[name]
+            values = stored.read()
+            if not all_finite(values):
+                raise UserError(f"{stored.file}: tensor '{name}' has weights that are NaN or infinite")
+            parts.append(cast_weights(tensor.from_hf(values, tensor.one_shape(self.shapes[path])), dtype, path))
+        return np.stack(parts, EXPERT_DIM) if tensor.rule.per_expert else parts[0]
 
     def load(self, abstract_adapters: Any) -> Any:
         """Return the adapters as jax.Arrays in the dtypes and shardings of `abstract_adapters` (nested dict of ShapeDtypeStruct)."""
@@ -222,16 +261,16 @@ def open_adapter(directory: Path, model: ModelConfig) -> PeftAdapter:
     config = _read_config(directory)
     stored = {_without_adapter_name(name): tensor for name, tensor in read_header(directory / ADAPTER_WEIGHTS).items()}
     lora = _lora_of(config, directory / ADAPTER_CONFIG)
-    every = [tensor for tensor in _possible(model, lora) if tensor.name(0) in stored]
-    targets = [name for name in adapter_targets(model) if name in {tensor.target for tensor in every}]
+    every = [tensor for tensor in _possible(model, lora) if tensor.name(0, 0) in stored]
+    targets = [name for name in (*adapter_targets(model), *expert_targets(model)) if name in {tensor.target for tensor in every}]
     if not targets:
         raise UserError(f"{directory / ADAPTER_WEIGHTS} has no adapter of a matrix of this model")
     lora = lora.model_copy(update={"targets": targets})
     shapes = parameter_shapes(model, lora)
     expected = {
-        tensor.name(layer): tensor.hf_shape(shapes[tensor.path][1:])
+        tensor.name(*place): tensor.hf_shape(tensor.one_shape(shapes[tensor.path]))
         for tensor in adapter_tensors(model, lora)
-        for layer in range(shapes[tensor.path][0])
+        for place in tensor.places(shapes[tensor.path])
     }
     for names, what in (
         (expected.keys() - stored.keys(), "lacks"),
@@ -264,7 +303,7 @@ def _lora_of(config: Mapping[str, Any], where: Path) -> LoraConfig:
 
 def _possible(model: ModelConfig, lora: LoraConfig) -> Iterator[AdapterTensor]:
     """Yield the tensors of every target that has a PEFT format."""
-    for name in adapter_targets(model):
+    for name in (*adapter_targets(model), *expert_targets(model)):
         try:
             yield from adapter_tensors(model, lora.model_copy(update={"targets": [name]}))
         except UserError:
@@ -307,7 +346,11 @@ def merged(read: ReadParameter, model: ModelConfig, lora: LoraConfig) -> ReadPar
         if path not in adapted:
             return w
         a, b = (read(f"{adapted[path]}.{part}", layer).astype(np.float32) for part in ("a", "b"))
-        whole = w.astype(np.float32) + np.float32(lora.scale) * np.tensordot(a, b, 1)
+        of_experts = is_of_experts(f"{adapted[path]}.a", model)
+        product = np.einsum("iez,zeo->ieo", a, b) if of_experts else np.tensordot(a, b, 1)
+        if of_experts and path.endswith(".down"):  # stored as the other two: outputs first
+            product = product.swapaxes(0, 2)
+        whole = w.astype(np.float32) + np.float32(lora.scale) * product
         if lora.dora:
             norms = np.sqrt(np.sum(np.square(whole), tuple(range(a.ndim - 1))))
             whole *= read(f"{adapted[path]}.magnitude", layer).astype(np.float32) / norms

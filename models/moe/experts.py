@@ -16,7 +16,7 @@ experts, R rows of the buffer of a device's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ridgeline.models.matmul import Matmul
+from ridgeline.models.moe.adapters import A_AXES, B_AXES, ExpertAdapter, Pair, added, gradients, input_gradient
 from ridgeline.models.moe.exchange import Exchange, Route
 from ridgeline.models.moe.grouped_matmul import GroupedMatmul
 from ridgeline.planner.experts import capacity
@@ -66,6 +67,8 @@ class Experts:
     per_token: int
     exchange: Exchange
     capacity_factor: float | None = None
+    adapter_scale: float = 1.0
+    """Factor of the adapters' products (lora)."""
 
     def plan(self, experts_BTK: jax.Array, weights_BTK: jax.Array) -> tuple[Plan, jax.Array]:
         """Sort the assignments of each device by expert; return the plan and the number of dropped assignments of each device."""
@@ -95,16 +98,21 @@ class Experts:
         planned: tuple[Plan, jax.Array] = run(experts_BTK, weights_BTK)
         return planned
 
-    def widen(self, x_BTD: jax.Array, plan: Plan, params: tuple[nnx.Param, ...]) -> list[jax.Array]:
+    def widen(
+        self, x_BTD: jax.Array, plan: Plan, params: tuple[nnx.Param, ...], adapters: Sequence[ExpertAdapter | None] = ()
+    ) -> list[jax.Array]:
         """Return the rows of each expert times its matrices [D, E, F]: [R of all devices, F] in the compute dtype.
 
-        x: the normalized residual stream, sharded along the sequence as between blocks.
+        x: the normalized residual stream, sharded along the sequence as between blocks; adapters: of each matrix.
         """
-        return list(_widen(self, x_BTD, plan, tuple(param[...] for param in params)))
+        pairs = tuple(None if adapter is None else adapter.pair for adapter in adapters or (None,) * len(params))
+        return list(_widen(self, x_BTD, plan, tuple(param[...] for param in params), pairs))
 
-    def narrow(self, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: nnx.Param) -> jax.Array:
+    def narrow(
+        self, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: nnx.Param, adapter: ExpertAdapter | None = None
+    ) -> jax.Array:
         """Return the weighted sum of each token's experts [B, T, D]: hidden rows times the matrix [D, E, F] of their expert."""
-        y_BTD: jax.Array = _narrow(self, hidden_RF, weights_BTK, plan, param[...])
+        y_BTD: jax.Array = _narrow(self, hidden_RF, weights_BTK, plan, param[...], None if adapter is None else adapter.pair)
         return y_BTD
 
     # What the local functions share.
@@ -150,6 +158,27 @@ class Experts:
     def _used(self, param: jax.Array) -> jax.Array:
         """Cast and gather a stored parameter."""
         return self.matmul.partitioner.gather_param(param.astype(self.matmul.compute_dtype), *MATRIX_AXES)
+
+    def _used_pair(self, pair: Pair | None, *, down: bool) -> Pair | None:
+        """Cast and gather the stored adapters of a matrix."""
+        if pair is None:
+            return None
+        gather, dtype = self.matmul.partitioner.gather_param, self.matmul.compute_dtype
+        return Pair(gather(pair.a.astype(dtype), *A_AXES[down]), gather(pair.b.astype(dtype), *B_AXES[down]))
+
+    def _pair_spec(self, pair: Pair | None, *, down: bool, stored: bool = False) -> Pair | None:
+        if pair is None:
+            return None
+        spec = partial(self.matmul.partitioner.rules.spec, without=() if stored else ("fsdp",))
+        return Pair(spec(A_AXES[down]), spec(B_AXES[down]))  # type: ignore[arg-type]
+
+    def _reduced_pair(self, pair: Pair, *, down: bool) -> Pair:
+        """Sum the gradients over the devices; the side of the residual stream is a partial sum over those that share the hidden dim."""
+        partitioner = self.matmul.partitioner
+        rows = tuple(axis for axis in self._token_axes if axis != "expert")
+        both = (*rows, *partitioner.rules.mesh_axes("mlp"))
+        over_a, over_b = (rows, both) if down else (both, rows)
+        return Pair(reduce_gradient(partitioner, pair.a, A_AXES[down], over_a), reduce_gradient(partitioner, pair.b, B_AXES[down], over_b))
 
     def _rows(self, x_BTD: jax.Array, plan: Plan) -> jax.Array:
         """Return the token in each row of the buffer; 0 in empty rows."""
@@ -208,86 +237,124 @@ def _on_shards(experts: Experts, local: Callable[..., Any], in_specs: Any, out_s
 Matrices = tuple[jax.Array, ...]
 
 
+Pairs = tuple[Pair | None, ...]
+"""Adapters of matrices."""
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _widen(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Matrices) -> Matrices:
-    return _widen_forward(experts, x_BTD, plan, params)[0]
+def _widen(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Matrices, pairs: Pairs) -> Matrices:
+    return _widen_forward(experts, x_BTD, plan, params, pairs)[0]
 
 
-def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Matrices) -> tuple[Matrices, Any]:
+def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Matrices, pairs: Pairs) -> tuple[Matrices, Any]:
     used = tuple(experts._used(param) for param in params)
+    used_pairs = tuple(experts._used_pair(pair, down=False) for pair in pairs)
+    kernel, scale = experts.kernel, experts.adapter_scale
 
-    def local(x_BTD: jax.Array, plan: Plan, used: Matrices) -> Matrices:
+    def local(x_BTD: jax.Array, plan: Plan, used: Matrices, pairs: Pairs) -> Matrices:
         x_RD = experts._rows(x_BTD, plan)
-        return tuple(experts.kernel.matmul(x_RD, w_DEF, plan.load_E) for w_DEF in used)
+        wide = [kernel.matmul(x_RD, w_DEF, plan.load_E) for w_DEF in used]
+        return tuple(
+            h_RF if pair is None else h_RF + added(kernel, scale, x_RD, pair, plan.load_E) for h_RF, pair in zip(wide, pairs, strict=True)
+        )
 
-    in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * len(params))
-    hidden: Matrices = _on_shards(experts, local, in_specs, (experts._rows_spec,) * len(params))(x_BTD, plan, used)
-    return hidden, (x_BTD, plan, params, used if experts.matmul.save_gathered else None)
+    pair_specs = tuple(experts._pair_spec(pair, down=False) for pair in pairs)
+    in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * len(params), pair_specs)
+    hidden: Matrices = _on_shards(experts, local, in_specs, (experts._rows_spec,) * len(params))(x_BTD, plan, used, used_pairs)
+    return hidden, (x_BTD, plan, params, pairs, used if experts.matmul.save_gathered else None)
 
 
-def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tuple[jax.Array, None, Matrices]:
-    x_BTD, plan, params, saved = residuals
+def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tuple[jax.Array, None, Matrices | None, Pairs]:
+    x_BTD, plan, params, pairs, saved = residuals
     used = saved or tuple(experts._used(param) for param in params)
-    kernel, dtype = experts.kernel, experts.matmul.gradient_dtype
+    used_pairs = tuple(experts._used_pair(pair, down=False) for pair in pairs)
+    kernel, dtype, scale = experts.kernel, experts.matmul.gradient_dtype, experts.adapter_scale
 
-    def local(x_BTD: jax.Array, plan: Plan, used: Matrices, dhidden: Matrices) -> tuple[jax.Array, Matrices]:
+    def local(x_BTD: jax.Array, plan: Plan, used: Matrices, pairs: Pairs, dhidden: Matrices) -> tuple[jax.Array, Matrices, Pairs]:
         x_RD = experts._rows(x_BTD, plan)
-        dws = tuple(experts._reduced(kernel.outer(x_RD, dh_RF, plan.load_E, dtype)) for dh_RF in dhidden)
+        dws = tuple(experts._reduced(kernel.outer(x_RD, dh_RF, plan.load_E, dtype)) for dh_RF in dhidden if not experts.matmul.frozen)
+        dpairs = tuple(
+            None if pair is None else experts._reduced_pair(gradients(kernel, scale, x_RD, dh_RF, pair, plan.load_E, dtype), down=False)
+            for pair, dh_RF in zip(pairs, dhidden, strict=True)
+        )
         # Each matrix's part of the gradient is added up in the slots, so that no sum of rows is stored.
         parts_RD = [kernel.matmul(dh_RF, w_DEF, plan.load_E, transposed=True) for dh_RF, w_DEF in zip(dhidden, used, strict=True)]
+        parts_RD += [
+            input_gradient(kernel, scale, dh_RF, pair, plan.load_E) for dh_RF, pair in zip(dhidden, pairs, strict=True) if pair is not None
+        ]
         parts_GD = [jnp.sum(experts._assigned(dx_RD, plan), 1, dtype=jnp.float32) for dx_RD in parts_RD]
-        return experts._back(sum(parts_GD[1:], parts_GD[0]).astype(x_BTD.dtype), plan, x_BTD), dws
+        return experts._back(sum(parts_GD[1:], parts_GD[0]).astype(x_BTD.dtype), plan, x_BTD), dws, dpairs
 
     count = len(params)
-    in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * count, (experts._rows_spec,) * count)
-    out_specs = (experts._stream_spec, (experts.matmul.partitioner.rules.spec(MATRIX_AXES),) * count)
-    dx_BTD, dws = _on_shards(experts, local, in_specs, out_specs)(x_BTD, plan, used, dhidden)
-    return dx_BTD, None, tuple(dw.astype(param.dtype) for dw, param in zip(dws, params, strict=True))
+    pair_specs, stored = (tuple(experts._pair_spec(pair, down=False, stored=s) for pair in pairs) for s in (False, True))
+    in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * count, pair_specs, (experts._rows_spec,) * count)
+    of_matrices = () if experts.matmul.frozen else (experts.matmul.partitioner.rules.spec(MATRIX_AXES),) * count
+    run = _on_shards(experts, local, in_specs, (experts._stream_spec, of_matrices, stored))
+    dx_BTD, dws, dpairs = run(x_BTD, plan, used, used_pairs, dhidden)
+    dparams = None if experts.matmul.frozen else tuple(dw.astype(param.dtype) for dw, param in zip(dws, params, strict=True))
+    return dx_BTD, None, dparams, jax.tree.map(lambda grad, stored: grad.astype(stored.dtype), dpairs, pairs)
 
 
 _widen.defvjp(_widen_forward, _widen_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _narrow(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: jax.Array) -> jax.Array:
-    return _narrow_forward(experts, hidden_RF, weights_BTK, plan, param)[0]
+def _narrow(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: jax.Array, pair: Pair | None) -> jax.Array:
+    return _narrow_forward(experts, hidden_RF, weights_BTK, plan, param, pair)[0]
 
 
-def _narrow_forward(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: jax.Array) -> tuple[jax.Array, Any]:
-    used = experts._used(param)
+def _narrow_forward(
+    experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: jax.Array, pair: Pair | None
+) -> tuple[jax.Array, Any]:
+    used, used_pair = experts._used(param), experts._used_pair(pair, down=True)
 
-    def local(hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, w_DEF: jax.Array) -> jax.Array:
+    def local(hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, w_DEF: jax.Array, pair: Pair | None) -> jax.Array:
         y_RD = experts.kernel.matmul(hidden_RF, w_DEF, plan.load_E, transposed=True)
+        if pair is not None:
+            y_RD += added(experts.kernel, experts.adapter_scale, hidden_RF, pair, plan.load_E)
         y_GD = jnp.sum(experts._assigned(y_RD, plan) * plan.weights_GK[..., None], 1)
         return experts._back(y_GD.astype(hidden_RF.dtype), plan, weights_BTK)
 
-    in_specs = (experts._rows_spec, experts._choice_spec, experts._plan_spec, experts._used_spec)
-    y_BTD: jax.Array = _on_shards(experts, local, in_specs, experts._stream_spec)(hidden_RF, weights_BTK, plan, used)
-    return y_BTD, (hidden_RF, plan, param, used if experts.matmul.save_gathered else None)
+    pair_spec = experts._pair_spec(pair, down=True)
+    in_specs = (experts._rows_spec, experts._choice_spec, experts._plan_spec, experts._used_spec, pair_spec)
+    y_BTD: jax.Array = _on_shards(experts, local, in_specs, experts._stream_spec)(hidden_RF, weights_BTK, plan, used, used_pair)
+    return y_BTD, (hidden_RF, plan, param, pair, used if experts.matmul.save_gathered else None)
 
 
-def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    hidden_RF, plan, param, saved = residuals
-    used = experts._used(param) if saved is None else saved
-    kernel, dtype = experts.kernel, experts.matmul.gradient_dtype
+def _narrow_backward(
+    experts: Experts, residuals: Any, dy_BTD: jax.Array
+) -> tuple[jax.Array, jax.Array, None, jax.Array | None, Pair | None]:
+    hidden_RF, plan, param, pair, saved = residuals
+    used, used_pair = experts._used(param) if saved is None else saved, experts._used_pair(pair, down=True)
+    kernel, dtype, scale = experts.kernel, experts.matmul.gradient_dtype, experts.adapter_scale
 
-    def local(hidden_RF: jax.Array, plan: Plan, w_DEF: jax.Array, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def local(
+        hidden_RF: jax.Array, plan: Plan, w_DEF: jax.Array, pair: Pair | None, dy_BTD: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Pair | None]:
         weight_R = plan.weights_GK.reshape(-1).at[plan.assignment_R].get(mode="fill", fill_value=0)[:, None]
         dy_RD = experts._rows(dy_BTD, plan)
         # The weight's gradient needs the expert's result times dy: hidden W dy, which is hidden times the gradient of hidden.
         unweighted_RF = kernel.matmul(dy_RD, w_DEF, plan.load_E)
+        if pair is not None:
+            unweighted_RF += input_gradient(kernel, scale, dy_RD, pair, plan.load_E)
         dweight_R = jnp.sum(unweighted_RF.astype(jnp.float32) * hidden_RF, -1)
         dweights_BTK = experts._back(experts._assigned(dweight_R, plan), plan, dy_BTD)
         wide = dy_RD.shape[-1] > hidden_RF.shape[-1]  # the weights are multiplied into the smaller array
         left_RD, right_RF = (dy_RD, hidden_RF * weight_R) if wide else (dy_RD * weight_R, hidden_RF)
-        dw_DEF = kernel.outer(left_RD.astype(dy_RD.dtype), right_RF.astype(dy_RD.dtype), plan.load_E, dtype)
-        return (unweighted_RF * weight_R).astype(hidden_RF.dtype), dweights_BTK, experts._reduced(dw_DEF)
+        left_RD, right_RF = left_RD.astype(dy_RD.dtype), right_RF.astype(dy_RD.dtype)
+        dw_DEF = None if experts.matmul.frozen else experts._reduced(kernel.outer(left_RD, right_RF, plan.load_E, dtype))
+        dpair = None
+        if pair is not None:
+            dpair = experts._reduced_pair(gradients(kernel, scale, right_RF, left_RD, pair, plan.load_E, dtype), down=True)
+        return (unweighted_RF * weight_R).astype(hidden_RF.dtype), dweights_BTK, dw_DEF, dpair
 
-    in_specs = (experts._rows_spec, experts._plan_spec, experts._used_spec, experts._stream_spec)
-    out_specs = (experts._rows_spec, experts._choice_spec, experts.matmul.partitioner.rules.spec(MATRIX_AXES))
-    run = _on_shards(experts, local, in_specs, out_specs)
-    dhidden_RF, dweights_BTK, dw_DEF = run(hidden_RF, plan, used, dy_BTD)
-    return dhidden_RF, dweights_BTK, None, dw_DEF.astype(param.dtype)
+    pair_spec, stored = (experts._pair_spec(pair, down=True, stored=s) for s in (False, True))
+    in_specs = (experts._rows_spec, experts._plan_spec, experts._used_spec, pair_spec, experts._stream_spec)
+    of_matrix = None if experts.matmul.frozen else experts.matmul.partitioner.rules.spec(MATRIX_AXES)
+    run = _on_shards(experts, local, in_specs, (experts._rows_spec, experts._choice_spec, of_matrix, stored))
+    dhidden_RF, dweights_BTK, dw_DEF, dpair = run(hidden_RF, plan, used, used_pair, dy_BTD)
+    dparam = None if dw_DEF is None else dw_DEF.astype(param.dtype)
+    return dhidden_RF, dweights_BTK, None, dparam, jax.tree.map(lambda grad, stored: grad.astype(stored.dtype), dpair, pair)
 
 
 _narrow.defvjp(_narrow_forward, _narrow_backward)

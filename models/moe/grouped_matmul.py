@@ -24,6 +24,10 @@ TILE = 64
 class GroupedMatmul(Protocol):
     """A kernel. Hashable."""
 
+    @property
+    def multiple(self) -> int:
+        """Inputs and outputs must be multiples of it."""
+
     def rows(self, assignments: int, experts: int) -> int:
         """Return R: enough for the worst case of loads; A: most assignments to these experts."""
 
@@ -47,6 +51,8 @@ class Ragged:
     XLA's backends for CPUs and GPUs (jax 0.10) multiply every row with every expert's matrix: it is for CPUs and small models.
     """
 
+    multiple = 1
+
     def rows(self, assignments: int, experts: int) -> int:
         """Return one row per assignment."""
         return assignments
@@ -69,6 +75,8 @@ class Ragged:
 @dataclass(frozen=True)
 class Capacity:
     """Plain batched matmuls: each expert has as many rows."""
+
+    multiple = 1
 
     def rows(self, assignments: int, experts: int) -> int:
         """Return one row per assignment."""
@@ -98,6 +106,7 @@ def _split(x_RI: jax.Array, experts: int) -> jax.Array:
 class Blocks:
     """Pallas kernels (Triton) for NVIDIA GPUs: the rows of each expert are padded to whole blocks, so that a block has one expert."""
 
+    multiple = TILE
     block: int
     interpret: bool = False
     """Use Pallas's interpreter on any platform, for tests."""

@@ -16,7 +16,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.models.lora import adapters_of
 from ridgeline.models.mlp import MLP, activated
+from ridgeline.models.moe.adapters import make_expert_adapters
 from ridgeline.models.moe.biases import HIDDEN_BIAS_AXES, UPDATE_BIAS_AXES, add_biases, weighted_biases
 from ridgeline.models.moe.experts import MATRIX_AXES, Plan
 from ridgeline.models.moe.router import ROUTER_AXES, Choice, RouterSums, choose, router_logits, sums_of
@@ -49,6 +51,7 @@ class MixtureOfExperts(nnx.Module):
         self.gate_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias and model.gated_mlp else None
         self.up_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias else None
         self.down_bias = make.constant((experts, width), UPDATE_BIAS_AXES, 0.0) if bias else None
+        self.adapters = make_expert_adapters(make, width, experts, hidden, gated=model.gated_mlp)
         shared = model.without_experts(moe.shared_experts * hidden) if moe.shared_experts else None
         self.shared = None if shared is None else MLP(shared, execution, residual_std, make)
         self.moe, self.activation, self.mlp_clamp, self.execution = moe, model.activation, model.mlp_clamp, execution
@@ -70,7 +73,7 @@ class MixtureOfExperts(nnx.Module):
                 plan, dropped = experts.plan(choice.experts_BTK, choice.weights_BTK)
                 sums = sums_of(partitioner, logits_BTE, scores_BTE, choice, dropped)
             kernels = (self.up,) if self.gate is None else (self.up, self.gate)
-            return experts.widen(x_BTD, plan, kernels), choice, plan, sums
+            return experts.widen(x_BTD, plan, kernels, adapters_of(self.adapters, "up", "gate")[: len(kernels)]), choice, plan, sums
 
         # Only the inputs of the elementwise part are saved for the backward pass, as in the MLP.
         @partial(jax.checkpoint, prevent_cse=False)
@@ -81,7 +84,9 @@ class MixtureOfExperts(nnx.Module):
         biases = tuple(bias[...] for bias in (self.up_bias, self.gate_bias) if bias is not None)
 
         def narrow(choice: Choice, plan: Plan, *wide_RF: jax.Array) -> jax.Array:
-            update_BTD = experts.narrow(activate(biases, plan, *wide_RF), choice.weights_BTK, plan, self.down)
+            update_BTD = experts.narrow(
+                activate(biases, plan, *wide_RF), choice.weights_BTK, plan, self.down, *adapters_of(self.adapters, "down")
+            )
             if self.down_bias is None:
                 return update_BTD
             return (update_BTD + weighted_biases(partitioner, *choice, self.down_bias[...])).astype(update_BTD.dtype)

@@ -13,9 +13,32 @@ def adapters(step: StepSizes) -> list[PlannedCollective]:
     """Return the collectives of a layer's adapters, with those that the backward pass repeats."""
     planned = []
     for matrix in adapted_matrices(step.config.model_copy(update={"model": step.model})):
+        if matrix.experts:
+            planned += step.in_layers(matrix.layers, _of_experts(step, matrix))
+            continue
         of_matrix = [*_parameters(step, matrix), *_narrow(step, matrix), *(_magnitudes(step, matrix) if matrix.magnitudes else [])]
         planned += step.in_layers(matrix.layers, of_matrix)
     return planned
+
+
+def _of_experts(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollective]:
+    """Return the gathers of the side of the residual stream, and the reductions of both gradients, by hand (models/moe/adapters.py)."""
+    what, local = f"{matrix.name} adapters", matrix.experts // step.expert
+    embed, fsdp = local * matrix.embed_side * step.grad, step.sizes["fsdp"]
+    rows = step.over("data", "context") if step.over("fsdp") else step.over("data", "fsdp", "context")
+    reduced = [
+        step.item(what, "backward", "reduce-scatter", step.over("fsdp"), embed),
+        step.item(what, "backward", "all-reduce", (*rows, *step.over("tensor")), embed // fsdp),
+        step.item(
+            f"{what}, other side",
+            "backward",
+            "all-reduce",
+            step.over("data", "fsdp", "context"),
+            local * matrix.other_side // step.tensor * step.grad,
+        ),
+    ]
+    gathers = step.parameters(what, "layer", matrix.experts * matrix.embed_side, step.layers, of_experts=True, whole=True)
+    return [*gathers, *(replace(item, by_hand=True) for item in reduced)]
 
 
 def _parameters(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollective]:

@@ -68,6 +68,15 @@ CASES = [
     (["lora.rank=4", "lora.targets=[querry]"], "lora.targets: unknown matrix 'querry'; did you mean 'query'?"),
     (["lora.rank=4", "lora.targets=[gate]", "model.gated_mlp=false"], "lora.targets: unknown matrix 'gate'"),
     (["lora.rank=4", "lora.targets=[up]", "model.moe={}"], "lora.targets: unknown matrix 'up'"),
+    (["lora.rank=4", "lora.targets=[expert_up]"], "lora.targets: unknown matrix 'expert_up'"),
+    (
+        ["lora.rank=4", "lora.targets=[query, expert_up]", "model.moe={}", "lora.dora=true"],
+        "lora.dora: does not support adapters of routed experts (expert_up); set lora.dora=false",
+    ),
+    (
+        ["lora.rank=4", "lora.targets=[expert_down]", "model.moe={}", "lora.dropout=0.1"],
+        "lora.dropout: does not support adapters of routed experts (expert_down); set lora.dropout=0",
+    ),
     (["lora.rank=4", "lora.targets=[up, up]"], "lora.targets: names a matrix twice: up, up"),
     (["lora.rank=0"], "lora.rank: must be at least 1, got 0"),
     (["lora.rank=512"], "lora.rank: must be at most model.embed_dim=256, got 512; for full rank train without adapters"),

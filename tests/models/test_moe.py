@@ -12,6 +12,7 @@ from flax import nnx
 
 from ridgeline.configs.model_schema import MoEConfig
 from ridgeline.configs.schema import Config, LossConfig, MeshConfig
+from ridgeline.models.moe.adapters import Pair, added, gradients, input_gradient
 from ridgeline.models.moe.exchange import Exchange, Route, Slices, padded_ragged_all_to_all
 from ridgeline.models.moe.experts import _place, _within
 from ridgeline.models.moe.grouped_matmul import Blocks, Capacity, Ragged
@@ -89,6 +90,28 @@ def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(load
     np.testing.assert_allclose(found, np.einsum("sf,dsf->sd", y_SF, w_DEF[:, expert_S]), atol=1e-4)
     wanted = np.stack([np.asarray(x_SD)[expert_S == e].T @ np.asarray(y_SF)[expert_S == e] for e in range(5)], 1)
     np.testing.assert_allclose(kernel.outer(x_RD, y_RF, load_E, jnp.dtype("float32")), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [Blocks(16, interpret=True), Ragged()], ids=["pallas", "ragged"])
+def test_adapters_of_experts_have_any_rank(kernel: Any) -> None:
+    """The Pallas kernels multiply 64 columns at a time; a smaller rank is padded."""
+    rng, width, hidden, experts, rank, scale = np.random.default_rng(1), 64, 128, 5, 3, 0.7
+    loads = [5, 0, 20, 39, 0]
+    assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(5), np.array(loads), total_repeat_length=64), 5, 64)
+    shapes = ((64, width), (64, hidden), (width, experts, rank), (rank, experts, hidden))
+    x_SD, dy_SF, a_DEZ, b_ZEF = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    expert_S, pair = np.repeat(np.arange(experts), loads), Pair(a_DEZ, b_ZEF)
+
+    def direct(x_SD: jax.Array, pair: Pair) -> jax.Array:
+        return scale * jnp.einsum("sd,dsz,zsf->sf", x_SD, pair.a[:, expert_S], pair.b[:, expert_S])
+
+    y_SF, pull = jax.vjp(direct, x_SD, pair)
+    dx_SD, dpair = pull(dy_SF)
+    x_RD, dy_RF = (value.at[assignment_R].get(mode="fill", fill_value=0) for value in (x_SD, dy_SF))
+    np.testing.assert_allclose(added(kernel, scale, x_RD, pair, load_E)[row_A], y_SF, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(input_gradient(kernel, scale, dy_RF, pair, load_E)[row_A], dx_SD, rtol=1e-4, atol=1e-3)
+    found = gradients(kernel, scale, x_RD, dy_RF, pair, load_E, jnp.dtype("float32"))
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3), found, dpair)
 
 
 MOE = {"experts": 6, "experts_per_token": 2, "expert_dim": 20, "shared_experts": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import jax
@@ -29,17 +30,25 @@ MODELS = {
     "dense": {},
     "latents and shared experts": LATENT | {"moe": MoEConfig(experts=6, expert_dim=16, dense_layers=1, shared_experts=2)},
 }
+EXPERTS = ["query", "expert_gate", "expert_up", "expert_down"]
 LORA = {"all": LoraConfig(rank=4, dora=True), "some": LoraConfig(rank=4, targets=["query", "out", "down"])}
+OF_EXPERTS = LoraConfig(rank=4, targets=EXPERTS)
 
 
 def make_config(model: str, lora: str, **mesh: int) -> Config:
+    lora = {**LORA, "experts": OF_EXPERTS}[lora]
     precision = {"params": "float32", "compute": "bfloat16"}
-    return Config.model_validate({"model": SHAPE | MODELS[model], "lora": LORA[lora], "precision": precision, "mesh": mesh or {"fsdp": 1}})
+    return Config.model_validate({"model": SHAPE | MODELS[model], "lora": lora, "precision": precision, "mesh": mesh or {"fsdp": 1}})
 
 
-@pytest.mark.parametrize("lora", LORA)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("model", "lora", "mesh"),
+    [
+        *itertools.product(MODELS, LORA, [{"fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}]),
+        *(("latents and shared experts", "experts", mesh) for mesh in ({"fsdp": 1}, {"fsdp": 2, "tensor": 2, "expert": 2})),
+    ],
+    ids=str,
+)
 def test_parameters_and_state_are_those_of_the_model_as_built(model, lora, mesh):
     config = make_config(model, lora, **mesh)
     partitioner = Partitioner.of(build_mesh(config.mesh, jax.devices()[: math.prod(mesh.values())]), config)

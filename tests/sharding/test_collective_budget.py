@@ -185,28 +185,35 @@ def test_gradient_contains_exactly_the_planned_collectives(config):
 SINKS_AND_BIASES = {"attention_sinks": True, "attention_bias": True, "output_bias": True, "mlp_bias": True}
 
 
+EXPERT_ADAPTERS = {"targets": ["expert_gate", "expert_up", "expert_down"]}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "experts", "model"),
+    ("mesh", "experts", "model", "lora"),
     drawn(
         [
-            ({"data": 2, "fsdp": 2, "tensor": 2}, {}, {}),
-            ({"fsdp": 2, "tensor": 2, "expert": 2}, {"exchange": "gather"}, {}),
-            ({"fsdp": 1, "tensor": 2, "expert": 4}, {"capacity_factor": 1.2}, {}),
-            ({"data": 2, "fsdp": 1, "expert": 4}, {}, {}),
-            ({"data": 2, "fsdp": 1, "context": 4}, {}, {}),
-            ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, SINKS_AND_BIASES),
-            ({"fsdp": 2, "tensor": 2, "context": 2}, {}, SINKS_AND_BIASES),
+            ({"data": 2, "fsdp": 2, "tensor": 2}, {}, {}, {}),
+            ({"fsdp": 2, "tensor": 2, "expert": 2}, {"exchange": "gather"}, {}, {}),
+            ({"fsdp": 1, "tensor": 2, "expert": 4}, {"capacity_factor": 1.2}, {}, {}),
+            ({"data": 2, "fsdp": 1, "expert": 4}, {}, {}, {}),
+            ({"data": 2, "fsdp": 1, "context": 4}, {}, {}, {}),
+            ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, SINKS_AND_BIASES, {}),
+            ({"fsdp": 2, "tensor": 2, "context": 2}, {}, SINKS_AND_BIASES, {}),
+            ({"data": 2, "fsdp": 2, "tensor": 2}, {}, {}, EXPERT_ADAPTERS),
+            ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, {}, EXPERT_ADAPTERS),
+            ({"data": 2, "fsdp": 1, "context": 2, "expert": 2}, {"capacity_factor": 1.2}, {}, EXPERT_ADAPTERS),
         ],
-        3,
+        4,
     ),
     ids=str,
 )
-def test_experts_communicate_as_planned(mesh, experts, model):
+def test_experts_communicate_as_planned(mesh, experts, model, lora):
     config = make_config(2, 2, 2, **model)
     moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=32, logit_bias=bool(model))
     compute = config.compute.model_copy(update={"experts": ExpertsConfig(**experts)})
     model = config.model.model_copy(update={"moe": moe})
     config = config.model_copy(update={"mesh": MeshConfig(**mesh), "model": model, "compute": compute})
+    config = with_adapters(config, **lora) if lora else config
     text, mesh_shape = compile_gradient(config)
     found = [c for c in collectives(parse(text), mesh_shape) if array_bytes(c)]
     assert budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in found) == budget(

@@ -204,6 +204,18 @@ def test_adapters_equal_one_device_and_begin_as_the_model_without_them(mesh, zer
 EXPERTS = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16)}
 
 
+@pytest.mark.parametrize("mesh", drawn([(2, 1, 1, 4), (1, 2, 2, 2), (2, 2, 2, 1)], 1), ids=str)
+def test_adapters_of_experts_equal_one_device(mesh):
+    """data, fsdp, tensor, expert. The gradient of A is 0 in the first step; the gradient norms of later ones have both."""
+    adapters = {"lora": LoraConfig(rank=3, targets=["expert_gate", "expert_up", "expert_down"])}
+    config = make_config(*mesh[:3], **EXPERTS).model_copy(update=adapters)
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"expert": mesh[3]})})
+    found, expected = run(config, jax.devices()), run(make_config(1, 1, 1, **EXPERTS).model_copy(update=adapters), jax.devices()[:1])
+    compare(found, expected)
+    assert len(jax.tree.leaves(expected[1])) == 6
+    assert expected[0][0] == pytest.approx(reference(**EXPERTS)[0][0], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("mesh", "accumulation", "model"),
     drawn(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from flax import nnx
+from safetensors.numpy import load_file
 
 from ridgeline import models
 from ridgeline.cli.commands.convert import from_hf, to_hf
@@ -136,3 +137,33 @@ def test_an_export_says_what_to_choose(whole: tuple[Config, Any], base: tuple[Pa
             export(whole[0].directory, tmp_path / "out", *options)
     with pytest.raises(UserError, match="--base is for an adapter directory"):
         CliRunner().invoke(from_hf, [str(base[0]), "--output", str(tmp_path / "x"), "--base", str(base[0])], catch_exceptions=False)
+
+
+def test_adapters_of_experts_resume_bitwise_and_are_exported(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+    model = {"family": "qwen3_moe", "num_layers": 1, "qk_norm": True, "moe": {"experts": 4, "experts_per_token": 2, "expert_dim": 16}}
+    lora = {"rank": 2, "targets": ["query", "expert_gate", "expert_up", "expert_down"]}
+    runtime = {"compilation_cache": str(tmp_path / "programs")}
+
+    def config(name: str, **trainer: float) -> Config:
+        steps = {"steps": 4} | trainer
+        evaluation = {"every": 0, "sets": {}}
+        return make_config(corpus, tmp_path / name, model=model, lora=lora, trainer=steps, evaluation=evaluation, runtime=runtime)
+
+    whole = config("whole")
+    losses = run(whole)
+    run(config("run", stop_after_s=1e-9))
+    assert run(config("run")) == losses
+    one, other = payload(whole), payload(config("run"))
+    assert all(np.array_equal(values, other[name]) for name, values in one.items())
+    state = [name for name, values in one.items() if name.split("'")[1].startswith("opt_state.") and values.ndim > 0]
+    assert len(state) == 2 * 2 * len(lora["targets"])
+    assert all("adapters" in name for name in state)
+    loaded = load_model(whole.directory)
+    export(whole.directory, tmp_path / "adapter", "--adapter")
+    merged = logits(load_model(export(whole.directory, tmp_path / "merged", "--merge")))
+    np.testing.assert_allclose(merged, logits(loaded), atol=1e-5, rtol=0)
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    up = by_path(loaded.params)["blocks.mlp.adapters.up.a"]
+    for expert in range(4):
+        name = f"base_model.model.model.layers.0.mlp.experts.{expert}.up_proj.lora_A.weight"
+        np.testing.assert_array_equal(stored[name], up[0, :, expert].T)
