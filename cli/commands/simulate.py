@@ -11,7 +11,7 @@ from ridgeline.cli.tables import print_json
 
 if TYPE_CHECKING:
     from ridgeline.configs.cluster import ClusterConfig
-    from ridgeline.planner.campaign_report import Wanted
+    from ridgeline.planner.campaign.report import Wanted
 
 
 @click.command()
@@ -90,8 +90,8 @@ def simulate(
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.load import load
     from ridgeline.planner.calibration import load_calibration
-    from ridgeline.planner.campaign_inputs import Given, inputs
-    from ridgeline.planner.campaign_report import Wanted, make_report, report_json
+    from ridgeline.planner.campaign.inputs import Given, inputs
+    from ridgeline.planner.campaign.report import Wanted, make_report, report_json
 
     resolved = load(config, overrides).config
     site = load_cluster(cluster, cluster_set).config

@@ -9,9 +9,9 @@ from ridgeline.cli.tables import Column, print_table
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.format import format_duration, plural
 from ridgeline.configs.schema import Config
-from ridgeline.planner.campaign import CAUSES, Campaign, Outcome
-from ridgeline.planner.campaign_report import Report, usd
-from ridgeline.planner.campaign_search import spread
+from ridgeline.planner.campaign.model import CAUSES, Campaign, Outcome
+from ridgeline.planner.campaign.report import Report, usd
+from ridgeline.planner.campaign.search import spread
 from ridgeline.planner.economics import price_text
 from ridgeline.planner.hardware import hardware
 

@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 
 from ridgeline.cli import main as cli
-from ridgeline.planner.campaign import CAUSES, Choice
-from ridgeline.planner.campaign_trials import simulate
+from ridgeline.planner.campaign.model import CAUSES, Choice
+from ridgeline.planner.campaign.trials import simulate
 from tests.planner.campaigns import HOUR, campaign, failures
 
 COMMAND = ["simulate", "models/llama-3.1-8b", "data.batch_size=256", "data.seq_len=4096", "--cluster", "dgx-h100"]

@@ -1,6 +1,6 @@
 """Campaigns with few parts, whose outcome is known."""
 
-from ridgeline.planner.campaign import Campaign
+from ridgeline.planner.campaign.model import Campaign
 from ridgeline.planner.failure_catalog import FailureClass
 
 HOUR = 3600.0

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.configs.schema import CheckpointConfig
-from ridgeline.planner.campaign import CAUSES, Choice
-from ridgeline.planner.campaign_search import best, in_repair, intervals
-from ridgeline.planner.campaign_trials import daly_wall_s, simulate
+from ridgeline.planner.campaign.model import CAUSES, Choice
+from ridgeline.planner.campaign.search import best, in_repair, intervals
+from ridgeline.planner.campaign.trials import daly_wall_s, simulate
 from ridgeline.planner.failure_catalog import classes_of, measured_classes
 from ridgeline.planner.policy import PAUSE_S, QUICK_S, STRAGGLER_SHARE, configured_interval_s, requeue_pause_s, young_interval_s
 from ridgeline.rundir.goodput import CATEGORIES

@@ -10,10 +10,10 @@ import pytest
 
 from ridgeline.configs.load import load
 from ridgeline.planner.calculators.failures import fleet_mtbf_s
-from ridgeline.planner.campaign import Choice
-from ridgeline.planner.campaign_inputs import Given, inputs
-from ridgeline.planner.campaign_search import best, in_repair
-from ridgeline.planner.campaign_trials import simulate
+from ridgeline.planner.campaign.inputs import Given, inputs
+from ridgeline.planner.campaign.model import Choice
+from ridgeline.planner.campaign.search import best, in_repair
+from ridgeline.planner.campaign.trials import simulate
 from ridgeline.planner.failure_catalog import FailureClass, fleet, measured_classes
 from ridgeline.planner.policy import young_interval_s
 from tests.planner.clusters import CALIBRATION, cluster

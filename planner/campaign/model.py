@@ -1,7 +1,7 @@
 """A campaign: training that runs for weeks on many nodes, with failures, restarts and checkpoints. What `ridge simulate` simulates.
 
 `Campaign` is what happens to the job, `Choice` what one can decide, `Outcome` what came of it. The simulation itself is
-planner/campaign_trials.py, the search for the best choice planner/campaign_search.py.
+planner/campaign/trials.py, the search for the best choice planner/campaign/search.py.
 
 The tier `local` is checkpoint.local: saves on each node, with a copy on the next one, beside rarer ones on shared storage. The policy
 `shrink` (go on with fewer nodes) is that of jobs with elastic.min_nodes, `wait` that of others.

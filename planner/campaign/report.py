@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.campaign import CAUSES, Campaign, Choice, Elastic, Outcome, Tier
-from ridgeline.planner.campaign_inputs import Inputs
-from ridgeline.planner.campaign_search import Best, Objective, Spread, best, least_interval_s, spread
-from ridgeline.planner.campaign_trials import expected_events, simulate
+from ridgeline.planner.campaign.inputs import Inputs
+from ridgeline.planner.campaign.model import CAUSES, Campaign, Choice, Elastic, Outcome, Tier
+from ridgeline.planner.campaign.search import Best, Objective, Spread, best, least_interval_s, spread
+from ridgeline.planner.campaign.trials import expected_events, simulate
 
 MOST_EVENTS_EXPECTED = 50_000
 """Expected interruptions of one campaign up to which it is simulated: about a minute of one core with 200 trials."""

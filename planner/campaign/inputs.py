@@ -9,7 +9,7 @@ from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.campaign import Campaign, Tier
+from ridgeline.planner.campaign.model import Campaign, Tier
 from ridgeline.planner.economics import price_usd, state_bytes
 from ridgeline.planner.failure_catalog import FailureClass, classes_of, restart_times, stragglers, waits
 from ridgeline.planner.hardware import hardware

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ridgeline.planner.campaign import Campaign, Choice, Elastic, Floats, Outcome, Tier
-from ridgeline.planner.campaign_trials import simulate
+from ridgeline.planner.campaign.model import Campaign, Choice, Elastic, Floats, Outcome, Tier
+from ridgeline.planner.campaign.trials import simulate
 from ridgeline.planner.policy import young_interval_s
 
 Objective = Literal["cost", "time"]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ridgeline.planner.campaign import PARTS, Campaign, Choice, Floats, Outcome
+from ridgeline.planner.campaign.model import PARTS, Campaign, Choice, Floats, Outcome
 from ridgeline.planner.policy import MAX_FAILURES, elastic_size, requeue_pause_s
 
 MOST_EVENTS_FACTOR, MOST_EVENTS = 5, 1000

@@ -1,0 +1,1 @@
+"""Campaigns simulated (`ridge simulate`): the model, its inputs, the trials, the search for the best choice, the report."""
