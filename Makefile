@@ -83,10 +83,11 @@ test-s3: $(VENV)/.installed-dev  ## s3:// inputs and copies of checkpoints again
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt s3fs 'moto[s3]==5.2.1' flask==3.1.3 flask-cors==6.0.5
 	$(BIN)/python -m pytest tests/s3
 
-RUNS ?= 40
-soak: $(VENV)/.installed-dev  ## RUNS runs interrupted by a real Slurm at random moments (a minute each; CI takes eight)
+MINUTES ?= 120
+GAP ?= 60
+soak: $(VENV)/.installed-dev  ## a run under faults on a real Slurm: MINUTES long, one in GAP seconds, drawn by SEED (0: any); CI takes a minute
 	@sh scripts/install_slurm.sh
-	RANDOM_RUNS=$(RUNS) $(BIN)/python -m pytest -s tests/slurm/test_preemption.py -k at_random_moments
+	SOAK_MINUTES=$(MINUTES) SOAK_GAP_S=$(GAP) SOAK_SEED=$(SEED) $(BIN)/python -m pytest -s tests/slurm/test_soak.py
 
 # The same on another interpreter: without torch, so without the parity tests.
 test-newest:  ## a quick part of the suite on the newest Python found, with the newest JAX

@@ -7,7 +7,7 @@ what is trained, so a checkpoint fixes them; `compute`, `mesh`, `trainer.accumul
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -336,6 +336,22 @@ class LossConfig(Section):
     others (arXiv 2408.15664)."""
 
 
+class DeadlinesConfig(Section):
+    """How long each phase may make no progress before the watchdog ends the process (code 71). trainer.hang_timeout_s=null: never."""
+
+    startup_s: PositiveFloat = 7200.0
+    """Seconds to create or restore the state."""
+    compile_s: PositiveFloat = 7200.0
+    """Seconds to compile the train step, and then to wait for the other processes to compile theirs."""
+    step_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 20.0
+    """A step may take this many times the median of the recent steps, but at least trainer.hang_timeout_s."""
+    evaluation_s: PositiveFloat = 1800.0
+    """Seconds for a batch of an evaluation, or of generated samples; the first one compiles."""
+    save_s: PositiveFloat = 3600.0
+    """Seconds that a save may stop training, the wait for an earlier save included; and for the end of a run, which waits for its last
+    save."""
+
+
 class TrainerConfig(Section):
     """The training loop."""
 
@@ -350,8 +366,9 @@ class TrainerConfig(Section):
     is not saved."""
     hang_timeout_s: PositiveFloat | None = 1800.0
     """Seconds without a finished step after which the process exits (code 71; in the run directory stacks.N.txt has the stacks of its
-    threads, hang.N.txt of start N what all processes did and which one is suspect), but at least 20 times the usual step. Start-up, saves
-    and the end of a run may take ten times as long. null: never."""
+    threads, hang.N.txt of start N what all processes did and which one is suspect), but at least trainer.deadlines.step_factor times the
+    usual step. null: no phase has a deadline."""
+    deadlines: DeadlinesConfig = DeadlinesConfig()
     stop_after_s: PositiveFloat | None = None
     """Seconds in the training loop after which the run saves and stops; null: no limit."""
 

@@ -6,8 +6,11 @@ Legend: N windows, W tokens per window.
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,9 @@ from ridgeline.loaders.token_record import TokenRecord, decode_record, edge_crc3
 
 READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 READER_BUFFER_BYTES = 32768
+RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
+"""Pauses before further attempts to read a file that its file system does not give."""
+_log = logging.getLogger("ridgeline")
 
 
 class StoredFile(Protocol):
@@ -43,7 +49,7 @@ class Shard:
         self._vocab_size, self._size, self._packed = manifest.tokenizer.vocab_size, manifest.record_tokens, manifest.pack_length is not None
         check_size(self.path, info)
         try:
-            self._reader = ArrayRecordReader(str(self.path), options=READER_OPTIONS, file_reader_buffer_size=READER_BUFFER_BYTES)
+            self._open()
             records = self._reader.num_records()
         except Exception as error:  # the library raises RuntimeError or ValueError, by version
             raise CorpusError(f"damaged shard: {self.path} cannot be opened ({_one_line(error)})") from error
@@ -73,14 +79,38 @@ class Shard:
             raise CorpusError(f"wrong record {index} of {self.path}: it has {len(record.tokens)} tokens, expected {expected}")
         return record
 
+    def _open(self) -> None:
+        self._reader = ArrayRecordReader(str(self.path), options=READER_OPTIONS, file_reader_buffer_size=READER_BUFFER_BYTES)
+
     def _read_bytes(self, records: list[int]) -> list[bytes]:
         try:
             found: list[bytes] = self._reader.read(records)
-        except Exception as error:
-            self._raise_for_first_bad(records, error)
+        except Exception:
+            self._await_file()
+            try:
+                self._open()  # another reader: the handle of the old one may be stale. Other threads may still use that one.
+                found = self._reader.read(records)
+            except Exception as error:
+                self._raise_for_first_bad(records, error)
         if len(found) != len(records):
             raise CorpusError(f"damaged shard: {self.path} returned {len(found)} of {len(records)} requested records")
         return found
+
+    def _await_file(self) -> None:
+        """Wait until the file can be read, RETRY_S in total: a file system may be away for a while. Raises CorpusError after that."""
+        for number, pause_s in enumerate((*RETRY_S, None)):
+            try:
+                with self.path.open("rb") as file:
+                    file.read(1)
+                    file.seek(-1, os.SEEK_END)
+                    file.read(1)
+                return
+            except OSError as error:
+                if pause_s is None:
+                    raise CorpusError(f"cannot read {self.path} for {sum(RETRY_S):g} s: {error.strerror}") from error
+                if number == 0:
+                    _log.warning("cannot read %s: %s; trying again for %g s", self.path, error.strerror, sum(RETRY_S))
+                time.sleep(pause_s)
 
     def _raise_for_first_bad(self, records: list[int], error: Exception) -> NoReturn:
         """Raise CorpusError for the first record that cannot be read; the library's message does not name it."""

@@ -16,8 +16,6 @@ from ridgeline.configs.schema import CheckpointConfig, Config
 
 LEAST_INTERVAL_S = 600.0
 """Shortest save interval: with a failure every few hours, more frequent saves save little and load the file system."""
-USUAL_STEPS = 20
-"""A step counts as hanging after this many times the usual step time."""
 QUICK_S = 600
 """A start that fails within this time is followed by a pause before the next one."""
 PAUSE_S = 10
@@ -62,9 +60,9 @@ def requeue_pause_s(failures: Any, ran_s: Any) -> Any:
     return (ran_s < QUICK_S) * PAUSE_S * 3 ** (failures - 1)
 
 
-def step_limit_s(least_s: float, usual_s: float | None) -> float:
-    """Return the time without a finished step after which the watchdog ends a process: USUAL_STEPS usual steps, at least `least_s`."""
-    return max(least_s, USUAL_STEPS * (usual_s or 0.0))
+def step_limit_s(least_s: float, usual_s: float | None, factor: float) -> float:
+    """Return the time without a finished step after which the watchdog ends a process: `factor` usual steps, at least `least_s`."""
+    return max(least_s, factor * (usual_s or 0.0))
 
 
 def elastic_config(config: Config, nodes: int, devices_per_node: int) -> Config:

@@ -49,7 +49,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(written, path)
+    try:
+        os.replace(written, path)
+    except FileNotFoundError:  # over NFS also when the reply of a successful rename was lost
+        if written.exists() or not path.exists() or path.read_bytes() != content:
+            raise
     sync_directory(path.parent)
 
 

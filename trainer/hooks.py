@@ -226,11 +226,12 @@ class Evaluation(Hook):
         limit = None if step == self.config.trainer.steps else self.config.evaluation.max_batches
 
         def stopping() -> bool:
-            self.watchdog.step(None)
+            self.watchdog.evaluation_batch()
             end.stopped_by = self.stop.agreed()
             return end.stopped_by is not None
 
-        with annotation("ridge.evaluation"), recorder.timer.paused(), recorder.events.phase("evaluation", step=step) as record:
+        watched, recording = self.watchdog.evaluation(), recorder.events.phase("evaluation", step=step)
+        with watched, annotation("ridge.evaluation"), recorder.timer.paused(), recording as record:
             results = self.evaluator.evaluate(end.state.params, max_batches=limit, stopping=stopping)
             if results is None:
                 recorder.progress.note(f"step {step}: evaluation interrupted")
@@ -292,7 +293,7 @@ class Saving(Hook):
         self._save(end.step, end.state, {name: result.loss for name, result in (end.evaluation or {}).items()})
 
     def _save(self, step: int, state: Any, losses: Mapping[str, float]) -> None:
-        recorder, watched = self.recorder, self.watchdog.phase("save")
+        recorder, watched = self.recorder, self.watchdog.phase("save", self.watchdog.deadlines.save_s)
         recording = recorder.events.phase("save", step=step)
         with watched, annotation("ridge.save"), recorder.timer.paused(), recording, jax.transfer_guard("allow"):
             metadata = self.metadata(step) | ({EVALUATION: dict(losses)} if losses else {})
@@ -306,7 +307,7 @@ class Saving(Hook):
 
     def _save_locally(self, step: int, state: Any) -> None:
         """Save on the nodes. The next steps run while it is written."""
-        recorder, watched = self.recorder, self.watchdog.phase("save")
+        recorder, watched = self.recorder, self.watchdog.phase("save", self.watchdog.deadlines.save_s)
         recording = recorder.events.phase("save", step=step, tier="local")
         with watched, annotation("ridge.save"), recorder.timer.paused(), recording, jax.transfer_guard("allow"):
             self.checkpointer.save_local(step, state, self.metadata(step))

@@ -51,7 +51,7 @@ NOT_IN_PROGRAM = (
         "profiler.",
     ),
     *("runtime.compilation_cache", "runtime.rendezvous_timeout_s", "runtime.lease_timeout_s"),
-    *("trainer.log_every", "trainer.max_bad_steps", "trainer.hang_timeout_s", "trainer.stop_after_s"),
+    *("trainer.log_every", "trainer.max_bad_steps", "trainer.hang_timeout_s", "trainer.deadlines.", "trainer.stop_after_s"),
 )
 """Prefixes of the config keys that do not affect any compiled program. All other keys are part of the cache key."""
 NOT_IN_JAX = ("jax_compilation_cache_dir", "jax_explain_cache_misses", "jax_cuda_visible_devices", "jax_rocm_visible_devices")

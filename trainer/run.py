@@ -187,9 +187,10 @@ class _Session:
         return identity.corpora_of(self.config)
 
     @functools.cached_property
-    def reference_sha256(self) -> str:
-        """Digest of the file with the reference of the preference pairs."""
-        return sha256_file(self.run.path / REFERENCE_FILE)
+    def bound(self) -> dict[str, Any]:
+        """What a checkpoint is bound to, as its metadata stores it. Read once: a file system in trouble must not end the run at a save."""
+        bound = identity.describe(self.config, self.run.id, self.tokenizer.sha256, self.run.tokenizer, self.corpora)
+        return bound | ({reference.METADATA: sha256_file(self.run.path / REFERENCE_FILE)} if self.pairs else {})
 
     @property
     def began(self) -> bool:
@@ -243,7 +244,8 @@ class _Session:
             else:
                 link.survey(process)
 
-        watchdog = Watchdog(self.config.trainer.hang_timeout_s, stacks, HANG_EXIT_CODE, self.events.emit, survey=survey, end=self.end)
+        config, emit = self.config.trainer, self.events.emit
+        watchdog = Watchdog(config.hang_timeout_s, stacks, HANG_EXIT_CODE, emit, deadlines=config.deadlines, survey=survey, end=self.end)
         if link is not None:
             link.position, link.report = watchdog.asked, self._report_hang
         return watchdog
@@ -276,25 +278,27 @@ class _Session:
         config, run = self.config.checkpoint.local, self.run
         if config.directory is None:
             return None
-        return LocalTier(config, run.id, run.checkpoints, self.parts.abstract, log=self.progress.note, emit=self.events.emit)
+        log, emit, first = self.progress.note, self.events.emit, run.restart == 0
+        return LocalTier(config, run.id, run.checkpoints, self.parts.abstract, log=log, emit=emit, first_start=first)
 
     def _train(self) -> Outcome:
         """Create or restore the state, compile, and run the loop."""
-        config = self.config
-        with self.stop.raising(), self.watchdog.phase("start-up"):
+        config, deadlines = self.config, self.config.trainer.deadlines
+        with self.stop.raising(), self.watchdog.phase("start-up", deadlines.startup_s):
             state, start_step = in_thread(self._first_state)
             if config.preference.loss is not None:
                 in_thread(lambda: self._reference(state))
             if jax.process_index() == 0:
                 self._keep_tokenizer(start_step)
-            with self.progress.phase("compiling the train step"):
+            with self.progress.phase("compiling the train step"), self.watchdog.phase("compile", deadlines.compile_s):
                 train_step, norm = in_thread(self._compile)
             self.step = train_step
             self._record_plan(train_step)
             self._log_model()
         waiting = "waiting for the other processes to compile"
-        with self.progress.phase(waiting, live_only=True), self.watchdog.phase(waiting):
+        with self.progress.phase(waiting, live_only=True), self.watchdog.phase(waiting, deadlines.compile_s):
             self.stop.begin_together()
+        _ = self.bound
         if self.from_step is not None:
             self.checkpointer.set_later_aside(self.from_step)
         else:
@@ -381,7 +385,7 @@ class _Session:
 
     def _restart_limit(self) -> None:
         """Restart the watchdog's limit of the start-up: it made progress."""
-        with self.watchdog.phase("start-up"):
+        with self.watchdog.phase("start-up", self.config.trainer.deadlines.startup_s):
             pass
 
     def _compile(self) -> tuple[Program, Program]:
@@ -441,8 +445,7 @@ class _Session:
         ]
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        metadata = save_metadata(self.config, self.run, step, self.tokenizer, self.corpora)
-        return metadata | ({reference.METADATA: self.reference_sha256} if self.pairs else {})
+        return {"kind": "train", "data_position": step, "mesh": self.config.mesh.sizes, **self.bound}
 
     def _run_loop(self, train_step: Program, norm: Program, loader: Loader, state: TrainState, start_step: int) -> Outcome:
         monitoring = Monitoring.begin(
@@ -471,7 +474,7 @@ class _Session:
             raise
         finally:
             self.compiler.close()
-            with self.events.phase("teardown"), self.watchdog.phase("teardown"):
+            with self.events.phase("teardown"), self.watchdog.phase("teardown", self.config.trainer.deadlines.save_s):
                 if self.plan_thread is not None:
                     self.plan_thread.join()
                 monitoring.close()
@@ -494,9 +497,3 @@ def _fits(run: Path, config: Config, pairs: Mapping[Path, PairSource], weights: 
     except UserError:
         return False
     return True
-
-
-def save_metadata(config: Config, run: StartedRun, step: int, tokenizer: TokenizerInfo, corpora: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata that a checkpoint stores beside its arrays."""
-    bound = identity.describe(config, run.id, tokenizer.sha256, run.tokenizer, corpora)
-    return {"kind": "train", "data_position": step, "mesh": config.mesh.sizes, **bound}

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,8 @@ class _OnTexts(Hook):
         """Account for a block as evaluation, compilations included, and yield the record of its phase."""
         recorder, quiet = self.recorder, self.compiler.quiet()
         phase = recorder.events.phase("evaluation", step=step)
-        with annotation("ridge.evaluation"), recorder.timer.paused(), phase as record, quiet, jax.transfer_guard("allow"):
+        watched = self.watchdog.evaluation()
+        with watched, annotation("ridge.evaluation"), recorder.timer.paused(), phase as record, quiet, jax.transfer_guard("allow"):
             yield record
 
 
@@ -129,7 +130,7 @@ class TaskEvaluation(_OnTexts):
 
         with self._recorded(step) as record:
             decoder = model.decoder(end.state.params)
-            alive = partial(self.watchdog.step, None)
+            alive = self.watchdog.evaluation_batch
             adapter = HarnessModel(decoder, model.tokenizer, model.eos_ids, wanted.batch_size, alive, cast_once=False)
             found = tasks.evaluate(adapter, wanted.limit)
             record["tasks"] = {f"{one.task} {one.metric}": one.value for one in found}
@@ -172,7 +173,7 @@ class Sampler(_OnTexts):
                 sampling=Sampling(wanted.temperature, wanted.top_k, wanted.top_p),
                 eos_ids=model.eos_ids,
                 seed=wanted.seed,
-                on_batch=lambda: self.watchdog.step(None),
+                on_batch=self.watchdog.evaluation_batch,
                 cast_once=False,
             )
             texts = [model.tokenizer.decode(one.tokens) for one in made]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ridgeline.configs.schema import DeadlinesConfig
 from ridgeline.planner.policy import step_limit_s
 from ridgeline.trainer.hang_report import Position, python_frames
 
@@ -33,6 +34,7 @@ SURVEY_S = 30.0
 """Time for the survey of the processes and its report."""
 FALLBACK_S = 60.0
 """After the limit: faulthandler's thread, which needs no lock of Python, ends a process whose watchdog cannot run (exit code 1)."""
+_DEADLINES = DeadlinesConfig()
 PR_SET_PTRACER, ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
@@ -41,6 +43,7 @@ class Watchdog:
 
     Args:
       least_s: minimum limit of a step; None: the watchdog is off.
+      deadlines: limits of the phases, and of a step in usual steps.
       stacks: file for the stacks of all threads.
       exit_code: of the process.
       emit: writes an event (kind, fields).
@@ -56,11 +59,13 @@ class Watchdog:
         exit_code: int,
         emit: Callable[..., Any],
         *,
+        deadlines: DeadlinesConfig = _DEADLINES,
         survey: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._least_s, self._stacks, self._exit_code = least_s, stacks, exit_code
+        self.deadlines = deadlines
         self._emit, self._survey, self._clock, self._end = emit, survey, clock, end
         self._steps, self._armed_s = 0, math.inf
         self._wake = threading.Condition()
@@ -77,7 +82,16 @@ class Watchdog:
         """Record a finished step. The next may take as long as planner.policy.step_limit_s allows. `steps`: finished in total."""
         self._steps = self._steps if steps is None else steps
         if self._least_s is not None:
-            self._set("a step", step_limit_s(self._least_s, usual_s))
+            self._set("a step", step_limit_s(self._least_s, usual_s, self.deadlines.step_factor))
+
+    def evaluation(self) -> contextlib.AbstractContextManager[None]:
+        """Limit each batch of an evaluation."""
+        return self.phase("evaluation", self.deadlines.evaluation_s)
+
+    def evaluation_batch(self) -> None:
+        """Record that an evaluation begins its next batch."""
+        if self._least_s is not None:
+            self._set("evaluation", self.deadlines.evaluation_s)
 
     def position(self) -> Position:
         """Return what this process is doing."""
@@ -98,13 +112,13 @@ class Watchdog:
             file.write(f"\nnative stacks:\n{native_stacks()}\n")
 
     @contextlib.contextmanager
-    def phase(self, what: str, limit_s: float | None = None) -> Iterator[None]:
-        """Limit a phase other than a step (`limit_s` None: ten times `least_s`). The previous limit restarts after it."""
+    def phase(self, what: str, limit_s: float) -> Iterator[None]:
+        """Limit a phase other than a step. The previous limit restarts after it."""
         if self._least_s is None:
             yield
             return
         before, limit_before_s = self._what, self._limit_s
-        self._set(what, 10 * self._least_s if limit_s is None else limit_s)
+        self._set(what, limit_s)
         try:
             yield
         finally:

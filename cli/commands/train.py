@@ -79,12 +79,12 @@ def train(
             _leave(_stopped(request.signal.name), here, link)
         except NumericalFailure as error:
             click.echo(f"ridge: stopped: {error}; {_how_to_continue(config, error.steps)}", err=True)
-            sys.exit(exit_codes.NUMERICAL_FAILURE)
+            _end(exit_codes.NUMERICAL_FAILURE, here, link)
         except CheckpointError as error:
             if (why := lost_peer(error, here.processes)) is not None:  # a save can fail because a peer died, not because of the disk
                 link.end_process(why)
             click.echo(f"ridge: stopped: {error}", err=True)
-            sys.exit(exit_codes.SAVE_FAILURE)
+            _end(exit_codes.SAVE_FAILURE, here, link)
         except Exception as error:
             why = lost_peer(error, here.processes) or link.loss
             if why is None:
@@ -94,8 +94,7 @@ def train(
         return
     if here.process == 0:
         report_end(resolved.config.directory.absolute(), outcome)
-    if outcome.stopped_by is not None:
-        sys.exit(_stopped(outcome.stopped_by.name))
+    _end(exit_codes.DONE if outcome.stopped_by is None else _stopped(outcome.stopped_by.name), here, link)
 
 
 def _join(here: cluster.Cluster, config: Config, stop: Stop) -> tuple[cluster.Joined, cluster.Link]:
@@ -154,6 +153,16 @@ def _grace_s() -> float | None:
         return float(text)
     except ValueError:
         raise UserError(f"{GRACE}={text} must be a number of seconds") from None
+
+
+def _end(code: int, here: cluster.Cluster, link: cluster.Link) -> None:
+    """Exit with a code; return for DONE. After a failed save at once: threads of Orbax would hold up the exit."""
+    from ridgeline.trainer.checkpoint.payload import waits_after_failure
+
+    if waits_after_failure():
+        _leave(code, here, link)
+    if code != exit_codes.DONE:
+        sys.exit(code)
 
 
 def _leave(code: int, here: cluster.Cluster, link: cluster.Link) -> NoReturn:

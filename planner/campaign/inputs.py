@@ -118,7 +118,7 @@ def _campaign(
         nodes=nodes,
         devices_per_node=cluster.devices_per_node,
         classes=tuple(_scaled(one, given.failure_scale) for one in classes_of(cluster, given.fleet)),
-        step_limit_s=ALWAYS_S if least_s is None else step_limit_s(least_s, step_s),
+        step_limit_s=ALWAYS_S if least_s is None else step_limit_s(least_s, step_s, config.trainer.deadlines.step_factor),
         save_s=_or(given.save_s, copy_s if asynchronous else write_s),
         write_s={"shared": write_s if asynchronous else 0.0, "local": to_neighbor_s},
         restore_s={"shared": _or(given.restore_s, whole / cluster.storage.read_bytes_per_s(nodes)), "local": to_neighbor_s},

@@ -146,7 +146,7 @@ def test_an_override_may_choose_the_family() -> None:
         (
             "trainer.stpes=3",
             "override 'trainer.stpes=3': trainer.stpes: unknown key; did you mean 'steps'? "
-            "(allowed: steps, accumulation, log_every, max_bad_steps, hang_timeout_s, stop_after_s)",
+            "(allowed: steps, accumulation, log_every, max_bad_steps, hang_timeout_s, deadlines, stop_after_s)",
         ),
         ("trainer.steps=abc", "override 'trainer.steps=abc': trainer.steps: must be an integer, got 'abc'"),
         ("trainer.steps=", "override 'trainer.steps=': trainer.steps: must be an integer, got null"),

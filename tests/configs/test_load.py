@@ -49,7 +49,7 @@ def test_unknown_key_names_file_line_and_nearest() -> None:
     message = refusal("name: a\ntrainer:\n  log_every: 5\n  stpes: 3\n")
     assert message == (
         "x.yaml:4: trainer.stpes: unknown key; did you mean 'steps'? "
-        "(allowed: steps, accumulation, log_every, max_bad_steps, hang_timeout_s, stop_after_s)"
+        "(allowed: steps, accumulation, log_every, max_bad_steps, hang_timeout_s, deadlines, stop_after_s)"
     )
 
 

@@ -67,7 +67,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 JobCompType=jobcomp/none
 AccountingStorageType=accounting_storage/none
 {nodes}
-PartitionName=low Nodes=ALL Default=YES MaxTime=01:00:00 PriorityTier=1 GraceTime={grace} State=UP
+PartitionName=low Nodes=ALL Default=YES MaxTime=7-00:00:00 PriorityTier=1 GraceTime={grace} State=UP
 PartitionName=high Nodes=ALL MaxTime=01:00:00 PriorityTier=10 PreemptMode=OFF State=UP
 """
 

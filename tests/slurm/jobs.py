@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,12 +140,21 @@ def write_config(directory: Path, corpus: Path, name: str, steps: int, programs:
     return path
 
 
-def interpreter(directory: Path, name: str, strikes: Sequence[Any] = (), pace_s: float = 0.0, hold_at: int | None = None) -> Path:
-    """Write the `python` of a job's tasks: this interpreter, with strike.py before the command."""
+def interpreter(
+    directory: Path,
+    name: str,
+    strikes: Sequence[Any] = (),
+    pace_s: float = 0.0,
+    hold_at: int | None = None,
+    step_s: float = 0.0,
+    env: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the `python` of a job's tasks: this interpreter, with strike.py before the command, and with the variables of `env`."""
     plan, python = directory / f"{name}.plan.json", directory / f"{name}.python"
-    plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at}))
+    plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at, "step_s": step_s}))
+    exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in (env or {}).items())
     python.write_text(
-        f'#!/bin/bash\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n'
+        f'#!/bin/bash\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n{exports}'
         f'exec {shlex.quote(sys.executable)} {shlex.quote(str(STRIKE))} {shlex.quote(str(plan))} "$@"\n'
     )
     python.chmod(0o755)
@@ -172,13 +181,15 @@ def submit(
     overrides: Sequence[str] = (),
     programs: Path | None = None,
     hold: bool = True,
+    step_s: float = 0.0,
+    env: Mapping[str, str] | None = None,
 ) -> Run:
     """Submit a run with `ridge submit`.
 
     pace_s: a pause per step of a run that will be disturbed; with `hold` its first start does not end before SIGTERM. programs: the
-    compilation cache.
+    compilation cache. step_s: a pause within each step. env: variables of the ranks.
     """
-    python = interpreter(directory, name, strikes, pace_s or 0.0, None if pace_s is None or not hold else steps - 2)
+    python = interpreter(directory, name, strikes, pace_s or 0.0, None if pace_s is None or not hold else steps - 2, step_s, env)
     settings = [f"software.python={python}", *cluster]
     told = slurm.run(
         RIDGE,

@@ -1,9 +1,9 @@
 """Runs `ridge` as a rank of a test, slowed down or struck at a chosen place: `python strike.py PLAN.json -m ridgeline train ...`.
 
 Functions of the project are wrapped, not replaced, so that a signal arrives during a chosen phase. The plan holds `strikes`, by restart
-(null: none), `pace_s`, a pause per step, and `hold_at`: the first start makes no step after that one until it has received SIGTERM. A
-strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a preemption), "rank" (one rank gets SIGTERM), or "never" (the
-rank does not start).
+(null: none), `pace_s`, a pause per step while the loop waits for data, `step_s`, one within the step, and `hold_at`: the first start makes
+no step after that one until it has received SIGTERM. A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a
+preemption), "rank" (one rank gets SIGTERM), or "never" (the rank does not start).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
+def install(strike: Strike, pace_s: float, hold_at: int | None, step_s: float = 0.0) -> None:
     """Wrap the places a strike may happen at, without loading JAX."""
     from ridgeline.rundir.events import EventLog
     from ridgeline.trainer.stop import Stop
@@ -99,7 +99,7 @@ def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
     @contextlib.contextmanager
     def struck_phase(self: EventLog, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
         if name == "train":
-            install_loop(strike, pace_s, hold_at)
+            install_loop(strike, pace_s, hold_at, step_s)
         with phase(self, name, **fields) as record:
             strike.at(name)
             yield record
@@ -107,7 +107,7 @@ def install(strike: Strike, pace_s: float, hold_at: int | None) -> None:
     EventLog.phase = struck_phase  # type: ignore[method-assign, assignment]
 
 
-def install_loop(strike: Strike, pace_s: float, hold_at: int | None) -> None:
+def install_loop(strike: Strike, pace_s: float, hold_at: int | None, step_s: float) -> None:
     """Wrap the places of the loop: it is loaded by now."""
     from ridgeline.trainer.loop import Loop
 
@@ -130,6 +130,8 @@ def install_loop(strike: Strike, pace_s: float, hold_at: int | None) -> None:
 
     Loop._next_batch = lambda self, batches: take(self, slow(batches))  # type: ignore[method-assign]
     wrap(Loop, "_read_pending", lambda: count("step"))
+    if step_s:
+        wrap(Loop, "_before_step", lambda: time.sleep(step_s))
 
 
 def main() -> None:
@@ -139,7 +141,7 @@ def main() -> None:
     sys.argv = ["ridge", *sys.argv[4:]]
     strike = Strike(plan, path.with_suffix(".strikes"))
     strike.at("start")
-    install(strike, plan["pace_s"], plan["hold_at"])
+    install(strike, plan["pace_s"], plan["hold_at"], plan.get("step_s", 0.0))
     from ridgeline.cli.main import main as ridge
 
     ridge()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +14,8 @@ from ridgeline.launch.exit_codes import DONE, PREEMPTED
 from tests.slurm import jobs
 
 STEPS, PACE_S = jobs.STEPS, 0.05
-RANDOM_RUNS, RANDOM_PACE_S = int(os.environ.get("RANDOM_RUNS", "8")), 0.1
-"""Runs interrupted at random moments. CI takes eight; `make soak` more."""
+RANDOM_RUNS, RANDOM_PACE_S = 8, 0.1
+"""Runs interrupted at random moments."""
 Arrays = Mapping[str, np.ndarray]
 STRIKES = [
     ["rendezvous", "job", 0],

@@ -148,7 +148,11 @@ def tier(tmp_path: Path, make_state: Make, abstract: Make) -> Make:
     """A checkpointer with a local tier on a directory of the given name; `said` and `events` collect what it reports."""
 
     def make(
-        name: str, said: list[str] | None = None, events: list[tuple[str, dict[str, Any]]] | None = None, **settings: Any
+        name: str,
+        said: list[str] | None = None,
+        events: list[tuple[str, dict[str, Any]]] | None = None,
+        first_start: bool = True,
+        **settings: Any,
     ) -> Checkpointer:
         config = LocalCheckpointConfig(directory=tmp_path / name, **settings)
         seen = [] if events is None else events
@@ -159,6 +163,7 @@ def tier(tmp_path: Path, make_state: Make, abstract: Make) -> Make:
             abstract(make_state()),
             log=(said if said is not None else []).append,
             emit=lambda kind, **fields: seen.append((kind, fields)),
+            first_start=first_start,
         )
         return Checkpointer(tmp_path / "run" / "checkpoints", CheckpointConfig(), local=local)
 
@@ -320,6 +325,25 @@ def test_a_node_whose_disk_cannot_be_read_offers_nothing(
 
     monkeypatch.setattr(os, "scandir", fail)
     assert not fresh.has_local()
+
+
+def test_a_later_start_goes_on_without_a_tier_that_cannot_be_written(tier: Make, make_state: Make, tmp_path: Path) -> None:
+    first = tier("disk")
+    first.begin(0)
+    first.save_local(1, make_state(1), {})
+    settle(first)
+    (tmp_path / "disk").rename(tmp_path / "away")
+    (tmp_path / "disk").write_text("")
+    said: list[str] = []
+    later = tier("disk", said=said, first_start=False)
+    assert len(said) == 1 and "cannot write" in said[0] and said[0].endswith("training continues without local checkpoints")
+    assert not later.has_local()
+    assert not later.local_due(1)
+    later.begin(0)
+    later.close()
+    (tmp_path / "disk").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk")
+    assert not tier("disk", first_start=False).has_local(), "training began again at step 0: the local step no longer counts"
 
 
 def test_other_shardings_have_other_layouts(make_state: Make, abstract: Make) -> None:

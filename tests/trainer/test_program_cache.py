@@ -175,7 +175,7 @@ def test_what_is_left_out_of_the_config_changes_no_program() -> None:
             "name": "other",
             "run_dir": "elsewhere",
             "data": {"batch_size": 8, "seq_len": 16, "train": [{"path": "c"}]},
-            "trainer": {"log_every": 3, "max_bad_steps": 7, "hang_timeout_s": 9.0, "stop_after_s": 5.0},
+            "trainer": {"log_every": 3, "max_bad_steps": 7, "hang_timeout_s": 9.0, "deadlines": {"save_s": 8.0}, "stop_after_s": 5.0},
             "checkpoint": {"every": 3, "keep_last": 7},
             "logging": {"tensorboard": False},
             "evaluation": {"every": 5, "max_batches": 3},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.planner.policy import USUAL_STEPS
+from ridgeline.configs.schema import DeadlinesConfig
 from ridgeline.trainer.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_nothing_is_watched_before_the_first_bound_or_when_off(watched):
 def test_a_step_may_take_many_usual_ones(watched):
     make, _, _, ended, _ = watched
     dog = make(0.01)
-    dog.step(10.0 / USUAL_STEPS)
+    dog.step(10.0 / DeadlinesConfig().step_factor)
     assert not ended.wait(0.3)
     dog.step(0.001)  # a shorter bound takes effect although the thread waits for a longer one
     assert ended.wait(30)

@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import threading
 import time
 import uuid
@@ -67,8 +68,10 @@ class LocalTier:
       abstract_state: what is saved and restored.
       log: receives warnings, one line each (process 0).
       emit: receives local_checkpoint_saved, local_checkpoint_skipped and local_checkpoint_failed (process 0).
+      first_start: of the run.
 
-    Raises UserError in every process when a directory cannot be written.
+    Where the directory of a node cannot be written, the run goes on without local checkpoints, with a warning. At the first start that is a
+    mistake if it is so in every process: UserError in every process.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class LocalTier:
         *,
         log: Callable[[str], None],
         emit: Callable[..., None],
+        first_start: bool = True,
     ) -> None:
         assert config.directory is not None
         self._config, self._run_id, self._checkpoints = config, run_id, checkpoints
@@ -96,17 +100,25 @@ class LocalTier:
         self._token = self._agreement.first(lambda: secrets.token_hex(32))
         members = self._agreement.each(self._join)
         self._members: list[list[Any]] = self._agreement.first(lambda: members)
+        problems = [member[-1] for member in self._members if member[-1]]
+        if first_start and len(problems) == self._count:
+            raise UserError(problems[0])
+        self._usable = not problems
+        if problems and self._process == 0:
+            log(f"WARNING: {problems[0]}; training continues without local checkpoints")
         self._target = _neighbor([member[0] for member in self._members], self._process) if config.neighbor else None
         if config.neighbor and self._count > 1 and self._target is None and self._process == 0:
             log(f"warning: checkpoint.local: all processes are on one node, or {config.directory} is shared: no copies")
 
     def due(self, step: int) -> bool:
         """Return whether to save after `step`."""
-        return step % self._config.every == 0
+        return self._usable and step % self._config.every == 0
 
     def candidates(self) -> list[Candidate]:
         """Return the complete local steps, newest first."""
         self._wait()
+        if not self._usable:
+            return []
         scanned = self._agreement.each(lambda: [self._layout, self._scan()])
         found = self._agreement.first(lambda: [asdict(one) for one in _complete(scanned, _lineage(self._checkpoints))])
         return [Candidate(**one) for one in found]
@@ -175,19 +187,24 @@ class LocalTier:
             self._thread.join(_CLOSE_S)
 
     def _join(self) -> list[Any]:
-        """Return the node of this process and the address of its server."""
-        directory = self._root.parent
+        """Return the node of this process, the address of its server, and why its directory cannot be used ("": it can)."""
+        directory, node = self._root.parent, ""
         try:
             make_directory(self._root)
             node = _node_id(directory / _NODE)
             if self._count > 1:
                 self._server = PeerServer(own_address(), self._token, self._root)
         except OSError as error:
-            raise UserError(f"checkpoint.local.directory: cannot write {directory}: {error.strerror or error}") from error
-        return [node, *(self._server.address if self._server is not None else ("", 0))]
+            return [
+                node,
+                "",
+                0,
+                f"checkpoint.local.directory: cannot write {directory} on {socket.gethostname()}: {error.strerror or error}",
+            ]
+        return [node, *(self._server.address if self._server is not None else ("", 0)), ""]
 
     def _address(self, process: int) -> tuple[str, int]:
-        _, host, port = self._members[process]
+        _, host, port, _ = self._members[process]
         return str(host), int(port)
 
     def _scan(self) -> list[list[Any]]:
@@ -236,7 +253,11 @@ class LocalTier:
     def _delete_others(self, steps: Sequence[int]) -> None:
         """Delete all other parts on this node. No save is in flight: the next one begins after all processes have done this."""
         kept = {dirs.step_dir(Path(), step).name for step in steps}
-        for path in self._root.glob("process_*/step_*"):
+        try:
+            found = list(self._root.glob("process_*/step_*"))
+        except OSError:  # the file system is away
+            return
+        for path in found:
             if path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 

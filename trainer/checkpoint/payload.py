@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,6 +84,11 @@ def save_async(path: Path, state: Any) -> ocp.AsyncResponse[None]:
     """
     with _context():
         return ocp.save_async(path, raw_leaves(state))
+
+
+def waits_after_failure() -> bool:
+    """Return whether threads of Orbax are left of a failed save: they wait for each other for minutes, and would hold up the exit."""
+    return any(type(thread).__name__ == "_SignalingThread" for thread in threading.enumerate())
 
 
 def load(path: Path, abstract_state: Any) -> Any:

@@ -1,0 +1,335 @@
+"""A run under a seeded schedule of faults on the Slurm of these tests, and the prediction of its goodput by `ridge simulate`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ridgeline.planner.campaign import Campaign, Choice, Outcome
+from ridgeline.planner.campaign_trials import simulate
+from ridgeline.planner.failure_catalog import FailureClass
+from ridgeline.planner.policy import requeue_pause_s
+from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.events import event_file, read_last_events
+from ridgeline.rundir.goodput import Ledger, queue_waits, run_ledger
+from ridgeline.trainer.checkpoint import directories as dirs
+from tests.slurm import jobs
+from tests.trainer.storage_trouble import Trouble
+
+STEP_S, SAVE_EVERY, HANG_S, PHASE_S, WAIT_S = 0.2, 20, 8.0, 60.0, 5
+"""Seconds of a step (a pause), steps between saves, the watchdog's limits of a step and of other phases, and how long srun waits for the
+other ranks."""
+FAILURES = ("kill", "stop", "node down", "corrupt")
+"""Faults that end a start without a save."""
+KINDS = (*FAILURES, "preempt", "fill disk", "slow link")
+FULL_S, SLOW_S, SLOW_MS, NODE_AWAY_S = 4.0, 8.0, 5, 25.0
+TRIALS = 500
+
+
+@dataclass
+class Fault:
+    """A fault that was injected."""
+
+    kind: str
+    time_s: float
+    restart: int
+    step: int
+    """Last logged step at that time."""
+    recovered_s: float | None = None
+    """From the fault to the first step beyond it that counts; None: the run had ended."""
+    lost_steps: int = 0
+    """Steps that were repeated."""
+
+
+@dataclass
+class Sample:
+    """What the ranks hold at one time, and the disk. Bytes, and counts."""
+
+    restart: int
+    step: int
+    rss: list[int]
+    files: list[int]
+    threads: list[int]
+    disk: int
+
+
+@dataclass
+class Soak:
+    """A run of `steps` on a cluster that meets faults, none in its last steps. `control`: of the storage trouble of its ranks."""
+
+    slurm: Any
+    run: jobs.Run
+    control: Path
+    rng: random.Random
+    steps: int
+    faults: list[Fault] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    _returning: list[tuple[float, str]] = field(default_factory=list)
+    _saved: int = 0
+    _pids: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def step_now(self) -> tuple[int, int]:
+        """Return the current restart and its last logged step; step 0 before its first."""
+        events = read_last_events(event_file(self.run.directory, 0))
+        restart = events[-1].restart if events else -1
+        return restart, max((event.fields["step"] for event in events if event.kind == "step" and event.restart == restart), default=0)
+
+    def until_done(self, schedule: Iterator[tuple[float, str]], timeout_s: float) -> None:
+        """Inject each fault of (seconds in which the run could meet one, kind), until the job has ended."""
+        begin_s, due, exposed_s, before_s = time.time(), next(schedule), 0.0, time.time()
+        while (state := self.slurm.job_state(self.run.job)) != "COMPLETED":
+            assert state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "PREEMPTED", "NODE_FAIL", "REQUEUE_HOLD"), self.run.log[-4000:]
+            assert time.time() - begin_s < timeout_s, f"not within {timeout_s:.0f} s\n{self.run.log[-4000:]}"
+            self._bring_back()
+            restart, step = self.step_now()
+            pids = self._ranks(restart) if step else {}
+            if pids:
+                self._sample(restart, step, pids)
+            now_s = time.time()
+            if pids and self._has_saved() and step < self.steps - SAVE_EVERY // 2:
+                exposed_s += now_s - before_s
+                if exposed_s >= due[0]:
+                    self.inject(due[1])
+                    due = next(schedule)
+                    now_s = time.time()
+            before_s = now_s
+            time.sleep(0.5)
+        for name in [name for _, name in self._returning]:
+            self.slurm.start_node(name)
+
+    def inject(self, kind: str) -> None:
+        """Inject a fault now."""
+        restart, step = self.step_now()
+        self.faults.append(Fault(kind, time.time(), restart, step))
+        print(f"  {kind} at step {step} of start {restart + 1}", flush=True)
+        {
+            "kill": self._kill,
+            "stop": lambda: self._signal(signal.SIGSTOP),
+            "node down": self._node_down,
+            "corrupt": self._corrupt,
+            "preempt": self._preempt,
+            "fill disk": self._fill_disk,
+            "slow link": self._slow_link,
+        }[kind]()
+        if kind in FAILURES or kind == "preempt":
+            self._saved = self.run.saved()
+
+    def _ranks(self, restart: int) -> dict[int, int]:
+        """Return process -> pid of the current start while both live; {} otherwise."""
+        if restart not in self._pids:
+            self._pids = {restart: jobs.ranks(self.run)}
+        pids = self._pids[restart]
+        return pids if len(pids) == 2 and all(os.path.exists(f"/proc/{pid}") for pid in pids.values()) else {}
+
+    def _has_saved(self) -> bool:
+        """Whether there are two checkpoints, and one since the last interruption: five starts without a new one end a job."""
+        steps = dirs.complete_steps(self.run.directory / "checkpoints")
+        return len(steps) == 2 and steps[-1] > self._saved
+
+    def _signal(self, number: signal.Signals) -> None:
+        pids = jobs.ranks(self.run)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[self.rng.choice(sorted(pids))], number)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _node_down(self) -> None:
+        name = self.rng.choice(self.run.nodes())
+        self.slurm.stop_node(name)
+        self._returning.append((time.time() + NODE_AWAY_S, name))
+
+    def _bring_back(self) -> None:
+        for when_s, name in [one for one in self._returning if one[0] <= time.time()]:
+            self.slurm.start_node(name)
+            self._returning.remove((when_s, name))
+
+    def _corrupt(self) -> None:
+        """Flip a bit of the newest checkpoint, and kill a rank: the next start has to find it and take the one before."""
+        root = self.run.directory / "checkpoints"
+        files = [path for path in dirs.step_dir(root, dirs.complete_steps(root)[-1]).rglob("*") if path.is_file() and path.stat().st_size]
+        path = self.rng.choice(sorted(files))
+        content = bytearray(path.read_bytes())
+        content[self.rng.randrange(len(content))] ^= 1 << self.rng.randrange(8)
+        path.write_bytes(content)
+        self._kill()
+
+    def _preempt(self) -> None:
+        script = self.run.directory.parent / "urgent.sh"
+        script.write_text("#!/bin/bash\nsleep 1\n")
+        self.slurm.sbatch(script, "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null")
+
+    def _fill_disk(self) -> None:
+        """Fill the disk of the checkpoints until a save has failed."""
+        failed = self._failed_saves()
+        with self._trouble("full", [str(self.run.directory / "checkpoints")]):
+            self._until(lambda: self._failed_saves() > failed, 4 * SAVE_EVERY * STEP_S)
+
+    def _slow_link(self) -> None:
+        with self._trouble("slow", ["socket:"], SLOW_MS):
+            self._until(lambda: False, SLOW_S)
+
+    @contextlib.contextmanager
+    def _trouble(self, kind: str, prefixes: Sequence[str], delay_ms: int = 0) -> Iterator[None]:
+        trouble = Trouble(self.control)
+        trouble.begin(kind, [Path(prefix) for prefix in prefixes], delay_ms)
+        try:
+            yield
+        finally:
+            assert trouble.end(), f"{kind}: no system call met it"
+
+    def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        end_s = time.time() + timeout_s
+        while not condition() and time.time() < end_s and self.slurm.job_state(self.run.job) == "RUNNING":
+            time.sleep(0.3)
+
+    def _failed_saves(self) -> int:
+        return sum(event.kind == "checkpoint_failed" for event in self.run.events())
+
+    def _sample(self, restart: int, step: int, pids: Mapping[int, int]) -> None:
+        rss, files, threads = list[int](), list[int](), list[int]()
+        for pid in pids.values():
+            with contextlib.suppress(OSError, KeyError):
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                status = dict(line.split(":", 1) for line in lines if ":" in line)
+                rss.append(int(status["VmRSS"].split()[0]) * 1024)
+                threads.append(int(status["Threads"]))
+                files.append(len(os.listdir(f"/proc/{pid}/fd")))
+        if len(files) == 2:
+            disk = 0
+            for path in (self.run.directory / "checkpoints").rglob("*"):
+                with contextlib.suppress(OSError):
+                    disk += path.lstat().st_size
+            self.samples.append(Sample(restart, step, rss, files, threads, disk))
+
+    def settle(self) -> None:
+        """Fill in what each fault cost, from the event log."""
+        events = self.run.events()
+        for fault in self.faults:
+            later = [event for event in events if event.time_s > fault.time_s]
+            restored = [e for e in later if e.kind == "phase_end" and e.fields["phase"] == "restore" and e.fields["outcome"] == "ok"]
+            interrupted = fault.kind in FAILURES or fault.kind == "preempt"
+            made = max((e.fields["step"] for e in events if e.kind == "step" and e.restart == fault.restart), default=fault.step)
+            if interrupted and restored:
+                fault.lost_steps = max(0, made - restored[0].fields["step"])
+            beyond = [e for e in later if e.kind == "step" and e.fields["step"] > (made if interrupted else fault.step)]
+            fault.recovered_s = beyond[0].time_s - fault.time_s if beyond else None
+
+    def ledger(self) -> Ledger:
+        """Return the ledger of the run, its waits in the queue included."""
+        run = RunDir.open(self.run.directory)
+        return run_ledger(run.events, queue_waits(run, run.events))
+
+
+def poisson(rng: random.Random, gap_s: float, kinds: Sequence[str] = KINDS) -> Iterator[tuple[float, str]]:
+    """Yield faults without end: independent gaps, and kinds of which each comes once before one comes again."""
+    due_s, deck = 0.0, list[str]()
+    while True:
+        due_s += rng.expovariate(1 / gap_s)
+        deck = deck or rng.sample(kinds, len(kinds))
+        yield due_s, deck.pop()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds measured on a short run with one fault of some kinds: what a prediction needs."""
+
+    step_s: float
+    save_s: float
+    write_s: float
+    restore_s: float
+    startup_s: float
+    compile_s: float
+    detection_s: float
+    hang_s: float
+    requeue_s: float
+
+
+TYPICAL = Times(
+    step_s=0.205,
+    save_s=0.16,
+    write_s=0.44,
+    restore_s=0.05,
+    startup_s=9.3,
+    compile_s=1.4,
+    detection_s=5.0,
+    hang_s=33.0,
+    requeue_s=10.0,
+)
+"""Measured on two cores beside other tests; a sample of a few minutes is predicted from these."""
+
+
+def measure(soak: Soak) -> Times:
+    """Return the times of a run that met a kill, a stop, a lost node and a preemption, in this order."""
+    events, ledger = soak.run.events(), soak.ledger()
+    later = [piece for piece in ledger.stretches if piece.restart > 0]
+    starts = ledger.starts - 1
+
+    def per_start(category: str) -> float:
+        return sum(piece.duration_s for piece in later if piece.category == category) / starts
+
+    steps = [(e.restart, e.fields["step"], e.time_s) for e in events if e.kind == "step"]
+    gaps = [b[2] - a[2] for a, b in pairwise(steps) if a[0] == b[0]]
+    saved = [e.fields["total_s"] for e in events if e.kind == "checkpoint_saved"]
+    saves = sum(e.kind == "phase_start" and e.fields["phase"] == "save" for e in events)
+    ready_s = per_start("startup") + per_start("unexplained") + per_start("compile") + per_start("restore")
+    away_s = {}
+    for fault in soak.faults:  # until the next start of the job script
+        first_s = next(time_s for restart, _, time_s in steps if restart > fault.restart)
+        away_s[fault.kind] = first_s - fault.time_s - ready_s
+    pause_s = float(requeue_pause_s(1, 0.0))
+    requeue_s = min(away_s["preempt"], away_s["kill"] - pause_s, away_s["stop"] - pause_s, away_s["node down"] - pause_s)
+    found_s = 2 * away_s["kill"] + away_s["node down"] - 3 * (requeue_s + pause_s)  # a corrupted checkpoint is followed by a kill
+    beyond_s = away_s["preempt"] - requeue_s  # the simulation has one time of a requeue: what preemptions take longer counts elsewhere
+    return Times(
+        step_s=statistics.median(gaps),
+        save_s=ledger.seconds["checkpoint"] / saves,
+        write_s=statistics.median(saved),
+        restore_s=per_start("restore"),
+        startup_s=per_start("startup") + per_start("unexplained"),
+        compile_s=per_start("compile"),
+        detection_s=(found_s + beyond_s) / 3,
+        hang_s=away_s["stop"] - requeue_s - pause_s,
+        requeue_s=requeue_s,
+    )
+
+
+def predict(times: Times, steps: int, gap_s: float, seed: int) -> Outcome:
+    """Return what the simulation makes of a run of `steps` with a fault every `gap_s` on average.
+
+    Here a start is spared until its first save, and the clock of the faults stands still while a disk is full or a network slow. In the
+    simulation interruptions come at any time, so that time counts between them.
+    """
+    interruptions = len(FAILURES) + 1
+    spared_s = times.startup_s + times.compile_s + times.restore_s + SAVE_EVERY * times.step_s
+    between_s = spared_s + (len(KINDS) * gap_s + FULL_S + SLOW_S) / interruptions
+    per_hour = 3600 / between_s / interruptions
+    classes = tuple(
+        FailureClass(kind, "job", per_hour, "restart", "watchdog" if kind == "stop" else "exit", "the schedule") for kind in FAILURES
+    )
+    made = Campaign(
+        work_s=steps * times.step_s,
+        nodes=2,
+        devices_per_node=1,
+        classes=classes,
+        step_limit_s=times.hang_s,
+        save_s=times.save_s,
+        write_s={"shared": times.write_s, "local": 0.0},
+        restore_s={"shared": times.restore_s, "local": 0.0},
+        detection_s=times.detection_s,
+        requeue_s=times.requeue_s,
+        startup_s=times.startup_s,
+        compile_s=times.compile_s,
+        preemptions_per_s=per_hour / 3600,
+    )
+    [outcome] = simulate(made, [Choice(SAVE_EVERY * times.step_s, spares=0)], trials=TRIALS, seed=seed)
+    return outcome

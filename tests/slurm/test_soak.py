@@ -1,0 +1,155 @@
+"""A run under a seeded schedule of faults: bitwise the undisturbed run, its time explained, its resources flat, its goodput predicted.
+
+CI takes a short sample; `make soak MINUTES=240 SEED=7` a long one. Both print what each fault cost.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ridgeline.launch.exit_codes import DONE
+from tests.slurm import jobs, soak
+from tests.trainer import storage_trouble
+
+MINUTES, GAP_S = float(os.environ.get("SOAK_MINUTES", "1.5")), float(os.environ.get("SOAK_GAP_S", "20"))
+SEED = int(os.environ.get("SOAK_SEED", "0"))
+MEASURE_MINUTES, LONG_MINUTES = 5.0, 30.0
+"""From this length on the times of a prediction are measured first; it must hold from this length on: a short run has few faults."""
+MEASURED = [(40, "kill"), (90, "stop"), (140, "node down"), (190, "preempt"), (240, "")]
+"""Steps after which the run that is measured for the prediction meets its faults; its last step."""
+
+
+@pytest.mark.timeout(1500 + 600 * MINUTES)
+def test_a_run_under_faults_ends_bitwise_equal_explained_and_flat(slurm: Any, tmp_path: Path, corpus: Path, programs: Path) -> None:
+    seed = SEED or random.SystemRandom().randrange(10**6)
+    rng = random.Random(seed)
+    library = storage_trouble.build(tmp_path)
+
+    def start(name: str, steps: int) -> soak.Soak:
+        control = tmp_path / f"{name}.control"
+        env = storage_trouble.environment(library, control)
+        deadlines = [f"trainer.deadlines.{phase}={soak.PHASE_S}" for phase in ("startup_s", "compile_s", "save_s")]
+        overrides = [f"trainer.hang_timeout_s={soak.HANG_S}", *deadlines, f"checkpoint.every={soak.SAVE_EVERY}", "evaluation.every=0"]
+        cluster = [f"slurm.srun_options=[--wait={soak.WAIT_S}]", "slurm.max_restarts=100000"]
+        run = jobs.submit(
+            slurm,
+            tmp_path,
+            corpus,
+            name,
+            steps=steps,
+            overrides=overrides,
+            cluster=cluster,
+            programs=programs,
+            step_s=soak.STEP_S,
+            env=env,
+            minutes="2-00:00:00",
+        )
+        return soak.Soak(slurm, run, control, rng, steps)
+
+    times = soak.TYPICAL
+    if MINUTES >= MEASURE_MINUTES:
+        short = start("measured", MEASURED[-1][0])
+        for step, kind in MEASURED[:-1]:
+            slurm.until(lambda step=step: short.step_now()[1] >= step and len(jobs.ranks(short.run)) == 2, 400, f"step {step}")
+            short.inject(kind)
+        short.run.finishes()
+        slurm.clear()  # the lost node returns
+        times = soak.measure(short)
+    steps = max(150, round(MINUTES * 60 / (times.step_s + times.save_s / soak.SAVE_EVERY) / 2))
+    predicted = soak.predict(times, steps, GAP_S, seed)
+    low, middle, high = (float(np.percentile(predicted.goodput, q)) for q in (5, 50, 95))
+    print(f"\nseed {seed}: {steps} steps, a fault every {GAP_S:g} s; {times}")
+    print(f"predicted before the run: goodput {middle:.1%} (P5 {low:.1%}, P95 {high:.1%}), {np.median(predicted.wall_s) / 60:.1f} minutes")
+
+    long, begin_s = start("soak", steps), time.time()
+    long.until_done(soak.poisson(rng, GAP_S), timeout_s=600 + 6 * float(np.max(predicted.wall_s)))
+    took_s = time.time() - begin_s
+    long.settle()
+    ledger = long.ledger()
+    print(
+        f"measured: goodput {ledger.goodput:.1%}, {ledger.wall_s / 60:.1f} minutes, {ledger.starts} starts, {ledger.lost_steps} lost steps"
+    )
+    print("\n".join(table(long)))
+
+    undisturbed = jobs.submit(
+        slurm, tmp_path, corpus, "reference", steps=steps, programs=programs, overrides=[f"checkpoint.every={steps}", "evaluation.every=0"]
+    )
+    undisturbed.finishes()
+    jobs.assert_bitwise_equal(long.run.arrays(), undisturbed.arrays())
+    assert long.run.codes()[-1] == DONE
+    assert long.faults
+    explained(ledger, took_s)
+    flat(long)
+    if MINUTES >= LONG_MINUTES:
+        assert abs(ledger.goodput - middle) < 0.03
+
+
+def explained(ledger: Any, took_s: float) -> None:
+    """The categories sum to the wall time, which is what the job took, and nearly nothing is left over."""
+    assert abs(sum(ledger.seconds.values()) - ledger.wall_s) < 1e-3
+    assert abs(ledger.wall_s - took_s) < 10, (ledger.wall_s, took_s)
+    print("ledger: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in ledger.seconds.items() if seconds >= 0.05))
+    assert ledger.seconds["unexplained"] < 1.0 * ledger.starts
+
+
+def flat(run: soak.Soak) -> None:
+    """Later starts hold no more than earlier ones, and a long start no more than at its beginning. A failed save leaves waiting threads."""
+    by_start: dict[int, list[soak.Sample]] = {}
+    for sample in run.samples:
+        if sample.step > 5:
+            by_start.setdefault(sample.restart, []).append(sample)
+    filled = {fault.restart for fault in run.faults if fault.kind == "fill disk"}
+    quiet = [samples for restart, samples in sorted(by_start.items()) if restart not in filled]
+    for first, last in pairs(quiet):
+        assert max(last.files) <= max(first.files) + 8, (first, last)
+        assert max(last.threads) <= max(first.threads) + 8, (first, last)
+        assert max(last.rss) <= 1.1 * max(first.rss) + 32e6, (first, last)
+    sizes = [sample.disk for sample in run.samples]
+    assert max(sizes) < 10 * statistics.median(sizes)  # two checkpoints, the one in flight, and four set aside
+    ends = [samples[-1] for samples in quiet]
+    print(
+        f"resources of a rank: memory {max(max(s.rss) for s in ends) / 1e6:.0f} MB (least {min(max(s.rss) for s in ends) / 1e6:.0f}), "
+        f"files {min(max(s.files) for s in ends)} to {max(max(s.files) for s in ends)}, "
+        f"threads {min(max(s.threads) for s in ends)} to {max(max(s.threads) for s in ends)}; checkpoints {max(sizes) / 1e6:.1f} MB at most"
+    )
+
+
+def pairs(starts: list[list[soak.Sample]]) -> Iterator[tuple[soak.Sample, soak.Sample]]:
+    """Yield what to compare: the middle and the end of each start, and the ends of the first starts with that of each later one."""
+    for samples in starts:
+        yield samples[len(samples) // 2], samples[-1]
+    for samples in starts[2:]:
+        yield max((earlier[-1] for earlier in starts[:2]), key=lambda sample: max(sample.rss)), samples[-1]
+
+
+def table(run: soak.Soak) -> list[str]:
+    """Return the lines of what each kind of fault cost."""
+    lines = ["fault        injected  time to recover, s (median, most)  repeated steps (mean)"]
+    for kind in soak.KINDS:
+        mine = [fault for fault in run.faults if fault.kind == kind]
+        back = [fault.recovered_s for fault in mine if fault.recovered_s is not None]
+        if mine:
+            shown = f"{statistics.median(back):.1f}, {max(back):.1f}" if back else "at the end"
+            lost = statistics.mean(fault.lost_steps for fault in mine)
+            lines.append(f"{kind:<12} {len(mine):>8}  {shown:>34}  {lost:>21.1f}")
+    return lines
+
+
+def test_the_prediction_without_faults_is_the_time_of_steps_and_saves() -> None:
+    times, steps = soak.TYPICAL, 1000
+    outcome = soak.predict(times, steps, gap_s=1e12, seed=1)
+    work_s = steps * times.step_s
+    expected = work_s / (work_s + steps / soak.SAVE_EVERY * times.save_s + times.startup_s + times.compile_s + times.write_s)
+    assert np.ptp(outcome.goodput) == 0
+    assert abs(float(outcome.goodput[0]) - expected) < 0.01
+    disturbed = soak.predict(times, steps, gap_s=60.0, seed=1)
+    assert float(np.median(disturbed.goodput)) < expected - 0.1
