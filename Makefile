@@ -13,7 +13,7 @@ CLUSTERS ?= 3
 CORPUS := data/quickstart
 # Overrides for the quickstart run, e.g. `make quickstart ARGS="trainer.steps=100"`.
 ARGS   ?=
-INJECTIONS := tests/explain/test_diagnosis_runs.py
+INJECTIONS := tests/explain/test_diagnosis_runs.py tests/trainer/test_straggler_runs.py
 # Not in `make bench`: modules that others import, benchmarks of a GPU, one that needs a directory, and `make bench-memory`.
 BENCHMARKS := $(filter-out benchmarks/checkout.py benchmarks/handwritten% benchmarks/gpu% benchmarks/diagnosis_matrix.py benchmarks/plan_vs_compile.py,$(wildcard benchmarks/*.py))
 
@@ -70,7 +70,7 @@ quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the test suite (FULL=1: every case of the long tables, of which it draws some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore tests/s3 --ignore $(INJECTIONS) tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore tests/s3 $(addprefix --ignore=,$(INJECTIONS)) tests
 
 test-injections: $(VENV)/.installed-dev  ## every rule of the diagnosis on a real run with its fault planted, alone on the machine
 	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
@@ -100,7 +100,7 @@ test-newest:  ## a quick part of the suite on the newest Python found, with the 
 	fi
 
 # What failed last, alone and one after another: real processes, browsers and clusters on a busy machine sometimes miss a deadline.
-test-again: AGAIN := --ignore tests/slurm --ignore tests/s3 --ignore $(INJECTIONS) tests
+test-again: AGAIN := --ignore tests/slurm --ignore tests/s3 $(addprefix --ignore=,$(INJECTIONS)) tests
 test-slurm-again: AGAIN := tests/slurm
 test-injections-again: AGAIN := $(INJECTIONS)
 test-again test-slurm-again test-injections-again: $(VENV)/.installed-dev

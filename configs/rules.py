@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ridgeline.configs import plugins
 from ridgeline.configs.choices import CHOICES, PLUGIN_GROUPS, allowed_names
 from ridgeline.configs.context import context_problems
+from ridgeline.configs.corruption import corruption_rules
 from ridgeline.configs.curriculum import curriculum_rules
 from ridgeline.configs.errors import UserError, first_of, unknown_name
 from ridgeline.configs.mesh import resolve_sizes, smaller_meshes
@@ -58,6 +59,7 @@ def check_config(config: Config) -> list[Problem]:
         *curriculum_rules(config),
         *_evaluation(config),
         *_runtime(config),
+        *corruption_rules(config),
     ]
 
 

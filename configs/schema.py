@@ -442,6 +442,22 @@ class ProfilerConfig(Section):
     """Steps per capture."""
 
 
+class CorruptionCheckConfig(Section):
+    """Detection of silent data corruption: wrong bits in memory or computations (docs/guides/faulty-devices.md)."""
+
+    every: NonNegativeInt = 0
+    """Steps between checks; 0: none. Each check replays a step and compares both results bitwise, and compares the copies of replicated
+    arrays. It needs host memory for the state of the process's devices, and on GPUs runtime.deterministic. Off by default: a check costs
+    one more step and two copies of the state over PCIe."""
+
+
+class StragglersConfig(Section):
+    """Detection of ranks that compute more slowly than the others (docs/guides/faulty-devices.md)."""
+
+    threshold: PositiveFloat | None = 0.1
+    """Own compute time of a rank beyond that of the others from which it is named; null: never."""
+
+
 class ElasticConfig(Section):
     """Going on with fewer nodes, and spare nodes, in jobs of `ridge submit`."""
 
@@ -525,6 +541,10 @@ class Config(Section):
     """Where metrics are written."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Capture of XLA profiles."""
+    corruption_check: CorruptionCheckConfig = CorruptionCheckConfig()
+    """Detection of silent data corruption; off unless corruption_check.every is set."""
+    stragglers: StragglersConfig = StragglersConfig()
+    """Detection of slow ranks."""
     elastic: ElasticConfig = ElasticConfig()
     """Fewer nodes after failures, and spare nodes."""
     runtime: RuntimeConfig = RuntimeConfig()

@@ -29,6 +29,7 @@ COLORS = {
     "data_wait": "#d62728",
     "evaluation": "#1f77b4",
     "save": "#ff7f0e",
+    "check": "#bcbd22",
     "profile": "#7f4f24",
     "teardown": "#5f6b7a",
 }

@@ -20,6 +20,8 @@ PREEMPTED = 75
 """Stopped by SIGTERM after saving: run the same command again to continue."""
 TAKEN_OVER = 76
 """Another start took the run directory over: this one wrote nothing more."""
+CORRUPTION = 77
+"""Silent data corruption was found; the nodes of the named devices are in bad_nodes and excluded from the next start."""
 INTERRUPTED = 130
 """Stopped by Ctrl-C after saving: run the same command again to continue."""
 
@@ -34,6 +36,7 @@ _MEANINGS = {
     SAVE_FAILURE: "checkpoints could not be written",
     PREEMPTED: "preempted: saved after SIGTERM; requeued",
     TAKEN_OVER: "taken over: another start writes the run directory",
+    CORRUPTION: "silent data corruption: node of the named device excluded; requeued",
     INTERRUPTED: "interrupted: saved after Ctrl-C",
 }
 

@@ -66,6 +66,12 @@ class ClockWatch:
             self._changed.notify()
             return device_metrics(self._newest)
 
+    @property
+    def newest(self) -> list[DeviceState]:
+        """The states at the newest sample, by local device; of CPUs one for all."""
+        with self._changed:
+            return list(self._newest)
+
     def close(self) -> None:
         """Take the requested sample and end the thread."""
         with self._changed:

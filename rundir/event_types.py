@@ -24,6 +24,7 @@ PHASES = (
     "data_wait",
     "evaluation",
     "save",
+    "check",
     "profile",
     "teardown",
 )

@@ -30,6 +30,7 @@ CATEGORIES = {
     "data_wait": "The loop waiting for the loader.",
     "evaluation": "Evaluation sets.",
     "checkpoint": "The loop waiting for saves.",
+    "check": "Replayed steps and comparisons of corruption_check.",
     "profile": "Starting, stopping and writing a capture.",
     "lost": "Steps that a later start repeated, or that were never saved, with evaluation and data waiting between them.",
     "hang": "From the last progress to the watchdog's abort.",
@@ -50,11 +51,12 @@ OF_PHASE = {
     "data_wait": "data_wait",
     "evaluation": "evaluation",
     "save": "checkpoint",
+    "check": "check",
     "profile": "profile",
     "teardown": "teardown",
 }
 """Phase of the event log -> category."""
-_REDONE = frozenset({"productive", "data_wait", "evaluation", "profile"})
+_REDONE = frozenset({"productive", "data_wait", "evaluation", "check", "profile"})
 """Categories that become `lost` when a later start resumes from before them."""
 _TOLERANCE_S = 1e-6
 

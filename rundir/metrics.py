@@ -136,6 +136,10 @@ METRICS: dict[str, Metric] = {
     "train_goodput/usd": Metric("USD", "Cost so far: wall time of all devices at the price of the cluster the run was submitted to."),
     **{f"train_startup/{name}_s": Metric("s", f"Of this start: {text}") for name, text in STARTUP_PARTS.items()},
     "train_startup/total_s": Metric("s", "From the start of the process to the end of the first step; the parts sum to it. Written once."),
+    "train_straggler/excess": Metric(
+        "fraction", "Own compute time of the slowest rank beyond the median of the others, median of the newest steps; 0: none is slower."
+    ),
+    "train_straggler/wait_s": Metric("s", "Time per step that the others wait for the slowest rank, estimated from that."),
     "train_save/blocking_s": Metric("s", "Time the training loop waited for a save."),
     "train_save/failures": Metric("saves", "Saves that failed so far."),
     "eval/<set>/loss": Metric("nats/token", "Mean cross-entropy over the target tokens of the set; of preference pairs, their mean loss."),

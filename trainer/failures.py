@@ -24,6 +24,10 @@ class NumericalFailure(Exception):
     """Steps of the complete checkpoints in ascending order; a restart takes the last."""
 
 
+class CorruptionFound(Exception):
+    """Digests of state or gradient disagree: a device computes or stores wrong bits. The message names it."""
+
+
 class CheckpointError(RuntimeError):
     """Checkpoints could not be saved or loaded, and continuing would lose work. Earlier checkpoints are intact."""
 

@@ -21,9 +21,10 @@ from ridgeline.models.parallelize import parallelize
 from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
+from ridgeline.trainer.digests import StepDigests
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.schedules import build_schedule
-from ridgeline.trainer.state import ModelSpec, TrainState, abstract_state, init_program, model_spec
+from ridgeline.trainer.state import ModelSpec, TrainState, abstract_gradient, abstract_state, init_program, model_spec
 from ridgeline.trainer.step import make_evaluation_step, make_log_prob_step, make_train_step
 
 
@@ -45,6 +46,8 @@ class Prepared:
     """jit of the log-probabilities of rows by the reference of preference pairs."""
     make_state: Any
     """jit of () -> the state of step 0."""
+    digests: StepDigests | None = None
+    """The digests that the train step returns; None: none."""
 
 
 def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: NodeOf = node_of) -> Prepared:
@@ -64,7 +67,11 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
     optimizer = build_optimizer(config.optimizer, config.precision, spec.trained_axes, partitioner, config.model.width_ratio)
     schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
     abstract = abstract_state(config, spec, optimizer, partitioner)
-    step = make_train_step(spec, config, optimizer, schedule, partitioner)
+    digests = None
+    if config.corruption_check.every:
+        check_repeatable(config, devices[0])
+        digests = StepDigests.of(mesh, abstract, abstract_gradient(spec, partitioner))
+    step = make_train_step(spec, config, optimizer, schedule, partitioner, digests)
     return Prepared(
         mesh=mesh,
         partitioner=partitioner,
@@ -75,7 +82,14 @@ def prepare(config: Config, devices: Sequence[jax.Device] | None = None, node: N
         evaluation_step=jax.jit(make_evaluation_step(spec, config, partitioner)),
         log_prob_step=jax.jit(make_log_prob_step(spec, config, partitioner)),
         make_state=init_program(config, spec, optimizer, abstract),
+        digests=digests,
     )
+
+
+def check_repeatable(config: Config, device: jax.Device) -> None:
+    """Raise UserError where a step repeated on the same device may differ, so that corruption_check would report healthy devices."""
+    if device.platform == "gpu" and not config.runtime.deterministic:
+        raise UserError("corruption_check.every: steps on GPUs are bitwise repeatable only with runtime.deterministic=true; set it")
 
 
 def check_data(config: Config) -> TokenizerInfo:

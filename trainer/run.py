@@ -47,8 +47,9 @@ from ridgeline.trainer.checkpoint.copies import Copies
 from ridgeline.trainer.checkpoint.finite import all_finite
 from ridgeline.trainer.checkpoint.integrity import sha256_file
 from ridgeline.trainer.checkpoint.local_tier import LocalTier
+from ridgeline.trainer.corruption import CorruptionCheck
 from ridgeline.trainer.evaluation import Evaluator
-from ridgeline.trainer.failures import CheckpointError, Link, NumericalFailure, lost_peer
+from ridgeline.trainer.failures import CheckpointError, CorruptionFound, Link, NumericalFailure, lost_peer
 from ridgeline.trainer.hang_report import read_position, report_text
 from ridgeline.trainer.hooks import CompilationStep, Evaluation, Heartbeat, MetricLog, NonFiniteSteps, Profiling, Saving
 from ridgeline.trainer.loop import Hook, Loader, Loop, Outcome
@@ -61,6 +62,7 @@ from ridgeline.trainer.start import StartedRun, check_restored, check_start, com
 from ridgeline.trainer.state import TrainState
 from ridgeline.trainer.step import abstract_batch, local_rows, param_norm, to_global
 from ridgeline.trainer.stop import GracePeriod, Stop, StopRequested, in_thread, last_write_s
+from ridgeline.trainer.stragglers import Probe, Stragglers
 from ridgeline.trainer.text_evaluation import Sampler, TaskEvaluation, TextModel
 from ridgeline.trainer.watchdog import HANG_EXIT_CODE, Watchdog
 
@@ -96,6 +98,7 @@ def train(
     Raises:
       UserError: bad input.
       NumericalFailure: the run cannot continue; `.steps` are the saved steps.
+      CorruptionFound: silent data corruption; the message names the device.
       CheckpointError: checkpoints cannot be saved or loaded.
       StopRequested: a stop was requested before the first step. Nothing needs saving, but threads may be working: exit by `os._exit`.
     """
@@ -135,7 +138,7 @@ def train(
             config, parts, texts, run, tokenizer, events, progress, stop, end, grace_s, analyze, from_step, link
         ).run_to_end()
     except BaseException as error:
-        expected = isinstance(error, UserError | NumericalFailure | CheckpointError | StopRequested)
+        expected = isinstance(error, UserError | NumericalFailure | CorruptionFound | CheckpointError | StopRequested)
         progress.record(f"stopped: {error}" if expected else "".join(traceback.format_exception(error)).rstrip())
         raise
     finally:
@@ -422,7 +425,22 @@ class _Session:
         exchange = exchange_method(self.config.model.moe, self.config.compute.experts, self.parts.mesh.shape)
         return (f", {method} over context" if method else "") + (f"; experts: {exchange} over expert" if exchange else "")
 
-    def _hooks(self, monitoring: Monitoring) -> list[Hook]:
+    def _corruption_check(self, train_step: Program, start_step: int, monitoring: Monitoring) -> CorruptionCheck | None:
+        if self.parts.digests is None:
+            return None
+        every = self.config.corruption_check.every
+        return CorruptionCheck(every, self.parts.digests, train_step, self.checkpointer, monitoring.recorder, self.run.path, start_step)
+
+    def _stragglers(self, monitoring: Monitoring) -> list[Hook]:
+        """Return the hook that names slow ranks, where there is more than one rank to compare."""
+        gpu, local = self.parts.mesh.devices.flat[0].platform == "gpu", jax.local_devices()
+        threshold, ranks = self.config.stragglers.threshold, len(jax.devices()) if gpu else jax.process_count()
+        if threshold is None or ranks == 1:
+            return []
+        probe = Probe(local) if gpu else None
+        return [Stragglers(threshold, monitoring.recorder, monitoring.clocks, probe, f"{self.run.id}.{self.run.restart}")]
+
+    def _hooks(self, monitoring: Monitoring, corruption: CorruptionCheck | None) -> list[Hook]:
         """Return everything that reacts to steps, in the order in which the loop calls it."""
         config, recorder = self.config, monitoring.recorder
         step, pair_step = (self.compiler.program(self.parts.evaluation_step, name) for name in ("evaluation_step", "pair_evaluation_step"))
@@ -437,6 +455,8 @@ class _Session:
             Heartbeat(self.watchdog, self.progress),
             nonfinite,
             monitoring.spikes,
+            *self._stragglers(monitoring),
+            *([] if corruption is None else [corruption]),
             MetricLog(config, recorder, monitoring.goodput, monitoring.startup, monitoring.clocks, monitoring.spikes),
             Evaluation(config, evaluator, recorder, self.stop, self.watchdog),
             TaskEvaluation(config, self.texts, recorder, self.watchdog, self.compiler),
@@ -451,16 +471,17 @@ class _Session:
         monitoring = Monitoring.begin(
             self.config, self.parts.mesh, self.run, self.events, self.progress, start_step, train_step.as_text, self.analyze
         )
+        corruption = self._corruption_check(train_step, start_step, monitoring)
         self.loop = Loop(
             config=self.config.trainer,
-            train_step=train_step,
+            train_step=train_step if corruption is None else corruption.step,
             param_norm=norm,
             put=lambda rows: to_global(rows, self.parts.partitioner),
             loader=loader,
             stop=self.stop,
             events=self.events,
             timer=monitoring.recorder.timer,
-            hooks=self._hooks(monitoring),
+            hooks=self._hooks(monitoring, corruption),
         )
         self.compiler.start()
         self.watchdog.step(None)

@@ -131,6 +131,16 @@ def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTra
     return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
 
 
+def abstract_gradient(spec: ModelSpec, partitioner: Partitioner) -> Tree:
+    """Return shapes and shardings of the gradient of the trained parameters, as the step reduces it."""
+    params, of_state = spec.split(spec.abstract_params)[0], partitioner.of_state
+
+    def leaf(param: Any, axes: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=of_state.sharding(axes, param.shape, "gradient"))
+
+    return jax.tree.map(leaf, params, spec.trained_axes)
+
+
 def init_program(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> Any:
     """Return the jitted () -> state of step 0. The arrays are created sharded: no host or device ever holds the whole model."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -29,6 +29,7 @@ from ridgeline.models.moe.router import RouterTotals, balanced_bias
 from ridgeline.models.policy import PolicySums, policy_of
 from ridgeline.models.preference import REFERENCE, PreferenceSums, count_pairs, preference_of
 from ridgeline.sharding.partition import Partitioner
+from ridgeline.trainer.digests import DIGESTS, StepDigests
 from ridgeline.trainer.low_precision import apply_updates
 from ridgeline.trainer.pipeline import pipeline_gradient, pipeline_sums
 from ridgeline.trainer.state import ModelSpec, TrainState, Tree
@@ -130,9 +131,17 @@ def make_log_prob_step(spec: ModelSpec, config: Config, partitioner: Partitioner
 
 
 def make_train_step(
-    spec: ModelSpec, config: Config, optimizer: optax.GradientTransformation, schedule: Schedule, partitioner: Partitioner
+    spec: ModelSpec,
+    config: Config,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    partitioner: Partitioner,
+    digests: StepDigests | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Return the pure step (state, batch [B, T]) -> (state, scalar metrics); the caller jits it and donates the state."""
+    """Return the pure step (state, batch [B, T]) -> (state, scalar metrics); the caller jits it and donates the state.
+
+    digests: adds the digests of state and gradient to the metrics, uint32 [devices, arrays] (trainer/digests.py).
+    """
     gradient, of_state = _make_gradient(spec, config, partitioner), partitioner.of_state
     rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
 
@@ -145,6 +154,8 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             good = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+            if digests is not None:
+                state, found = digests.before_update(state, grads, grad_norm)
             if config.optimizer.skip_norm is not None:
                 good &= grad_norm <= config.optimizer.skip_norm
             if config.optimizer.clip_norm is not None:
@@ -183,6 +194,7 @@ def make_train_step(
             "weight": weight,
             "skipped": new_state.skipped,
             "bad_in_a_row": new_state.bad_in_a_row,
+            **({} if digests is None else {DIGESTS: digests.after_update(found, new_state)}),
         }
         return new_state, metrics
 

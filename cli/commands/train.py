@@ -58,7 +58,7 @@ def train(
         loading_s = time.monotonic()
         from ridgeline.api import start_facts
         from ridgeline.explain.trace.background import start as start_analysis
-        from ridgeline.trainer.failures import CheckpointError, NumericalFailure, lost_peer
+        from ridgeline.trainer.failures import CheckpointError, CorruptionFound, NumericalFailure, lost_peer
         from ridgeline.trainer.run import train as run_training
 
         loaded_s = time.monotonic()
@@ -80,6 +80,9 @@ def train(
         except NumericalFailure as error:
             click.echo(f"ridge: stopped: {error}; {_how_to_continue(config, error.steps)}", err=True)
             _end(exit_codes.NUMERICAL_FAILURE, here, link)
+        except CorruptionFound as error:
+            click.echo(f"ridge: stopped: {error}", err=True)
+            _end(exit_codes.CORRUPTION, here, link)
         except CheckpointError as error:
             if (why := lost_peer(error, here.processes)) is not None:  # a save can fail because a peer died, not because of the disk
                 link.end_process(why)

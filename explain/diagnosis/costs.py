@@ -16,6 +16,7 @@ _OF_CATEGORY = {
     "data_wait": "waiting for input data",
     "evaluation": "evaluation",
     "checkpoint": "saves",
+    "check": "corruption checks",
     "profile": "profiling",
     "lost": "repeated steps",
     "hang": "hangs",

@@ -19,6 +19,7 @@ CATEGORY_COLORS = {
     "data_wait": "#d62728",
     "evaluation": "#1f77b4",
     "checkpoint": "#ff7f0e",
+    "check": "#bcbd22",
     "profile": "#7f4f24",
     "lost": "#8b0000",
     "hang": "#000000",

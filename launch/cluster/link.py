@@ -47,6 +47,7 @@ TOGETHER = (
     exit_codes.SAVE_FAILURE,
     exit_codes.PREEMPTED,
     exit_codes.TAKEN_OVER,
+    exit_codes.CORRUPTION,
     exit_codes.INTERRUPTED,
 )
 """Exit codes on which all processes agree: one that leaves with them is followed by the others."""

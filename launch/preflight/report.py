@@ -13,11 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ridgeline.configs.files import read_limited
 from ridgeline.launch.preflight.checks import Check, Verdict
+from ridgeline.rundir.bad_nodes import add_bad_nodes
 from ridgeline.rundir.jsonl import LineFile, dump_json
 
-BAD_NODES = "bad_nodes"
 LOG = "doctor.jsonl"
 FULL_TABLES = 8
 """With more nodes only those with warnings or failures get a table; all are in doctor.jsonl."""
@@ -110,17 +109,4 @@ def write(report: Report, run_dir: Path, now: datetime, *, restart: int) -> None
         log.append(json.dumps({"time": stamp, "restart": restart, "kind": "verdict", **summary}).encode() + b"\n")
     finally:
         log.close()
-    if report.unfit:
-        bad = LineFile(run_dir / BAD_NODES)
-        try:
-            for node, why in report.unfit.items():
-                bad.append(f"{node} {stamp} {' '.join(why.split())}\n".encode())
-        finally:
-            bad.close()
-
-
-def read_bad_nodes(run_dir: Path) -> dict[str, str]:
-    """Return node -> reason (the newest) of a run directory's bad_nodes; empty without one."""
-    path = run_dir / BAD_NODES
-    lines = read_limited(path).decode(errors="replace").splitlines() if path.exists() else []
-    return {parts[0]: parts[2] for line in lines if len(parts := line.split(" ", 2)) == 3}
+    add_bad_nodes(run_dir, report.unfit, now)

@@ -254,7 +254,7 @@ def _supervise(job: Job, stages: Sequence[str]) -> str:
     """Return the end of a script: run the stages, then exit or requeue by their exit code and the job's state in Slurm."""
     slurm, elastic = job.cluster.slurm, job.elastic
     final = (exit_codes.USAGE, exit_codes.NUMERICAL_FAILURE, exit_codes.SAVE_FAILURE, exit_codes.TAKEN_OVER, exit_codes.INTERRUPTED)
-    lost = (exit_codes.HANG, exit_codes.LOST_PEER, exit_codes.BAD_NODE)
+    lost = (exit_codes.HANG, exit_codes.LOST_PEER, exit_codes.BAD_NODE, exit_codes.CORRUPTION)
     blanks = {
         "exit_codes": "\n".join(f"#   {line}" for line in exit_codes.table()),
         "grace_s": slurm.signal_grace_s,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ridgeline.configs.errors import UserError
-from ridgeline.launch.preflight.report import read_bad_nodes
 from ridgeline.launch.trials.failure import failure_reason
 from ridgeline.launch.trials.sweep_file import load_sweep
 from ridgeline.loaders.prepare_state import State
 from ridgeline.loaders.shard_work import read_result
+from ridgeline.rundir.bad_nodes import read_bad_nodes
 from ridgeline.rundir.events import read_events
 from ridgeline.rundir.jsonl import LineFile
 from ridgeline.rundir.lease import Holder, live_holder

@@ -17,7 +17,7 @@ import pytest
 
 from ridgeline.cli.main import run
 from ridgeline.launch.exit_codes import BAD_NODE, DONE, LOST_PEER, PREEMPTED, USAGE
-from ridgeline.launch.preflight.report import read_bad_nodes
+from ridgeline.rundir.bad_nodes import read_bad_nodes
 
 RIDGE = Path(sys.executable).with_name("ridge")
 CPUS = """\

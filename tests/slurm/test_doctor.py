@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.launch.exit_codes import BAD_NODE
-from ridgeline.launch.preflight.report import read_bad_nodes
+from ridgeline.rundir.bad_nodes import read_bad_nodes
 
 RIDGE = Path(sys.executable).with_name("ridge")
 NODES = ("node01", "node02", "node03", "node04")

@@ -61,6 +61,7 @@ train() {
 #    74  checkpoints could not be written
 #    75  preempted: saved after SIGTERM; requeued
 #    76  taken over: another start writes the run directory
+#    77  silent data corruption: node of the named device excluded; requeued
 #   130  interrupted: saved after Ctrl-C
 export RIDGE_GRACE_S=300
 RIDGE_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
@@ -90,7 +91,7 @@ case "$CODE" in
     2|70|74|76|130) log "exit code $CODE, not requeued: a restart would fail again"; exit "$CODE" ;;
     75) log "saved and stopped after SIGTERM" ;;
     143) log "stopped by SIGTERM during start-up" ;;
-    71|72|73) log "exit code $CODE" ;;
+    71|72|73|77) log "exit code $CODE" ;;
     *) log "exit code $CODE: a rank or a node was lost" ;;
 esac
 # Slurm requeues the job of a lost node while this script may live on there: to requeue again would end the new start.

@@ -1,0 +1,126 @@
+"""Naming slow ranks: the statistic on drawn and recorded times, the clocks, and what is reported."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ridgeline.rundir.device_state import DeviceState
+from ridgeline.rundir.events import EventLog, read_events
+from ridgeline.trainer.stragglers import PUBLISH_EVERY, WINDOW, ComputeClock, Probe, Stragglers, excesses, slow_ranks, state_text
+
+THRESHOLD, START = 0.1, 30
+RECORDED = Path(__file__).with_name("own_times.json")
+"""Own times in ms of two processes that train one small model on two shared cores of a loaded machine (load 8 to 10), neither slowed."""
+
+
+def names(series: dict[str, np.ndarray]) -> list[tuple[int, set[str]]]:
+    """Return step -> slow ranks, at each step at which process 0 compares."""
+    found = []
+    for step in range(PUBLISH_EVERY, len(next(iter(series.values()))) + 1, PUBLISH_EVERY):
+        times = {name: dict(enumerate(map(float, own[:step]))) for name, own in series.items()}
+        found.append((step, set(slow_ranks(excesses(times, WINDOW), THRESHOLD))))
+    return found
+
+
+def drawn(seed: int, steps: int, noise: float) -> dict[str, np.ndarray]:
+    """Return times of 2 to 16 ranks: steps that differ for all ranks alike, and noise of each rank."""
+    source = np.random.default_rng(seed)
+    usual = source.uniform(0.05, 2) * np.exp(source.normal(0, 0.2, steps))
+    return {f"process {i}": usual * np.exp(source.normal(0, noise, steps)) for i in range(source.integers(2, 17))}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_slowed_by_10_to_16_per_cent_is_named_within_20_steps_and_no_other(seed: int) -> None:
+    source = np.random.default_rng(100 + seed)
+    series, slow = drawn(seed, START + 30, source.uniform(0, 0.03)), source.uniform(1.1, 1.16)
+    series["process 1"][START:] *= slow
+    found = names(series)
+    assert not set.union(*(ranks for step, ranks in found if step <= START))
+    assert {"process 1"} == set.union(*(ranks for step, ranks in found if step <= START + 20))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_rank_is_named_without_cause_in_300_steps(seed: int) -> None:
+    series = drawn(seed, 300, np.random.default_rng(seed).uniform(0, 0.05))
+    series["process 0"][::50] *= 3  # slow steps now and then, as those of log lines and saves
+    assert not set.union(*(ranks for _, ranks in names(series)))
+
+
+def test_recorded_noise_names_no_rank() -> None:
+    recorded = {name: np.array(own) for name, own in json.loads(RECORDED.read_text()).items()}
+    assert all(len(own) > 100 for own in recorded.values())
+    assert not set.union(*(ranks for _, ranks in names(recorded)))
+    recorded["process 1"][START:] *= 1.5
+    assert {"process 1"} in [ranks for step, ranks in names(recorded) if step <= START + 20]
+
+
+def test_ranks_are_compared_at_the_steps_that_all_have() -> None:
+    own = dict.fromkeys(range(40), 1.0)
+    assert excesses({"a": own}, 5) == {}
+    assert excesses({"a": own, "b": dict.fromkeys(range(36, 44), 2.0)}, 5) == {}
+    found = excesses({"a": own, "b": dict.fromkeys(range(35, 44), 2.0), "c": own}, 5)
+    assert found == {"a": pytest.approx([-1 / 3] * 5), "b": [1.0] * 5, "c": pytest.approx([-1 / 3] * 5)}
+
+
+def test_computing_counts_and_waiting_does_not() -> None:
+    def compute() -> None:
+        start_s = time.thread_time()
+        while time.thread_time() - start_s < 0.2:
+            pass
+
+    clock = ComputeClock()
+    start_s = clock()
+    compute()
+    own_s = clock() - start_s
+    assert own_s >= 0.19
+    other = threading.Thread(target=compute)  # as the thread of gloo, which polls
+    other.start()
+    other.join()
+    assert clock() - start_s < own_s + 0.1
+    x = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))(np.full((600, 600), 1 / 600, np.float32))
+    before_s = clock()
+    jax.block_until_ready(jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))(x))
+    assert clock() > before_s
+
+
+def test_the_probe_times_every_local_device() -> None:
+    times = Probe(jax.local_devices(), dim=32).times()
+    assert len(times) == 8 and min(times) > 0
+
+
+def test_a_slow_rank_is_reported_once_with_its_node_and_state_and_again_when_it_has_recovered(tmp_path: Path) -> None:
+    notes: list[str] = []
+    log = EventLog(tmp_path / "events.0.jsonl", 0, run="r", restart=0)
+    recorder: Any = SimpleNamespace(events=log, progress=SimpleNamespace(note=notes.append), timer=None, writer=None)
+    hook = Stragglers(THRESHOLD, recorder, SimpleNamespace(newest=[]), None, "r.0")  # type: ignore[arg-type]
+    state = state_text(DeviceState("gpu:0", clock_mhz=1290, rated_mhz=1980, temperature_c=88, reasons=("hardware thermal slowdown",)))
+
+    def published(share: float) -> list[dict[str, Any]]:
+        own = {process: [[step, [0.5 * (1 + share * (process == 2))]] for step in range(WINDOW)] for process in range(4)}
+        return [{"process": process, "node": f"node0{process}", "own": own[process], "states": [state]} for process in own]
+
+    hook._step_s = 0.56
+    for step, share in ((18, 0.0), (21, 0.12), (24, 0.12), (27, 0.06), (30, 0.0)):
+        hook._compare(step, published(share))
+    hook.close(30)
+    log.close()
+    found = [(event.kind, event.fields) for event in read_events(tmp_path / "events.0.jsonl") if event.kind.startswith("straggler")]
+    assert [(kind, fields["step"], fields["rank"]) for kind, fields in found] == [
+        ("straggler", 21, "process 2"),
+        ("straggler_end", 30, "process 2"),
+    ]
+    assert found[0][1] | {"node": "node02", "excess": pytest.approx(0.12), "wait_s": pytest.approx(0.06)} == found[0][1]
+    assert notes == [
+        "step 21: straggler: process 2 (node node02) computes 12% longer than the others, 1290 MHz of 1980, 88 °C, hardware thermal "
+        "slowdown; they wait about 60 ms per step",
+        "step 30: process 2 is no longer slower than the others",
+    ]

@@ -1,0 +1,258 @@
+"""Names ranks that compute more slowly than the others while the run trains (docs/guides/faulty-devices.md).
+
+Ranks take their steps together, so that the step time is equal on all of them. What differs is the time that a rank computes itself:
+
+* on CPUs, the CPU time per step of XLA's compute threads and of the main thread. Not of the process: gloo polls while it waits;
+* on GPUs, the time of a small program without collectives, on each device, before every second step.
+
+Each process publishes its newest times in JAX's coordination service (a key per process, from a thread); process 0 compares them. There is
+no collective and no wait for another process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ridgeline.observe.clocks import ClockWatch
+from ridgeline.rundir.device_state import DeviceState
+from ridgeline.trainer.agreement import coordination_client
+from ridgeline.trainer.hooks import Recorder
+from ridgeline.trainer.loop import Hook, StepResult
+
+EVENT, END_EVENT = "straggler", "straggler_end"
+WINDOW = 15
+"""Newest times of a rank that are compared; of the program on GPUs, which runs before every PROBE_EVERY-th step, half as many."""
+PUBLISH_EVERY, PROBE_EVERY = 3, 2
+NAMED_SHARE, ENDED_SHARE = 0.8, 0.5
+"""A rank is named from this part of the threshold on, so that one exactly at the threshold is named in spite of noise; it is no longer slow
+below the other part."""
+ERRORS = 4.0
+"""The median excess must be this many times its standard error above 0: noise does not name a rank."""
+PROBE_DIM, PROBE_REPEATS = 2048, 8
+Times = Mapping[str, Mapping[int, float]]
+"""Rank -> step -> its own time in seconds."""
+
+
+def excesses(times: Times, window: int) -> dict[str, list[float]]:
+    """Return, for each rank, its own time over the median of the others minus 1, at the newest `window` steps that all ranks have.
+
+    Empty where there are fewer such steps, or a single rank. The median of the others, at the same step, cancels what changes for all.
+    """
+    common = sorted(set.intersection(*(set(own) for own in times.values()))) if times else []
+    if len(times) < 2 or len(common) < window:
+        return {}
+    names, steps = list(times), common[-window:]
+    own = np.array([[times[name][step] for step in steps] for name in names])
+    found = {}
+    for index, name in enumerate(names):
+        others = np.median(np.delete(own, index, 0), 0)
+        found[name] = [float(x) for x in own[index] / np.maximum(others, 1e-9) - 1]
+    return found
+
+
+def slow_ranks(found: Mapping[str, Sequence[float]], threshold: float) -> dict[str, float]:
+    """Return rank -> median excess of those that are slower than the others by about `threshold` or more.
+
+    The standard error of the median is that of normal noise with the same median absolute deviation: 1.2533 * 1.4826 * MAD / sqrt(n).
+    """
+    slow = {}
+    for name, values in found.items():
+        median = float(np.median(values))
+        error = 1.2533 * 1.4826 * float(np.median(np.abs(np.array(values) - median))) / math.sqrt(len(values))
+        if median >= NAMED_SHARE * threshold and median >= ERRORS * error:
+            slow[name] = median
+    return slow
+
+
+class Probe:
+    """A program without collectives on each local device: its time is the speed of that device."""
+
+    def __init__(self, devices: Sequence[Any], dim: int = PROBE_DIM) -> None:
+        with jax.transfer_guard("allow"):
+            self._inputs = [jax.device_put(np.full((dim, dim), 1 / dim, jnp.bfloat16), device) for device in devices]
+        self._run = jax.jit(lambda x: jax.lax.fori_loop(0, PROBE_REPEATS, lambda _, y: y @ x, x))
+        self.times()  # compiles
+
+    def times(self) -> list[float]:
+        """Return the time on each device, in seconds. All devices run at once."""
+        times = []
+        for x in self._inputs:
+            jax.block_until_ready(self._run(x))  # the device is idle and its clock up
+            start_s = time.perf_counter()
+            jax.block_until_ready(self._run(x))
+            times.append(time.perf_counter() - start_s)
+        return times
+
+
+class ComputeClock:
+    """CPU time of XLA's compute threads and of the main thread, in seconds (/proc/PID/task/TID/schedstat, in ns)."""
+
+    def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
+        self._tasks, self._counts = tasks, dict[str, bool]()
+
+    def __call__(self) -> float:
+        """Return the time so far."""
+        total_ns = 0
+        for task in os.listdir(self._tasks):
+            try:
+                if task not in self._counts:
+                    self._counts[task] = task == str(os.getpid()) or (self._tasks / task / "comm").read_text().startswith("tf_XLA")
+                if self._counts[task]:
+                    total_ns += int((self._tasks / task / "schedstat").read_text().split()[0])
+            except OSError:  # the thread has ended
+                self._counts.pop(task, None)
+        return total_ns / 1e9
+
+
+@dataclass(eq=False)
+class Stragglers(Hook):
+    """Measures the own time of this process's ranks, publishes it, and in process 0 names slow ranks.
+
+    A rank is a process on CPUs, a device on GPUs. `close` ends the thread.
+    """
+
+    threshold: float
+    recorder: Recorder
+    clocks: ClockWatch
+    probe: Probe | None
+    """On GPUs; None: the CPU time of computations counts."""
+    run: str
+    """Identifies this start among the keys of the coordination service."""
+    cpu_clock: Callable[[], float] = field(default_factory=ComputeClock)
+    _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=3 * WINDOW), init=False)
+    _last_s: float | None = field(default=None, init=False)
+    _named: dict[str, float] = field(default_factory=dict, init=False)
+    _metrics: dict[str, float] = field(default_factory=dict, init=False)
+    _due: int | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
+    _step_s: float = field(default=0.0, init=False)
+    _probed: list[float] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Start the thread that publishes and compares."""
+        self._changed = threading.Condition()
+        self._node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._thread = threading.Thread(target=self._work, name="stragglers", daemon=True)
+        self._thread.start()
+
+    def before_step(self, step: int, read_previous: Callable[[], None]) -> None:
+        """On GPUs, run the probe before every second step, when the devices are idle. Its time is in no step's."""
+        if self.probe is None or step % PROBE_EVERY:
+            return
+        read_previous()
+        with self.recorder.timer.paused():
+            self._probed = self.probe.times()
+
+    def on_result(self, result: StepResult) -> None:
+        """Keep the own times of this step; have them published at every PUBLISH_EVERY-th step."""
+        now_s = self.cpu_clock()
+        own = self._probed if self.probe is not None else None if self._last_s is None or result.first else [now_s - self._last_s]
+        self._last_s, self._probed, self._step_s = now_s, None, result.duration_s
+        with self._changed:
+            if own is not None:
+                self._own.append((result.step, own))
+            if result.step % PUBLISH_EVERY == 0:
+                self._due = result.step
+                self._changed.notify()
+            metrics = dict(self._metrics)
+        if result.param_norm is not None and metrics:
+            self.recorder.writer.write(result.step, metrics)
+
+    def close(self, step: int) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(5.0)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due is not None or self._closed)
+                if self._closed:
+                    return
+                step, self._due, own = self._due, None, list(self._own)
+            assert step is not None
+            try:
+                found = self._exchange(own)
+                if found:
+                    self._compare(step, found)
+            except Exception as error:  # it must not end a run
+                self.recorder.progress.note(f"stragglers are not looked for any more: {type(error).__name__}: {error}")
+                return
+
+    def _exchange(self, own: Sequence[tuple[int, list[float]]]) -> list[dict[str, Any]]:
+        """Publish this process's times; in process 0 return those of all processes."""
+        process = jax.process_index()
+        states = [state_text(state) for state in self.clocks.newest]
+        mine = {"process": process, "node": self._node, "own": own, "states": states}
+        client = coordination_client()
+        if client is None:
+            return [mine]
+        prefix = f"ridge/stragglers/{self.run}"
+        client.key_value_set(f"{prefix}/{process}", json.dumps(mine), allow_overwrite=True)
+        if process != 0:
+            return []
+        return [json.loads(value) for _, value in client.key_value_dir_get(prefix)]
+
+    def _compare(self, step: int, published: Sequence[Mapping[str, Any]]) -> None:
+        """In process 0: name ranks that have become slow, and those that no longer are."""
+        times, about = dict[str, dict[int, float]](), dict[str, tuple[Mapping[str, Any], int]]()
+        if len(published) < jax.process_count():
+            return
+        for one in published:
+            ranks = len(one["own"][0][1]) if one["own"] else 0
+            for rank in range(ranks):
+                name = f"process {one['process']}" + (f", its device {rank}" if self.probe is not None else "")
+                times[name] = {at: own[rank] for at, own in one["own"]}
+                about[name] = one, rank
+        found = excesses(times, WINDOW if self.probe is None else WINDOW // PROBE_EVERY)
+        if not found:
+            return
+        slow = slow_ranks(found, self.threshold)
+        worst = max(float(np.median(values)) for values in found.values())
+        wait_s = self._step_s * max(0.0, worst) / (1 + max(0.0, worst))
+        with self._changed:
+            self._metrics = {"train_straggler/excess": max(0.0, worst), "train_straggler/wait_s": wait_s}
+        for name, excess in slow.items():
+            if name not in self._named:
+                one, rank = about[name]
+                states = one["states"]
+                state = states[rank] if rank < len(states) else "" if not states else states[0]
+                fields = {"rank": name, "node": one["node"], "excess": excess, "wait_s": wait_s, "state": state}
+                self.recorder.events.emit(EVENT, step=step, **fields)
+                self.recorder.progress.note(
+                    f"step {step}: straggler: {name} (node {one['node']}) computes {excess:.0%} longer than the others"
+                    f"{', ' + state if state else ''}; they wait about {1e3 * wait_s:.3g} ms per step"
+                )
+        for name in self._named.keys() - slow.keys():
+            if float(np.median(found[name])) < ENDED_SHARE * self.threshold:
+                self.recorder.events.emit(END_EVENT, step=step, rank=name)
+                self.recorder.progress.note(f"step {step}: {name} is no longer slower than the others")
+            else:
+                slow[name] = self._named[name]
+        self._named = slow
+
+
+def state_text(state: DeviceState) -> str:
+    """Return clock, temperature and reasons of a device as text, what is known of them."""
+    parts = []
+    if state.clock_mhz is not None:
+        parts.append(f"{state.clock_mhz:.0f} MHz" + (f" of {state.rated_mhz:.0f}" if state.rated_mhz else ""))
+    if state.temperature_c is not None:
+        parts.append(f"{state.temperature_c:.0f} °C")
+    return ", ".join([*parts, *state.reasons])
