@@ -11,6 +11,7 @@ from ridgeline.cli.commands import init
 from ridgeline.cli.commands.init import corpora, model_names
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
+from tests.sampling import drawn
 
 SMALL = ["gpt2", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"]
 CASES = [(model, ("dgx-h100", "gb200-nvl72")[index % 2]) for index, model in enumerate(model_names())]
@@ -21,7 +22,7 @@ def written(model: str, cluster: str, path: Path, *more: str) -> int:
     return cli.run(["init", "--model", model, "--data", "data/none", "--cluster", cluster, "-o", str(path), *more])
 
 
-@pytest.mark.parametrize(("model", "cluster"), CASES)
+@pytest.mark.parametrize(("model", "cluster"), drawn(CASES, 16))
 def test_the_file_loads_and_plans(model: str, cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "my.yaml"
     assert written(model, cluster, path) == 0

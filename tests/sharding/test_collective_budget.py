@@ -203,7 +203,7 @@ EXPERT_ADAPTERS = {"targets": ["expert_gate", "expert_up", "expert_down"]}
             ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, {}, EXPERT_ADAPTERS),
             ({"data": 2, "fsdp": 1, "context": 2, "expert": 2}, {"capacity_factor": 1.2}, {}, EXPERT_ADAPTERS),
         ],
-        4,
+        3,
     ),
     ids=str,
 )

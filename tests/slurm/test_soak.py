@@ -20,7 +20,7 @@ from ridgeline.launch.exit_codes import DONE
 from tests.slurm import jobs, soak
 from tests.trainer import storage_trouble
 
-MINUTES, GAP_S = float(os.environ.get("SOAK_MINUTES", "1.5")), float(os.environ.get("SOAK_GAP_S", "20"))
+MINUTES, GAP_S = float(os.environ.get("SOAK_MINUTES", "1")), float(os.environ.get("SOAK_GAP_S", "20"))
 SEED = int(os.environ.get("SOAK_SEED", "0"))
 MEASURE_MINUTES, LONG_MINUTES = 5.0, 30.0
 """From this length on the times of a prediction are measured first; it must hold from this length on: a short run has few faults."""
