@@ -3,7 +3,7 @@
 Ranks take their steps together, so that the step time is equal on all of them. What differs is the time that a rank computes itself:
 
 * on CPUs, the CPU time per step of XLA's compute threads and of the main thread. Not of the process: gloo polls while it waits;
-* on GPUs, the time of a small program without collectives, on each device, before every second step.
+* on GPUs, the time of a small program without collectives, on each device, before every second step, or less often (PROBE_SHARE).
 
 Each process publishes its newest times in JAX's coordination service (a key per process, from a thread); process 0 compares them. There is
 no collective and no wait for another process.
@@ -42,6 +42,8 @@ NAMED_SHARE, ENDED_SHARE = 0.8, 0.5
 below the other part."""
 ERRORS = 4.0
 """The median excess must be this many times its standard error above 0: noise does not name a rank."""
+PROBE_SHARE = 0.005
+"""Most of the time of steps that the program on GPUs may take: before short steps it runs less often."""
 PROBE_DIM, PROBE_REPEATS = 2048, 8
 Times = Mapping[str, Mapping[int, float]]
 """Rank -> step -> its own time in seconds."""
@@ -76,6 +78,12 @@ def slow_ranks(found: Mapping[str, Sequence[float]], threshold: float) -> dict[s
         if median >= NAMED_SHARE * threshold and median >= ERRORS * error:
             slow[name] = median
     return slow
+
+
+def probe_interval(probe_s: float, step_s: float) -> int:
+    """Return the steps from one probe to the next, a power of 2, so that ranks with other times have most of their probes in common."""
+    steps = max(PROBE_EVERY, probe_s / (PROBE_SHARE * step_s)) if step_s > 0 else PROBE_EVERY
+    return int(2 ** math.ceil(math.log2(steps)))
 
 
 class Probe:
@@ -140,6 +148,7 @@ class Stragglers(Hook):
     _due: int | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
     _step_s: float = field(default=0.0, init=False)
+    _probe_s: float = field(default=0.0, init=False)
     _probed: list[float] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -150,12 +159,14 @@ class Stragglers(Hook):
         self._thread.start()
 
     def before_step(self, step: int, read_previous: Callable[[], None]) -> None:
-        """On GPUs, run the probe before every second step, when the devices are idle. Its time is in no step's."""
-        if self.probe is None or step % PROBE_EVERY:
+        """On GPUs, run the probe before some steps, when the devices are idle. Its time is in no step's."""
+        if self.probe is None or step % probe_interval(self._probe_s, self._step_s):
             return
         read_previous()
         with self.recorder.timer.paused():
+            start_s = time.perf_counter()
             self._probed = self.probe.times()
+            self._probe_s = time.perf_counter() - start_s
 
     def on_result(self, result: StepResult) -> None:
         """Keep the own times of this step; have them published at every PUBLISH_EVERY-th step."""

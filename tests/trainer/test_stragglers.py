@@ -15,7 +15,19 @@ import pytest
 
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.rundir.events import EventLog, read_events
-from ridgeline.trainer.stragglers import PUBLISH_EVERY, WINDOW, ComputeClock, Probe, Stragglers, excesses, slow_ranks, state_text
+from ridgeline.trainer.stragglers import (
+    PROBE_EVERY,
+    PROBE_SHARE,
+    PUBLISH_EVERY,
+    WINDOW,
+    ComputeClock,
+    Probe,
+    Stragglers,
+    excesses,
+    probe_interval,
+    slow_ranks,
+    state_text,
+)
 
 THRESHOLD, START = 0.1, 30
 RECORDED = Path(__file__).with_name("own_times.json")
@@ -124,3 +136,14 @@ def test_a_slow_rank_is_reported_once_with_its_node_and_state_and_again_when_it_
         "slowdown; they wait about 60 ms per step",
         "step 30: process 2 is no longer slower than the others",
     ]
+
+
+def test_probes_take_a_small_share_of_the_time() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        probe_s, step_s = 10 ** rng.uniform(-4, -1), 10 ** rng.uniform(-3, 2)
+        interval = probe_interval(probe_s, step_s)
+        assert interval >= PROBE_EVERY and interval & (interval - 1) == 0
+        assert probe_s <= PROBE_SHARE * interval * step_s
+        assert interval == PROBE_EVERY or probe_s > PROBE_SHARE * interval / 2 * step_s
+    assert probe_interval(0.002, 0.0) == PROBE_EVERY
