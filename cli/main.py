@@ -51,6 +51,9 @@ _CHECKPOINT: Table = {
     "prune": ("ridgeline.cli.commands.checkpoint_change:prune", "Delete checkpoints that the retention policy does not keep."),
     "copy": ("ridgeline.cli.commands.checkpoint_change:copy", "Copy checkpoints to an object store, or back."),
 }
+_DEBUG: Table = {
+    "nan": ("ridgeline.cli.commands.debug:nan", "Find the layer and operation that first gave NaN or infinity."),
+}
 _ESTIMATE: Table = {
     "model": ("ridgeline.cli.commands.estimate_config:model", "Parameters and FLOPs per token of a config, by component."),
     "memory": ("ridgeline.cli.commands.estimate_config:memory", "Memory of one device, by component."),
@@ -103,6 +106,7 @@ COMMANDS: Table = {
     "analyze": ("ridgeline.cli.commands.analyze:analyze_command", "Show where the time of a step goes, from a captured profile."),
     "goodput": ("ridgeline.cli.commands.goodput:goodput", "Show where the wall time and the cost of a run went."),
     "diagnose": ("ridgeline.cli.commands.diagnose:diagnose", "Report the bottlenecks of a run, and what to change."),
+    "debug": ("Find the cause of what went wrong in a run.", _DEBUG),
     "report": ("ridgeline.cli.commands.report:report", "Write an HTML page about a run, or a comparison of several."),
     "scale": ("ridgeline.cli.commands.scale:scale", "Measure a config at several scales, and recommend one."),
     "ladder": ("ridgeline.cli.commands.ladder:ladder", "Train several sizes, fit a scaling law, predict a target."),

@@ -1,6 +1,6 @@
 """Ridgeline trains language models on GPU clusters with JAX. The packages are folders at the top of the repository, linked here.
 
-The Python API is ridgeline/api.py: `ridgeline.load_config`, `plan`, `train`, `open_run`, `evaluate`, `evaluate_tasks` and `generate`.
+The Python API is ridgeline/api.py: `ridgeline.load_config`, `plan`, `train`, `open_run`, `evaluate`, `generate` and more.
 Importing `ridgeline` imports neither JAX nor pydantic; the first use of a function does.
 """
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UserError,
         evaluate,
         evaluate_tasks,
+        find_nan,
         generate,
         load_config,
         open_policy,
@@ -54,6 +55,7 @@ __all__ = [
     "UserError",
     "evaluate",
     "evaluate_tasks",
+    "find_nan",
     "generate",
     "load_config",
     "open_policy",

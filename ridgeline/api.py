@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ridgeline.loaders.teacher import TeacherManifest
     from ridgeline.trainer.evaluation import ProgressCallback, Result, SetResult
     from ridgeline.trainer.harness import TaskMetric
+    from ridgeline.trainer.nan_search import NanReport
     from ridgeline.trainer.policy import PolicyTrainer
 
 hide_unusable_cuda_plugin()
@@ -60,6 +61,7 @@ __all__ = [
     "UserError",
     "evaluate",
     "evaluate_tasks",
+    "find_nan",
     "generate",
     "load_config",
     "open_policy",
@@ -459,6 +461,34 @@ def write_teacher(
     shards, rows = loaded.partitioner.axis_size("batch"), batch_size or evaluation_rows(loaded.source.config)
     config = teacher_config(loaded.config, seq_len=length, rows=-(-rows // shards) * shards, document_masking=document_masking)
     return write_predictions(replace(loaded, config=config), settings, progress=progress)
+
+
+def find_nan(
+    run: str | Path,
+    step: int | None = None,
+    *,
+    overrides: Mapping[str, Any] | Iterable[str] = (),
+    log: Callable[[str], None] = lambda line: None,
+) -> NanReport:
+    """Find the layer and the operation that first gave NaN or infinity in a step of a run, by running the step again.
+
+    Args:
+      run: run directory.
+      step: the step, from 1 on; None: the first one whose loss or gradient norm was not finite.
+      overrides: another mesh than the run's, as in `evaluate`.
+      log: receives progress, a line at a time.
+
+    Raises UserError: every step was finite, a damaged checkpoint, changed data, a loss that is not of tokens.
+    """
+    from ridgeline.configs.load import from_resolved
+    from ridgeline.trainer.nan_search import find_nan, first_bad_step
+
+    directory = RunDir.open(Path(run))
+    _use_virtual_devices(from_resolved(directory.path / CONFIG_FILE))
+    found = first_bad_step(directory.events) if step is None else step
+    if found is None:
+        raise UserError(f"{run}: loss and gradients of every step were finite; name a step with --step")
+    return find_nan(directory.path, found, mesh=_override_texts(overrides), log=log)
 
 
 def _use_virtual_devices(config: Config) -> None:
