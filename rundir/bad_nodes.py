@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +12,11 @@ from ridgeline.configs.files import read_limited
 from ridgeline.rundir.jsonl import LineFile
 
 BAD_NODES = "bad_nodes"
+
+
+def node_name(env: Mapping[str, str] = os.environ) -> str:
+    """Return the name of this machine as bad_nodes has it: Slurm's name of the node, else the host's."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def add_bad_nodes(run_dir: Path, reasons: Mapping[str, str], now: datetime) -> None:

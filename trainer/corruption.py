@@ -11,8 +11,6 @@ corruption_check.every steps, which compares
 from __future__ import annotations
 
 import base64
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ridgeline.rundir.bad_nodes import add_bad_nodes
+from ridgeline.rundir.bad_nodes import add_bad_nodes, node_name
 from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.checkpoint.finite import short_list
@@ -216,7 +214,7 @@ class CorruptionCheck(Hook):
         if not self._agreement.first(lambda: self._disagree(per_process)):
             self.good_step, self._history = step, self._history[-1:]
             return
-        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        node = node_name()
         sent = self._agreement.each(lambda: [node, [_text(rows) for rows in kept], None if replay is None else _text(replay)])
         text = self._agreement.first(lambda: self._report(sent, continues))
         self.checkpointer.wait()

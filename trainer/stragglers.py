@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ridgeline.observe.clocks import ClockWatch
+from ridgeline.rundir.bad_nodes import node_name
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.trainer.agreement import coordination_client
 from ridgeline.trainer.hooks import Recorder
@@ -154,7 +154,7 @@ class Stragglers(Hook):
     def __post_init__(self) -> None:
         """Start the thread that publishes and compares."""
         self._changed = threading.Condition()
-        self._node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._node = node_name()
         self._thread = threading.Thread(target=self._work, name="stragglers", daemon=True)
         self._thread.start()
 

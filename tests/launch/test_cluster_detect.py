@@ -253,6 +253,6 @@ def test_slurms_variables_are_read_in_one_file() -> None:
     # reads of env with a quoted name count; names in job scripts and messages do not
     pattern = re.compile(r"""(environ|env)\w*(\.get\(|\[)\s*f?["']SLURM|getenv\(\s*["']SLURM|["']SLURM_[A-Z_]+["']\s*in\s""")
     files = [path for package in PACKAGES for path in (PACKAGE / package).rglob("*.py")]
-    # the lease names the job that holds it; rundir imports nothing of launch
-    allowed = {slurm.__file__, str(PACKAGE / "rundir" / "lease.py")}
+    # the lease names the job that holds it, bad_nodes the node; rundir imports nothing of launch
+    allowed = {slurm.__file__, *(str(PACKAGE / "rundir" / name) for name in ("lease.py", "bad_nodes.py"))}
     assert {str(path) for path in files if pattern.search(path.read_text())} == allowed

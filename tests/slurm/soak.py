@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ridgeline.planner.campaign import Campaign, Choice, Outcome
-from ridgeline.planner.campaign_trials import simulate
+from ridgeline.planner.campaign.model import Campaign, Choice, Outcome
+from ridgeline.planner.campaign.trials import simulate
 from ridgeline.planner.failure_catalog import FailureClass
 from ridgeline.planner.policy import requeue_pause_s
 from ridgeline.rundir.directory import RunDir
