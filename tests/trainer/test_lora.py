@@ -114,6 +114,14 @@ def test_exports_compute_what_the_run_computes_and_training_goes_on_from_them(
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
     np.testing.assert_allclose(logits(load_model(export(directory, tmp_path / "merged", "--merge"))), logits(loaded), atol=1e-5, rtol=0)
 
+    quantized = export(directory, tmp_path / "quantized", "--merge", "--quantize", "int8", "--no-loss")
+    whole_model = tmp_path / "whole_model"
+    assert CliRunner().invoke(from_hf, [str(tmp_path / "merged"), "--output", str(whole_model)], catch_exceptions=False).exit_code == 0
+    again_quantized = export(whole_model, tmp_path / "again_quantized", "--quantize", "int8", "--no-loss")
+    stored = [load_file(path / "model.safetensors") for path in (quantized, again_quantized)]
+    assert stored[0].keys() == stored[1].keys() and any(name.endswith("weight_packed") for name in stored[0])
+    assert all(np.array_equal(stored[0][name], stored[1][name]) for name in stored[0])
+
     imported = tmp_path / "imported"
     assert CliRunner().invoke(from_hf, [str(adapter), "--output", str(imported)], catch_exceptions=False).exit_code == 0
     with pytest.raises(UserError, match=r"lora\.alpha = 9\.0 \(there: 8\.0\)"):
