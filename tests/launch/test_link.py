@@ -163,8 +163,8 @@ time.sleep(0.3)
 @pytest.mark.parametrize("stopped", [0, 1, 2])
 def test_any_process_has_it_reported_who_does_not_answer(stopped: int) -> None:
     """Process 0 reports once, whoever asks and however many; where it is the one that is stopped, each other process reports that."""
-    end = "link.survey(index); time.sleep(0.3 if index else 1.0); os._exit(71)"
-    ends = run([SURVEY + ("os.kill(os.getpid(), signal.SIGSTOP)" if process == stopped else end) for process in range(3)], limit_s=8)
+    end = "time.sleep(1.0); link.survey(index); time.sleep(0.3 if index else 1.0); os._exit(71)"  # the other one has stopped by then
+    ends = run([SURVEY + ("os.kill(os.getpid(), signal.SIGSTOP)" if process == stopped else end) for process in range(3)], limit_s=10)
     reports = {index: [line for line in output.splitlines() if line.startswith("report")] for index, (_, output) in enumerate(ends)}
     if stopped == 0:
         assert reports == {0: [], **{index: [f"report [(0, None), ({index}, {{'at': {index}}})]"] for index in (1, 2)}}
