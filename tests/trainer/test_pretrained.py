@@ -92,11 +92,11 @@ def test_a_run_starts_from_a_hugging_face_directory(tmp_path):
 def test_other_rope_settings_are_named_and_suspected_where_rows_are_no_longer(run):
     path, _ = run
     other = MODEL.model_copy(update={"rope_theta": 5e5})
-    named, warning = changed_positions(path, other)
+    named, warning = changed_positions(path, MODEL, other)
     assert named == f"{path} has model.rope_theta = 10000.0, this run 500000.0"
     assert warning.startswith("WARNING: RoPE settings changed and model.max_seq_len is not larger")
-    assert len(changed_positions(path, other.model_copy(update={"max_seq_len": 128}))) == 2
-    assert changed_positions(path, MODEL) == []
+    assert len(changed_positions(path, MODEL, other.model_copy(update={"max_seq_len": 128}))) == 2
+    assert changed_positions(path, MODEL, MODEL) == []
 
 
 def test_another_model_another_tokenizer_and_no_model_are_refused(run, tmp_path):
