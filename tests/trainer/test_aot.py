@@ -19,6 +19,7 @@ from ridgeline.trainer.aot import compile as aot
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
 from ridgeline.trainer.aot.report import build_report
 from ridgeline.trainer.aot.target import compute_capability, target_config
+from tests.sampling import drawn
 from tests.trainer.gpu_models import QUICK, cluster, small
 
 pytestmark = pytest.mark.xdist_group("aot")  # the steps are compiled once
@@ -158,7 +159,7 @@ def products_with_parameters(report):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("matmul", ["fp8", "fp8_delayed"])
+@pytest.mark.parametrize("matmul", drawn(["fp8", "fp8_delayed"], 1))
 def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(matmul):
     """Seven matrices, forward and both gradients, by the run's own flags; on a small model XLA would merge what reads the same input."""
     request, result = narrow("h200-sxm", "mesh.fsdp=2", "mesh.tensor=2")[matmul]
@@ -175,7 +176,7 @@ def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("matmul", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("matmul", drawn(["mxfp8", "nvfp4"], 1))
 def test_every_product_of_a_layer_is_a_block_scaled_kernel_where_the_gpu_has_them(matmul):
     """Rows and parameters cut; the gradients of nvfp4 read mxfp8."""
     request, result = narrow("b200", "mesh.data=2", "mesh.fsdp=2")[matmul]
