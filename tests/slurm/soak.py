@@ -230,11 +230,11 @@ class Soak:
         return run_ledger(run.events, queue_waits(run, run.events))
 
 
-def poisson(rng: random.Random, gap_s: float, kinds: Sequence[str] = KINDS) -> Iterator[tuple[float, str]]:
-    """Yield faults without end: independent gaps, and kinds of which each comes once before one comes again."""
+def faults(rng: random.Random, gap_s: Callable[[], float], kinds: Sequence[str] = KINDS) -> Iterator[tuple[float, str]]:
+    """Yield faults without end, with these gaps, and kinds of which each comes once before one comes again."""
     due_s, deck = 0.0, list[str]()
     while True:
-        due_s += rng.expovariate(1 / gap_s)
+        due_s += gap_s()
         deck = deck or rng.sample(kinds, len(kinds))
         yield due_s, deck.pop()
 

@@ -71,7 +71,8 @@ def test_a_run_under_faults_ends_bitwise_equal_explained_and_flat(slurm: Any, tm
     print(f"predicted before the run: goodput {middle:.1%} (P5 {low:.1%}, P95 {high:.1%}), {np.median(predicted.wall_s) / 60:.1f} minutes")
 
     long, begin_s = start("soak", steps), time.time()
-    long.until_done(soak.poisson(rng, GAP_S), timeout_s=600 + 6 * float(np.max(predicted.wall_s)))
+    gap_s = (lambda: rng.expovariate(1 / GAP_S)) if MINUTES >= MEASURE_MINUTES else (lambda: rng.uniform(4, 8))  # a sample must have some
+    long.until_done(soak.faults(rng, gap_s), timeout_s=600 + 6 * float(np.max(predicted.wall_s)))
     took_s = time.time() - begin_s
     long.settle()
     ledger = long.ledger()
