@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.xla_flags import EIGHT_DEVICES
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_FLAGS", EIGHT_DEVICES)
 
 # What one test compiled the next one loads, in every worker and every process that a test starts: they inherit this. Each run of the
 # suite begins with an empty one.

@@ -25,6 +25,7 @@ from ridgeline.configs.json_schema import json_schema
 from ridgeline.configs.load import load
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.loaders.tokenizers import ByteTokenizer, load_tokenizer
+from tests.xla_flags import QUICK_XLA
 
 ROOT = PACKAGE.parent
 SETTINGS = [
@@ -51,7 +52,7 @@ def ridge(site: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `ridge` in a process that sees the package."""
 
     def run(*arguments: str | Path, code: str = "from ridgeline.cli.main import main; main()") -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "XLA_FLAGS": ""}
+        environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "XLA_FLAGS": QUICK_XLA}
         command = [sys.executable, "-c", code, *map(str, arguments)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 

@@ -28,6 +28,7 @@ from ridgeline.launch.trials.study import Trials
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.jobs import JobRecord, record_job
 from tests.explain.made_runs import made_run
+from tests.xla_flags import QUICK_XLA
 
 pytestmark = pytest.mark.xdist_group("scale")  # the study is made once
 ROOT = Path(__file__).parents[2]
@@ -284,7 +285,7 @@ def test_a_sweep_runs_each_value_and_keeps_a_failure_until_it_is_to_be_tried_aga
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A vocabulary smaller than the tokenizer's fails in the run itself, one that no mesh divides before it."""
-    monkeypatch.setitem(os.environ, "XLA_FLAGS", "")
+    monkeypatch.setitem(os.environ, "XLA_FLAGS", QUICK_XLA)
     output = config.parent / "sweep"
     arguments = ["bench", "sweep", str(config), "--set", "model.vocab_size=100,258,0", "-o", str(output), "--json"]
     assert ridge(arguments) == 0

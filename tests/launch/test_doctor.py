@@ -18,6 +18,7 @@ import pytest
 from ridgeline.cli.main import run
 from ridgeline.launch.exit_codes import BAD_NODE, DONE, LOST_PEER, PREEMPTED, USAGE
 from ridgeline.rundir.bad_nodes import read_bad_nodes
+from tests.xla_flags import QUICK_XLA
 
 RIDGE = Path(sys.executable).with_name("ridge")
 CPUS = """\
@@ -43,7 +44,7 @@ def start(*arguments: object, env: Mapping[str, str] | None = None, before: Call
     """Start a doctor on one CPU device, unless `env` says otherwise."""
     return subprocess.Popen(
         [str(RIDGE), "doctor", "--quick", *map(str, arguments)],
-        env={**os.environ, "XLA_FLAGS": "", **(env or {})},
+        env={**os.environ, "XLA_FLAGS": QUICK_XLA, **(env or {})},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

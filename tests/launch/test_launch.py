@@ -29,6 +29,7 @@ from ridgeline.launch.trials import local as trials
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import Event, event_file, read_events
 from ridgeline.rundir.phases import phases
+from tests.xla_flags import QUICK_XLA
 
 ROOT = Path(__file__).parents[2]
 FAULTS = ROOT / "tests" / "explain" / "faults.py"
@@ -43,7 +44,7 @@ checkpoint: {{every: 0, final: false}}
 logging: {{tensorboard: false}}
 runtime: {{platform: cpu, cpu_devices: 2, rendezvous_timeout_s: 60}}
 """
-ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_XLA, "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture(scope="module")

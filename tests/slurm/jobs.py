@@ -18,6 +18,7 @@ import numpy as np
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import Event, event_file, read_events
 from ridgeline.rundir.phases import phases
+from tests.xla_flags import QUICK_XLA
 
 STRIKE = Path(__file__).with_name("strike.py")
 RIDGE = Path(sys.executable).with_name("ridge")
@@ -131,7 +132,7 @@ def assert_bitwise_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray
 
 def environment() -> dict[str, str]:
     """Return overrides of variables that a job must not inherit: the virtual devices of the other tests."""
-    return {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    return {"XLA_FLAGS": QUICK_XLA, "JAX_PLATFORMS": "cpu"}
 
 
 def write_config(directory: Path, corpus: Path, name: str, steps: int, programs: Path | None) -> Path:

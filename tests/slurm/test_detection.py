@@ -18,6 +18,7 @@ from ridgeline.launch.cluster import slurm_nodes
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import Event, event_file, read_events
 from ridgeline.rundir.phases import phases
+from tests.xla_flags import QUICK_XLA
 
 ROOT = Path(__file__).parents[2]
 RIDGE = Path(sys.executable).with_name("ridge")
@@ -63,7 +64,7 @@ def quickstart(config: Path) -> Path:
 
 def train(config: Path, run_dir: Path, *overrides: str) -> list[str]:
     # the variables of the test suite itself would give every process eight devices
-    return ["/usr/bin/env", "XLA_FLAGS=", str(RIDGE), "train", str(config), f"run_dir={run_dir}", *overrides]
+    return ["/usr/bin/env", f"XLA_FLAGS={QUICK_XLA}", str(RIDGE), "train", str(config), f"run_dir={run_dir}", *overrides]
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from ridgeline.launch.exit_codes import BAD_NODE
 from ridgeline.rundir.bad_nodes import read_bad_nodes
+from tests.xla_flags import QUICK_XLA
 
 RIDGE = Path(sys.executable).with_name("ridge")
 NODES = ("node01", "node02", "node03", "node04")
-ENVIRONMENT = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+ENVIRONMENT = {"XLA_FLAGS": QUICK_XLA, "JAX_PLATFORMS": "cpu"}
 CLUSTER = """\
 name: four
 device: cpu

@@ -11,9 +11,10 @@ import pytest
 
 from ridgeline.rundir.events import event_file, read_events
 from ridgeline.rundir.phases import phases
+from tests.xla_flags import QUICK_XLA
 
 RIDGE = Path(sys.executable).with_name("ridge")
-ENV = {"XLA_FLAGS": ""}
+ENV = {"XLA_FLAGS": QUICK_XLA}
 CONFIG = """\
 name: tiny
 model: {vocab_size: 258, num_layers: 2, embed_dim: 32, num_heads: 4, mlp_dim: 64, max_seq_len: 64}

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.xla_flags import QUICK_XLA
+
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/guides/slurm.md"
 RIDGE = Path(sys.executable).with_name("ridge")
@@ -43,7 +45,7 @@ def work(tmp_path: Path, programs: Path) -> Path:
 
 def ridge(slurm: Any, work: Path, *arguments: str, check: bool = True, **environment: str) -> str:
     """Run a command as a user on the login node; return what it prints."""
-    env = {"XLA_FLAGS": ""} | environment  # not the virtual devices of the other tests
+    env = {"XLA_FLAGS": QUICK_XLA} | environment  # not the virtual devices of the other tests
     done = slurm.run(RIDGE, *arguments, cwd=work, check=check, timeout_s=900, env=env)
     return done.stdout if check else done.stdout + done.stderr
 
@@ -134,7 +136,7 @@ def test_the_guides_own_script_requeues_after_saving_and_not_after_scancel(slurm
         assert theirs in text
         text = text.replace(theirs, ours)
     (work / "own.sh").write_text(text)
-    job = slurm.run("sbatch", "--parsable", "own.sh", cwd=work, env={"XLA_FLAGS": ""}).stdout.strip()
+    job = slurm.run("sbatch", "--parsable", "own.sh", cwd=work, env={"XLA_FLAGS": QUICK_XLA}).stdout.strip()
     log = work / f"my-run-{job}.log"
 
     def reached(words: str) -> None:

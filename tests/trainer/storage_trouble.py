@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.xla_flags import QUICK_XLA
+
 SOURCE = Path(__file__).with_name("storage_trouble.c")
 VARIABLE = "STORAGE_TROUBLE"
 KINDS = ("none", "full", "inodes", "read_only", "broken", "stale", "gone", "slow", "late", "lost")
@@ -59,4 +61,4 @@ class Trouble:
 
 def without(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without virtual devices, for a process with one."""
-    return {name: value for name, value in env.items() if name != "XLA_FLAGS"}
+    return {**env, "XLA_FLAGS": QUICK_XLA}

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ridgeline.launch.cluster.network import free_port
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint import integrity
+from tests.xla_flags import QUICK_XLA
 
 Make = Callable[..., Any]
 COUNT = 4
@@ -60,7 +61,7 @@ def flip_payload(step: Path) -> None:
 def run_workers(root: Path) -> list[dict[str, Any]]:
     port = free_port()
     worker = Path(__file__).with_name("checkpoint_worker.py")
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {**os.environ, "XLA_FLAGS": QUICK_XLA}
     children = [
         subprocess.Popen(
             [sys.executable, worker, str(process), str(COUNT), str(port), str(root)],

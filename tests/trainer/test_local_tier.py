@@ -31,6 +31,7 @@ from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.checkpoint.local_tier import LocalTier
 from ridgeline.trainer.checkpoint.param_slices import open_array
 from ridgeline.trainer.checkpoint.seal import METADATA, read_metadata
+from tests.xla_flags import QUICK_XLA
 
 Make = Callable[..., Any]
 KILL_AT = 8
@@ -39,7 +40,7 @@ KILL_AT = 8
 
 def start(corpus: Path, kill_at: int, *roots: Path) -> list[subprocess.Popen[str]]:
     port, worker = free_port(), Path(__file__).with_name("local_tier_run.py")
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {**os.environ, "XLA_FLAGS": QUICK_XLA}
     return [
         subprocess.Popen(
             [sys.executable, worker, str(process), str(port), corpus, str(kill_at), *roots],

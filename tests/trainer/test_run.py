@@ -40,6 +40,7 @@ from ridgeline.trainer.failures import NumericalFailure
 from ridgeline.trainer.loop import Loop
 from ridgeline.trainer.pretrained import load_model
 from ridgeline.trainer.run import train
+from tests.xla_flags import QUICK_XLA
 
 ROOT = Path(__file__).parents[2]
 LENGTH, ROWS, STEPS = 32, 8, 6
@@ -452,7 +453,7 @@ def test_a_resume_refuses_another_model_and_names_it(corpus: Path, whole: tuple[
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_XLA, "PYTHONUNBUFFERED": "1"}
 
 
 def command(config: Config, directory: Path, *arguments: str) -> list[str]:
