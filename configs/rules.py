@@ -60,6 +60,7 @@ def check_config(config: Config) -> list[Problem]:
         *_evaluation(config),
         *_runtime(config),
         *corruption_rules(config),
+        *_loss_spikes(config),
     ]
 
 
@@ -307,6 +308,25 @@ def _compute(config: Config) -> Iterator[Problem]:
         )
     for keys, message in remat_problems(compute.remat.policy, compute.remat.names):
         yield Problem(keys, message)
+
+
+def _loss_spikes(config: Config) -> Iterator[Problem]:
+    policy, saving = config.loss_spikes.policy, config.checkpoint
+    if policy == "warn":
+        return
+    if config.policy.loss is not None:
+        yield Problem(("loss_spikes.policy", "policy.loss"), "policy updates are not judged; set loss_spikes.policy=warn")
+    if policy == "skip":
+        return
+    if saving.every == 0 and saving.every_minutes == 0:
+        yield Problem(("loss_spikes.policy", "checkpoint.every"), "rollback needs checkpoints; set checkpoint.every to more than 0")
+    newer = max(saving.keep_last, 2) - 1  # checkpoints that may be younger than the start of the spike
+    least = -(-(config.loss_spikes.skip_before + 2) // newer)
+    if 0 < saving.every < least:
+        yield Problem(
+            ("checkpoint.every", "loss_spikes.policy", "checkpoint.keep_last"),
+            f"must be at least {least} with loss_spikes.policy=rollback, to keep a checkpoint from before a spike, got {saving.every}",
+        )
 
 
 def _steps(config: Config) -> Iterator[Problem]:

@@ -458,6 +458,24 @@ class StragglersConfig(Section):
     """Own compute time of a rank beyond that of the others from which it is named; null: never."""
 
 
+class LossSpikesConfig(Section):
+    """What a run does about loss spikes (docs/guides/numerics.md)."""
+
+    policy: Literal["warn", "skip", "rollback"] = "warn"
+    """warn: a line and an event. skip: an update whose loss is above the limit is not applied. rollback: three steps above the limit take
+    the run back to the newest checkpoint from before them, and their batches are left out from then on."""
+    window: int = Field(default=128, ge=32)
+    """Losses whose median and median absolute deviation (MAD) a loss is compared with; the first 32 are not judged."""
+    sigmas: PositiveFloat = 5.0
+    """Rise over the median that counts, in standard deviations (1.4826 times the MAD)."""
+    min_rise: PositiveFloat = 0.1
+    """Least rise over the median that counts, in nats per token."""
+    skip_before: NonNegativeInt = 1
+    """Batches before the first step above the limit that rollback leaves out too: the update before it may have caused the spike."""
+    max_rollbacks: PositiveInt = 5
+    """Rollbacks of a run; the spike after them ends it with exit code 70."""
+
+
 class ElasticConfig(Section):
     """Going on with fewer nodes, and spare nodes, in jobs of `ridge submit`."""
 
@@ -545,6 +563,8 @@ class Config(Section):
     """Detection of silent data corruption; off unless corruption_check.every is set."""
     stragglers: StragglersConfig = StragglersConfig()
     """Detection of slow ranks."""
+    loss_spikes: LossSpikesConfig = LossSpikesConfig()
+    """Detection of loss spikes, and what is done about them."""
     elastic: ElasticConfig = ElasticConfig()
     """Fewer nodes after failures, and spare nodes."""
     runtime: RuntimeConfig = RuntimeConfig()

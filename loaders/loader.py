@@ -1,7 +1,8 @@
 """The training loader and the evaluation set: the rows of each batch that this process reads, prefetched by Grain.
 
-Row r of step s is a pure function of (manifests, seed, s, r): element g = s * B + r of a Grain `MapDataset` of row indices. So batches do
-not depend on the number of processes, and the step is the whole state of the loader.
+Row r of step s is a pure function of (manifests, seed, left-out batches, s, r): element g = b * B + r of a Grain `MapDataset` of row
+indices, where b is s, or with batches that are left out the one of `SkippedBatches.batch_of`. So batches do not depend on the number of
+processes, and the step is the whole state of the loader.
 
 Legend: B global batch size in rows, N rows of this process.
 """
@@ -30,6 +31,7 @@ from ridgeline.loaders.rows import Rows, RowSource
 from ridgeline.loaders.shard_hashes import verify
 from ridgeline.loaders.teacher import open_teacher
 from ridgeline.loaders.workers import leave_signals_to_parent
+from ridgeline.rundir.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 
 Source = RowSource | PairSource
 """What rows are read from."""
@@ -87,9 +89,12 @@ class Loader:
 class StepRows(grain.MapDataset):
     """Element s is this process's rows of step s, read with one call per shard."""
 
-    def __init__(self, sources: Sequence[Source], order: Order, batch_size: int, rows: np.ndarray) -> None:
+    def __init__(
+        self, sources: Sequence[Source], order: Order, batch_size: int, rows: np.ndarray, skipped: SkippedBatches = NOTHING_SKIPPED
+    ) -> None:
         """`order`: of the units of the sources: rows, or pairs of rows."""
         super().__init__()
+        self._skipped = skipped
         self.sources, self._order, self._unit = list(sources), order, sources[0].unit
         self._batch_size, self._rows = batch_size, np.asarray(rows, np.int64)
 
@@ -98,13 +103,13 @@ class StepRows(grain.MapDataset):
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return corpus path -> rows drawn after `step` steps, in epochs."""
-        drawn = self._order.counts(step * self._batch_size // self._unit)
+        drawn = self._order.counts(self._skipped.batch_of(step) * self._batch_size // self._unit)
         return {str(source.directory): self._unit * count / source.num_rows for source, count in zip(self.sources, drawn, strict=True)}
 
     def __getitem__(self, step: Any) -> Any:
         if isinstance(step, slice):
             return self.slice(step)
-        corpora, units = self._order.lookup((int(step) * self._batch_size + self._rows) // self._unit)
+        corpora, units = self._order.lookup((self._skipped.batch_of(int(step)) * self._batch_size + self._rows) // self._unit)
         rows = units * self._unit + self._rows % self._unit
         if len(self.sources) == 1:
             return self.sources[0].read(rows)
@@ -177,6 +182,7 @@ def build_loader(
     start_step: int = 0,
     pairs: Mapping[Path, PairSource] | None = None,
     distillation: DistillationConfig | None = None,
+    skipped: SkippedBatches = NOTHING_SKIPPED,
 ) -> Loader:
     """Open the mixture of `data.train` with its `data.curriculum`.
 
@@ -188,6 +194,7 @@ def build_loader(
       start_step: step of the first batch.
       pairs: path -> source of each corpus, to draw preference pairs: rows 2k and 2k + 1 of a batch are a pair. None: to draw rows.
       distillation: of the config; None: without the predictions of a teacher.
+      skipped: batches that are left out. A curriculum follows the batches.
 
     Raises UserError for missing data, different tokenizers or ids outside the vocabulary; CorpusError for missing or damaged shards, also
     while iterating.
@@ -208,7 +215,7 @@ def build_loader(
     (_, weights), *later = phases(data)
     changes = [(step * data.batch_size // unit, changed) for step, changed in later]
     order = Order([source.num_rows // unit for source in sources], weights, seed=seed, shuffle=data.shuffle, changes=changes)
-    return Loader(StepRows(sources, order, data.batch_size, rows), tokenizer, data, start_step)
+    return Loader(StepRows(sources, order, data.batch_size, rows, skipped), tokenizer, data, start_step)
 
 
 def read_manifests(data: DataConfig) -> list[tuple[Path, Manifest]]:

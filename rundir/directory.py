@@ -56,7 +56,7 @@ AUTOTUNE = "autotune"
 REFERENCE_FILE = "reference.npz"
 _BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "nodes.jsonl", "doctor.jsonl", "bad_nodes", LEASE, AUTOTUNE)
 """Left in a run directory by `ridge submit`, the preflight of a job, or a start that was killed, before run.json was written."""
-_WRITTEN = re.compile(r"(run|plan|compile)\.json|reference\.npz|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
+_WRITTEN = re.compile(r"(run|plan|compile|skipped_batches)\.json|reference\.npz|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
 """Names of the files that are replaced atomically."""
 
 

@@ -24,6 +24,10 @@ class NumericalFailure(Exception):
     """Steps of the complete checkpoints in ascending order; a restart takes the last."""
 
 
+class WentBack(Exception):
+    """After a loss spike the run directory has been taken back to an earlier step: the run goes on from there. The message says why."""
+
+
 class CorruptionFound(Exception):
     """Digests of state or gradient disagree: a device computes or stores wrong bits. The message names it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from ridgeline.observe.progress import Progress
 from ridgeline.observe.step_timer import StepTimer, memory_metrics
 from ridgeline.observe.writers import MetricWriter
 from ridgeline.rundir.events import EventLog
-from ridgeline.rundir.loss_spikes import END_EVENT, EVENT, SpikeDetector
+from ridgeline.rundir.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.checkpoint.seal import EVALUATION
 from ridgeline.trainer.evaluation import Evaluator, Result
@@ -100,6 +100,8 @@ class NonFiniteSteps(Hook):
 
     limit: int
     recorder: Recorder
+    batches: SkippedBatches = NOTHING_SKIPPED
+    """Of the run: the events name the batches of skipped updates."""
     count: int = 0
     """Consecutive non-finite steps up to the last one that was read. After one above optimizer.skip_norm the state is sound: it is 0."""
 
@@ -110,41 +112,24 @@ class NonFiniteSteps(Hook):
         self.count = 0 if math.isfinite(loss) and math.isfinite(grad_norm) else min(self.count + 1, skipped)
         if not skipped:
             return
-        self.recorder.events.emit("skipped_step", step=step, loss=loss, grad_norm=grad_norm, in_a_row=skipped)
+        batch = self.batches.batch_of(step - 1)
+        self.recorder.events.emit("skipped_step", step=step, batch=batch, loss=loss, grad_norm=grad_norm, in_a_row=skipped)
         self.recorder.progress.note(
-            f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}: update skipped ({skipped} in a row, {self.limit} stop the run)"
+            f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}: "
+            f"update skipped, batch {batch} ({skipped} in a row, {self.limit} stop the run)"
         )
         if self.count >= self.limit:
             raise NumericalFailure(f"{self.count} non-finite steps in a row ({self.steps(step)})")
         if skipped >= self.limit:
             raise NumericalFailure(
-                f"the updates of {skipped} steps in a row were skipped (up to step {step}): is optimizer.skip_norm too low?"
+                f"the updates of {skipped} steps in a row were skipped (up to step {step}): "
+                "is optimizer.skip_norm too low, or loss_spikes.policy=skip too strict?"
             )
 
     def steps(self, step: int) -> str:
         """Return the consecutive non-finite steps up to `step` as text."""
         first = step - self.count + 1
         return f"steps {first} to {step}" if first < step else f"step {step}"
-
-
-@dataclass(eq=False)
-class LossSpikes(Hook):
-    """Reports loss spikes (rundir.loss_spikes)."""
-
-    recorder: Recorder
-    detector: SpikeDetector
-    count: int = 0
-    """Spikes of the run so far."""
-
-    def on_result(self, result: StepResult) -> None:
-        """Record a spike when it is detected, and when it ends."""
-        spike = self.detector.update(result.step, result.metrics["loss"])
-        if spike is None:
-            return
-        self.count += not spike.ended
-        fields = {key: value for key, value in asdict(spike).items() if key != "ended"}
-        self.recorder.events.emit(END_EVENT if spike.ended else EVENT, **fields, grad_norm=result.metrics["grad_norm"])
-        self.recorder.progress.note(spike.describe())
 
 
 @dataclass(eq=False)
@@ -162,7 +147,8 @@ class MetricLog(Hook):
     goodput: LiveGoodput | None = None
     startup: Callable[[], Mapping[str, float]] | None = None
     clocks: ClockWatch | None = None
-    spikes: LossSpikes | None = None
+    count_spikes: Callable[[], int] | None = None
+    """Returns the loss spikes of the run so far."""
     _batches_logged: int = field(default=0, init=False)
 
     def on_result(self, result: StepResult) -> None:
@@ -192,7 +178,7 @@ class MetricLog(Hook):
             "train/tokens": float(result.step * tokens_per_step),
             "train/target_tokens": values["weight"],
             "train/skipped_steps": values["skipped"],
-            **({} if self.spikes is None else {"train/loss_spikes": float(self.spikes.count)}),
+            **({} if self.count_spikes is None else {"train/loss_spikes": float(self.count_spikes())}),
             **({"train/z_loss": values["z_loss"]} if self.config.loss.z_loss else {}),
             **{f"train_router/{name.removeprefix(ROUTER)}": value for name, value in values.items() if name.startswith(ROUTER)},
             **{f"train_{name}": value for name, value in values.items() if name.startswith((PREFERENCE, DISTILLATION))},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,10 +17,9 @@ from ridgeline.observe.writers import build_writers
 from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import matmul_dtype, peak_flops
 from ridgeline.rundir.events import EventLog, read_events
-from ridgeline.rundir.loss_spikes import WINDOW, SpikeDetector, loss_spikes, recent_losses
 from ridgeline.rundir.startup import startup_metrics
 from ridgeline.trainer.checkpoint.reader import error_text
-from ridgeline.trainer.hooks import LossSpikes, Recorder
+from ridgeline.trainer.hooks import Recorder
 from ridgeline.trainer.start import StartedRun
 
 
@@ -36,7 +34,6 @@ class Monitoring:
     """In process 0, where the earlier event log is readable."""
     startup: Callable[[], dict[str, float]] | None
     """Returns the durations of this start, by phase. Process 0 only."""
-    spikes: LossSpikes
 
     @classmethod
     def begin(
@@ -86,26 +83,13 @@ class Monitoring:
         clocks = watch_clocks(jax.local_devices(), events)
         recorder = Recorder(events, writer, progress, timer)
         goodput = _goodput(events, run, start_step, mesh.size, progress) if process == 0 else None
-        spikes = _loss_spikes(recorder, start_step)
-        return cls(recorder, profiler, clocks, goodput, startup if process == 0 else None, spikes)
+        return cls(recorder, profiler, clocks, goodput, startup if process == 0 else None)
 
     def close(self) -> None:
         """Close clocks, profiler and writers, in this order."""
         self.clocks.close()
         self.profiler.close()
         self.recorder.writer.close()
-
-
-def _loss_spikes(recorder: Recorder, start_step: int) -> LossSpikes:
-    """Return the detector of loss spikes, with the losses and spikes of earlier starts where their log is readable."""
-    events = recorder.events
-    try:
-        log = read_events(events.path) if events.restart else []
-    except Exception as error:  # whatever a damaged log contains: it ends no run
-        recorder.progress.note(f"loss spikes are detected without the losses of earlier starts: {error_text(error)}")
-        log = []
-    before = [spike for spike in loss_spikes(log, events.process) if spike.step <= start_step]
-    return LossSpikes(recorder, SpikeDetector(deque(recent_losses(log, start_step, events.process), maxlen=WINDOW)), len(before))
 
 
 def step_timer(config: Config, num_devices: int) -> StepTimer:

@@ -22,14 +22,15 @@ from ridgeline.configs.load import from_resolved, override_mesh
 from ridgeline.configs.rules import fit_devices, place_on_devices
 from ridgeline.configs.schema import Config, CorruptionCheckConfig
 from ridgeline.loaders.loader import build_loader
-from ridgeline.rundir.events import Event
+from ridgeline.rundir.events import Event, event_file, read_events
+from ridgeline.rundir.skipped_batches import read_skipped_batches
 from ridgeline.trainer.checkpoint.payload import named_leaves
 from ridgeline.trainer.checkpoint.reader import CheckpointReader
 from ridgeline.trainer.nonfinite_origin import Origin, find_origin, state_of
 from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare
 from ridgeline.trainer.pretrained import start_from
 from ridgeline.trainer.state import TrainState, Tree
-from ridgeline.trainer.step import DROPOUT, Batch, local_rows, loss_sums, microbatches, recent_magnitudes, to_global
+from ridgeline.trainer.step import DROPOUT, Batch, local_rows, loss_sums, microbatches, recent_magnitudes, to_global, with_loss_limit
 
 Log = Callable[[str], None]
 
@@ -106,10 +107,14 @@ def find_nan(run: Path, step: int, *, mesh: Sequence[str] = (), log: Log = lambd
         rows=local_rows(config.data.batch_size, parts.partitioner),
         start_step=start,
         distillation=config.distillation,
+        skipped=read_skipped_batches(run),
     )
+    not_applied = {event.fields.get("step") for event in read_events(event_file(run, 0)) if event.kind == "skipped_step"}
     try:
         for number, rows in enumerate(loader, start + 1):
             batch = to_global(rows, parts.partitioner)
+            if config.loss_spikes.policy == "skip":
+                batch = with_loss_limit(batch, -math.inf if number in not_applied else math.inf, parts.partitioner)
             if number == step:
                 return _examined(config, parts, state, batch, start)
             log(f"step {number} of {start + 1} to {step - 1}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
@@ -36,6 +38,7 @@ from ridgeline.planner.experts import exchange_method
 from ridgeline.rundir.directory import REFERENCE_FILE, TRAIN_LOG
 from ridgeline.rundir.events import EventLog, event_file
 from ridgeline.rundir.lease import JobEnded
+from ridgeline.rundir.skipped_batches import SkippedBatches, read_skipped_batches
 from ridgeline.rundir.startup import record_start
 from ridgeline.sharding.mesh import describe_mesh
 from ridgeline.trainer import reference
@@ -49,10 +52,11 @@ from ridgeline.trainer.checkpoint.integrity import sha256_file
 from ridgeline.trainer.checkpoint.local_tier import LocalTier
 from ridgeline.trainer.corruption import CorruptionCheck
 from ridgeline.trainer.evaluation import Evaluator
-from ridgeline.trainer.failures import CheckpointError, CorruptionFound, Link, NumericalFailure, lost_peer
+from ridgeline.trainer.failures import CheckpointError, CorruptionFound, Link, NumericalFailure, WentBack, lost_peer
 from ridgeline.trainer.hang_report import read_position, report_text
 from ridgeline.trainer.hooks import CompilationStep, Evaluation, Heartbeat, MetricLog, NonFiniteSteps, Profiling, Saving
 from ridgeline.trainer.loop import Hook, Loader, Loop, Outcome
+from ridgeline.trainer.loss_spikes import LossSpikes, watch_loss_spikes
 from ridgeline.trainer.monitoring import Monitoring
 from ridgeline.trainer.plan_record import record_plan
 from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare, start_warnings
@@ -60,7 +64,7 @@ from ridgeline.trainer.pretrained import changed_positions, holds_only_params, m
 from ridgeline.trainer.program_cache import open_program_cache
 from ridgeline.trainer.start import StartedRun, check_restored, check_start, complete_step, keep_tokenizer, start_run
 from ridgeline.trainer.state import TrainState
-from ridgeline.trainer.step import abstract_batch, local_rows, param_norm, to_global
+from ridgeline.trainer.step import Batch, abstract_batch, local_rows, param_norm, to_global, with_loss_limit
 from ridgeline.trainer.stop import GracePeriod, Stop, StopRequested, in_thread, last_write_s
 from ridgeline.trainer.stragglers import Probe, Stragglers
 from ridgeline.trainer.text_evaluation import Sampler, TaskEvaluation, TextModel
@@ -109,6 +113,8 @@ def train(
     stop = Stop().install() if stop is None else stop
     stop.log = progress.note
     run: StartedRun | None = None
+    outcome: Outcome | None = None
+    back = False
     try:
         with stop.raising():
             from_step = Agreement("from-step").first(lambda: _check_step(config, from_step))
@@ -127,16 +133,25 @@ def train(
             Agreement("texts").each(lambda: opened.append(TextModel(config, parts.mesh)))
             [texts] = opened
             Agreement("start").first(lambda: check_start(config, parts, tokenizer, from_step))
-            run = start_run(config, command=command, log=progress.note, job_ended=job_ended, end=end)
-            progress.record(f"start {run.restart + 1}, process {os.getpid()} on {socket.gethostname()}: {shlex.join(command)}")
-            progress.keep(run.path / TRAIN_LOG)
-            events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart, guard=run.lease.check_log)
-            record_start(events, before, facts or {})
-            if link is not None:
-                link.record = lambda end: events.emit("lost_peer", reason=end.text)
-        outcome = _Session(
-            config, parts, texts, run, tokenizer, events, progress, stop, end, grace_s, analyze, from_step, link
-        ).run_to_end()
+        while outcome is None:
+            with stop.raising():
+                run = start_run(config, command=command, log=progress.note, job_ended=job_ended, end=end)
+                progress.record(f"start {run.restart + 1}, process {os.getpid()} on {socket.gethostname()}: {shlex.join(command)}")
+                progress.keep(run.path / TRAIN_LOG)
+                events = EventLog(event_file(run.path, process), process, run=run.id, restart=run.restart, guard=run.lease.check_log)
+                if not back:
+                    record_start(events, before, facts or {})
+                if link is not None:
+                    link.record = functools.partial(_record_lost_peer, events)
+            try:
+                outcome = _Session(
+                    config, parts, texts, run, tokenizer, events, progress, stop, end, grace_s, analyze, from_step, link
+                ).run_to_end()
+            except WentBack as reason:
+                progress.note(str(reason))
+                run.lease.release()
+                from_step, back = None, True
+            gc.collect()  # the state of the start that went back, which its frames held
     except BaseException as error:
         expected = isinstance(error, UserError | NumericalFailure | CorruptionFound | CheckpointError | StopRequested)
         progress.record(f"stopped: {error}" if expected else "".join(traceback.format_exception(error)).rstrip())
@@ -148,6 +163,10 @@ def train(
         if own_stop:
             stop.uninstall()
     return outcome
+
+
+def _record_lost_peer(events: EventLog, end: Any) -> None:
+    events.emit("lost_peer", reason=end.text)
 
 
 @dataclass
@@ -181,6 +200,8 @@ class _Session:
     """The compiled train step."""
     restored: Mapping[str, Any] | None = None
     """Metadata of the checkpoint that this start continues from; None for a new state."""
+    skipped: SkippedBatches = field(init=False)
+    """Batches that the run leaves out."""
     pairs: Mapping[Path, PairSource] = field(default_factory=dict)
     """Path -> source of the corpora and evaluation sets with preference pairs."""
 
@@ -306,6 +327,7 @@ class _Session:
             self.checkpointer.set_later_aside(self.from_step)
         else:
             self.checkpointer.begin(start_step)
+        self.skipped = SkippedBatches.model_validate(Agreement("skipped").first(lambda: read_skipped_batches(self.run.path).model_dump()))
         rows = local_rows(config.data.batch_size, self.parts.partitioner)
         loader = build_loader(
             config.data,
@@ -315,6 +337,7 @@ class _Session:
             start_step=start_step,
             pairs=self.pairs or None,
             distillation=config.distillation,
+            skipped=self.skipped,
         )
         try:
             return self._run_loop(train_step, norm, loader, state, start_step)
@@ -440,7 +463,7 @@ class _Session:
         probe = Probe(local) if gpu else None
         return [Stragglers(threshold, monitoring.recorder, monitoring.clocks, probe, f"{self.run.id}.{self.run.restart}")]
 
-    def _hooks(self, monitoring: Monitoring, corruption: CorruptionCheck | None) -> list[Hook]:
+    def _hooks(self, monitoring: Monitoring, spikes: LossSpikes, corruption: CorruptionCheck | None) -> list[Hook]:
         """Return everything that reacts to steps, in the order in which the loop calls it."""
         config, recorder = self.config, monitoring.recorder
         step, pair_step = (self.compiler.program(self.parts.evaluation_step, name) for name in ("evaluation_step", "pair_evaluation_step"))
@@ -448,40 +471,55 @@ class _Session:
         grace = GracePeriod(self.grace_s, self.progress.note, self.checkpointer.last_write_s)
         if (write_s := last_write_s(self.events.path)) is not None:  # in process 0, which records saves
             grace.saved(write_s)
-        nonfinite = NonFiniteSteps(config.trainer.max_bad_steps, recorder)
+        nonfinite = NonFiniteSteps(config.trainer.max_bad_steps, recorder, self.skipped)
         return [
             Profiling(monitoring.profiler, recorder),
             CompilationStep(self.compiler),
             Heartbeat(self.watchdog, self.progress),
             nonfinite,
-            monitoring.spikes,
             *self._stragglers(monitoring),
             *([] if corruption is None else [corruption]),
-            MetricLog(config, recorder, monitoring.goodput, monitoring.startup, monitoring.clocks, monitoring.spikes),
+            MetricLog(config, recorder, monitoring.goodput, monitoring.startup, monitoring.clocks, lambda: spikes.count),
+            spikes,  # after the record of the step, which may be the last before the run goes back
             Evaluation(config, evaluator, recorder, self.stop, self.watchdog),
             TaskEvaluation(config, self.texts, recorder, self.watchdog, self.compiler),
             Sampler(config, self.texts, recorder, self.watchdog, self.compiler),
-            Saving(config, self.checkpointer, self._metadata, nonfinite, recorder, self.watchdog, grace),
+            Saving(config, self.checkpointer, lambda step: self._metadata(step, spikes), nonfinite, recorder, self.watchdog, grace),
         ]
 
-    def _metadata(self, step: int) -> dict[str, Any]:
-        return {"kind": "train", "data_position": step, "mesh": self.config.mesh.sizes, **self.bound}
+    def _metadata(self, step: int, spikes: LossSpikes) -> dict[str, Any]:
+        return {
+            "kind": "train",
+            "data_position": self.skipped.batch_of(step),
+            "mesh": self.config.mesh.sizes,
+            **spikes.metadata(),
+            **self.bound,
+        }
 
     def _run_loop(self, train_step: Program, norm: Program, loader: Loader, state: TrainState, start_step: int) -> Outcome:
         monitoring = Monitoring.begin(
             self.config, self.parts.mesh, self.run, self.events, self.progress, start_step, train_step.as_text, self.analyze
         )
         corruption = self._corruption_check(train_step, start_step, monitoring)
+        recorder, log = monitoring.recorder, self.progress.note
+        spikes = watch_loss_spikes(
+            self.config.loss_spikes, recorder, self.run, self.checkpointer, self.skipped, start_step, self.restored, log
+        )
+
+        def put(rows: Mapping[str, np.ndarray]) -> Batch:
+            batch, limited = to_global(rows, self.parts.partitioner), self.config.loss_spikes.policy == "skip"
+            return with_loss_limit(batch, spikes.next_limit(), self.parts.partitioner) if limited else batch
+
         self.loop = Loop(
             config=self.config.trainer,
             train_step=train_step if corruption is None else corruption.step,
             param_norm=norm,
-            put=lambda rows: to_global(rows, self.parts.partitioner),
+            put=put,
             loader=loader,
             stop=self.stop,
             events=self.events,
             timer=monitoring.recorder.timer,
-            hooks=self._hooks(monitoring, corruption),
+            hooks=self._hooks(monitoring, spikes, corruption),
         )
         self.compiler.start()
         self.watchdog.step(None)
@@ -489,6 +527,9 @@ class _Session:
         settle = self.checkpointer.wait
         try:
             outcome = self.loop.run(state, start_step)
+        except WentBack:
+            self.checkpointer.close(finish_copies=False)
+            raise
         except Exception as error:
             if lost_peer(error, jax.process_count()) is not None:
                 settle = self.checkpointer.abandon

@@ -1,9 +1,9 @@
 """The jitted train and evaluation steps, and the batches they take.
 
 One optimizer step: microbatches of the local rows are differentiated in turn, token sums (never means) are accumulated, the global
-gradient norm is clipped, and the update is applied only where loss and gradient are finite and the norm
-is at most optimizer.skip_norm. Dividing the summed loss by the token weight of the *whole* global batch makes every split into
-microbatches, devices and packed rows give the same update.
+gradient norm is clipped, and the update is applied only where loss and gradient are finite, the norm is at most optimizer.skip_norm, and
+the loss at most the LOSS_LIMIT of the batch. Dividing the summed loss by the token weight of the *whole* global batch makes every split
+into microbatches, devices and packed rows give the same update.
 
 B rows, T tokens per row, D width, V vocabulary, A microbatches, S row shards (data x fsdp).
 """
@@ -39,6 +39,8 @@ Metrics = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
 DROPOUT = 2
 """Folded into the key of a step for the dropout of adapters."""
+LOSS_LIMIT = "loss_limit"
+"""Key of a batch with the loss above which its update is not applied (loss_spikes.policy=skip), float32 scalar."""
 ROUTER = "router"
 """Key of the router's totals among the means of a microbatch."""
 
@@ -146,6 +148,7 @@ def make_train_step(
     rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        limit, batch = batch.get(LOSS_LIMIT), {name: x for name, x in batch.items() if name != LOSS_LIMIT}
         key, rounding = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
         recent = jax.tree.map(partial(recent_magnitudes, partitioner), state.amax)
         grads, now, means, weight = gradient(state.params, recent, batch, jax.random.fold_in(key, DROPOUT))
@@ -158,6 +161,8 @@ def make_train_step(
                 state, found = digests.before_update(state, grads, grad_norm)
             if config.optimizer.skip_norm is not None:
                 good &= grad_norm <= config.optimizer.skip_norm
+            if limit is not None:
+                good &= means["loss"] <= limit
             if config.optimizer.clip_norm is not None:
                 scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
@@ -360,7 +365,10 @@ def abstract_batch(config: Config, partitioner: Partitioner) -> dict[str, jax.Sh
     if config.distillation.weight is not None:
         shapes[distillation.IDS] = ((rows, length, config.distillation.top_k), "int32")
         shapes[distillation.LOG_PROBS] = ((rows, length, config.distillation.outcomes), "float32")
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding(name)) for name, (shape, dtype) in shapes.items()}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding(name)) for name, (shape, dtype) in shapes.items()}
+    if config.loss_spikes.policy == "skip":
+        batch[LOSS_LIMIT] = jax.ShapeDtypeStruct((), "float32", sharding=partitioner.sharding(()))
+    return batch
 
 
 def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:
@@ -369,6 +377,12 @@ def local_rows(batch_size: int, partitioner: Partitioner) -> np.ndarray:
     index_map = sharding.addressable_devices_indices_map((batch_size, 1))
     rows = [np.arange(*index[0].indices(batch_size)) for index in index_map.values() if index is not None]
     return np.unique(np.concatenate(rows))
+
+
+def with_loss_limit(batch: Batch, limit: float, partitioner: Partitioner) -> Batch:
+    """Return a batch with the limit of its loss on all devices (asynchronous). All processes give the same limit."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return {**batch, LOSS_LIMIT: jax.make_array_from_callback((), partitioner.sharding(()), lambda _: np.float32(limit))}
 
 
 def to_global(batch: Mapping[str, np.ndarray], partitioner: Partitioner) -> Batch:

@@ -155,9 +155,16 @@ class Stop:
             self._vote(_STOP)
 
     def unshare(self) -> None:
-        """Stop listening. Call it before the coordination service shuts down: a thread waiting in its C++ code would abort the process."""
+        """Stop listening. Call it before the coordination service shuts down: a thread waiting in its C++ code would abort the process.
+
+        A later start in this process may share again.
+        """
         self._end()
         self._end = lambda: None
+        self._shared, self._saves, self._polls, self._stop_at = False, False, 0, None
+        if self._pipe is not None:
+            pipe, self._pipe = self._pipe, None
+            os.close(pipe[1])  # ends the publishing thread
 
     def agreed(self) -> signal.Signals | None:
         """Poll: return the signal on which all processes stop at this poll, or None. All of them must poll in the same order."""
@@ -182,8 +189,10 @@ class Stop:
             raise StopRequested(self.requested)
 
     def _publish(self, store: KeyValueStore, prefix: str, pipe: int) -> None:
-        os.read(pipe, 1)
-        assert self.requested is not None
+        asked = os.read(pipe, 1)
+        os.close(pipe)
+        if not asked or self.requested is None:
+            return
         with contextlib.suppress(Exception):  # the service is gone, and so are the others
             store.key_value_set(f"{prefix}/asked", self.requested.name, allow_overwrite=True)
 

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.configs.schema import LossSpikesConfig
 from ridgeline.planner.policy import STRAGGLER_SHARE
-from ridgeline.rundir.loss_spikes import SIGMAS
 
 Lens = Literal["amortization", "co-design", "balanced pipelines", "purpose"]
 Confidence = Literal["high", "medium", "low"]
@@ -58,7 +58,7 @@ THRESHOLDS: dict[str, tuple[float, str]] = {
     "dear": (0.50, "cost of the fastest scale over that of the cheapest, less one"),
     "hang": (0.01, "share of the wall time in hangs"),
     "size_gap": (0.10, "parallel efficiency of the largest model less that of the smallest, at one scale"),
-    "loss_spike": (SIGMAS, "rise of the loss in standard deviations of the steps before, in three steps in a row"),
+    "loss_spike": (LossSpikesConfig().sigmas, "rise of the loss in standard deviations of the steps before, in three steps in a row"),
     "fragile_knobs": (2, "performance settings more than in the simpler run"),
     "fragile_gain": (0.10, "gain in speed over the simpler run that justifies the settings"),
 }

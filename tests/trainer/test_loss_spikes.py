@@ -1,5 +1,6 @@
 """Loss spikes are found during training, from earlier losses only, and recorded."""
 
+import json
 import math
 import random
 import statistics
@@ -7,21 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 
+from ridgeline.configs.schema import LossSpikesConfig
 from ridgeline.rundir.events import EventLog, read_events
 from ridgeline.rundir.loss_spikes import (
     CONSECUTIVE,
     END_EVENT,
     EVENT,
     FEWEST,
-    LEAST_RISE,
-    SIGMAS,
-    WINDOW,
     SpikeDetector,
     loss_spikes,
     recent_losses,
 )
-from ridgeline.trainer.hooks import LossSpikes
+from ridgeline.rundir.skipped_batches import NOTHING_SKIPPED, batch_of_step
 from ridgeline.trainer.loop import StepResult
+from ridgeline.trainer.loss_spikes import LossSpikes
+
+DEFAULT = LossSpikesConfig()
+SIGMAS, LEAST_RISE, WINDOW = DEFAULT.sigmas, DEFAULT.min_rise, DEFAULT.window
 
 
 def curve(seed, steps=600, end=2.0, sigma=0.05):
@@ -76,6 +79,64 @@ def test_no_step_is_judged_by_later_ones():
         assert found(losses[:cut]) == [(step, spike) for step, spike in whole if step <= cut]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_detector_goes_on_after_a_restart_at_any_step_as_without_it(seed):
+    """With other settings too: spikes, limits and what is kept are those of the detector that saw all losses."""
+    draw = random.Random(seed)
+    config = LossSpikesConfig(window=draw.randint(32, 200), sigmas=draw.uniform(2, 8), min_rise=draw.uniform(0.05, 0.5))
+    losses = curve(seed)
+    for at in (draw.randint(100, 300), draw.randint(350, 500)):
+        losses[at : at + 9] = [draw.uniform(5, 9) for _ in range(9)]
+    losses[200] = math.nan
+    whole, states, spikes = SpikeDetector(config), [], []
+    for step, loss in enumerate(losses, 1):
+        states.append((json.dumps(whole.state()), whole.earlier_limit))
+        spikes.append(whole.update(step, loss))
+    assert sum(spike is not None for spike in spikes) >= 2
+    for cut in draw.sample(range(len(losses)), 12):
+        state, earlier = states[cut]
+        again = SpikeDetector.restored(config, json.loads(state))
+        assert again.earlier_limit == earlier
+        assert [again.update(step, loss) for step, loss in enumerate(losses[cut:], cut + 1)] == spikes[cut:]
+        assert again.state() == whole.state() and len(again.losses) <= config.window
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_limit_of_each_batch_is_the_same_with_and_without_restarts(seed):
+    """In the order of the loop: the next batch is put on the devices when the step before the running one has been read."""
+    draw = random.Random(seed)
+    losses = [0.0, *curve(seed, steps=120, sigma=0.3)]
+
+    def limits(stops):
+        found, detector, step = [], SpikeDetector(DEFAULT), 0
+        for stop in [*stops, 120]:
+            hook = LossSpikes(None, detector, None, None, NOTHING_SKIPPED)
+            found.append(hook.next_limit())
+            pending = None
+            while step < stop:
+                step += 1
+                if pending is not None:
+                    detector.update(pending, losses[pending])
+                pending = step
+                if step < stop:
+                    found.append(hook.next_limit())
+            detector.update(pending, losses[pending])
+            detector = SpikeDetector.restored(DEFAULT, json.loads(json.dumps(hook.metadata()))["loss_spikes"])
+        return found
+
+    whole = limits([])
+    assert len(whole) == 120 and len(set(whole)) > 60
+    assert limits(sorted(draw.sample(range(1, 120), 15))) == whole
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_batch_of_a_step_is_that_of_a_list_without_what_is_left_out(seed):
+    draw = random.Random(seed)
+    ranges = [(first, first + draw.randint(1, 9)) for first in draw.choices(range(60), k=draw.randint(0, 8))]
+    kept = [batch for batch in range(300) if not any(first <= batch < end for first, end in ranges)]
+    assert [batch_of_step(step, ranges) for step in range(150)] == kept[:150]
+
+
 def test_a_loss_that_stays_high_is_reported_once_and_judged_anew():
     losses = [0.02 + 0.001 * (step % 3) for step in range(100)] + [11.1] * 400
     (at, first), (end, last) = found(losses)
@@ -92,7 +153,8 @@ def test_odd_losses_are_no_spikes(odd):
 
 def test_a_spike_is_recorded_printed_counted_and_known_to_the_next_start(tmp_path):
     log, logged = EventLog(tmp_path / "events.jsonl"), []
-    hook = LossSpikes(SimpleNamespace(events=log, progress=SimpleNamespace(note=logged.append)), SpikeDetector())
+    recorder = SimpleNamespace(events=log, progress=SimpleNamespace(note=logged.append))
+    hook = LossSpikes(recorder, SpikeDetector(), None, None, NOTHING_SKIPPED)
     losses = [3.0 + 0.01 * (step % 5) for step in range(1, 101)] + [7.0] * 10 + [3.0] * 5 + [8.0] * 3
     for step, loss in enumerate(losses, 1):
         hook.on_result(StepResult(step, False, {"loss": loss, "grad_norm": 1.0}, None, 0.1, 0.1, step))
@@ -103,10 +165,9 @@ def test_a_spike_is_recorded_printed_counted_and_known_to_the_next_start(tmp_pat
     assert hook.count == 2 and len(logged) == 3 and logged[0].startswith("loss spike since step 101: up to 7")
     first, second = loss_spikes(events)
     assert (first.step, first.steps, first.ended, second.step, second.ended) == (101, 10, True, 116, False)
-    seeded = recent_losses(events, 118)
+    seeded = recent_losses(events, 118, WINDOW)
     assert len(seeded) >= 50 and max(seeded) < 3.1
-    detector = SpikeDetector()
-    detector.losses.extend(seeded)
+    detector = SpikeDetector(losses=seeded)
     assert [step for step, _ in found([9.0, 9.0, 9.0, 9.0], detector)] == [CONSECUTIVE]
 
 

@@ -16,7 +16,7 @@ from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.schedules import build_schedule
 from ridgeline.trainer.state import TrainState, abstract_state, init_state, model_spec
-from ridgeline.trainer.step import make_evaluation_step, make_train_step, split_rows
+from ridgeline.trainer.step import LOSS_LIMIT, make_evaluation_step, make_train_step, split_rows
 
 ROWS, LENGTH, VOCAB = 8, 16, 61
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
@@ -221,3 +221,23 @@ def test_same_seed_gives_bitwise_equal_losses_and_parameters(kind: str) -> None:
 def test_another_seed_gives_other_parameters() -> None:
     one, other = (Trainer(Config.model_validate({**make_config().model_dump(), "seed": seed})) for seed in (0, 1))
     assert any((a != b).any() for a, b in zip(leaves(one.state), leaves(other.state), strict=True))
+
+
+def test_an_update_whose_loss_is_above_the_limit_of_its_batch_changes_nothing_and_others_are_as_with_any_limit() -> None:
+    """The limit lies between drawn losses."""
+    trainer = make_config(trainer={"steps": 100, "accumulation": 2})
+    limited, free = Trainer(trainer), Trainer(trainer)
+    batches = [make_batch(seed) for seed in range(5)]
+    limit = float(np.median([metrics["loss"] for metrics in Trainer(make_config(optimizer={"learning_rate": 1e-12})).run(*batches)]))
+    skipped = 0
+    for batch in batches:
+        before = leaves(limited.state)
+        free.state = copy.copy(limited.state)
+        (metrics,) = limited.run({**batch, LOSS_LIMIT: jnp.float32(limit)})
+        (other,) = free.run({**batch, LOSS_LIMIT: jnp.float32(np.inf)})
+        above = metrics["loss"] > limit
+        skipped += above
+        assert metrics["loss"] == other["loss"] and metrics["skipped"] == skipped and (metrics["bad_in_a_row"] > 0) == above
+        for one, expected in zip(leaves(limited.state), before if above else leaves(free.state), strict=True):
+            np.testing.assert_array_equal(one, expected)
+    assert 0 < skipped < len(batches)
