@@ -23,6 +23,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.manifest import TokenizerInfo, check_same_tokenizer
 from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.events import event_files, read_events
 from ridgeline.rundir.files import make_directory, sync_directory
 from ridgeline.rundir.lease import JobEnded, Lease, acquire, this_process
 from ridgeline.rundir.provenance import SOURCE_TREE, packages, source_state, user
@@ -136,6 +137,8 @@ def check_start(config: Config, parts: Prepared, tokenizer: TokenizerInfo, from_
         except OSError as error:
             raise UserError(f"cannot read the run directory {run.path}: {error.strerror}") from error
     metadata = check_startable(run.checkpoints, from_step)
+    if metadata is None and config.checkpoint.local.directory is None:
+        _check_none_lost(run)
     if metadata is not None and metadata.get("kind") != PARAMS_ONLY:
         check_matches(metadata["arrays"], parts.abstract, partial=False, where=str(step_dir(run.checkpoints, metadata["step"])))
         check_same_tokenizer(metadata.get("tokenizer"), tokenizer.sha256, str(run.checkpoints))
@@ -145,6 +148,21 @@ def check_start(config: Config, parts: Prepared, tokenizer: TokenizerInfo, from_
             check_optimizer(source, config)
         optimizer = parts.abstract.opt_state if config.init_optimizer and metadata is None else None
         check_source(source, config.model, tokenizer.sha256, parts.spec, config.lora, optimizer)
+
+
+def _check_none_lost(run: RunDir) -> None:
+    """Raise UserError where an earlier start saved checkpoints and their directory is gone or empty: the run would begin again."""
+    if run.checkpoints.is_dir() and any(run.checkpoints.iterdir()):
+        return  # set aside: the run is to begin again
+    try:
+        saved = [event.fields["step"] for event in read_events(event_files(run.path)) if event.kind == "checkpoint_saved"]
+    except (UserError, OSError):
+        return
+    if saved:
+        raise UserError(
+            f"{run.checkpoints} has no checkpoint, but one of step {saved[-1]} was saved there: bring the directory back "
+            "(is its file system mounted?), or choose another run_dir to begin again"
+        )
 
 
 def _own_record(run: RunDir, name: str) -> RunRecord:

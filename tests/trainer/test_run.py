@@ -588,6 +588,42 @@ def test_a_step_to_restart_from_that_is_not_there_is_refused_before_anything_is_
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+def test_a_run_whose_checkpoints_vanished_is_refused_until_they_are_back(
+    corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]
+) -> None:
+    shutil.copytree(whole[0].directory, tmp_path / "run")
+    config, checkpoints = make_config(corpus, tmp_path / "run", trainer={"steps": STEPS + 1}), tmp_path / "run" / "checkpoints"
+    checkpoints.rename(tmp_path / "elsewhere")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    for _ in range(2):  # gone, and an empty mount point
+        with pytest.raises(UserError, match=rf"checkpoints has no checkpoint, but one of step {STEPS} was saved there: bring"):
+            run(config)
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path != checkpoints} == before
+        checkpoints.mkdir(exist_ok=True)
+    checkpoints.rmdir()
+    (tmp_path / "elsewhere").rename(checkpoints)
+    assert max(run(config)) == STEPS + 1
+
+
+def test_a_run_whose_directory_vanishes_ends_with_its_own_code(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus, tmp_path / "run", trainer={"steps": 100_000}, checkpoint={"every": 0, "final": False})
+    words = [*command(config, tmp_path), "runtime.lease_timeout_s=4", "evaluation.every=0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 20/"):
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+            break
+    lines += process.stdout.readlines()
+    assert process.wait(60) == TAKEN_OVER, "".join(lines)
+    (said,) = [line for line in lines if line.startswith("ridge: ")]
+    assert "lease" in said or "run directory" in said, said
+    assert "Traceback" not in "".join(lines)
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_processes_train_as_one_and_one_goes_on_for_two(corpus: Path, tmp_path: Path, whole: tuple[Config, dict[int, float]]) -> None:
     _, losses = whole
     config = make_config(corpus, tmp_path / "run", runtime={"platform": "cpu", "cpu_devices": 4})
