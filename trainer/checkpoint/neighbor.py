@@ -19,6 +19,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,17 @@ from ridgeline.trainer.checkpoint import integrity
 
 SILENT_S = 60.0
 """A connection without progress for this long is broken."""
+TOKEN_S = 10.0
+"""The token must have arrived by then."""
+STRANGERS = 32
+"""Connections without a token, so far, that are served at a time; others are closed. Those of members are one or two per process."""
 _LENGTH = struct.Struct(">Q")
 _MAX_MESSAGE_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
+
+
+_REFUSED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, integrity.ManifestDamage)
+"""What a message can cause that no process of this version sends."""
 
 
 class PeerServer:
@@ -43,20 +52,28 @@ class PeerServer:
     """
 
     def __init__(self, address: str, token: str, root: Path) -> None:
-        parts = root
+        parts, places = root, threading.BoundedSemaphore(STRANGERS)
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                self.request.settimeout(SILENT_S)
                 try:
-                    _answer(self.request, token, parts)
-                except (OSError, ValueError, KeyError, TypeError, integrity.ManifestDamage):
+                    try:
+                        member = hmac.compare_digest(_read(self.request, len(token), TOKEN_S), token.encode())
+                    finally:
+                        places.release()
+                    if member:
+                        self.request.settimeout(SILENT_S)
+                        _answer(self.request, parts)
+                except _REFUSED:
                     return  # the other side sees the end of the connection
 
         class Server(socketserver.ThreadingTCPServer):
             address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
             daemon_threads = True
             request_queue_size = 128
+
+            def verify_request(self, request: Any, client_address: Any) -> bool:
+                return places.acquire(blocking=False)
 
         self._server = Server((address, 0), Handler)
         self.address: tuple[str, int] = (address, int(self._server.server_address[1]))
@@ -94,9 +111,7 @@ def fetch(address: tuple[str, int], token: str, root: Path, process: int, step: 
         return _receive(connection, root, process, step, answer["manifest"].encode())
 
 
-def _answer(connection: socket.socket, token: str, root: Path) -> None:
-    if not hmac.compare_digest(_read(connection, len(token)), token.encode()):
-        return
+def _answer(connection: socket.socket, root: Path) -> None:
     request = _read_message(connection)
     try:
         if "put" in request:
@@ -161,9 +176,12 @@ def _read_message(connection: socket.socket) -> dict[str, Any]:
     return found
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
-    content = bytearray()
+def _read(connection: socket.socket, count: int, limit_s: float | None = None) -> bytes:
+    """Receive bytes. limit_s: for all of them together; None: the timeout of the socket for each part. Raises OSError."""
+    content, end_s = bytearray(), None if limit_s is None else time.monotonic() + limit_s
     while len(content) < count:
+        if end_s is not None:
+            connection.settimeout(max(0.001, end_s - time.monotonic()))
         data = connection.recv(min(count - len(content), _CHUNK_BYTES))
         if not data:
             raise ConnectionError("the connection ended")
