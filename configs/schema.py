@@ -456,6 +456,11 @@ class StragglersConfig(Section):
 
     threshold: PositiveFloat | None = 0.1
     """Own compute time of a rank beyond that of the others from which it is named; null: never."""
+    replace_after: PositiveInt | None = None
+    """Steps after which the node of a rank that was named, and is still slow, is replaced: it is added to bad_nodes, and the run saves and
+    ends with code 75, so that the job is requeued without it. Slurm jobs only; null: the node stays."""
+    max_replaced: PositiveInt = 2
+    """Most nodes of a run that are replaced as stragglers."""
 
 
 class LossSpikesConfig(Section):

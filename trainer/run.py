@@ -461,7 +461,8 @@ class _Session:
         if threshold is None or ranks == 1:
             return []
         probe = Probe(local) if gpu else None
-        return [Stragglers(threshold, monitoring.recorder, monitoring.clocks, probe, f"{self.run.id}.{self.run.restart}")]
+        name = f"{self.run.id}.{self.run.restart}"
+        return [Stragglers(self.config.stragglers, monitoring.recorder, monitoring.clocks, probe, name, self.run.path)]
 
     def _hooks(self, monitoring: Monitoring, spikes: LossSpikes, corruption: CorruptionCheck | None) -> list[Hook]:
         """Return everything that reacts to steps, in the order in which the loop calls it."""

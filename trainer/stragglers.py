@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ridgeline.configs.schema import StragglersConfig
 from ridgeline.observe.clocks import ClockWatch
-from ridgeline.rundir.bad_nodes import node_name
+from ridgeline.rundir.bad_nodes import add_bad_nodes, node_name, read_bad_nodes
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.trainer.agreement import coordination_client
 from ridgeline.trainer.hooks import Recorder
 from ridgeline.trainer.loop import Hook, StepResult
 
-EVENT, END_EVENT = "straggler", "straggler_end"
+EVENT, END_EVENT, REPLACED_EVENT = "straggler", "straggler_end", "straggler_replaced"
+REASON = "straggler:"
+"""How the reasons of replaced nodes begin in bad_nodes."""
 WINDOW = 15
 """Newest times of a rank that are compared; of the program on GPUs, which runs before every PROBE_EVERY-th step, half as many."""
 PUBLISH_EVERY, PROBE_EVERY = 3, 2
@@ -133,17 +138,24 @@ class Stragglers(Hook):
     A rank is a process on CPUs, a device on GPUs. `close` ends the thread.
     """
 
-    threshold: float
+    config: StragglersConfig
     recorder: Recorder
     clocks: ClockWatch
     probe: Probe | None
     """On GPUs; None: the CPU time of computations counts."""
     run: str
     """Identifies this start among the keys of the coordination service."""
+    run_dir: Path
+    in_job: bool = field(default_factory=lambda: "SLURM_JOB_ID" in os.environ)
+    """Whether a job script starts the run again without bad nodes."""
     cpu_clock: Callable[[], float] = field(default_factory=ComputeClock)
     _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=3 * WINDOW), init=False)
     _last_s: float | None = field(default=None, init=False)
     _named: dict[str, float] = field(default_factory=dict, init=False)
+    _since: dict[str, int] = field(default_factory=dict, init=False)
+    """Named rank -> step at which it was named."""
+    _replaced: bool = field(default=False, init=False)
+    """What can be done about stragglers of this start is done."""
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
     _due: int | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
@@ -234,7 +246,7 @@ class Stragglers(Hook):
         found = excesses(times, WINDOW if self.probe is None else WINDOW // PROBE_EVERY)
         if not found:
             return
-        slow = slow_ranks(found, self.threshold)
+        slow = slow_ranks(found, self._threshold)
         worst = max(float(np.median(values)) for values in found.values())
         wait_s = self._step_s * max(0.0, worst) / (1 + max(0.0, worst))
         with self._changed:
@@ -251,12 +263,39 @@ class Stragglers(Hook):
                     f"{', ' + state if state else ''}; they wait about {1e3 * wait_s:.3g} ms per step"
                 )
         for name in self._named.keys() - slow.keys():
-            if float(np.median(found[name])) < ENDED_SHARE * self.threshold:
+            if float(np.median(found[name])) < ENDED_SHARE * self._threshold:
                 self.recorder.events.emit(END_EVENT, step=step, rank=name)
                 self.recorder.progress.note(f"step {step}: {name} is no longer slower than the others")
             else:
                 slow[name] = self._named[name]
         self._named = slow
+        self._since = {name: self._since.get(name, step) for name in slow}
+        self._replace(step, {name: about[name][0]["node"] for name in slow})
+
+    @property
+    def _threshold(self) -> float:
+        assert self.config.threshold is not None
+        return self.config.threshold
+
+    def _replace(self, step: int, slow: Mapping[str, str]) -> None:
+        """End the run without the nodes (rank -> node) that have been slow for long, by SIGTERM to this process."""
+        after = self.config.replace_after
+        due = {name: node for name, node in slow.items() if after is not None and step - self._since[name] >= after}
+        if not due or self._replaced:
+            return
+        self._replaced, note = True, self.recorder.progress.note
+        nodes = sorted(set(due.values()))
+        earlier = [why for why in read_bad_nodes(self.run_dir).values() if why.startswith(REASON)]
+        if not self.in_job:
+            note(f"{', '.join(nodes)} cannot be replaced (stragglers.replace_after): this is no Slurm job")
+        elif len(earlier) + len(nodes) > self.config.max_replaced:
+            note(f"{', '.join(nodes)} stays: {len(earlier)} nodes have been replaced (stragglers.max_replaced)")
+        else:
+            reasons = {node: f"{REASON} {self._named[name]:.0%} slower for {step - self._since[name]} steps" for name, node in due.items()}
+            add_bad_nodes(self.run_dir, reasons, datetime.now().astimezone())
+            self.recorder.events.emit(REPLACED_EVENT, step=step, nodes=nodes)
+            note(f"step {step}: the run saves and is requeued without {', '.join(nodes)} (stragglers.replace_after)")
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def state_text(state: DeviceState) -> str:

@@ -149,10 +149,11 @@ def interpreter(
     hold_at: int | None = None,
     step_s: float = 0.0,
     env: Mapping[str, str] | None = None,
+    slow: tuple[str, float, int] | None = None,
 ) -> Path:
     """Write the `python` of a job's tasks: this interpreter, with strike.py before the command, and with the variables of `env`."""
     plan, python = directory / f"{name}.plan.json", directory / f"{name}.python"
-    plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at, "step_s": step_s}))
+    plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at, "step_s": step_s, "slow": slow}))
     exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in (env or {}).items())
     python.write_text(
         f'#!/bin/bash\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n{exports}'
@@ -184,13 +185,15 @@ def submit(
     hold: bool = True,
     step_s: float = 0.0,
     env: Mapping[str, str] | None = None,
+    slow: tuple[str, float, int] | None = None,
 ) -> Run:
     """Submit a run with `ridge submit`.
 
     pace_s: a pause per step of a run that will be disturbed; with `hold` its first start does not end before SIGTERM. programs: the
-    compilation cache. step_s: a pause within each step. env: variables of the ranks.
+    compilation cache. step_s: a pause within each step. env: variables of the ranks. slow: node, additional
+    share of its computing time, and the step from which on it is slow.
     """
-    python = interpreter(directory, name, strikes, pace_s or 0.0, None if pace_s is None or not hold else steps - 2, step_s, env)
+    python = interpreter(directory, name, strikes, pace_s or 0.0, None if pace_s is None or not hold else steps - 2, step_s, env, slow)
     settings = [f"software.python={python}", *cluster]
     told = slurm.run(
         RIDGE,

@@ -2,7 +2,8 @@
 
 Functions of the project are wrapped, not replaced, so that a signal arrives during a chosen phase. The plan holds `strikes`, by restart
 (null: none), `pace_s`, a pause per step while the loop waits for data, `step_s`, one within the step, and `hold_at`: the first start makes
-no step after that one until it has received SIGTERM. A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a
+no step after that one until it has received SIGTERM, and `slow`, [node, share, step]: from that step on the ranks of the node compute so
+much longer (tests/trainer/straggler_run.py). A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a
 preemption), "rank" (one rank gets SIGTERM), or "never" (the rank does not start).
 """
 
@@ -79,7 +80,7 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def install(strike: Strike, pace_s: float, hold_at: int | None, step_s: float = 0.0) -> None:
+def install(strike: Strike, pace_s: float, hold_at: int | None, step_s: float = 0.0, slow: Any = None) -> None:
     """Wrap the places a strike may happen at, without loading JAX."""
     from ridgeline.rundir.events import EventLog
     from ridgeline.trainer.stop import Stop
@@ -99,6 +100,9 @@ def install(strike: Strike, pace_s: float, hold_at: int | None, step_s: float = 
     @contextlib.contextmanager
     def struck_phase(self: EventLog, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
         if name == "train":
+            if slow is not None and os.environ["SLURMD_NODENAME"] == slow[0]:
+                sys.path.append(str(Path(__file__).parents[2]))
+                importlib.import_module("tests.trainer.straggler_run").slow_down(*slow[1:])
             install_loop(strike, pace_s, hold_at, step_s)
         with phase(self, name, **fields) as record:
             strike.at(name)
@@ -141,7 +145,7 @@ def main() -> None:
     sys.argv = ["ridge", *sys.argv[4:]]
     strike = Strike(plan, path.with_suffix(".strikes"))
     strike.at("start")
-    install(strike, plan["pace_s"], plan["hold_at"], plan.get("step_s", 0.0))
+    install(strike, plan["pace_s"], plan["hold_at"], plan.get("step_s", 0.0), plan.get("slow"))
     from ridgeline.cli.main import main as ridge
 
     ridge()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ import jax
 import numpy as np
 import pytest
 
+from ridgeline.configs.schema import StragglersConfig
+from ridgeline.rundir.bad_nodes import add_bad_nodes, read_bad_nodes
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.rundir.events import EventLog, read_events
 from ridgeline.trainer.stragglers import (
@@ -113,7 +117,7 @@ def test_a_slow_rank_is_reported_once_with_its_node_and_state_and_again_when_it_
     notes: list[str] = []
     log = EventLog(tmp_path / "events.0.jsonl", 0, run="r", restart=0)
     recorder: Any = SimpleNamespace(events=log, progress=SimpleNamespace(note=notes.append), timer=None, writer=None)
-    hook = Stragglers(THRESHOLD, recorder, SimpleNamespace(newest=[]), None, "r.0")  # type: ignore[arg-type]
+    hook = Stragglers(StragglersConfig(threshold=THRESHOLD), recorder, SimpleNamespace(newest=[]), None, "r.0", tmp_path)  # type: ignore[arg-type]
     state = state_text(DeviceState("gpu:0", clock_mhz=1290, rated_mhz=1980, temperature_c=88, reasons=("hardware thermal slowdown",)))
 
     def published(share: float) -> list[dict[str, Any]]:
@@ -136,6 +140,41 @@ def test_a_slow_rank_is_reported_once_with_its_node_and_state_and_again_when_it_
         "slowdown; they wait about 60 ms per step",
         "step 30: process 2 is no longer slower than the others",
     ]
+
+
+@pytest.mark.parametrize(
+    ("in_job", "earlier", "said"),
+    [
+        (True, 1, "step 27: the run saves and is requeued without node02 (stragglers.replace_after)"),
+        (True, 2, "node02 stays: 2 nodes have been replaced (stragglers.max_replaced)"),
+        (False, 0, "node02 cannot be replaced (stragglers.replace_after): this is no Slurm job"),
+    ],
+)
+def test_a_rank_that_stays_slow_is_replaced_once_where_the_job_can_and_may(tmp_path: Path, in_job: bool, earlier: int, said: str) -> None:
+    notes, signals = list[str](), list[int]()
+    log = EventLog(tmp_path / "events.0.jsonl", 0, run="r", restart=0)
+    recorder: Any = SimpleNamespace(events=log, progress=SimpleNamespace(note=notes.append), timer=None, writer=None)
+    others = {f"node1{number}": "straggler: 20% slower for 9 steps" for number in range(earlier)} | {"node20": "failed the preflight"}
+    add_bad_nodes(tmp_path, others, datetime.now())
+    config = StragglersConfig(threshold=THRESHOLD, replace_after=6)
+    hook = Stragglers(config, recorder, SimpleNamespace(newest=[]), None, "r.0", tmp_path, in_job)  # type: ignore[arg-type]
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        for step in range(18, 40, 3):
+            slow = 2 if step > 18 else None
+            own = {process: [[at, [0.5 * (1.3 if process == slow else 1)]] for at in range(WINDOW)] for process in range(4)}
+            hook._compare(step, [{"process": p, "node": f"node0{p}", "own": own[p], "states": []} for p in own])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    hook.close(40)
+    log.close()
+    assert [note for note in notes if "straggler:" not in note] == [said]
+    done = in_job and earlier < config.max_replaced
+    assert signals == [signal.SIGTERM] * done
+    bad = read_bad_nodes(tmp_path)
+    assert set(bad) == set(others) | ({"node02"} if done else set())
+    assert not done or bad["node02"] == "straggler: 30% slower for 6 steps"
+    assert [event.fields["nodes"] for event in read_events(log.path) if event.kind == "straggler_replaced"] == [["node02"]] * done
 
 
 def test_probes_take_a_small_share_of_the_time() -> None:
