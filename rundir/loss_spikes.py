@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ridgeline.configs.schema import LossSpikesConfig
+from ridgeline.configs.fault_schema import LossSpikesConfig
 from ridgeline.rundir.events import Event
 from ridgeline.rundir.noise import median
 

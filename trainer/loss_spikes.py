@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ridgeline.configs.schema import LossSpikesConfig
+from ridgeline.configs.fault_schema import LossSpikesConfig
 from ridgeline.rundir.events import read_events
 from ridgeline.rundir.loss_spikes import END_EVENT, EVENT, Spike, SpikeDetector, loss_spikes, recent_losses
 from ridgeline.rundir.skipped_batches import SkippedBatches, SkippedRange, write_skipped_batches

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.fault_schema import CorruptionCheckConfig
 from ridgeline.configs.load import from_resolved, override_mesh
 from ridgeline.configs.rules import fit_devices, place_on_devices
-from ridgeline.configs.schema import Config, CorruptionCheckConfig
+from ridgeline.configs.schema import Config
 from ridgeline.loaders.loader import build_loader
 from ridgeline.rundir.events import Event, event_file, read_events
 from ridgeline.rundir.skipped_batches import read_skipped_batches

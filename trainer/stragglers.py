@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ridgeline.configs.schema import StragglersConfig
+from ridgeline.configs.fault_schema import StragglersConfig
 from ridgeline.observe.clocks import ClockWatch
 from ridgeline.rundir.bad_nodes import add_bad_nodes, node_name, read_bad_nodes
 from ridgeline.rundir.device_state import DeviceState

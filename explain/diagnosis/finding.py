@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ridgeline.configs.schema import LossSpikesConfig
+from ridgeline.configs.fault_schema import LossSpikesConfig
 from ridgeline.planner.policy import STRAGGLER_SHARE
 
 Lens = Literal["amortization", "co-design", "balanced pipelines", "purpose"]

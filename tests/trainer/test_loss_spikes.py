@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ridgeline.configs.schema import LossSpikesConfig
+from ridgeline.configs.fault_schema import LossSpikesConfig
 from ridgeline.rundir.events import EventLog, read_events
 from ridgeline.rundir.loss_spikes import (
     CONSECUTIVE,

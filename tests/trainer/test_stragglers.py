@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from ridgeline.configs.schema import StragglersConfig
+from ridgeline.configs.fault_schema import StragglersConfig
 from ridgeline.rundir.bad_nodes import add_bad_nodes, read_bad_nodes
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.rundir.events import EventLog, read_events
