@@ -34,7 +34,7 @@ CATEGORIES = {
     "profile": "Starting, stopping and writing a capture.",
     "lost": "Steps that a later start repeated, or that were never saved, with evaluation and data waiting between them.",
     "hang": "From the last progress to the watchdog's abort.",
-    "teardown": "Closing files, waiting for the last save.",
+    "teardown": "Closing files, waiting for the last save, the end of the processes.",
     "unexplained": "None of the above.",
 }
 """Category -> its meaning."""
@@ -179,8 +179,7 @@ def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger
         wait = waiting.get(restart)
         if wait is not None:
             if ended_s is not None and wait.previous_end_s is not None and ended_s < wait.previous_end_s <= start[0].start_s:
-                # a killed start ran on after its last event; that work is lost
-                line.append(Stretch(ended_s, wait.previous_end_s, "lost" if line[-1].in_loop else "unexplained", line[-1].restart))
+                line.append(Stretch(ended_s, wait.previous_end_s, _after(line[-1]), line[-1].restart))
             begin_s = wait.start_s if ended_s is None else max(wait.start_s, ended_s)
             granted_s = _clip(start[0].start_s if wait.granted_s is None else wait.granted_s, begin_s, max(begin_s, start[0].start_s))
             if begin_s < granted_s:
@@ -190,6 +189,13 @@ def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger
         line += start
     line, lost_steps = _with_losses(line, mine, found)
     return _ledger(line, mine, found, lost_steps, len(restarts))
+
+
+def _after(last: Stretch) -> str:
+    """Return the category of the time from the last event of a start, in `last`, until the job script saw its end."""
+    if last.in_loop:
+        return "lost"  # a killed start ran on
+    return "teardown" if last.category == "teardown" else "unexplained"
 
 
 def _ledger(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase], lost_steps: int, starts: int) -> Ledger:

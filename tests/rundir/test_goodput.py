@@ -155,6 +155,30 @@ def test_time_in_the_queue_counts_and_time_between_starts_by_hand_does_not(tmp_p
     assert queued.wall_s == pytest.approx(by_hand.wall_s + queued.seconds["queue"])
 
 
+@pytest.mark.parametrize("last", ["teardown", "compile", "train"])
+def test_the_time_until_the_job_script_saw_the_end_belongs_to_how_the_start_ended(tmp_path, last):
+    """Processes that close take time to end; of a killed start in its loop the time is lost, and before it nothing is known."""
+    first = Script(tmp_path, 1000.0)
+    first.phase("compile", 5.0)
+    if last != "compile":
+        first.begin_training(0)
+        first.steps(0, 4, 1.0)
+    if last == "teardown":
+        first.end_training()
+        first.phase("teardown", 1.0)
+    first.kill()
+    end_s = first.clock.now_s
+    second = Script(tmp_path, 1100.0)
+    second.begin_training(0)
+    second.steps(0, 7, 1.0)
+    second.end_training()
+    before = ledger_of(tmp_path).seconds
+    after = ledger_of(tmp_path, waits=[Waiting(end_s + 3.0, 1, end_s + 20.0, end_s + 3.0)]).seconds
+    category = {"teardown": "teardown", "compile": "unexplained", "train": "lost"}[last]
+    assert after[category] == pytest.approx(before[category] + 3.0)
+    assert after["queue"] == pytest.approx(17.0)
+
+
 def test_queue_and_preflight_are_read_from_the_records_of_the_jobs(tmp_path):
     killed_and_resumed(tmp_path)  # starts at 1000 and 2000, the first until 1028
     (tmp_path / "slurm").mkdir()
