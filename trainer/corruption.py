@@ -1,11 +1,11 @@
 """Detection of silent data corruption: wrong bits without an error message (docs/guides/faulty-devices.md).
 
 Every step returns digests of its state and gradient (trainer/digests.py). They stay on the devices until a check, every
-corruption_check.every steps, which compares
+corruption_check.every steps, before each save, and before a run ends for numerical reasons, which compares
 
 * memory: the state at the end of each step with the state that the next step has read, on each device;
 * replicas: the copies of each shard, after the last step;
-* replay: the digests of a step that is run twice from the same state and batch, on each device.
+* replay, every corruption_check.every steps: the digests of a step that is run twice from the same state and batch, on each device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ridgeline.trainer.checkpoint.finite import short_list
 from ridgeline.trainer.digests import DIGESTS, StepDigests
 from ridgeline.trainer.failures import CorruptionFound
 from ridgeline.trainer.hooks import Recorder
-from ridgeline.trainer.loop import Hook, StepEnd
+from ridgeline.trainer.loop import Hook, StepEnd, StepResult
 from ridgeline.trainer.state import TrainState
 from ridgeline.trainer.step import Batch, Metrics
 
@@ -146,6 +146,8 @@ class CorruptionCheck(Hook):
     run_dir: Path
     good_step: int
     """The last step after which all digests agreed, or the first step of this start."""
+    max_bad_steps: int
+    """Skipped updates in a row that end the run: a check comes before, since wrong bits are a cause of them."""
     _agreement: Agreement = field(default_factory=lambda: Agreement("corruption"), init=False)
     _step: int = field(default=0, init=False)
     _returned: TrainState | None = field(default=None, init=False)
@@ -187,18 +189,27 @@ class CorruptionCheck(Hook):
         found: TrainState = jax.tree.unflatten(tree, restored)
         return jax.block_until_ready(found)
 
+    def on_result(self, result: StepResult) -> None:
+        """Compare before the run ends for numerical reasons. Raises CorruptionFound."""
+        if result.metrics["bad_in_a_row"] >= self.max_bad_steps:
+            self.check(self._step)
+
     def due(self, end: StepEnd) -> bool:
-        """Return whether to check after this step: also after the last one, whose state is saved."""
+        """Return whether to check after this step: also after the last one."""
         return end.step % self.every == 0 or end.last
 
     def on_state(self, end: StepEnd) -> None:
-        """Compare all digests since the last check. Raises CorruptionFound."""
-        if not self._history:
+        """Compare. Raises CorruptionFound."""
+        self.check(end.step)
+
+    def check(self, step: int) -> None:
+        """Compare all digests since the last check, up to the step dispatched last; in every process. Raises CorruptionFound."""
+        if self.good_step == step or not self._history:
             return
         start_s = time.monotonic()
         with self.recorder.timer.paused():
-            self._check(end.step)
-        self.recorder.events.total("check", time.monotonic() - start_s, step=end.step)
+            self._check(step)
+        self.recorder.events.total("check", time.monotonic() - start_s, step=step)
 
     def _check(self, step: int) -> None:
         kept, continues = [_rows(digests) for _, _, digests in self._history], [same for _, same, _ in self._history]

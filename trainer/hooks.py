@@ -239,7 +239,8 @@ class Saving(Hook):
     """Saves at the checkpoint cadence, and at a stop.
 
     Never after a non-finite step: that state must not displace a checkpoint that training can continue from. The save is deferred to the
-    next finite step. Raises NumericalFailure where the run would end without one, and for a state that is not finite.
+    next finite step. Raises NumericalFailure where the run would end without one, and for a state that is not finite; before a save, what
+    `check` raises.
     """
 
     config: Config
@@ -249,6 +250,8 @@ class Saving(Hook):
     recorder: Recorder
     watchdog: Watchdog
     grace: GracePeriod
+    check: Callable[[int], None] | None = None
+    """Called with the step before its state is saved, in every process."""
     _deferred: bool = field(default=False, init=False)
     """A save was due after a non-finite step: it follows the next finite one."""
     _shared_due: bool = field(default=False, init=False)
@@ -279,6 +282,8 @@ class Saving(Hook):
         self._save(end.step, end.state, {name: result.loss for name, result in (end.evaluation or {}).items()})
 
     def _save(self, step: int, state: Any, losses: Mapping[str, float]) -> None:
+        if self.check is not None:
+            self.check(step)
         recorder, watched = self.recorder, self.watchdog.phase("save", self.watchdog.deadlines.save_s)
         recording = recorder.events.phase("save", step=step)
         with watched, annotation("ridge.save"), recorder.timer.paused(), recording, jax.transfer_guard("allow"):
@@ -293,6 +298,8 @@ class Saving(Hook):
 
     def _save_locally(self, step: int, state: Any) -> None:
         """Save on the nodes. The next steps run while it is written."""
+        if self.check is not None:
+            self.check(step)
         recorder, watched = self.recorder, self.watchdog.phase("save", self.watchdog.deadlines.save_s)
         recording = recorder.events.phase("save", step=step, tier="local")
         with watched, annotation("ridge.save"), recorder.timer.paused(), recording, jax.transfer_guard("allow"):

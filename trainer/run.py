@@ -451,8 +451,9 @@ class _Session:
     def _corruption_check(self, train_step: Program, start_step: int, monitoring: Monitoring) -> CorruptionCheck | None:
         if self.parts.digests is None:
             return None
-        every = self.config.corruption_check.every
-        return CorruptionCheck(every, self.parts.digests, train_step, self.checkpointer, monitoring.recorder, self.run.path, start_step)
+        every, limit = self.config.corruption_check.every, self.config.trainer.max_bad_steps
+        recorder, digests = monitoring.recorder, self.parts.digests
+        return CorruptionCheck(every, digests, train_step, self.checkpointer, recorder, self.run.path, start_step, limit)
 
     def _stragglers(self, monitoring: Monitoring) -> list[Hook]:
         """Return the hook that names slow ranks, where there is more than one rank to compare."""
@@ -473,19 +474,20 @@ class _Session:
         if (write_s := last_write_s(self.events.path)) is not None:  # in process 0, which records saves
             grace.saved(write_s)
         nonfinite = NonFiniteSteps(config.trainer.max_bad_steps, recorder, self.skipped)
+        check = None if corruption is None else corruption.check
         return [
             Profiling(monitoring.profiler, recorder),
             CompilationStep(self.compiler),
             Heartbeat(self.watchdog, self.progress),
+            *([] if corruption is None else [corruption]),  # before what ends the run on non-finite steps
             nonfinite,
             *self._stragglers(monitoring),
-            *([] if corruption is None else [corruption]),
             MetricLog(config, recorder, monitoring.goodput, monitoring.startup, monitoring.clocks, lambda: spikes.count),
             spikes,  # after the record of the step, which may be the last before the run goes back
             Evaluation(config, evaluator, recorder, self.stop, self.watchdog),
             TaskEvaluation(config, self.texts, recorder, self.watchdog, self.compiler),
             Sampler(config, self.texts, recorder, self.watchdog, self.compiler),
-            Saving(config, self.checkpointer, lambda step: self._metadata(step, spikes), nonfinite, recorder, self.watchdog, grace),
+            Saving(config, self.checkpointer, lambda step: self._metadata(step, spikes), nonfinite, recorder, self.watchdog, grace, check),
         ]
 
     def _metadata(self, step: int, spikes: LossSpikes) -> dict[str, Any]:

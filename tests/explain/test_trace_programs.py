@@ -210,7 +210,9 @@ def test_a_program_is_found_by_its_name_where_its_number_is_of_no_module_or_of_a
     data = file.read_bytes()
     # Its own number need not be the program's in this capture either: XLA 0.10 numbers them apart now and then.
     named = [own for own, (start, end) in host.modules.items() if module_name(data[start:end]) == step.module]
-    saved = [host.modules.pop(own) for own in sorted(named, key=lambda own: own != step.program_id)]  # several: compiled by earlier tests too
+    saved = [
+        host.modules.pop(own) for own in sorted(named, key=lambda own: own != step.program_id)
+    ]  # several: compiled by earlier tests too
     host.modules[-1] = saved[0]
     others = [number for number in host.modules if number != -1]
     numbers = rng.sample(sorted({*others, step.program_id}), len(others)) if seed % 2 else rng.sample(range(10**6, 10**7), len(others))

@@ -150,13 +150,16 @@ def interpreter(
     step_s: float = 0.0,
     env: Mapping[str, str] | None = None,
     slow: tuple[str, float, int] | None = None,
+    flip: tuple[str, int, str, int, int] | None = None,
+    shell: str = "",
 ) -> Path:
-    """Write the `python` of a job's tasks: this interpreter, with strike.py before the command, and with the variables of `env`."""
+    """Write the `python` of a job's tasks: this interpreter, with strike.py before the command, the variables of `env`, and after `shell`."""
     plan, python = directory / f"{name}.plan.json", directory / f"{name}.python"
-    plan.write_text(json.dumps({"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at, "step_s": step_s, "slow": slow}))
+    content = {"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at, "step_s": step_s, "slow": slow, "flip": flip}
+    plan.write_text(json.dumps(content))
     exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in (env or {}).items())
     python.write_text(
-        f'#!/bin/bash\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n{exports}'
+        f'#!/bin/bash\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n{exports}{shell}\n'
         f'exec {shlex.quote(sys.executable)} {shlex.quote(str(STRIKE))} {shlex.quote(str(plan))} "$@"\n'
     )
     python.chmod(0o755)
@@ -186,20 +189,25 @@ def submit(
     step_s: float = 0.0,
     env: Mapping[str, str] | None = None,
     slow: tuple[str, float, int] | None = None,
+    flip: tuple[str, int, str, int, int] | None = None,
+    preflight: bool = False,
+    shell: str = "",
 ) -> Run:
     """Submit a run with `ridge submit`.
 
     pace_s: a pause per step of a run that will be disturbed; with `hold` its first start does not end before SIGTERM. programs: the
     compilation cache. step_s: a pause within each step. env: variables of the ranks. slow: node, additional
-    share of its computing time, and the step from which on it is slow.
+    share of its computing time, and the step from which on it is slow. flip: node, step, beginning of the name of an array, element and bit:
+    what is flipped in the memory of the node's device before that step. shell: lines of the shell that starts each task.
     """
-    python = interpreter(directory, name, strikes, pace_s or 0.0, None if pace_s is None or not hold else steps - 2, step_s, env, slow)
+    held = None if pace_s is None or not hold else steps - 2
+    python = interpreter(directory, name, strikes, pace_s or 0.0, held, step_s, env, slow, flip, shell)
     settings = [f"software.python={python}", *cluster]
     told = slurm.run(
         RIDGE,
         "submit",
         write_config(directory, corpus, name, steps, programs),
-        *("-c", "local", "-N", nodes, "--time", minutes, "--no-preflight", "--json"),
+        *("-c", "local", "-N", nodes, "--time", minutes, *([] if preflight else ["--no-preflight"]), "--json"),
         *(part for setting in settings for part in ("--cluster-set", setting)),
         *overrides,
         env=environment(),

@@ -106,6 +106,16 @@ class Soak:
         for name in [name for _, name in self._returning]:
             self.slurm.start_node(name)
 
+    def inject_at(self, step: int, kind: str) -> None:
+        """Inject a fault once the run has made this step, and all nodes are there: a preemption needs them."""
+
+        def due() -> bool:
+            self._bring_back()
+            return self.step_now()[1] >= step and len(jobs.ranks(self.run)) == 2 and not self._returning
+
+        self.slurm.until(due, 400, f"step {step}")
+        self.inject(kind)
+
     def inject(self, kind: str) -> None:
         """Inject a fault now."""
         restart, step = self.step_now()
@@ -206,9 +216,10 @@ class Soak:
                 files.append(len(os.listdir(f"/proc/{pid}/fd")))
         if len(files) == 2:
             disk = 0
-            for path in (self.run.directory / "checkpoints").rglob("*"):
-                with contextlib.suppress(OSError):
-                    disk += path.lstat().st_size
+            for directory, _, names in os.walk(self.run.directory / "checkpoints"):  # checkpoints are deleted meanwhile
+                for name in names:
+                    with contextlib.suppress(OSError):
+                        disk += os.lstat(os.path.join(directory, name)).st_size
             self.samples.append(Sample(restart, step, rss, files, threads, disk))
 
     def settle(self) -> None:
@@ -287,7 +298,7 @@ def measure(soak: Soak) -> Times:
         first_s = next(time_s for restart, _, time_s in steps if restart > fault.restart)
         away_s[fault.kind] = first_s - fault.time_s - ready_s
     pause_s = float(requeue_pause_s(1, 0.0))
-    requeue_s = min(away_s["preempt"], away_s["kill"] - pause_s, away_s["stop"] - pause_s, away_s["node down"] - pause_s)
+    requeue_s = max(0.0, min(away_s["preempt"], *(away_s[kind] - pause_s for kind in ("kill", "stop", "node down"))))
     found_s = 2 * away_s["kill"] + away_s["node down"] - 3 * (requeue_s + pause_s)  # a corrupted checkpoint is followed by a kill
     beyond_s = away_s["preempt"] - requeue_s  # the simulation has one time of a requeue: what preemptions take longer counts elsewhere
     return Times(

@@ -2,8 +2,9 @@
 
 Functions of the project are wrapped, not replaced, so that a signal arrives during a chosen phase. The plan holds `strikes`, by restart
 (null: none), `pace_s`, a pause per step while the loop waits for data, `step_s`, one within the step, and `hold_at`: the first start makes
-no step after that one until it has received SIGTERM, and `slow`, [node, share, step]: from that step on the ranks of the node compute so
-much longer (tests/trainer/straggler_run.py). A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a
+no step after that one until it has received SIGTERM, `slow`, [node, share, step]: from that step on the ranks of the node compute so much
+longer (tests/trainer/straggler_run.py), and `flip`, [node, step, array, element, bit]: before that step a bit of the node's device is
+flipped (tests/trainer/bit_flips.py; `array` is the beginning of its name), once. A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a
 preemption), "rank" (one rank gets SIGTERM), or "never" (the rank does not start).
 """
 
@@ -80,7 +81,29 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def install(strike: Strike, pace_s: float, hold_at: int | None, step_s: float = 0.0, slow: Any = None) -> None:
+def break_node(slow: Any, flip: Any, flipped: Path) -> None:
+    """Make this node slow, or flip a bit in the memory of its device, where the plan says so."""
+    sys.path.append(str(Path(__file__).parents[2]))
+    node = os.environ["SLURMD_NODENAME"]
+    if slow is not None and slow[0] == node:
+        importlib.import_module("tests.trainer.straggler_run").slow_down(*slow[1:])
+    if flip is not None and flip[0] == node:
+        from ridgeline.trainer.checkpoint.payload import named_leaves
+
+        bits = importlib.import_module("tests.trainer.bit_flips")
+        _, step, array, element, bit = flip
+
+        def act(state: Any) -> None:
+            if flipped.exists():
+                return
+            flipped.touch()
+            leaf = next(leaf for name, leaf in named_leaves(state).items() if name.startswith(array))
+            bits.flip(leaf, leaf.addressable_shards[0].device.id, element, bit)
+
+        bits.before_step(step, act)
+
+
+def install(strike: Strike, plan: dict[str, Any]) -> None:
     """Wrap the places a strike may happen at, without loading JAX."""
     from ridgeline.rundir.events import EventLog
     from ridgeline.trainer.stop import Stop
@@ -99,11 +122,10 @@ def install(strike: Strike, pace_s: float, hold_at: int | None, step_s: float = 
 
     @contextlib.contextmanager
     def struck_phase(self: EventLog, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        if name in ("init", "restore"):
+            break_node(plan["slow"], plan["flip"], strike.record.with_suffix(".flipped"))
         if name == "train":
-            if slow is not None and os.environ["SLURMD_NODENAME"] == slow[0]:
-                sys.path.append(str(Path(__file__).parents[2]))
-                importlib.import_module("tests.trainer.straggler_run").slow_down(*slow[1:])
-            install_loop(strike, pace_s, hold_at, step_s)
+            install_loop(strike, plan["pace_s"], plan["hold_at"], plan["step_s"])
         with phase(self, name, **fields) as record:
             strike.at(name)
             yield record
@@ -145,7 +167,7 @@ def main() -> None:
     sys.argv = ["ridge", *sys.argv[4:]]
     strike = Strike(plan, path.with_suffix(".strikes"))
     strike.at("start")
-    install(strike, plan["pace_s"], plan["hold_at"], plan.get("step_s", 0.0), plan.get("slow"))
+    install(strike, plan)
     from ridgeline.cli.main import main as ridge
 
     ridge()

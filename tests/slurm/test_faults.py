@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeline.launch.exit_codes import DONE, HANG, LOST_PEER, PREEMPTED, TAKEN_OVER
-from ridgeline.rundir.bad_nodes import read_bad_nodes
+from ridgeline.launch.exit_codes import HANG, LOST_PEER, TAKEN_OVER
 from tests.slurm import jobs
 
 STEPS, PACE_S = jobs.STEPS, 0.05
@@ -69,21 +68,6 @@ def test_a_node_that_goes_down_is_replaced(slurm: Any, tmp_path: Path, corpus: P
     assert run.restarts() >= 1
     assert down not in run.nodes()
     assert jobs.lines_about(run.log, f"^0: .*({GONE})"), run.log
-    jobs.assert_bitwise_equal(run.arrays(), reference)
-
-
-def test_a_node_that_is_slow_for_long_is_replaced(slurm: Any, tmp_path: Path, corpus: Path, programs: Path, reference: Arrays) -> None:
-    """One of the two nodes computes three times as long: named, added to bad_nodes, and the job goes on on another node, bitwise."""
-    own = {"pace_s": 0.1, "hold": False, "programs": programs, "overrides": ["stragglers.replace_after=3"]}
-    run = jobs.submit(slurm, tmp_path, corpus, "slow", steps=STEPS, cluster=[WAIT], slow=("node02", 2.0, 3), **own)
-    run.finishes()
-    assert run.restarts() == 1, run.log
-    assert "node02" not in run.nodes() and len(run.nodes()) == 2, run.log
-    assert run.codes() == [PREEMPTED, DONE], run.log
-    assert re.fullmatch(r"straggler: \d+% slower for \d+ steps", read_bad_nodes(run.directory)["node02"]), run.log
-    [named] = [event for event in run.events() if event.kind == "straggler"]
-    assert named.fields["node"] == "node02" and named.fields["step"] <= 23
-    run.nothing_was_lost()
     jobs.assert_bitwise_equal(run.arrays(), reference)
 
 

@@ -24,7 +24,7 @@ MINUTES, GAP_S = float(os.environ.get("SOAK_MINUTES", "1")), float(os.environ.ge
 SEED = int(os.environ.get("SOAK_SEED", "0"))
 MEASURE_MINUTES, LONG_MINUTES = 5.0, 30.0
 """From this length on the times of a prediction are measured first; it must hold from this length on: a short run has few faults."""
-MEASURED = [(40, "kill"), (90, "stop"), (140, "node down"), (190, "preempt"), (240, "")]
+MEASURED = [(40, "kill"), (90, "stop"), (140, "node down"), (190, "preempt"), (400, "")]
 """Steps after which the run that is measured for the prediction meets its faults; its last step."""
 
 
@@ -59,10 +59,8 @@ def test_a_run_under_faults_ends_bitwise_equal_explained_and_flat(slurm: Any, tm
     if MINUTES >= MEASURE_MINUTES:
         short = start("measured", MEASURED[-1][0])
         for step, kind in MEASURED[:-1]:
-            slurm.until(lambda step=step: short.step_now()[1] >= step and len(jobs.ranks(short.run)) == 2, 400, f"step {step}")
-            short.inject(kind)
+            short.inject_at(step, kind)
         short.run.finishes()
-        slurm.clear()  # the lost node returns
         times = soak.measure(short)
     steps = max(150, round(MINUTES * 60 / (times.step_s + times.save_s / soak.SAVE_EVERY) / 2))
     predicted = soak.predict(times, steps, GAP_S, seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import socket
 from collections.abc import Callable
 from functools import cache, partial
@@ -33,6 +32,7 @@ from ridgeline.trainer.failures import CorruptionFound
 from ridgeline.trainer.prepare import check_repeatable
 from ridgeline.trainer.run import train
 from ridgeline.trainer.state import abstract_gradient
+from tests.trainer.bit_flips import before_step, flip
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS, EVERY = 13, 4
@@ -65,27 +65,6 @@ def make_config(corpus: Path, run_dir: Path, mesh: dict[str, int], every: int = 
     )
 
 
-def flip(leaf: jax.Array, device: int, element: int, bit: int) -> None:
-    """Flip a bit of one device's buffer of an array, in place."""
-    [shard] = [shard for shard in leaf.addressable_shards if shard.device.id == device]
-    data = jax.block_until_ready(shard.data)
-    byte = (element % data.size) * data.dtype.itemsize + bit % (8 * data.dtype.itemsize) // 8
-    address = data.unsafe_buffer_pointer() + byte
-    ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))[0] ^= 1 << bit % 8
-
-
-def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[Any], None]) -> None:
-    """Have `act` called with the state once, before the step of this number begins and after the one before has ended."""
-    run_step = CorruptionCheck.step
-
-    def acted(self: CorruptionCheck, state: Any, batch: Any) -> Any:
-        if self._step == step:
-            act(jax.block_until_ready(state))
-        return run_step(self, state, batch)
-
-    monkeypatch.setattr(CorruptionCheck, "step", acted)
-
-
 def flip_gradient(monkeypatch: pytest.MonkeyPatch, step: int, leaf: int, device: int, element: int, bit: int) -> None:
     """Have a bit of one device's gradient, after its reduction, flipped the first time that a step is computed."""
     make, armed = step_module._make_gradient, list[bool]()
@@ -114,7 +93,7 @@ def flip_gradient(monkeypatch: pytest.MonkeyPatch, step: int, leaf: int, device:
         return broken
 
     monkeypatch.setattr(step_module, "_make_gradient", make_broken)
-    before_step(monkeypatch, step, lambda state: armed.append(True))
+    before_step(step, lambda state: armed.append(True), monkeypatch.setattr)
 
 
 def events(config: Config, kind: str) -> list[Event]:
@@ -156,13 +135,28 @@ def test_a_bit_flipped_in_memory_is_found_and_the_next_start_trains_as_if_it_had
     names = [name for name in named_leaves(clean(mesh)) if name.startswith(kind)]
     step, array, device, element, bit = draw(ord(kind[0]) + len(mesh), len(names))
     with monkeypatch.context() as patch:
-        before_step(patch, step, lambda state: flip(named_leaves(state)[names[array]], device, element, bit))
+        before_step(step, lambda state: flip(named_leaves(state)[names[array]], device, element, bit), patch.setattr)
         assert found(config, step, device, "memory")["arrays"] == [names[array]]
     outcome = train(config, command=["test"])
     assert outcome is not None
     jax.tree.map(np.testing.assert_array_equal, outcome.state, clean(mesh))
     assert events(config, "corruption")[1:] == []
     assert run_ledger(read_events(event_file(config.directory, 0))).seconds["check"] > 0
+
+
+@pytest.mark.parametrize(("every", "sections"), [(100, {}), (100, {"trainer": {"max_bad_steps": 3}, "checkpoint": {"every": 0}})], ids=str)
+def test_a_bit_that_makes_the_state_overflow_is_found_before_a_save_and_before_the_run_ends_as_not_finite(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, sections: dict[str, Any]
+) -> None:
+    """The highest bit of the exponent makes a weight about 1e37: the losses after it are not finite, or the state at the next save."""
+    merged = {"trainer": {"steps": STEPS, "log_every": 4} | sections.pop("trainer", {}), **sections}
+    config = make_config(corpus, tmp_path / "run", SHARDED, every, **merged)
+    before_step(6, lambda state: flip(next(iter(named_leaves(state).values())), 3, 5, 30), monkeypatch.setattr)
+    with pytest.raises(CorruptionFound, match="changed in memory"):
+        train(config, command=["test"])
+    [event] = events(config, "corruption")
+    assert (event.fields["step"], event.fields["check"], event.fields["good_step"]) == (6, "memory", 4 if config.checkpoint.every else 0)
+    assert max(checkpoint_dirs.complete_steps(config.directory / "checkpoints"), default=0) <= 4
 
 
 @pytest.fixture(scope="module")
