@@ -13,9 +13,10 @@ class CorruptionCheckConfig(Section):
     """Detection of silent data corruption: wrong bits in memory or computations (docs/guides/faulty-devices.md)."""
 
     every: NonNegativeInt = 0
-    """Steps between checks; 0: none. Each check replays a step and compares both results bitwise, and compares the copies of replicated
-    arrays. It needs host memory for the state of the process's devices, and on GPUs runtime.deterministic. Off by default: a check costs
-    one more step and two copies of the state over PCIe."""
+    """Steps between checks; 0: none. Each check replays a step and compares both results bitwise, the copies of replicated arrays, and what
+    each step has read with what the one before has written. The state is compared before each save too, without a replay. A check needs
+    host memory for the state of the process's devices, and on GPUs runtime.deterministic. Off by default: it costs one more step and two
+    copies of the state over PCIe."""
 
 
 class StragglersConfig(Section):

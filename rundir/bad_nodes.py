@@ -19,6 +19,11 @@ def node_name(env: Mapping[str, str] = os.environ) -> str:
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def restarts_without_them(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is part of a Slurm job, whose script starts the run again without bad nodes."""
+    return "SLURM_JOB_ID" in env
+
+
 def add_bad_nodes(run_dir: Path, reasons: Mapping[str, str], now: datetime) -> None:
     """Append nodes, name -> reason. Raises UserError if the run directory is not writable."""
     if not reasons:

@@ -30,7 +30,7 @@ import numpy as np
 
 from ridgeline.configs.fault_schema import StragglersConfig
 from ridgeline.observe.clocks import ClockWatch
-from ridgeline.rundir.bad_nodes import add_bad_nodes, node_name, read_bad_nodes
+from ridgeline.rundir.bad_nodes import add_bad_nodes, node_name, read_bad_nodes, restarts_without_them
 from ridgeline.rundir.device_state import DeviceState
 from ridgeline.trainer.agreement import coordination_client
 from ridgeline.trainer.hooks import Recorder
@@ -146,7 +146,7 @@ class Stragglers(Hook):
     run: str
     """Identifies this start among the keys of the coordination service."""
     run_dir: Path
-    in_job: bool = field(default_factory=lambda: "SLURM_JOB_ID" in os.environ)
+    in_job: bool = field(default_factory=restarts_without_them)
     """Whether a job script starts the run again without bad nodes."""
     cpu_clock: Callable[[], float] = field(default_factory=ComputeClock)
     _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=3 * WINDOW), init=False)

@@ -1,12 +1,13 @@
-"""Elastic jobs: their numbers of nodes, checked before the queue, and the part of the job script that chooses among them."""
+"""Elastic jobs: their numbers of nodes, checked before the queue."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
-from ridgeline.launch.slurm.shape import JobShape, with_mesh
+from ridgeline.launch.slurm.shape import JobShape, memory_shortage, with_mesh
 from ridgeline.planner.policy import elastic_sizes
 
 PROBE_S = 60
@@ -33,8 +34,11 @@ class Elastic:
         return max(self.layouts) + self.spares
 
 
-def elastic_job(config: Config, shape: JobShape) -> Elastic | None:
-    """Return what a config allows a job; None for a job with fixed nodes. Raises UserError for a mesh or nodes that do not fit."""
+def elastic_job(config: Config, cluster: ClusterConfig, shape: JobShape) -> Elastic | None:
+    """Return what a config allows a job; None for a job with fixed nodes. Raises UserError for a mesh or nodes that do not fit.
+
+    A number of nodes whose devices have too little memory is left out, unless the whole job has too little by the same estimate.
+    """
     wanted = config.elastic
     if not wanted.on:
         return None
@@ -45,6 +49,9 @@ def elastic_job(config: Config, shape: JobShape) -> Elastic | None:
     found, without = elastic_sizes(whole, range(least, shape.nodes + 1), shape.devices_per_node)
     if shape.nodes not in found:
         raise UserError(without[shape.nodes])
+    if memory_shortage(whole, cluster) is None:
+        short = {nodes: why for nodes, smaller in found.items() if (why := memory_shortage(smaller, cluster))}
+        found, without = {nodes: smaller for nodes, smaller in found.items() if nodes not in short}, without | short
     layouts = {nodes: _overrides(changed) for nodes, changed in found.items()}
     return Elastic(layouts, without, wanted.spares, round(wanted.grow_minutes * 60))
 

@@ -15,7 +15,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import filesystems
 from ridgeline.launch.slurm.elastic import elastic_job
 from ridgeline.launch.slurm.filesystems import Mount
-from ridgeline.launch.slurm.shape import CPU, JobShape
+from ridgeline.launch.slurm.shape import CPU, JobShape, memory_shortage, with_mesh
 from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
 from ridgeline.planner.economics import state_bytes
 from ridgeline.planner.host_memory import refusal
@@ -186,12 +186,15 @@ def _devices(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterato
         check_devices(config, shape.devices)
     except UserError as error:
         yield from (Finding(True, line) for line in str(error).splitlines())
+        return
+    if short := memory_shortage(with_mesh(config, shape), cluster):
+        yield Finding(False, f"{short}: `ridge plan` with this cluster and --nodes {shape.nodes} names layouts that fit")
 
 
 def _elastic(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator[Finding]:
     """Every number of nodes that an elastic job may get is checked; those without a layout are named."""
     try:
-        job = elastic_job(config, shape)
+        job = elastic_job(config, cluster, shape)
     except UserError as error:
         if config.elastic.min_nodes is not None and config.elastic.min_nodes > shape.nodes:
             yield Finding(True, str(error))

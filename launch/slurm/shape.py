@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm.units import parse_time_s
+from ridgeline.planner.hardware import hardware
+from ridgeline.planner.layouts import check_plannable
+from ridgeline.planner.memory import memory_per_device
 
 CPU = "cpu"
 """Value of `device` in cluster files without accelerators."""
@@ -64,6 +68,24 @@ def with_mesh(config: Config, shape: JobShape) -> Config:
     Raises UserError if mesh and devices do not fit.
     """
     return config.model_copy(update={"mesh": config.mesh.model_copy(update=resolve_sizes(config.mesh, shape.devices))})
+
+
+def memory_shortage(config: Config, cluster: ClusterConfig) -> str | None:
+    """Return how much memory a device of the config's mesh needs (ridge estimate memory), where that is more than a run may use.
+
+    None: it fits, or cannot be estimated.
+    """
+    if cluster.device == CPU:
+        return None
+    try:
+        check_plannable(config)
+        device, need = hardware(cluster.device), memory_per_device(config, config.mesh.sizes).total_bytes
+    except UserError:
+        return None
+    usable = int(device.memory_bytes * cluster.utilisation_cap)
+    if need <= usable:
+        return None
+    return f"a device needs {need / 1e9:.1f} GB of the {usable / 1e9:.1f} GB that a run may use (ridge estimate memory)"
 
 
 def describe(cluster: ClusterConfig, shape: JobShape) -> str:

@@ -79,7 +79,7 @@ def training_job(config: Config, cluster: ClusterConfig, shape: JobShape, by: Su
         environment=kept_environment(by.environment),
         log=places.log_pattern(run_dir),
         preflight=preflight,
-        elastic=elastic_job(config, shape),
+        elastic=elastic_job(config, cluster, shape),
     )
 
 

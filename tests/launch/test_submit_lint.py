@@ -11,10 +11,14 @@ from ridgeline.configs.cluster import ClusterConfig, cluster_names, load_cluster
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import filesystems, lint
+from ridgeline.launch.slurm.elastic import elastic_job
 from ridgeline.launch.slurm.filesystems import Mount
 from ridgeline.launch.slurm.lint import Finding
 from ridgeline.launch.slurm.shape import job_shape, placed, with_mesh
 from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
+from ridgeline.planner.hardware import hardware
+from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.policy import elastic_config
 
 SHARED = [Mount(Path("/"), "overlay"), Mount(Path("/gpfs"), "gpfs"), Mount(Path("/home"), "ext4"), Mount(Path("/ram"), "tmpfs")]
 
@@ -113,18 +117,19 @@ def test_a_warning_does_not_refuse(change: dict[str, object], message: str) -> N
 
 def large(name: str, nodes: int, *cluster_set: str, overrides: tuple[str, ...] = ()) -> list[Finding]:
     site = load_cluster("mn5-acc", ["slurm.account=a", "slurm.qos=q", *cluster_set]).config
-    config = load(name, ["run_dir=/gpfs/runs/r", "data.batch_size=1024", *overrides]).config
+    fits = ("compute.remat.policy=full", "trainer.accumulation=2")
+    config = load(name, ["run_dir=/gpfs/runs/r", "data.batch_size=1024", *fits, *overrides]).config
     return lint.lint(config, site, job_shape(site, nodes, "1-0"), SHARED)
 
 
 def test_a_save_that_may_exceed_the_grace_is_a_warning() -> None:
-    assert warnings(large("models/llama-3.1-405b", 64)) == []
-    found = warnings(large("models/llama-3.1-405b", 64, "storage.write_gb_per_s=10"))
+    assert warnings(large("models/llama-3.1-405b", 128)) == []
+    found = warnings(large("models/llama-3.1-405b", 128, "storage.write_gb_per_s=10"))
     assert len(found) == 1
     # 405.85e9 parameters x 12 bytes at 10e9 bytes/s
     assert "487 s at 10 GB/s" in found[0] and "slurm.signal_grace_s=300 " in found[0]
     # with adapters 2 bytes per frozen parameter, and state of the adapters only: 81 s
-    assert warnings(large("models/llama-3.1-405b", 64, "storage.write_gb_per_s=10", overrides=("lora.rank=16",))) == []
+    assert warnings(large("models/llama-3.1-405b", 128, "storage.write_gb_per_s=10", overrides=("lora.rank=16",))) == []
 
 
 def test_host_memory_must_hold_the_copy_of_an_asynchronous_save() -> None:
@@ -219,6 +224,27 @@ def test_activations_that_the_hosts_cannot_hold_are_refused_before_the_queue() -
     large = errors(findings(overrides=offload, cluster_set=("memory_per_node_gib=128",)))
     assert len(large) == 1 and re.match(r"compute\.remat\.policy=offload offloads \d+ GB per node, more than the 69 GB ", large[0])
     assert not errors(findings(overrides=(*offload, "trainer.accumulation=8"), cluster_set=("memory_per_node_gib=512",)))
+
+
+def test_devices_with_too_little_memory_are_named_before_the_queue() -> None:
+    """By the estimate of ridge estimate memory; numbers of nodes on which an elastic job would not fit are not used."""
+    large = ("model.num_layers=80", "model.embed_dim=8192", "mesh.fsdp=-1", "optimizer.kind=adamw", "data.seq_len=2048")
+    (short,) = warnings(findings(nodes=2, overrides=large))
+    pattern = r"a device needs ([\d.]+) GB of the 6\d\.\d GB that a run may use .* `ridge plan` with this cluster and --nodes 2 names .*"
+    assert re.fullmatch(pattern, short)
+    assert findings(nodes=16, overrides=large) == []
+    site = load_cluster("mn5-acc", []).config
+    config = load("models/llama-3.2-1b", ["run_dir=/gpfs/runs/r", "data.batch_size=64", *large, "elastic.min_nodes=2"]).config
+    job = elastic_job(config, site, job_shape(site, 16, None))
+    assert job is not None
+    capacity = hardware(site.device).memory_bytes * site.utilisation_cap
+    whole = with_mesh(config, job_shape(site, 16, None))
+    for nodes in (2, 4, 8, 16):
+        smaller = elastic_config(whole, nodes, 4)
+        fits = memory_per_device(smaller, smaller.mesh.sizes).total_bytes <= capacity
+        assert (nodes in job.layouts) == fits
+        assert fits or job.without[nodes].startswith("a device needs ")
+    assert job.layouts.keys() >= {16} and job.without.keys() >= {2}
 
 
 def test_numbers_of_nodes_without_a_layout_are_named_before_the_queue() -> None:

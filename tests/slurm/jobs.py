@@ -153,7 +153,7 @@ def interpreter(
     flip: tuple[str, int, str, int, int] | None = None,
     shell: str = "",
 ) -> Path:
-    """Write the `python` of a job's tasks: this interpreter, with strike.py before the command, the variables of `env`, and after `shell`."""
+    """Write the `python` of a job's tasks: this interpreter, with strike.py before the command, the variables of `env`, after `shell`."""
     plan, python = directory / f"{name}.plan.json", directory / f"{name}.python"
     content = {"strikes": list(strikes), "pace_s": pace_s, "hold_at": hold_at, "step_s": step_s, "slow": slow, "flip": flip}
     plan.write_text(json.dumps(content))
@@ -197,8 +197,8 @@ def submit(
 
     pace_s: a pause per step of a run that will be disturbed; with `hold` its first start does not end before SIGTERM. programs: the
     compilation cache. step_s: a pause within each step. env: variables of the ranks. slow: node, additional
-    share of its computing time, and the step from which on it is slow. flip: node, step, beginning of the name of an array, element and bit:
-    what is flipped in the memory of the node's device before that step. shell: lines of the shell that starts each task.
+    share of its computing time, and the step from which on it is slow. flip: node, step, beginning of the name of an array, element and
+    bit: what is flipped in the memory of the node's device before that step. shell: lines of the shell that starts each task.
     """
     held = None if pace_s is None or not hold else steps - 2
     python = interpreter(directory, name, strikes, pace_s or 0.0, held, step_s, env, slow, flip, shell)

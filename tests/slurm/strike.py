@@ -4,8 +4,10 @@ Functions of the project are wrapped, not replaced, so that a signal arrives dur
 (null: none), `pace_s`, a pause per step while the loop waits for data, `step_s`, one within the step, and `hold_at`: the first start makes
 no step after that one until it has received SIGTERM, `slow`, [node, share, step]: from that step on the ranks of the node compute so much
 longer (tests/trainer/straggler_run.py), and `flip`, [node, step, array, element, bit]: before that step a bit of the node's device is
-flipped (tests/trainer/bit_flips.py; `array` is the beginning of its name), once. A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a
-preemption), "rank" (one rank gets SIGTERM), or "never" (the rank does not start).
+flipped (tests/trainer/bit_flips.py; `array` is the beginning of its name), once.
+
+A strike is [place, how, rank]; `how` is "job" (Slurm signals all ranks, as in a preemption), "rank" (one rank gets SIGTERM), or "never"
+(the rank does not start).
 """
 
 from __future__ import annotations

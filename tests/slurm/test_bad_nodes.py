@@ -1,4 +1,4 @@
-"""Nodes that are slow, compute wrong bits, or fail the preflight, on a real Slurm: named, excluded, and the job goes on on others, bitwise."""
+"""Nodes that are slow, hold wrong bits, or fail the preflight, on a real Slurm: named and excluded; the job goes on on others, bitwise."""
 
 from __future__ import annotations
 

@@ -83,6 +83,31 @@ def test_a_job_goes_on_with_three_and_two_nodes_and_with_four_again(slurm: Any, 
     assert "on fewer nodes than requested" in told, told
 
 
+def test_a_job_whose_script_is_lost_with_its_node_goes_on_on_others(slurm: Any, tmp_path: Path, corpus: Path, programs: Path) -> None:
+    """node01 runs the job script: a process on another node finds it gone and has the job requeued."""
+    steps, overrides = 40, [*MODEL, "elastic.min_nodes=2"]
+    run = jobs.submit(
+        slurm,
+        tmp_path,
+        corpus,
+        "scriptless",
+        steps=steps,
+        nodes=3,
+        pace_s=0.2,
+        hold=False,
+        cluster=[WAIT],
+        programs=programs,
+        overrides=overrides,
+    )
+    makes_a_step(run, 1)
+    slurm.stop_node("node01")
+    run.finishes()
+    assert run.restarts() == 1, run.log
+    used = read_allocations(run.directory)
+    assert [one.nodes for one in used] == [3, 3] and "node01" not in used[-1].names, run.log
+    assert_equal_losses(run, undisturbed(slurm, tmp_path, corpus, programs, steps))
+
+
 def test_a_spare_replaces_a_lost_node_without_a_new_wait(slurm: Any, tmp_path: Path, corpus: Path, programs: Path) -> None:
     steps = 40
     overrides = [*MODEL, "elastic.spares=1"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeline.launch.exit_codes import HANG, LOST_PEER, TAKEN_OVER
+from ridgeline.launch.exit_codes import DONE, HANG, LOST_PEER, PREEMPTED, TAKEN_OVER
 from tests.slurm import jobs
 
 STEPS, PACE_S = jobs.STEPS, 0.05

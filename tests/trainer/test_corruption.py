@@ -26,7 +26,7 @@ from ridgeline.rundir.goodput import run_ledger
 from ridgeline.trainer import step as step_module
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 from ridgeline.trainer.checkpoint.payload import named_leaves
-from ridgeline.trainer.corruption import CorruptionCheck, Finding, judge
+from ridgeline.trainer.corruption import Finding, judge
 from ridgeline.trainer.digests import StepDigests, device_digests, digest
 from ridgeline.trainer.failures import CorruptionFound
 from ridgeline.trainer.prepare import check_repeatable
@@ -281,7 +281,7 @@ def test_a_state_that_a_hook_has_replaced_is_not_compared_with_the_one_before() 
 
 
 def test_settings_that_do_not_work_are_refused(tmp_path: Path) -> None:
-    config = make_config(tmp_path, tmp_path / "run", {"data": 8}, every=5)
+    config = make_config(tmp_path, tmp_path / "run", {"data": 8}, runtime={"platform": "rocm"})
     assert [problem.keys[0] for problem in check_config(config)] == ["corruption_check.every"]
     with pytest.raises(UserError, match=r"runtime\.deterministic=true"):
         check_repeatable(config, SimpleNamespace(platform="gpu"))
