@@ -67,6 +67,8 @@ class Facts:
     """Programs compiled again during the loop: the step, the line that called them, what changed."""
     spikes: Sequence[Spike] = ()
     """Loss spikes of process 0."""
+    hangs: Sequence[str] = ()
+    """What the watchdog ended, in order: a step, a save, ..."""
     bench: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Layer -> seconds per step, by round: the newest stored `ridge bench all` of the same work on the same devices."""
     analysis: Analysis | None = None
@@ -210,6 +212,7 @@ def read_facts(run: RunDir, *, cluster: str | None = None, calibration: Path | N
         cached_s=math.fsum(p.duration_s for p in compiles if p.fields.get("source") in (JAX_CACHE, LOADED) and not _inside_loop(p)),
         recompilations=recompilations(events, 0),
         spikes=loss_spikes(events),
+        hangs=[str(event.fields.get("phase", "")) for event in events if event.kind == "hang"],
         bench={} if start is None else stored_ladder(Path(start.directory), run.config, start.devices),
         saves_s=[p.duration_s for p in found if p.name == "save" and p.process == 0],
         analysis=None if run.analysis is None else _with_planned(run.analysis, expected),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.schema import DeadlinesConfig
 from ridgeline.explain.diagnosis.facts import Facts
 from ridgeline.explain.diagnosis.finding import THRESHOLDS
 
@@ -19,6 +20,9 @@ MOST_WORKERS = 32
 MOST_TIMES = 64
 """Largest proposed batch, in multiples of the present one."""
 LEAST_HANG_S = 60.0
+STEP = "a step"
+DEADLINES = {"compile": "compile_s", "evaluation": "evaluation_s", "save": "save_s", "teardown": "save_s", "start-up": "startup_s"}
+"""Word in the phase of a hang, other than a step (trainer/watchdog.py) -> key of trainer.deadlines."""
 
 
 def workers(facts: Facts, waiting: float) -> str:
@@ -78,13 +82,23 @@ def more_saves(facts: Facts) -> str | None:
     return f"checkpoint.every={max(1, min(every // 2, round(best)))}"
 
 
-def shorter_watchdog(facts: Facts) -> str:
-    """Return a watchdog limit of 20 usual steps, at least a minute; half of the present limit if that is lower."""
-    bound_s = facts.config.trainer.hang_timeout_s if facts.config is not None else None
-    wanted_s = max(LEAST_HANG_S, math.ceil(20 * (facts.step_s or 0.0)))
-    if bound_s is not None and bound_s <= wanted_s:
-        wanted_s = bound_s / 2
-    return f"trainer.hang_timeout_s={wanted_s:g}"
+def shorter_deadline(facts: Facts) -> str:
+    """Return a shorter deadline for the phase of the newest hang.
+
+    Of a step: trainer.deadlines.step_factor usual steps, at least a minute; half of the present limit if that is lower, and half the
+    factor where the factor is the limit. Of another phase: half of its deadline.
+    """
+    trainer = None if facts.config is None else facts.config.trainer
+    phase = facts.hangs[-1] if facts.hangs else STEP
+    key = next((key for word, key in DEADLINES.items() if word in phase), None)
+    if trainer is not None and key is not None:
+        return f"trainer.deadlines.{key}={getattr(trainer.deadlines, key) / 2:g}"
+    factor = DeadlinesConfig().step_factor if trainer is None else trainer.deadlines.step_factor
+    by_steps_s = factor * (facts.step_s or 0.0)
+    wanted_s, bound_s = max(LEAST_HANG_S, math.ceil(by_steps_s)), None if trainer is None else trainer.hang_timeout_s
+    if bound_s is None or bound_s > wanted_s:
+        return f"trainer.hang_timeout_s={wanted_s:g}"
+    return f"trainer.deadlines.step_factor={max(1.0, factor / 2):g}" if by_steps_s > bound_s else f"trainer.hang_timeout_s={bound_s / 2:g}"
 
 
 def less_memory(facts: Facts) -> str | None:

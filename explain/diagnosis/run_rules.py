@@ -164,7 +164,7 @@ def hang(facts: Facts) -> Finding | None:
     share = facts.share("hang")
     if not over("hang", share):
         return None
-    earlier = remedies.shorter_watchdog(facts)
+    earlier = remedies.shorter_deadline(facts)
     return Finding(
         rule="hang",
         confidence="high",

@@ -15,6 +15,7 @@ from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
+from ridgeline.explain.diagnosis import remedies
 from ridgeline.explain.diagnosis.costs import costs
 from ridgeline.explain.diagnosis.expected import Expected, expect
 from ridgeline.explain.diagnosis.facts import Compilation, Facts, stored_ladder
@@ -396,6 +397,23 @@ def test_overrides_follow_from_the_figures():
     two = load("quickstart", ["mesh.data=2", "mesh.fsdp=4"]).config
     assert rescaled(replace(HEALTHY, config=two), 12) == ("mesh.data=3",)
     assert rescaled(replace(HEALTHY, config=two), 6) == ()
+
+
+def test_the_deadline_of_the_phase_that_hung_is_shortened():
+    """The limit of a step is the larger of trainer.hang_timeout_s and step_factor usual steps; other phases have deadlines of their own."""
+
+    def override(phase, *settings, step_s=0.9):
+        facts = replace(HEALTHY, ledger=ledger(hang=600.0), hangs=["compile", phase], config=load("quickstart", list(settings)).config)
+        (found,) = remedies.shorter_deadline(replace(facts, steps=step_records(step_time_p50_s=step_s))).split()
+        return found
+
+    assert override("a step") == "trainer.hang_timeout_s=60"
+    assert override("a step", step_s=7.0) == "trainer.hang_timeout_s=140"
+    assert override("a step", "trainer.hang_timeout_s=50") == "trainer.hang_timeout_s=25"
+    assert override("a step", "trainer.hang_timeout_s=50", step_s=7.0) == "trainer.deadlines.step_factor=10"
+    for phase, key in {"save": "save_s", "teardown": "save_s", "evaluation": "evaluation_s", "start-up": "startup_s"}.items():
+        assert override(phase, f"trainer.deadlines.{key}=300") == f"trainer.deadlines.{key}=150"
+    assert override("waiting for the other processes to compile") == "trainer.deadlines.compile_s=3600"
 
 
 def test_a_node_is_left_out_by_the_command_that_submitted_the_run(tmp_path):

@@ -117,19 +117,19 @@ def test_a_warning_does_not_refuse(change: dict[str, object], message: str) -> N
 
 def large(name: str, nodes: int, *cluster_set: str, overrides: tuple[str, ...] = ()) -> list[Finding]:
     site = load_cluster("mn5-acc", ["slurm.account=a", "slurm.qos=q", *cluster_set]).config
-    fits = ("compute.remat.policy=full", "trainer.accumulation=2")
+    fits = ("compute.remat.policy=full", "trainer.accumulation=1")
     config = load(name, ["run_dir=/gpfs/runs/r", "data.batch_size=1024", *fits, *overrides]).config
     return lint.lint(config, site, job_shape(site, nodes, "1-0"), SHARED)
 
 
 def test_a_save_that_may_exceed_the_grace_is_a_warning() -> None:
-    assert warnings(large("models/llama-3.1-405b", 128)) == []
-    found = warnings(large("models/llama-3.1-405b", 128, "storage.write_gb_per_s=10"))
+    assert warnings(large("models/llama-3.1-405b", 256)) == []
+    found = warnings(large("models/llama-3.1-405b", 256, "storage.write_gb_per_s=10"))
     assert len(found) == 1
     # 405.85e9 parameters x 12 bytes at 10e9 bytes/s
     assert "487 s at 10 GB/s" in found[0] and "slurm.signal_grace_s=300 " in found[0]
     # with adapters 2 bytes per frozen parameter, and state of the adapters only: 81 s
-    assert warnings(large("models/llama-3.1-405b", 128, "storage.write_gb_per_s=10", overrides=("lora.rank=16",))) == []
+    assert warnings(large("models/llama-3.1-405b", 256, "storage.write_gb_per_s=10", overrides=("lora.rank=16",))) == []
 
 
 def test_host_memory_must_hold_the_copy_of_an_asynchronous_save() -> None:
