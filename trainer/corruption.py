@@ -1,7 +1,7 @@
 """Detection of silent data corruption: wrong bits without an error message (docs/guides/faulty-devices.md).
 
 Every step returns digests of its state and gradient (trainer/digests.py). They stay on the devices until a check, every
-corruption_check.every steps, before each save, and before a run ends for numerical reasons, which compares
+corruption_check.every steps, before each save, and before a run goes back or ends for numerical reasons, which compares
 
 * memory: the state at the end of each step with the state that the next step has read, on each device;
 * replicas: the copies of each shard, after the last step;
@@ -192,7 +192,7 @@ class CorruptionCheck(Hook):
     def on_result(self, result: StepResult) -> None:
         """Compare before the run ends for numerical reasons. Raises CorruptionFound."""
         if result.metrics["bad_in_a_row"] >= self.max_bad_steps:
-            self.check(self._step)
+            self.check()
 
     def due(self, end: StepEnd) -> bool:
         """Return whether to check after this step: also after the last one."""
@@ -200,16 +200,16 @@ class CorruptionCheck(Hook):
 
     def on_state(self, end: StepEnd) -> None:
         """Compare. Raises CorruptionFound."""
-        self.check(end.step)
+        self.check()
 
-    def check(self, step: int) -> None:
+    def check(self) -> None:
         """Compare all digests since the last check, up to the step dispatched last; in every process. Raises CorruptionFound."""
-        if self.good_step == step or not self._history:
+        if self.good_step == self._step or not self._history:
             return
         start_s = time.monotonic()
         with self.recorder.timer.paused():
-            self._check(step)
-        self.recorder.events.total("check", time.monotonic() - start_s, step=step)
+            self._check(self._step)
+        self.recorder.events.total("check", time.monotonic() - start_s, step=self._step)
 
     def _check(self, step: int) -> None:
         kept, continues = [_rows(digests) for _, _, digests in self._history], [same for _, same, _ in self._history]

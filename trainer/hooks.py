@@ -250,8 +250,8 @@ class Saving(Hook):
     recorder: Recorder
     watchdog: Watchdog
     grace: GracePeriod
-    check: Callable[[int], None] | None = None
-    """Called with the step before its state is saved, in every process."""
+    check: Callable[[], None] | None = None
+    """Called before a state is saved, in every process."""
     _deferred: bool = field(default=False, init=False)
     """A save was due after a non-finite step: it follows the next finite one."""
     _shared_due: bool = field(default=False, init=False)
@@ -283,7 +283,7 @@ class Saving(Hook):
 
     def _save(self, step: int, state: Any, losses: Mapping[str, float]) -> None:
         if self.check is not None:
-            self.check(step)
+            self.check()
         recorder, watched = self.recorder, self.watchdog.phase("save", self.watchdog.deadlines.save_s)
         recording = recorder.events.phase("save", step=step)
         with watched, annotation("ridge.save"), recorder.timer.paused(), recording, jax.transfer_guard("allow"):
@@ -299,7 +299,7 @@ class Saving(Hook):
     def _save_locally(self, step: int, state: Any) -> None:
         """Save on the nodes. The next steps run while it is written."""
         if self.check is not None:
-            self.check(step)
+            self.check()
         recorder, watched = self.recorder, self.watchdog.phase("save", self.watchdog.deadlines.save_s)
         recording = recorder.events.phase("save", step=step, tier="local")
         with watched, annotation("ridge.save"), recorder.timer.paused(), recording, jax.transfer_guard("allow"):

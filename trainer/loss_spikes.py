@@ -41,6 +41,8 @@ class LossSpikes(Hook):
     skipped: SkippedBatches
     count: int = 0
     """Spikes of the run so far."""
+    check: Callable[[], None] | None = None
+    """Called before the run goes back, in every process: wrong bits are a cause of spikes too."""
     _first: bool = field(default=True, init=False)
     _agreement: Agreement = field(default_factory=lambda: Agreement("loss-spikes"), init=False)
 
@@ -72,6 +74,8 @@ class LossSpikes(Hook):
 
     def _go_back(self, spike: Spike, step: int) -> None:
         """Set the checkpoints since the first left-out batch aside, and keep the batches up to the one of `step` out of later starts."""
+        if self.check is not None:
+            self.check()
         ranges = self.skipped.ranges
         if len(ranges) >= self.config.max_rollbacks:
             raise NumericalFailure(f"a loss spike from step {spike.step} on, after {len(ranges)} rollbacks (loss_spikes.max_rollbacks)")

@@ -508,6 +508,7 @@ class _Session:
         spikes = watch_loss_spikes(
             self.config.loss_spikes, recorder, self.run, self.checkpointer, self.skipped, start_step, self.restored, log
         )
+        spikes.check = None if corruption is None else corruption.check
 
         def put(rows: Mapping[str, np.ndarray]) -> Batch:
             batch, limited = to_global(rows, self.parts.partitioner), self.config.loss_spikes.policy == "skip"

@@ -107,6 +107,21 @@ def test_a_run_goes_back_before_a_spike_and_leaves_its_batches_out(
     assert any(event.kind == EVENT for event in events) and not any(event.kind == ROLLBACK for event in events)
 
 
+def test_a_run_with_local_checkpoints_and_corruption_checks_goes_back_alike(
+    corpus: Path, tmp_path: Path, rolled_back: tuple[Config, dict[int, float], list[Event]]
+) -> None:
+    """It goes on from the newest checkpoint of either kind before the spike: those of the spike are set aside."""
+    config, losses, _ = rolled_back
+    local = {"directory": str(tmp_path / "local"), "every": 3, "keep": 4}
+    both = spiky(corpus, tmp_path / "run", "rollback", checkpoint={"local": local}, corruption_check={"every": 16})
+    found, events = run(both)
+    assert found == losses
+    assert_same_state(config, both)
+    [begun] = [event.fields["start_step"] for event in events if event.restart == 1 and event.fields.get("start_step")]
+    assert begun in (40, 42, 45)  # a local save that is due while another is written is left out
+    assert not any(event.kind == "corruption" for event in events)
+
+
 @pytest.mark.parametrize("policy", ["rollback", "skip"])
 def test_a_run_that_is_stopped_within_a_spike_goes_on_as_without_the_stop(
     corpus: Path, tmp_path: Path, rolled_back: tuple[Config, dict[int, float], list[Event]], policy: str
