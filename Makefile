@@ -85,7 +85,7 @@ test-s3: $(VENV)/.installed-dev  ## s3:// inputs and copies of checkpoints again
 
 MINUTES ?= 120
 GAP ?= 60
-soak: $(VENV)/.installed-dev  ## a run under faults on a real Slurm: MINUTES long, one in GAP seconds, drawn by SEED (0: any); CI takes a minute
+soak: $(VENV)/.installed-dev  ## a run under faults on a real Slurm: MINUTES long, one in GAP seconds, drawn by SEED (0: any); CI takes ten minutes
 	@sh scripts/install_slurm.sh
 	SOAK_MINUTES=$(MINUTES) SOAK_GAP_S=$(GAP) SOAK_SEED=$(SEED) $(BIN)/python -m pytest -s tests/slurm/test_soak.py
 

@@ -11,9 +11,10 @@ from tests.slurm.shared import Shared, worker, workers
 
 HERE = Path(__file__).parent
 LONGEST = (
-    "test_a_job_goes_on_with_three_and_two_nodes_and_with_four_again",
-    "test_a_signal_in_every_phase_is_honored_and_nothing_is_lost",
     "test_a_run_under_faults_ends_bitwise_equal_explained_and_flat",
+    "test_a_job_goes_on_with_three_and_two_nodes_and_with_four_again",
+    "test_a_job_whose_script_is_lost_with_its_node_goes_on_on_others",
+    "test_a_signal_in_every_phase_is_honored_and_nothing_is_lost",
     "test_runs_interrupted_at_random_moments_all_save_and_resume",
     "test_the_time_limit_saves_and_requeues",
     "test_a_rank_that_never_comes_is_named_by_its_host",
