@@ -1,9 +1,9 @@
 """Lost work and stalls of local checkpoints against one tier: `python benchmarks/checkpoint_tiers.py [--kills 4] [--seed 1]`.
 
-Two processes train a model of 100 MB of state, each with a directory of its own as its node's disk. Both are killed at drawn steps and start
-again, with three settings in turn, at the same steps: checkpoints in the run directory every 20 steps; these and local ones every 5 steps;
-checkpoints in the run directory every 5 steps. The figures are those of `ridge goodput`. On one disk the tiers differ by what training waits
-for, not by the speed of the disks.
+Two processes train a model of 100 MB of state, each with a directory of its own as its node's disk. Both are killed at drawn steps and
+start again, with three settings in turn, at the same steps: checkpoints in the run directory every 20 steps; these and local ones every 5
+steps; checkpoints in the run directory every 5 steps. The figures are those of `ridge goodput`. On one disk the tiers differ by what
+training waits for, not by the speed of the disks.
 """
 
 from __future__ import annotations

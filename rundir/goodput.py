@@ -179,7 +179,7 @@ def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger
         wait = waiting.get(restart)
         if wait is not None:
             if ended_s is not None and wait.previous_end_s is not None and ended_s < wait.previous_end_s <= start[0].start_s:
-                line.append(Stretch(ended_s, wait.previous_end_s, _after(line[-1]), line[-1].restart))
+                line.append(Stretch(ended_s, wait.previous_end_s, _after(line), line[-1].restart))
             begin_s = wait.start_s if ended_s is None else max(wait.start_s, ended_s)
             granted_s = _clip(start[0].start_s if wait.granted_s is None else wait.granted_s, begin_s, max(begin_s, start[0].start_s))
             if begin_s < granted_s:
@@ -191,11 +191,12 @@ def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger
     return _ledger(line, mine, found, lost_steps, len(restarts))
 
 
-def _after(last: Stretch) -> str:
-    """Return the category of the time from the last event of a start, in `last`, until the job script saw its end."""
-    if last.in_loop:
+def _after(line: Sequence[Stretch]) -> str:
+    """Return the category of the time from the last event of the newest start in `line` until the job script saw its end."""
+    if line[-1].in_loop:
         return "lost"  # a killed start ran on
-    return "teardown" if last.category == "teardown" else "unexplained"
+    closed = any(stretch.category == "teardown" for stretch in line if stretch.restart == line[-1].restart)
+    return "teardown" if closed else "unexplained"
 
 
 def _ledger(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase], lost_steps: int, starts: int) -> Ledger:

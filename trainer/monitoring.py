@@ -16,7 +16,7 @@ from ridgeline.observe.step_timer import StepTimer
 from ridgeline.observe.writers import build_writers
 from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import matmul_dtype, peak_flops
-from ridgeline.rundir.events import EventLog, read_events
+from ridgeline.rundir.events import EventLog, read_last_events
 from ridgeline.rundir.startup import startup_metrics
 from ridgeline.trainer.checkpoint.reader import error_text
 from ridgeline.trainer.hooks import Recorder
@@ -75,7 +75,7 @@ class Monitoring:
 
         def startup() -> dict[str, float]:
             try:
-                return startup_metrics(read_events(events.path), run.restart)
+                return startup_metrics(read_last_events(events.path), run.restart)
             except Exception as error:  # whatever a damaged log contains: it ends no run
                 progress.note(f"no start-up metrics: {error_text(error)}")
                 return {}
