@@ -23,6 +23,7 @@ COLORS = {
     "rendezvous": "#b8860b",
     "init": "#9467bd",
     "restore": "#17becf",
+    "setup": "#c5b0d5",
     "compile": "#e377c2",
     "first_step": "#bcbd22",
     "train": "#2ca02c",

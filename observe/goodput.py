@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.earlier_starts import read_earlier_starts
 from ridgeline.rundir.events import Event, EventLog
-from ridgeline.rundir.goodput import CATEGORIES, OF_PHASE, Waiting, queue_waits, run_ledger
+from ridgeline.rundir.goodput import OF_PHASE, EarlierStarts, Waiting, add_starts, queue_waits, seconds_by_category
 
 
 @dataclass
@@ -54,17 +55,22 @@ class LiveGoodput:
         with self._lock:
             late_s, before = max(0.0, self.mono_s - mono_s), self._category()
             self._advance(mono_s)
-            if kind == "phase_start":
-                parent = self._open.get(fields["parent"])
-                self._open[fields["id"]] = _Open(fields["phase"], mono_s, 0 if parent is None else parent.depth + 1)
-            elif kind == "phase_end":
-                self._open.pop(fields["id"], None)
+            if kind in ("phase_start", "phase_end"):
+                self.follow(kind, mono_s, fields)
             elif kind == "phase_total":
                 self._carve(fields)
             elif kind == "hang" and "silent_s" in fields:
                 self._move(float(fields["silent_s"]), self._category(), "hang")
             if kind in ("phase_start", "phase_end"):
                 self._move(late_s, before, self._category())
+
+    def follow(self, kind: str, mono_s: float, fields: Mapping[str, Any]) -> None:
+        """Open or close a phase."""
+        if kind == "phase_start":
+            parent = self._open.get(fields["parent"])
+            self._open[fields["id"]] = _Open(fields["phase"], mono_s, 0 if parent is None else parent.depth + 1)
+        elif kind == "phase_end":
+            self._open.pop(fields["id"], None)
 
     def _category(self) -> str:
         inner = max(self._open.values(), key=lambda p: (p.start_s, p.depth), default=None)
@@ -108,22 +114,39 @@ class LiveGoodput:
 
 
 def watch(events: EventLog, run_dir: Path, start_step: int, devices: int) -> LiveGoodput:
-    """Begin the ledger of a run before it trains from `start_step`; its log is read once here.
+    """Begin the ledger of a run before it trains from `start_step`.
+
+    Of the log only the start before this one is read (rundir/earlier_starts.py).
 
     Raises UserError when the log or the record of the jobs is damaged.
     """
     run = RunDir(run_dir)
-    log, price_usd = run.events_of(events.process), run.price
-    live = begin(log, queue_waits(run, log), start_step, None if price_usd is None else price_usd * devices / 3600)
+    earlier, log = read_earlier_starts(run, events, start_step)
+    price_usd = run.price
+    usd_per_s = None if price_usd is None else price_usd * devices / 3600
+    live = begin(log, queue_waits(run, log), start_step, usd_per_s, earlier)
     events.observer = live.observe
     return live
 
 
-def begin(log: Sequence[Event], waits: Iterable[Waiting], start_step: int, usd_per_s: float | None) -> LiveGoodput:
-    """Return the ledger of a log so far, with the steps marked as lost that a start from `start_step` repeats."""
+def begin(
+    log: Sequence[Event], waits: Iterable[Waiting], start_step: int, usd_per_s: float | None, earlier: EarlierStarts | None = None
+) -> LiveGoodput:
+    """Return the ledger of a log so far, with the steps marked as lost that a start from `start_step` repeats.
+
+    Args:
+      log: events of all starts, or of those after `earlier`.
+      waits: of these starts.
+      start_step: step that the newest start resumes from.
+      usd_per_s: as in LiveGoodput.
+      earlier: the starts before those of the log.
+    """
     last = max((event for event in log if event.process == 0), key=lambda event: (event.restart, event.mono_s))
     train = {"phase": "train", "id": -1, "parent": None, "start_step": start_step}
     about = Event("phase_start", last.time_s, last.mono_s, last.run, 0, last.restart, train)
-    ledger = run_ledger([*log, about], waits)
-    assert set(ledger.seconds) == set(CATEGORIES)
-    return LiveGoodput(dict(ledger.seconds), last.mono_s, usd_per_s)
+    line = add_starts(earlier or EarlierStarts(), [*log, about], waits).stretches
+    live = LiveGoodput(seconds_by_category(line), last.mono_s, usd_per_s)
+    for event in log:
+        if event.process == 0 and event.restart == last.restart:
+            live.follow(event.kind, event.mono_s, event.fields)
+    return live

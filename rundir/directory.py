@@ -4,6 +4,7 @@
     run.json               name, id, and one entry per start (rundir/records.py)
     git.diff               uncommitted changes of the source tree at the first start (git.<n>.diff: at start n)
     events.jsonl           event log of process 0 (events.<p>.jsonl: of process p; rundir/events.py)
+    ledger.json            seconds by category of the starts before the newest (rundir/earlier_starts.py)
     metrics.jsonl          metrics of process 0 (observe/writers.py)
     train.log              what training printed, over all starts (observe/progress.py)
     plan.json              planned beside compiled memory, communication and time, at the newest start
@@ -50,13 +51,14 @@ from ridgeline.rundir.records import COMPILE_FILE, PLAN_FILE, RUN_FILE, CompileR
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
+LEDGER_FILE = "ledger.json"
 TRAIN_LOG = "train.log"
 AUTOTUNE = "autotune"
 """Directory of XLA's choices of kernels, with runtime.deterministic."""
 REFERENCE_FILE = "reference.npz"
 _BEFORE_THE_FIRST_START = ("slurm", "attempts.jsonl", "nodes.jsonl", "doctor.jsonl", "bad_nodes", LEASE, AUTOTUNE)
 """Left in a run directory by `ridge submit`, the preflight of a job, or a start that was killed, before run.json was written."""
-_WRITTEN = re.compile(r"(run|plan|compile|skipped_batches)\.json|reference\.npz|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
+_WRITTEN = re.compile(r"(run|plan|compile|ledger|skipped_batches)\.json|reference\.npz|config(\.\d+)?\.yaml|git(\.\d+)?\.diff")
 """Names of the files that are replaced atomically."""
 
 

@@ -18,6 +18,7 @@ PHASES = (
     "rendezvous",
     "init",
     "restore",
+    "setup",
     "compile",
     "first_step",
     "train",

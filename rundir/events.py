@@ -98,6 +98,8 @@ class EventLog:
         self._stack = threading.local()
         self._ids = itertools.count()
         self._file = LineFile(self.path, guard)
+        self.start_byte = self._file.size
+        """Where the events of this start begin in the file."""
         self.restart = _next_restart(self.path) if restart is None else restart
         self._prefix = f',"run":{json.dumps(run)},"process":{process},"restart":{self.restart},"kind":'
         self.emit("open", pid=os.getpid(), torn_bytes=self._file.torn_bytes)
@@ -175,6 +177,11 @@ def read_events(paths: str | Path | Iterable[str | Path]) -> list[Event]:
             latest_s = max(latest_s, event.time_s)
             keyed.append((latest_s, event))
     return [event for _, event in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def read_events_from(path: Path, from_byte: int) -> list[Event]:
+    """Return the events of one log from a byte on, where a line begins. Raises UserError as `read_events`."""
+    return [_event(record, str(path)) for _, record in read_jsonl(path, from_byte=from_byte)]
 
 
 def read_last_events(path: Path) -> list[Event]:

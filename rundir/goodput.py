@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 
 from ridgeline.configs.errors import UserError
 from ridgeline.rundir.directory import RunDir
@@ -23,7 +23,7 @@ from ridgeline.rundir.phases import Phase, phases
 
 CATEGORIES = {
     "queue": "From submission, or the end of the previous start, to the start of the next one by the scheduler.",
-    "startup": "Launch, imports, rendezvous, init, and the first step (which includes loading the program).",
+    "startup": "Launch, imports, rendezvous, init, setup, and the first step (which includes loading the program).",
     "restore": "Reading the checkpoint.",
     "compile": "Tracing, lowering and compiling, or loading programs that an earlier start compiled.",
     "productive": "Steps that count.",
@@ -44,6 +44,7 @@ OF_PHASE = {
     "import": "startup",
     "rendezvous": "startup",
     "init": "startup",
+    "setup": "startup",
     "first_step": "startup",
     "restore": "restore",
     "compile": "compile",
@@ -59,6 +60,8 @@ OF_PHASE = {
 _REDONE = frozenset({"productive", "data_wait", "evaluation", "check", "profile"})
 """Categories that become `lost` when a later start resumes from before them."""
 _TOLERANCE_S = 1e-6
+_CLOCK_S = 1e-5
+"""Wall clock times that are nearer than this are the same: sums of such numbers are exact to less than a microsecond."""
 
 
 @dataclass(frozen=True)
@@ -169,26 +172,86 @@ def run_ledger(events: Sequence[Event], waits: Iterable[Waiting] = ()) -> Ledger
     if not mine:
         raise UserError("no events of process 0: the run never started, or events.jsonl is missing")
     found = phases(mine)
-    restarts = sorted({event.restart for event in mine})
+    line, lost_steps, _ = _timeline(mine, found, waits, EarlierStarts())
+    return _ledger(line, mine, found, lost_steps, len({event.restart for event in mine}))
+
+
+@dataclass(frozen=True)
+class EarlierStarts:
+    """The first starts of a run, as the ledger of the later ones needs them."""
+
+    stretches: tuple[Stretch, ...] = ()
+    saved: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    """Step -> restart -> when its save ended, wall clock."""
+    all_saves: bool = True
+    """Whether `saved` has all of them: without the save that a later start resumes from, its ledger is wrong."""
+
+
+def add_starts(earlier: EarlierStarts, events: Sequence[Event], waits: Iterable[Waiting]) -> EarlierStarts:
+    """Return the ledger of earlier starts and of later ones, of which `events` has all events of process 0."""
+    mine = [event for event in events if event.process == 0]
+    line, _, saved = _timeline(mine, phases(mine), waits, earlier)
+    return EarlierStarts(tuple(line), saved, earlier.all_saves)
+
+
+def shorten(earlier: EarlierStarts, saves: int) -> EarlierStarts:
+    """Return earlier starts with only the newest saves, and few stretches: between two of these saves one of each category.
+
+    A later start that resumes from one of these saves, or from nothing, gets the same seconds of each category.
+    """
+    found = sorted(((end_s, step, restart) for step, ends in earlier.saved.items() for restart, end_s in ends.items()), reverse=True)
+    kept = found[:saves]
+    marks_s = sorted(end_s for end_s, _, _ in kept)
+    saved: dict[int, dict[int, float]] = defaultdict(dict)
+    for end_s, step, restart in kept:
+        saved[step][restart] = end_s
+    stretches: list[Stretch] = []
+    for _, of_start in groupby(earlier.stretches, key=lambda stretch: stretch.restart):
+        *group, last = of_start  # the last one tells how the start ended
+        parts: dict[tuple[int, str, bool], float] = defaultdict(float)
+        first_s = group[0].start_s if group else last.start_s
+        for stretch in group:
+            cuts = [stretch.start_s, *(t for t in marks_s if stretch.start_s + _CLOCK_S < t < stretch.end_s - _CLOCK_S), stretch.end_s]
+            for left_s, right_s in pairwise(cuts):
+                parts[bisect_right(marks_s, (left_s + right_s) / 2), stretch.category, stretch.in_loop] += right_s - left_s
+        for (_, category, in_loop), duration_s in sorted(parts.items()):
+            stretches.append(Stretch(first_s, first_s + duration_s, category, last.restart, in_loop))
+            first_s += duration_s
+        stretches.append(last)
+    return EarlierStarts(tuple(stretches), saved, earlier.all_saves and len(kept) == len(found))
+
+
+def seconds_by_category(stretches: Iterable[Stretch]) -> dict[str, float]:
+    """Return the seconds of every category."""
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for stretch in stretches:
+        seconds[stretch.category] += stretch.duration_s
+    return seconds
+
+
+def _timeline(
+    mine: Sequence[Event], found: Sequence[Phase], waits: Iterable[Waiting], earlier: EarlierStarts
+) -> tuple[list[Stretch], int, dict[int, dict[int, float]]]:
+    """Return the stretches of earlier and later starts, the lost steps of the later ones, and all saves."""
     waiting = {wait.restart: wait for wait in waits}
-    line: list[Stretch] = []
-    for restart in restarts:
+    line = list(earlier.stretches)
+    for restart in sorted({event.restart for event in mine}):
         log = [event for event in mine if event.restart == restart]
         start = _start_line(log, [phase for phase in found if phase.restart == restart])
+        start_s = start[0].start_s if start else log[0].time_s  # of one event there is no interval
         ended_s = line[-1].end_s if line else None
         wait = waiting.get(restart)
         if wait is not None:
-            if ended_s is not None and wait.previous_end_s is not None and ended_s < wait.previous_end_s <= start[0].start_s:
+            if ended_s is not None and wait.previous_end_s is not None and ended_s < wait.previous_end_s <= start_s:
                 line.append(Stretch(ended_s, wait.previous_end_s, _after(line), line[-1].restart))
             begin_s = wait.start_s if ended_s is None else max(wait.start_s, ended_s)
-            granted_s = _clip(start[0].start_s if wait.granted_s is None else wait.granted_s, begin_s, max(begin_s, start[0].start_s))
+            granted_s = _clip(start_s if wait.granted_s is None else wait.granted_s, begin_s, max(begin_s, start_s))
             if begin_s < granted_s:
                 line.append(Stretch(begin_s, granted_s, "queue", restart))
-            if granted_s < start[0].start_s:
-                line.append(Stretch(granted_s, start[0].start_s, "startup", restart))
+            if granted_s < start_s:
+                line.append(Stretch(granted_s, start_s, "startup", restart))
         line += start
-    line, lost_steps = _with_losses(line, mine, found)
-    return _ledger(line, mine, found, lost_steps, len(restarts))
+    return _with_losses(line, mine, found, earlier.saved)
 
 
 def _after(line: Sequence[Stretch]) -> str:
@@ -200,9 +263,7 @@ def _after(line: Sequence[Stretch]) -> str:
 
 
 def _ledger(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase], lost_steps: int, starts: int) -> Ledger:
-    seconds = dict.fromkeys(CATEGORIES, 0.0)
-    for stretch in line:
-        seconds[stretch.category] += stretch.duration_s
+    seconds = seconds_by_category(line)
     wall_s = sum(stretch.duration_s for stretch in line)
     assert abs(sum(seconds.values()) - wall_s) <= _TOLERANCE_S * max(1.0, wall_s), "the parts must sum to the wall time"
     steps = [event for event in mine if event.kind == "step"]
@@ -275,11 +336,14 @@ def _carve(line: list[Stretch], from_s: float, to_s: float, amount_s: float, out
     line[first:last] = result[::-1]
 
 
-def _with_losses(line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase]) -> tuple[list[Stretch], int]:
-    """Mark as lost the loop's time after the save that a later start resumed from. Return also the number of lost steps."""
+def _with_losses(
+    line: list[Stretch], mine: Sequence[Event], found: Sequence[Phase], earlier: Mapping[int, Mapping[int, float]]
+) -> tuple[list[Stretch], int, dict[int, dict[int, float]]]:
+    """Mark as lost the loop's time after the save that a later start resumed from. Return also the number of lost steps, and when each
+    step was saved, by start: `earlier` (before these events) with what these events add."""
     resumed = {p.restart: int(p.fields["start_step"]) for p in found if p.name == "train" and _finite(p.fields.get("start_step"))}
     offsets = {e.restart: e.time_s - e.mono_s for e in reversed(mine)}
-    saved: dict[int, dict[int, float]] = defaultdict(dict)
+    saved = defaultdict(dict, {step: dict(ends) for step, ends in earlier.items()})
     for p in found:
         if p.name == "save" and _finite(p.fields.get("step")) and p.outcome == "ok":
             saved[int(p.fields["step"])][p.restart] = offsets[p.restart] + p.start_mono_s + p.duration_s
@@ -288,13 +352,15 @@ def _with_losses(line: list[Stretch], mine: Sequence[Event], found: Sequence[Pha
         if e.kind == "step" or (e.kind == "phase_start" and e.fields["phase"] == "save" and _finite(e.fields.get("step"))):
             reached[e.restart] = max(reached.get(e.restart, 0), int(e.fields["step"]))
     lost_steps = 0
-    for previous, restart in pairwise(sorted(resumed)):
-        step = resumed[restart]
+    previous = None
+    for restart, step in sorted(resumed.items()):
         before = {r: end_s for r, end_s in saved.get(step, {}).items() if r < restart}
         kept_s = before[max(before)] if before else -float("inf")
         line = [piece for s in line for piece in (_lose(s, kept_s) if s.restart < restart and s.in_loop else [s])]
-        lost_steps += max(0, reached.get(previous, 0) - step)
-    return line, lost_steps
+        if previous is not None:
+            lost_steps += max(0, reached.get(previous, 0) - step)
+        previous = restart
+    return line, lost_steps, dict(saved)
 
 
 def _lose(stretch: Stretch, kept_s: float) -> list[Stretch]:

@@ -57,6 +57,11 @@ class LineFile:
         self._size = size - torn_bytes
         return torn_bytes
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
     def append(self, line: bytes) -> bool:
         """Append one line (its newline included); return whether it was written."""
         assert line.endswith(b"\n")
@@ -86,17 +91,18 @@ class LineFile:
                 self._fd = -1
 
 
-def read_jsonl(path: Path, tail_bytes: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl(path: Path, tail_bytes: int | None = None, from_byte: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object), dropping a last line without its newline.
 
     Args:
       path: the file.
       tail_bytes: read only the whole lines in this many bytes at the end of the file, numbered from there; None: the whole file.
+      from_byte: read only the lines from here on, the beginning of a line, numbered from there; with tail_bytes None.
 
     Raises:
       UserError: the file cannot be read or is too large, or a whole line is not a JSON object (the file was edited or damaged).
     """
-    for number, line in _whole_lines(path, tail_bytes):
+    for number, line in _whole_lines(path, tail_bytes, from_byte):
         try:
             value = json.loads(line)
             if not isinstance(value, dict):
@@ -104,7 +110,8 @@ def read_jsonl(path: Path, tail_bytes: int | None = None) -> Iterator[tuple[int,
             if b"\\ud" in line.lower():
                 json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{_place(path, number, tail_bytes)}: unreadable line in an append-only log ({_short(error)})") from error
+            place = f"{path}:{number}" if tail_bytes is None and not from_byte else str(path)
+            raise UserError(f"{place}: unreadable line in an append-only log ({_short(error)})") from error
         yield number, value
 
 
@@ -129,28 +136,24 @@ def read_typed_jsonl(path: Path, kind: type[T]) -> list[T]:
     return found
 
 
-def _whole_lines(path: Path, tail_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+def _whole_lines(path: Path, tail_bytes: int | None = None, from_byte: int = 0) -> Iterator[tuple[int, bytes]]:
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
-            start = 0 if tail_bytes is None else max(0, size - tail_bytes)
+            start = min(from_byte, size) if tail_bytes is None else max(0, size - tail_bytes)
             if size - start > MAX_LOG_BYTES:
                 raise UserError(f"{path} has {size:,} bytes; at most {MAX_LOG_BYTES:,} are read")
             file.seek(start)
             data = file.read(size - start)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if start:
+    if start and tail_bytes is not None:
         data = data[data.find(b"\n") + 1 :]
     yield from enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1)
 
 
 def _short(error: Exception) -> str:
     return str(error) if len(str(error)) <= 200 else f"{str(error)[:200]}..."
-
-
-def _place(path: Path, number: int, tail_bytes: int | None) -> str:
-    return f"{path}:{number}" if tail_bytes is None else str(path)
 
 
 def dump_json(value: Any) -> str:

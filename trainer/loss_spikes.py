@@ -58,7 +58,7 @@ class LossSpikes(Hook):
 
     def metadata(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, so that a resumed run judges its steps as an uninterrupted one."""
-        return {METADATA: self.detector.state()}
+        return {METADATA: {**self.detector.state(), "count": self.count}}
 
     def on_result(self, result: StepResult) -> None:
         """Record a spike when it is detected, and when it ends."""
@@ -106,6 +106,11 @@ def watch_loss_spikes(
       restored: metadata of the checkpoint; None at the first start. Where it lacks the losses (older versions), they come from the event
         log, only to warn: the logs of the processes may differ.
     """
+    try:
+        state = (restored or {})[METADATA]
+        return LossSpikes(recorder, SpikeDetector.restored(config, state), run, checkpointer, skipped, int(state["count"]))
+    except (KeyError, TypeError, ValueError):  # no checkpoint, or one of an older version
+        pass
     events = recorder.events
     try:
         entries = read_events(events.path) if events.restart else []
@@ -113,9 +118,6 @@ def watch_loss_spikes(
         log(f"loss spikes are counted without those of earlier starts: {error_text(error)}")
         entries = []
     count = sum(spike.step <= start_step for spike in loss_spikes(entries, events.process))
-    try:
-        detector = SpikeDetector.restored(config, (restored or {})[METADATA])
-    except (KeyError, TypeError, ValueError):
-        warned = config.policy == "warn"
-        detector = SpikeDetector(config, recent_losses(entries, start_step, config.window, events.process) if warned else [])
+    warned = config.policy == "warn"
+    detector = SpikeDetector(config, recent_losses(entries, start_step, config.window, events.process) if warned else [])
     return LossSpikes(recorder, detector, run, checkpointer, skipped, count)

@@ -319,26 +319,27 @@ class _Session:
             self.step = train_step
             self._record_plan(train_step)
             self._log_model()
-        waiting = "waiting for the other processes to compile"
-        with self.progress.phase(waiting, live_only=True), self.watchdog.phase(waiting, deadlines.compile_s):
-            self.stop.begin_together()
-        _ = self.bound
-        if self.from_step is not None:
-            self.checkpointer.set_later_aside(self.from_step)
-        else:
-            self.checkpointer.begin(start_step)
-        self.skipped = SkippedBatches.model_validate(Agreement("skipped").first(lambda: read_skipped_batches(self.run.path).model_dump()))
-        rows = local_rows(config.data.batch_size, self.parts.partitioner)
-        loader = build_loader(
-            config.data,
-            seed=data_seed(config),
-            vocab_size=config.model.vocab_size,
-            rows=rows,
-            start_step=start_step,
-            pairs=self.pairs or None,
-            distillation=config.distillation,
-            skipped=self.skipped,
-        )
+        with self.events.phase("setup"):
+            waiting = "waiting for the other processes to compile"
+            with self.progress.phase(waiting, live_only=True), self.watchdog.phase(waiting, deadlines.compile_s):
+                self.stop.begin_together()
+            _ = self.bound
+            if self.from_step is not None:
+                self.checkpointer.set_later_aside(self.from_step)
+            else:
+                self.checkpointer.begin(start_step)
+            skipped = Agreement("skipped").first(lambda: read_skipped_batches(self.run.path).model_dump())
+            self.skipped = SkippedBatches.model_validate(skipped)
+            loader = build_loader(
+                config.data,
+                seed=data_seed(config),
+                vocab_size=config.model.vocab_size,
+                rows=local_rows(config.data.batch_size, self.parts.partitioner),
+                start_step=start_step,
+                pairs=self.pairs or None,
+                distillation=config.distillation,
+                skipped=self.skipped,
+            )
         try:
             return self._run_loop(train_step, norm, loader, state, start_step)
         except NumericalFailure as failure:
@@ -500,15 +501,17 @@ class _Session:
         }
 
     def _run_loop(self, train_step: Program, norm: Program, loader: Loader, state: TrainState, start_step: int) -> Outcome:
-        monitoring = Monitoring.begin(
-            self.config, self.parts.mesh, self.run, self.events, self.progress, start_step, train_step.as_text, self.analyze
-        )
-        corruption = self._corruption_check(train_step, start_step, monitoring)
-        recorder, log = monitoring.recorder, self.progress.note
-        spikes = watch_loss_spikes(
-            self.config.loss_spikes, recorder, self.run, self.checkpointer, self.skipped, start_step, self.restored, log
-        )
-        spikes.check = None if corruption is None else corruption.check
+        with self.events.phase("setup"):
+            monitoring = Monitoring.begin(
+                self.config, self.parts.mesh, self.run, self.events, self.progress, start_step, train_step.as_text, self.analyze
+            )
+            corruption = self._corruption_check(train_step, start_step, monitoring)
+            recorder, log = monitoring.recorder, self.progress.note
+            spikes = watch_loss_spikes(
+                self.config.loss_spikes, recorder, self.run, self.checkpointer, self.skipped, start_step, self.restored, log
+            )
+            spikes.check = None if corruption is None else corruption.check
+            hooks = self._hooks(monitoring, spikes, corruption)
 
         def put(rows: Mapping[str, np.ndarray]) -> Batch:
             batch, limited = to_global(rows, self.parts.partitioner), self.config.loss_spikes.policy == "skip"
@@ -523,7 +526,7 @@ class _Session:
             stop=self.stop,
             events=self.events,
             timer=monitoring.recorder.timer,
-            hooks=self._hooks(monitoring, spikes, corruption),
+            hooks=hooks,
         )
         self.compiler.start()
         self.watchdog.step(None)

@@ -1,15 +1,21 @@
 """The run ledger kept during the run, against the one made from the log afterwards."""
 
+import dataclasses
+import json
+import math
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.observe.goodput import begin, watch
-from ridgeline.rundir.events import event_file, read_events
-from ridgeline.rundir.goodput import CATEGORIES, run_ledger
+from ridgeline.rundir import earlier_starts
+from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.events import EventLog, event_file, read_events
+from ridgeline.rundir.goodput import CATEGORIES, queue_waits, run_ledger
 from ridgeline.rundir.metrics import METRICS
-from tests.rundir.test_goodput import Script, ledger_of
+from tests.rundir.test_goodput import Clock, Script
 
 PRICE_PER_S = 0.5
 TIMES = st.integers(0, 40).map(lambda n: n / 8)  # exact in binary: nothing is lost to rounding
@@ -19,16 +25,18 @@ HAPPENINGS = st.one_of(
 )
 
 
-def start(run_dir, wall_s, start_step, happenings):
+def start(run_dir, wall_s, start_step, happenings, how="killed"):
     """One start; yields (live metrics, ledger of the log) at every log record."""
     script = Script(run_dir, wall_s)
     script.log.total("launch", 3.0)
     script.phase("restore" if start_step else "init", 2.0)
     script.phase("compile", 1.5)
     script.wait(0.25)
-    log = read_events(event_file(run_dir, 0))
-    live = begin(log, (), start_step, PRICE_PER_S)
-    script.log.observer = live.observe
+    with script.log.phase("setup"):
+        script.wait(0.5)
+        live = watch(script.log, run_dir, start_step, devices=1)
+        live.usd_per_s = PRICE_PER_S
+        script.wait(0.25)
     script.begin_training(start_step)
     script.wait(1.0)
     script.log.total("data_wait", 0.25, step=start_step + 1)
@@ -55,8 +63,21 @@ def start(run_dir, wall_s, start_step, happenings):
         else:
             script.log.total("data_wait", min(inside_s, time_s), step=step)
             script.log.emit("step", step=step, loss=1.0, tokens=step * 10.0)
-            yield live.metrics(), ledger_of(run_dir)
+            yield live.metrics(), whole_ledger(run_dir)
+    script.wait(0.5)
+    if how == "closed":
+        script.end_training()
+        script.phase("teardown", 1.0)
     script.kill()
+    end_s = int(script.clock.now_s) + 3
+    with (run_dir / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps({"job": 7, "begin": int(wall_s) - 5, "end": end_s, "exit_code": 0}) + "\n")
+
+
+def whole_ledger(run_dir):
+    """The ledger made from the whole log."""
+    events = read_events(event_file(run_dir, 0))
+    return run_ledger(events, queue_waits(RunDir(run_dir), events))
 
 
 def emit_ahead(script, ahead_s):
@@ -75,21 +96,85 @@ def agrees(metrics, ledger):
     assert metrics.keys() <= METRICS.keys()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(first=st.lists(HAPPENINGS, max_size=8), second=st.lists(HAPPENINGS, max_size=8), resumed=st.integers(0, 3))
-def test_at_every_log_record_it_is_the_ledger_of_the_log_up_to_there(tmp_path_factory, first, second, resumed):
+STARTS = st.lists(
+    st.tuples(st.integers(0, 12), st.lists(HAPPENINGS, max_size=8), st.sampled_from(["killed", "closed"])), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(starts=STARTS, saves=st.integers(0, 3))
+def test_at_every_log_record_it_is_the_ledger_of_the_log_up_to_there(tmp_path_factory, starts, saves):
+    """Over several starts, each from a step that an earlier one saved, or did not; of all but the last only a summary is read."""
     run_dir = tmp_path_factory.mktemp("run")
-    for metrics, ledger in start(run_dir, 1000.0, 0, first):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(earlier_starts, "MOST_SAVES", saves)
+        for number, (resumed, happenings, how) in enumerate(starts):
+            for metrics, ledger in start(run_dir, 1000.0 + 1000.0 * number, resumed if number else 0, happenings, how):
+                agrees(metrics, ledger)
+
+
+SAVES = [("save", 2.0, 0.5), ("log", 4.0, 0.0), ("save", 1.0, 0.25), ("log", 3.0, 1.0)]
+
+
+def several_starts(run_dir, starts=3):
+    for number in range(starts):
+        for _ in start(run_dir, 1000.0 + 1000.0 * number, 2 if number else 0, SAVES):
+            pass
+
+
+def test_a_start_reads_the_log_of_the_start_before_it_only(tmp_path):
+    several_starts(tmp_path)
+    log = event_file(tmp_path, 0)
+    whole = log.read_bytes()
+    covered = json.loads((tmp_path / "ledger.json").read_text())
+    assert (covered["starts"], covered["log_bytes"]) == (
+        2,
+        whole.index(b'"restart":2') - whole[: whole.index(b'"restart":2')][::-1].index(b"\n"),
+    )
+    log.write_bytes(b"x" * (covered["log_bytes"] - 1) + whole[covered["log_bytes"] - 1 :])  # what is not read may be damaged
+    script = Script.__new__(Script)  # the writer of a new log numbers its start by the whole of it: here the number is given
+    script.clock, script.mono = Clock(9000.0), Clock(5.0)
+    script.log = EventLog(log, 0, run="r", restart=3, clock=script.clock, monotonic=script.mono)
+    live = watch(script.log, tmp_path, 2, devices=1)
+    log.write_bytes(whole + log.read_bytes()[len(whole) :])
+    events = read_events(log)
+    train = {"phase": "train", "id": 0, "parent": None, "start_step": 2}
+    about = dataclasses.replace(events[-1], kind="phase_start", fields=train)
+    assert live.seconds == pytest.approx(run_ledger([*events, about], queue_waits(RunDir(tmp_path), events)).seconds, abs=1e-6)
+
+
+DAMAGE = {
+    "absent": lambda record: None,
+    "not JSON": lambda record: b"{",
+    "of another run": lambda record: {**record, "run": "other"},
+    "of later starts": lambda record: {**record, "starts": 9},
+    "of fewer starts": lambda record: {**record, "starts": 3},
+    "within a line": lambda record: {**record, "log_bytes": record["log_bytes"] - 7},
+    "beyond the log": lambda record: {**record, "log_bytes": 1 << 40},
+    "of another category": lambda record: {**record, "stretches": [[1000.0, 1001.0, "other", 0, True]]},
+    "not finite": lambda record: {**record, "stretches": [[1000.0, math.inf, "productive", 0, True]]},
+    "of another type": lambda record: {**record, "saves": [["2", 0, 1.0]]},
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_file_that_does_not_fit_the_log_is_not_used(tmp_path, how):
+    several_starts(tmp_path)
+    path = tmp_path / "ledger.json"
+    found = DAMAGE[how](json.loads(path.read_text()))
+    path.unlink()
+    if found is not None:
+        path.write_bytes(found if isinstance(found, bytes) else json.dumps(found).encode())
+    for metrics, ledger in start(tmp_path, 9000.0, 2, SAVES):
         agrees(metrics, ledger)
-    for metrics, ledger in start(run_dir, 5000.0, resumed, second):
-        agrees(metrics, ledger)
+    assert json.loads(path.read_text())["starts"] == 3
 
 
 def test_the_window_since_the_last_record_has_a_goodput_of_its_own(tmp_path):
     happenings = [("log", 4.0, 0.0), ("evaluation", 0.0, 3.5), ("log", 4.0, 1.0)]
     found = [metrics["train_goodput/goodput_now"] for metrics, _ in start(tmp_path, 1000.0, 0, happenings)]
-    # the first window: nothing 0.25, first step 0.75, waiting 0.25, steps 4; the second: evaluation 4, steps 3, waiting 1
-    assert found == pytest.approx([4 / 5.25, 3 / 8])
+    # the first window: setup 0.75, first step 0.75, waiting 0.25, steps 4; the second: evaluation 4, steps 3, waiting 1
+    assert found == pytest.approx([4 / 5.75, 3 / 8])
 
 
 def test_the_price_is_that_of_the_cluster_the_run_was_submitted_to(tmp_path):

@@ -155,7 +155,7 @@ def test_time_in_the_queue_counts_and_time_between_starts_by_hand_does_not(tmp_p
     assert queued.wall_s == pytest.approx(by_hand.wall_s + queued.seconds["queue"])
 
 
-@pytest.mark.parametrize("last", ["teardown", "compile", "train"])
+@pytest.mark.parametrize("last", ["teardown", "closed", "compile", "train"])
 def test_the_time_until_the_job_script_saw_the_end_belongs_to_how_the_start_ended(tmp_path, last):
     """Processes that close take time to end; of a killed start in its loop the time is lost, and before it nothing is known."""
     first = Script(tmp_path, 1000.0)
@@ -163,9 +163,12 @@ def test_the_time_until_the_job_script_saw_the_end_belongs_to_how_the_start_ende
     if last != "compile":
         first.begin_training(0)
         first.steps(0, 4, 1.0)
-    if last == "teardown":
+    if last in ("teardown", "closed"):
         first.end_training()
         first.phase("teardown", 1.0)
+    if last == "closed":  # the last event of a process comes a little after its last phase
+        first.wait(0.01)
+        first.log.emit("stopped_early", signal="SIGTERM")
     first.kill()
     end_s = first.clock.now_s
     second = Script(tmp_path, 1100.0)
@@ -174,9 +177,19 @@ def test_the_time_until_the_job_script_saw_the_end_belongs_to_how_the_start_ende
     second.end_training()
     before = ledger_of(tmp_path).seconds
     after = ledger_of(tmp_path, waits=[Waiting(end_s + 3.0, 1, end_s + 20.0, end_s + 3.0)]).seconds
-    category = {"teardown": "teardown", "compile": "unexplained", "train": "lost"}[last]
+    category = {"teardown": "teardown", "closed": "teardown", "compile": "unexplained", "train": "lost"}[last]
     assert after[category] == pytest.approx(before[category] + 3.0)
     assert after["queue"] == pytest.approx(17.0)
+
+
+def test_a_start_that_was_killed_after_its_first_event_waited_too(tmp_path):
+    first = Script(tmp_path, 1000.0)
+    first.kill()
+    second = Script(tmp_path, 1100.0)
+    second.phase("compile", 5.0)
+    ledger = ledger_of(tmp_path, waits=[Waiting(940.0, 0), Waiting(1010.0, 1, 1090.0, 1010.0)])
+    assert nonzero(ledger) == {"queue": 60.0 + 80.0, "startup": 10.0, "unexplained": 10.0, "compile": 5.0}
+    assert ledger.wall_s == pytest.approx(165.0)
 
 
 def test_queue_and_preflight_are_read_from_the_records_of_the_jobs(tmp_path):

@@ -21,7 +21,7 @@ from ridgeline.rundir.loss_spikes import (
 )
 from ridgeline.rundir.skipped_batches import NOTHING_SKIPPED, batch_of_step
 from ridgeline.trainer.loop import StepResult
-from ridgeline.trainer.loss_spikes import LossSpikes
+from ridgeline.trainer.loss_spikes import LossSpikes, watch_loss_spikes
 
 DEFAULT = LossSpikesConfig()
 SIGMAS, LEAST_RISE, WINDOW = DEFAULT.sigmas, DEFAULT.min_rise, DEFAULT.window
@@ -169,6 +169,24 @@ def test_a_spike_is_recorded_printed_counted_and_known_to_the_next_start(tmp_pat
     assert len(seeded) >= 50 and max(seeded) < 3.1
     detector = SpikeDetector(losses=seeded)
     assert [step for step, _ in found([9.0, 9.0, 9.0, 9.0], detector)] == [CONSECUTIVE]
+
+
+def test_a_start_from_a_checkpoint_counts_its_spikes_without_reading_the_log(tmp_path):
+    """A log grows with the run; only where a checkpoint lacks the count (of an older version) the log has it."""
+    log = EventLog(tmp_path / "events.jsonl", restart=1)
+    for step in (50, 90):
+        log.emit(EVENT, step=step, loss=9.0, usual=3.0, sigma=0.1, steps=3)
+    recorder = SimpleNamespace(events=log, progress=None)
+    hook = LossSpikes(recorder, SpikeDetector(), None, None, NOTHING_SKIPPED, count=5)
+    metadata = json.loads(json.dumps(hook.metadata()))
+    older = {"loss_spikes": {key: value for key, value in metadata["loss_spikes"].items() if key != "count"}}
+
+    def start(restored):
+        return watch_loss_spikes(DEFAULT, recorder, None, None, NOTHING_SKIPPED, 60, restored, print).count
+
+    assert (start(older), start({}), start(None)) == (1, 1, 1)
+    log.path.write_text("damaged\n" + log.path.read_text())
+    assert start(metadata) == 5
 
 
 def test_damaged_spikes_are_left_out(tmp_path):
