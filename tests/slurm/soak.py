@@ -263,6 +263,8 @@ class Times:
     detection_s: float
     hang_s: float
     requeue_s: float
+    slow_s: float
+    """By which steps took longer while the network was slow."""
 
 
 TYPICAL = Times(
@@ -275,12 +277,13 @@ TYPICAL = Times(
     detection_s=5.0,
     hang_s=33.0,
     requeue_s=10.0,
+    slow_s=4.0,
 )
 """Measured on two cores beside other tests; a sample of a few minutes is predicted from these."""
 
 
 def measure(soak: Soak) -> Times:
-    """Return the times of a run that met a kill, a stop, a lost node and a preemption, in this order."""
+    """Return the times of a run that met a kill, a stop, a lost node, a preemption and a slow network, in this order."""
     events, ledger = soak.run.events(), soak.ledger()
     later = [piece for piece in ledger.stretches if piece.restart > 0]
     starts = ledger.starts - 1
@@ -289,12 +292,14 @@ def measure(soak: Soak) -> Times:
         return sum(piece.duration_s for piece in later if piece.category == category) / starts
 
     steps = [(e.restart, e.fields["step"], e.time_s) for e in events if e.kind == "step"]
-    gaps = [b[2] - a[2] for a, b in pairwise(steps) if a[0] == b[0]]
+    usual_s = statistics.median(b[2] - a[2] for a, b in pairwise(steps) if a[0] == b[0])
+    slow_from_s = next(fault.time_s for fault in soak.faults if fault.kind == "slow link")
+    slow_s = max(0.0, SLOW_S - usual_s * sum(slow_from_s < time_s <= slow_from_s + SLOW_S for _, _, time_s in steps))
     saved = [e.fields["total_s"] for e in events if e.kind == "checkpoint_saved"]
     saves = sum(e.kind == "phase_start" and e.fields["phase"] == "save" for e in events)
     ready_s = per_start("startup") + per_start("unexplained") + per_start("compile") + per_start("restore")
     away_s = {}
-    for fault in soak.faults:  # until the next start of the job script
+    for fault in soak.faults[:4]:  # until the next start of the job script
         first_s = next(time_s for restart, _, time_s in steps if restart > fault.restart)
         away_s[fault.kind] = first_s - fault.time_s - ready_s
     pause_s = float(requeue_pause_s(1, 0.0))
@@ -302,7 +307,7 @@ def measure(soak: Soak) -> Times:
     found_s = 2 * away_s["kill"] + away_s["node down"] - 3 * (requeue_s + pause_s)  # a corrupted checkpoint is followed by a kill
     beyond_s = away_s["preempt"] - requeue_s  # the simulation has one time of a requeue: what preemptions take longer counts elsewhere
     return Times(
-        step_s=statistics.median(gaps),
+        step_s=(ledger.seconds["productive"] - slow_s) / ledger.steps,
         save_s=ledger.seconds["checkpoint"] / saves,
         write_s=statistics.median(saved),
         restore_s=per_start("restore"),
@@ -311,6 +316,7 @@ def measure(soak: Soak) -> Times:
         detection_s=(found_s + beyond_s) / 3,
         hang_s=away_s["stop"] - requeue_s - pause_s,
         requeue_s=requeue_s,
+        slow_s=slow_s,
     )
 
 
@@ -318,9 +324,11 @@ def predict(times: Times, steps: int, gap_s: float, seed: int) -> Outcome:
     """Return what the simulation makes of a run of `steps` with a fault every `gap_s` on average.
 
     Here a start is spared until its first save, and the clock of the faults stands still while a disk is full or a network slow. In the
-    simulation interruptions come at any time, so that time counts between them.
+    simulation interruptions come at any time, so that time counts between them. It knows no slow network: those steps are work.
     """
     interruptions = len(FAILURES) + 1
+    until_save_s, away_s = interruptions * SAVE_EVERY * times.step_s / len(KINDS), (FULL_S + SLOW_S) / len(KINDS)
+    slow_networks = steps * times.step_s / (gap_s + until_save_s + away_s) / len(KINDS)
     spared_s = times.startup_s + times.compile_s + times.restore_s + SAVE_EVERY * times.step_s
     between_s = spared_s + (len(KINDS) * gap_s + FULL_S + SLOW_S) / interruptions
     per_hour = 3600 / between_s / interruptions
@@ -328,7 +336,7 @@ def predict(times: Times, steps: int, gap_s: float, seed: int) -> Outcome:
         FailureClass(kind, "job", per_hour, "restart", "watchdog" if kind == "stop" else "exit", "the schedule") for kind in FAILURES
     )
     made = Campaign(
-        work_s=steps * times.step_s,
+        work_s=steps * times.step_s + slow_networks * times.slow_s,
         nodes=2,
         devices_per_node=1,
         classes=classes,
