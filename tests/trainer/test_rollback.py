@@ -31,11 +31,10 @@ STEPS, BAD = 72, 48
 """Steps of a run; first batch of unusual bytes. The bad batches end before the last checkpoint, and begin after the second."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One text in its own order: repeated words, then four batches of control characters that occur nowhere else, then words."""
-    directory, draw = tmp_path_factory.mktemp("spiky"), random.Random(3)
-    batch = ROWS * LENGTH
+def prepare_spiky_text(directory: Path, batch: int) -> Path:
+    """Prepare a text for batches of so many bytes: repeated words, then four batches of control characters that occur nowhere else, then
+    words; return the directory of the corpus `train`."""
+    draw = random.Random(3)
     words = ["gradient ", "update ", "loss ", "batch ", "token "]
 
     def text(batches: int) -> str:
@@ -45,6 +44,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "text.txt").write_text(text(BAD) + odd + text(60))
     prepare(PrepareSettings((directory / "text.txt",), directory / "sets" / "train", "bytes", shards=1), workers=1)
     return directory / "sets"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_spiky_text(tmp_path_factory.mktemp("spiky"), ROWS * LENGTH)
 
 
 def spiky(corpus: Path, run_dir: Path, policy: str, /, **sections: Any) -> Config:
@@ -139,6 +143,23 @@ def test_a_run_that_is_stopped_within_a_spike_goes_on_as_without_the_stop(
         run(spiky(corpus, tmp_path / "stopped", policy, trainer={"steps": steps}))
     assert run(stopped)[0] == losses
     assert_same_state(config, stopped)
+
+
+def test_a_run_that_changed_its_mesh_goes_back_to_a_checkpoint_of_the_earlier_mesh(
+    corpus: Path, tmp_path: Path, rolled_back: tuple[Config, dict[int, float], list[Event]]
+) -> None:
+    """And goes on from there with the mesh that it has; a later start on a third mesh leaves the batches out too."""
+    config, losses, _ = rolled_back
+    meshes: list[dict[str, Any]] = [{"mesh": {"data": 8}}, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}}, {"mesh": {"data": 2, "fsdp": 4}}]
+    found: dict[int, float] = {}
+    for steps, mesh in zip((BAD - 5, STEPS - 8, STEPS), meshes, strict=True):
+        found, events = run(spiky(corpus, tmp_path / "run", "rollback", trainer={"steps": steps}, **mesh))
+    [back] = [event for event in events if event.kind == ROLLBACK]
+    begun = [event.fields["start_step"] for event in events if event.kind == "phase_start" and event.fields["phase"] == "train"]
+    assert (back.restart, begun) == (1, [0, BAD - 5, BAD - 5, STEPS - 8])
+    assert read_skipped_batches(tmp_path / "run") == read_skipped_batches(config.directory)
+    assert found.keys() == losses.keys()
+    np.testing.assert_allclose([found[step] for step in losses], list(losses.values()), rtol=1e-4)
 
 
 def test_a_run_ends_where_spikes_go_on_after_the_last_rollback(corpus: Path, tmp_path: Path) -> None:
