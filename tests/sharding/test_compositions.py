@@ -20,6 +20,8 @@ from ridgeline.configs.schema import AttentionConfig, ComputeConfig, Config, Exp
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.planner.collectives import compiled_collectives
+from ridgeline.trainer.prepare import prepare
+from ridgeline.trainer.step import abstract_batch
 from tests.sampling import drawn
 from tests.sharding.test_collective_budget import array_bytes, budget
 from tests.sharding.test_equality import BATCH, SEQ, compare, make_config, packed_reference, trained
@@ -125,6 +127,21 @@ def sample() -> list[Composition]:
 
 def test_there_are_forty_of_eight_devices():
     assert DEVICES != 8 or len(compositions()) >= 40
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_remaining_devices_are_given_to_any_axis(axis):
+    """-1 lowers to the program of the size that it stands for."""
+    [one] = drawn([one for one in compositions() if one.mesh[axis] == 2], 1)
+
+    def program(size: int) -> str:
+        config = one.config.model_copy(update={"mesh": one.config.mesh.model_copy(update={axis: size})})
+        assert not check_config(config)
+        parts = prepare(config)
+        assert dict(parts.mesh.shape) == one.mesh
+        return str(parts.train_step.lower(parts.abstract, abstract_batch(config, parts.partitioner)).as_text())
+
+    assert program(-1) == program(2)
 
 
 @pytest.mark.parametrize("one", sample(), ids=lambda one: one.name)
