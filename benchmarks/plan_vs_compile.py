@@ -37,6 +37,7 @@ from ridgeline.planner.step_time import Machine
 MODELS = [
     *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b", "llama-3.1-70b"),
     *("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b", "gpt2-xl"),
+    *("gemma2-2b", "gemma2-9b", "gemma3-4b", "gemma3-12b", "olmo2-1b", "olmo2-7b", "olmo3-7b", "glm4-9b", "phi4-14b", "mistral-nemo-12b"),
 ]
 EXPERT_MODELS = ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-30b-a3b", "qwen3-235b-a22b"]
 CLUSTERS = {"dgx-h100": 4, "dgx-h200": 2, "dgx-a100": 2, "dgx-b200": 1, "mn5-acc": 2, "gb200-nvl72": 1}

@@ -62,6 +62,7 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
     policy = config.compute.remat.policy
     stream, cut, q, k, hidden = local.stream_bytes, local.cut_stream_bytes, local.query_bytes, local.key_bytes, local.hidden_bytes
     gates = 2 if local.model.gated_mlp else 1
+    normed_after = local.model.norm_position != "pre"  # norms of the results of attention and MLP need them in the backward pass
     # experts: where each assignment goes, both ways, and its weight
     sorted_bytes, each = 0, 3 if local.model.mlp_bias else 2  # biases need the expert of each assignment too
     if local.model.moe is not None:
@@ -69,8 +70,7 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
     if policy in ("none", "attention-only"):
         gathered = 2 if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
         normed = 1 if local.model.qk_norm else 0
-        after = 0 if local.model.norm_position == "pre" else 2  # inputs of the norms after attention and MLP
-        kept = [(2 + after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
+        kept = [(2 + 2 * normed_after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
         if local.latent_bytes:
             kept = [*_latent_attention_saved(local, backend, gathered // 2), (gates, hidden), (1, sorted_bytes)]
         return [*kept, (1, local.softmax_bytes), (1, _scores_saved(local, backend))] if policy == "none" else kept
@@ -80,8 +80,8 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         # results of 4-bit matmuls are float32 until they are multiplied by the scales of their tensors
         wide = 4 // local.compute_itemsize if config.precision.matmul == "nvfp4" else 1
         if local.latent_bytes:
-            return [(2, cut), (1, local.latent_bytes // local.tensor), (1, q), (1, local.up_bytes), (gates, hidden)]
-        return [(2 + scattered, cut), (1, wide * q), (2, wide * k), (gates, wide * hidden)]
+            return [(2 + normed_after, cut), (1, local.latent_bytes // local.tensor), (1, q), (1, local.up_bytes), (gates, hidden)]
+        return [(2 + normed_after + scattered, cut), (1, wide * q), (2, wide * k), (gates, wide * hidden)]
     names = set(config.compute.remat.names) if policy == "names" else set()
     names -= set() if local.model.gated_mlp else {"mlp_gate"}
     names -= set() if backend in TAGS_STATISTICS else {"attention_lse"}
