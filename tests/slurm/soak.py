@@ -8,6 +8,7 @@ import random
 import signal
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -283,7 +284,8 @@ TYPICAL = Times(
 
 
 def measure(soak: Soak) -> Times:
-    """Return the times of a run that met a kill, a stop, a lost node, a preemption and a slow network, in this order."""
+    """Return the times of a run that met a kill, a stop, a preemption, a slow network, and several lost nodes: how long Slurm takes to
+    give up a node varies by a minute."""
     events, ledger = soak.run.events(), soak.ledger()
     later = [piece for piece in ledger.stretches if piece.restart > 0]
     starts = ledger.starts - 1
@@ -298,10 +300,12 @@ def measure(soak: Soak) -> Times:
     saved = [e.fields["total_s"] for e in events if e.kind == "checkpoint_saved"]
     saves = sum(e.kind == "phase_start" and e.fields["phase"] == "save" for e in events)
     ready_s = per_start("startup") + per_start("unexplained") + per_start("compile") + per_start("restore")
-    away_s = {}
-    for fault in soak.faults[:4]:  # until the next start of the job script
-        first_s = next(time_s for restart, _, time_s in steps if restart > fault.restart)
-        away_s[fault.kind] = first_s - fault.time_s - ready_s
+    found_away_s = defaultdict[str, list[float]](list)
+    for fault in soak.faults:  # until the next start of the job script
+        if fault.kind != "slow link":
+            first_s = next(time_s for restart, _, time_s in steps if restart > fault.restart)
+            found_away_s[fault.kind].append(first_s - fault.time_s - ready_s)
+    away_s = {kind: statistics.mean(times_s) for kind, times_s in found_away_s.items()}
     pause_s = float(requeue_pause_s(1, 0.0))
     requeue_s = max(0.0, min(away_s["preempt"], *(away_s[kind] - pause_s for kind in ("kill", "stop", "node down"))))
     found_s = 2 * away_s["kill"] + away_s["node down"] - 3 * (requeue_s + pause_s)  # a corrupted checkpoint is followed by a kill

@@ -24,7 +24,10 @@ MINUTES, GAP_S = float(os.environ.get("SOAK_MINUTES", "1")), float(os.environ.ge
 SEED = int(os.environ.get("SOAK_SEED", "0"))
 MEASURE_MINUTES, LONG_MINUTES = 20.0, 30.0
 """From this length on the times of a prediction are measured first; it must hold from this length on: a short run has few faults."""
-MEASURED = [(40, "kill"), (90, "stop"), (140, "node down"), (190, "preempt"), (240, "slow link"), (310, "")]
+MEASURED = [
+    *((40, "kill"), (90, "stop"), (140, "node down"), (190, "preempt"), (240, "slow link")),
+    *((300, "node down"), (350, "node down"), (400, "node down"), (450, "")),
+]
 """Steps after which the run that is measured for the prediction meets its faults; its last step."""
 
 
