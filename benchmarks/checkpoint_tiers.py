@@ -1,6 +1,6 @@
 """Lost work and stalls of local checkpoints against one tier: `python benchmarks/checkpoint_tiers.py [--kills 4] [--seed 1]`.
 
-Two processes train a model of 100 MB of state, each with a directory of its own as its node's disk. Both are killed at drawn steps and
+Two processes of one node train a model of 100 MB of state. Both are killed at drawn steps and
 start again, with three settings in turn, at the same steps: checkpoints in the run directory every 20 steps; these and local ones every 5
 steps; checkpoints in the run directory every 5 steps. The figures are those of `ridge goodput`. On one disk the tiers differ by what
 training waits for, not by the speed of the disks.
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,10 +63,9 @@ def start(directory: Path, config: Path, kill_at: int | None) -> None:
     """Run both processes to the end, or kill both after a step."""
     words = [sys.executable, "-m", "ridgeline", "train", str(config), "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2"]
     processes = []
+    (directory / "disk").mkdir(exist_ok=True)
     for number in range(2):
-        disk = directory / f"disk{number}"
-        disk.mkdir(exist_ok=True)
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "RIDGE_NODE_DISK": str(disk)}
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "RIDGE_NODE_DISK": str(directory / "disk")}
         log = (directory / f"{config.stem}.{number}.log").open("a")
         processes.append(subprocess.Popen([*words, "--process", str(number)], stdout=log, stderr=log, env=env, cwd=ROOT))
     while any(process.poll() is None for process in processes):
@@ -73,7 +73,7 @@ def start(directory: Path, config: Path, kill_at: int | None) -> None:
             for process in processes:
                 process.kill()
         time.sleep(0.02)
-    if kill_at is None and any(process.returncode for process in processes):
+    if any(process.returncode not in (0, -signal.SIGKILL) for process in processes):
         raise SystemExit((directory / f"{config.stem}.0.log").read_text())
 
 
