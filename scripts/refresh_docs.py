@@ -163,7 +163,7 @@ def renewed(expected: list[str], printed: list[str], *, numbers_vary: bool = Fal
 
 
 class Workspace:
-    """A directory that looks like a clone after `make install`, in which the quickstart is short: fewer texts, fewer steps."""
+    """A directory that looks like a clone after `make install`, in which quickstart and examples are short: fewer texts, fewer steps."""
 
     SHORT = (
         ("\n  steps: 600", "\n  steps: 12"),
@@ -172,10 +172,13 @@ class Workspace:
         ("every: 200", "every: 6"),
         ("max_batches: 16", "max_batches: 2"),
     )
+    SHORT_EXAMPLES = {r"^  steps: \d+": "  steps: 24", r"every: \d+": "every: 12", r"{step: (\d+)0,": r"{step: \1,"}
+    """Pattern -> replacement in configs/examples/*-tiny*.yaml; not in what they are based on."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock", "scripts", "benchmarks", "README.md", "docs"):
+        files = ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock", "README.md")
+        for name in (*files, "scripts", "benchmarks", "examples", "docs"):
             (root / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "configs", root / "configs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         quickstart = root / "configs/quickstart.yaml"
@@ -184,6 +187,11 @@ class Workspace:
             assert long in text, f"configs/quickstart.yaml has no '{long}' to shorten"
             text = text.replace(long, short)
         quickstart.write_text(text)
+        for example in (root / "configs/examples").glob("*-tiny*.yaml"):
+            text = example.read_text()
+            for long, short in self.SHORT_EXAMPLES.items():
+                text = re.sub(long, short, text, flags=re.MULTILINE)
+            example.write_text(text)
         texts = root / "texts"
         texts.mkdir()
         for path in sorted(Path(os.__file__).parent.glob("*.py")):
