@@ -43,8 +43,8 @@ def decoder_with(policy: str, backend: str = "chunked") -> Decoder:
     return build(ModelConfig(**BASE), ComputeConfig(remat=CONFIGS[policy], attention=AttentionConfig(backend=backend, chunk=8)))
 
 
-def kept_bytes(decoder: Decoder, dtype: Any = jnp.float32) -> int:
-    """Bytes that the forward pass of the blocks leaves for the backward pass, parameters and inputs aside."""
+def pullback_of(decoder: Decoder, dtype: Any = jnp.float32) -> Any:
+    """What the forward pass of the blocks leaves for the backward pass, parameters and inputs included: shapes and dtypes."""
     blocks, state = nnx.split(decoder)
 
     def forward(state: nnx.State, x_BTD: jax.Array) -> jax.Array:
@@ -53,9 +53,13 @@ def kept_bytes(decoder: Decoder, dtype: Any = jnp.float32) -> int:
         return merged.run_blocks(merged.blocks, 0, x_BTD, jnp.zeros((ROWS, LENGTH), jnp.int32), None)[0]
 
     x_BTD = jax.ShapeDtypeStruct((ROWS, LENGTH, BASE["embed_dim"]), dtype)
-    pullback = jax.eval_shape(lambda state, x: jax.vjp(forward, state, x)[1], state, x_BTD)
-    inputs = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(state.blocks))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback)) - inputs
+    return jax.eval_shape(lambda state, x: jax.vjp(forward, state, x)[1], state, x_BTD)
+
+
+def kept_bytes(decoder: Decoder, dtype: Any = jnp.float32) -> int:
+    """Bytes that the forward pass of the blocks leaves for the backward pass, parameters and inputs aside."""
+    inputs = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(nnx.state(decoder.blocks)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback_of(decoder, dtype))) - inputs
 
 
 def matmuls(decoder: Decoder) -> int:
@@ -99,6 +103,18 @@ def test_dots_keeps_what_the_experts_matmuls_return() -> None:
     of_attention = kept_bytes(decoder_with("dots")) - kept_bytes(decoder_with("full")) - 2 * HIDDEN_BYTES
     hidden, logits = (4 * LAYERS * ROWS * LENGTH * width for width in (2 * 24, 4))
     assert 2 * hidden <= kept["dots"] - kept["full"] - of_attention <= 2 * hidden + logits
+
+
+@pytest.mark.parametrize("policy", [name for name, config in CONFIGS.items() if POLICIES[config.policy].recomputes_block])
+@pytest.mark.parametrize("period", [2, 4])
+def test_no_copy_of_the_parameters_is_kept_where_a_turn_of_the_loop_runs_layers_of_several_kinds(policy: str, period: int) -> None:
+    """Each is chosen from the parameters of the turn within what is recomputed: [turns, period, ...] and not `period` of [turns, ...]."""
+    model = ModelConfig(**BASE | {"num_layers": 8, "sliding_window": 8, "full_attention_every": period})
+    decoder = build(model, ComputeConfig(remat=CONFIGS[policy], attention=AttentionConfig(backend="chunked", chunk=8)))
+    kept = [leaf.shape for leaf in jax.tree.leaves(pullback_of(decoder))]
+    matrices = [leaf.shape[1:] for leaf in jax.tree.leaves(nnx.state(decoder.blocks.mlp))]
+    assert {(8, *shape) for shape in matrices} == {leaf.shape for leaf in jax.tree.leaves(nnx.state(decoder.blocks.mlp))}
+    assert all((8 // period, period, *shape) in kept and (8 // period, *shape) not in kept for shape in matrices)
 
 
 def test_inputs_of_matmuls_that_can_be_recomputed_are_not_saved() -> None:
