@@ -28,6 +28,8 @@ MARGINS = {
     "8-bit matmuls": 0.02,
     "mesh.tensor": 0.02,
     "mesh.expert": 0.25,
+    "adapters of a model with experts": 0.13,
+    "layers with and without a window": 0.45,
     "compute.remat.policy=offload": 0.02,
     "mesh.zero_stage=2": 0.02,
 }
@@ -132,6 +134,8 @@ def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
         "8-bit matmuls": config.precision.matmul != "compute",
         "mesh.tensor": local.tensor > 1,
         "mesh.expert": local.expert > 1,
+        "layers with and without a window": local.model.layer_period > 1,
+        "adapters of a model with experts": bool(local.adapted) and local.model.moe is not None,
         "compute.remat.policy=offload": config.compute.remat.offloads,
         "mesh.zero_stage=2": config.mesh.zero_stage == 2,
     }

@@ -208,12 +208,14 @@ class StepMemory:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
+        # Of frozen layers XLA gathers two early: no gradients wait for their reduction meanwhile.
+        gathered = (2 if local.adapted else 1) * self.next_layer_weights() if self.overlap else 0
         return {
             "activations": self.saved,
             "parameter_copies": Component(
-                self.layout_copies() + (self.next_layer_weights() if self.overlap else 0),
+                self.layout_copies() + gathered,
                 "transposed parameters of MLP down and attention out"
-                + (", and the gathered weights of the last layer" if self.overlap else ""),
+                + (f", and the gathered weights of the last {'two layers' if local.adapted else 'layer'}" if self.overlap else ""),
             ),
             "gradients": Component(
                 zeroed * self.stack_itemsize + self.zeroed_table(),
