@@ -158,7 +158,6 @@ class Decoder(nnx.Module):
         whole = count // period * period if execution.scan_layers else 0
         sums: list[RouterSums | None] = []  # of one or several layers, stacked
         if whole:
-
             run = [block_of(kinds[at], None if period == 1 else at) for at in range(period)]
 
             def body(x_BTD: jax.Array, layers: Any) -> tuple[jax.Array, RouterSums | None]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from ridgeline.configs.errors import UserError
 from ridgeline.rundir.event_types import NUMBERS, OWN, PHASES, check_event
-from ridgeline.rundir.jsonl import LineFile, dump_json, read_jsonl, read_last_jsonl
+from ridgeline.rundir.jsonl import TAIL_BYTES, LineFile, dump_json, read_jsonl, read_last_jsonl
 
 COMPILED, JAX_CACHE, LOADED = "compiled", "jax cache", "loaded"
 """Origin of a program: compiled by XLA; lowered and read from JAX's cache; or loaded compiled (trainer/program_cache.py)."""
@@ -184,9 +184,9 @@ def read_events_from(path: Path, from_byte: int) -> list[Event]:
     return [_event(record, str(path)) for _, record in read_jsonl(path, from_byte=from_byte)]
 
 
-def read_last_events(path: Path) -> list[Event]:
-    """Return the events at the end of a log (1 MiB); [] without a log. Raises UserError when a line is damaged."""
-    return [_event(record, str(path)) for record in read_last_jsonl(path)]
+def read_last_events(path: Path, tail_bytes: int = TAIL_BYTES) -> list[Event]:
+    """Return the events in the last bytes of a log; [] without a log. Raises UserError when a line is damaged."""
+    return [_event(record, str(path)) for record in read_last_jsonl(path, tail_bytes)]
 
 
 def _event(record: dict[str, Any], place: str) -> Event:

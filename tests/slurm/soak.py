@@ -32,6 +32,8 @@ other ranks."""
 FAILURES = ("kill", "stop", "node down", "corrupt")
 """Faults that end a start without a save."""
 KINDS = (*FAILURES, "preempt", "fill disk", "slow link")
+TAIL_BYTES = 1 << 14
+"""How much of the event log is read twice a second: this must not slow the ranks down."""
 FULL_S, SLOW_S, SLOW_MS, NODE_AWAY_S = 4.0, 8.0, 5, 25.0
 TRIALS = 500
 
@@ -80,7 +82,7 @@ class Soak:
 
     def step_now(self) -> tuple[int, int]:
         """Return the current restart and its last logged step; step 0 before its first."""
-        events = read_last_events(event_file(self.run.directory, 0))
+        events = read_last_events(event_file(self.run.directory, 0), TAIL_BYTES)
         restart = events[-1].restart if events else -1
         return restart, max((event.fields["step"] for event in events if event.kind == "step" and event.restart == restart), default=0)
 
@@ -104,8 +106,13 @@ class Soak:
                     now_s = time.time()
             before_s = now_s
             time.sleep(0.5)
-        for name in [name for _, name in self._returning]:
+        self.bring_all_back()
+
+    def bring_all_back(self) -> None:
+        """Start the nodes that are down: they would miss in what comes next."""
+        for _, name in self._returning:
             self.slurm.start_node(name)
+        self._returning.clear()
 
     def inject_at(self, step: int, kind: str) -> None:
         """Inject a fault once the run has made this step, and all nodes are there: a preemption needs them."""

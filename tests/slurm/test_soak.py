@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeline.launch.exit_codes import DONE
+from ridgeline.launch.exit_codes import DONE, PREEMPTED
 from tests.slurm import jobs, soak
 from tests.trainer import storage_trouble
 
@@ -64,6 +64,7 @@ def test_a_run_under_faults_ends_bitwise_equal_explained_and_flat(slurm: Any, tm
         for step, kind in MEASURED[:-1]:
             short.inject_at(step, kind)
         short.run.finishes()
+        short.bring_all_back()
         times = soak.measure(short)
     steps = max(150, round(MINUTES * 60 / (times.step_s + times.save_s / soak.SAVE_EVERY) / 2))
     predicted = soak.predict(times, steps, GAP_S, seed)
@@ -89,6 +90,8 @@ def test_a_run_under_faults_ends_bitwise_equal_explained_and_flat(slurm: Any, tm
     jobs.assert_bitwise_equal(long.run.arrays(), undisturbed.arrays())
     assert long.run.codes()[-1] == DONE
     assert long.faults
+    preempted = sum(fault.kind == "preempt" for fault in long.faults)
+    assert long.run.codes().count(PREEMPTED) >= preempted, long.run.codes()
     explained(ledger, took_s)
     flat(long)
     if MINUTES >= LONG_MINUTES:
