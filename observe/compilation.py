@@ -51,10 +51,11 @@ def compile_in_parts(function: Any, name: str, args: Sequence[Any], record: dict
     """
     import jax
 
-    thread, hit = threading.get_ident(), [False]
+    thread, heard = threading.get_ident(), set[str]()
 
     def on_duration(event: str, duration_secs: float, **_: Any) -> None:
-        hit[0] |= event == _CACHE_HIT and threading.get_ident() == thread
+        if threading.get_ident() == thread:
+            heard.add(event)
 
     began_s = time.perf_counter()
     traced = function.trace(*args)
@@ -66,7 +67,8 @@ def compile_in_parts(function: Any, name: str, args: Sequence[Any], record: dict
         compiled = lowered.compile()
     finally:
         jax.monitoring.unregister_event_duration_listener(on_duration)
-    record["source"] = JAX_CACHE if hit[0] else COMPILED
+    # Where XLA was not called, JAX still has the program in memory: it may have come from the cache, as that of a run that went back.
+    record["source"] = COMPILED if _BACKEND_COMPILE in heard and _CACHE_HIT not in heard else JAX_CACHE
     record.update(trace_s=traced_s - began_s, lower_s=lowered_s - traced_s, compile_s=time.perf_counter() - lowered_s)
     return compiled
 

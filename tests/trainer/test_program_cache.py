@@ -251,6 +251,24 @@ def test_what_jax_had_compiled_is_not_kept(starts: Starts, row: jax.Array, jax_c
     assert not (starts.directory / "programs").exists()
 
 
+def test_what_jax_has_in_memory_is_not_kept(starts: Starts, row: jax.Array, jax_cache: Any, tmp_path: Path) -> None:
+    """A run that goes back begins again in its process: what came from JAX's cache the first time is in memory the second time."""
+    jax_cache(tmp_path / "jax")
+    assert Starts(starts.mesh, starts.directory / "elsewhere").start(row)[0] == COMPILED
+    jax.clear_caches()
+
+    def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x * 3, x.sum()
+
+    function.__name__ = "<lambda>"
+    for _ in range(3):
+        record: dict[str, Any] = {}
+        program = starts.cache().compile(jax.jit(function, donate_argnums=0), "scale", [row], record)
+        assert record["source"] == JAX_CACHE
+        assert float(program(copy(row))[1]) == 28.0
+    assert not (starts.directory / "programs").exists()
+
+
 def test_the_entries_used_longest_ago_make_room(starts: Starts, row: jax.Array, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, name in enumerate(("a", "b", "c")):
         starts.start(row, name=name)
