@@ -130,9 +130,14 @@ def flat(run: soak.Soak) -> None:
 def pairs(starts: list[list[soak.Sample]]) -> Iterator[tuple[soak.Sample, soak.Sample]]:
     """Yield what to compare: the middle and the end of each start, and the ends of the first starts with that of each later one."""
     for samples in starts:
-        yield samples[len(samples) // 2], samples[-1]
+        yield samples[len(samples) // 2], settled(samples)
     for samples in starts[2:]:
-        yield max((earlier[-1] for earlier in starts[:2]), key=lambda sample: max(sample.rss)), samples[-1]
+        yield max((earlier[-1] for earlier in starts[:2]), key=lambda sample: max(sample.rss)), settled(samples)
+
+
+def settled(samples: list[soak.Sample]) -> soak.Sample:
+    """Return which of the last samples has the fewest open files: a save opens some for half a second, what leaks stays."""
+    return min(samples[-3:], key=lambda sample: max(sample.files))
 
 
 def table(run: soak.Soak) -> list[str]:
