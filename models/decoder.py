@@ -135,8 +135,8 @@ class Decoder(nnx.Module):
         tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(kinds))}
 
         def block_of(windowed: bool, at: int | None = None) -> Callable[[jax.Array, Any], tuple[jax.Array, RouterSums | None]]:
-            """Return the function of a layer; `at`: of this one of several layers, chosen within what is recomputed: else a copy of its
-            parameters would be kept for the backward pass."""
+            """Return the function of a layer. `at`: its index in a stack that is passed instead of the layer; it is chosen within what is
+            recomputed, or a copy of its parameters would be kept for the backward pass."""
 
             def attend_everywhere(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
                 return execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N, windowed=False)
@@ -154,16 +154,16 @@ class Decoder(nnx.Module):
 
             return execution.remat.wrap_block(block)
 
-        period = model.layer_period
+        run, period = {windowed: block_of(windowed) for windowed in tables}, model.layer_period
         whole = count // period * period if execution.scan_layers else 0
         sums: list[RouterSums | None] = []  # of one or several layers, stacked
         if whole:
-            run = [block_of(kinds[at], None if period == 1 else at) for at in range(period)]
+            turn = [run[kinds[0]]] if period == 1 else [block_of(kinds[at], at) for at in range(period)]
 
             def body(x_BTD: jax.Array, layers: Any) -> tuple[jax.Array, RouterSums | None]:
                 found = []
-                for layer in run:
-                    x_BTD, of_layer = layer(x_BTD, layers)
+                for block in turn:
+                    x_BTD, of_layer = block(x_BTD, layers)
                     found.append(of_layer)
                 return x_BTD, found[0] if period == 1 else jax.tree.map(lambda *each: jnp.stack(each), *found)
 
@@ -173,7 +173,7 @@ class Decoder(nnx.Module):
             x_BTD, scanned = jax.lax.scan(body, x_BTD, jax.tree.map(periods, layers), unroll=-(-execution.scan_unroll // period))
             sums.append(scanned if period == 1 else jax.tree.map(lambda each: each.reshape(whole, *each.shape[2:]), scanned))
         for index in range(whole, count):
-            x_BTD, of_layer = block_of(kinds[index], index)(x_BTD, layers)
+            x_BTD, of_layer = run[kinds[index]](x_BTD, jax.tree.map(lambda stack, at=index: stack[at], layers))
             sums.append(jax.tree.map(lambda each: each[None], of_layer))
         return x_BTD, sums[0] if len(sums) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *sums)
 

@@ -55,9 +55,8 @@ class LiveGoodput:
         with self._lock:
             late_s, before = max(0.0, self.mono_s - mono_s), self._category()
             self._advance(mono_s)
-            if kind in ("phase_start", "phase_end"):
-                self.follow(kind, mono_s, fields)
-            elif kind == "phase_total":
+            self.follow(kind, mono_s, fields)
+            if kind == "phase_total":
                 self._carve(fields)
             elif kind == "hang" and "silent_s" in fields:
                 self._move(float(fields["silent_s"]), self._category(), "hang")
@@ -65,7 +64,7 @@ class LiveGoodput:
                 self._move(late_s, before, self._category())
 
     def follow(self, kind: str, mono_s: float, fields: Mapping[str, Any]) -> None:
-        """Open or close a phase."""
+        """Open or close the phase of an event that begins or ends one."""
         if kind == "phase_start":
             parent = self._open.get(fields["parent"])
             self._open[fields["id"]] = _Open(fields["phase"], mono_s, 0 if parent is None else parent.depth + 1)

@@ -211,7 +211,8 @@ def shorten(earlier: EarlierStarts, saves: int) -> EarlierStarts:
         parts: dict[tuple[int, str, bool], float] = defaultdict(float)
         first_s = group[0].start_s if group else last.start_s
         for stretch in group:
-            cuts = [stretch.start_s, *(t for t in marks_s if stretch.start_s + _CLOCK_S < t < stretch.end_s - _CLOCK_S), stretch.end_s]
+            between = slice(bisect_right(marks_s, stretch.start_s + _CLOCK_S), bisect_left(marks_s, stretch.end_s - _CLOCK_S))
+            cuts = [stretch.start_s, *marks_s[between], stretch.end_s]
             for left_s, right_s in pairwise(cuts):
                 parts[bisect_right(marks_s, (left_s + right_s) / 2), stretch.category, stretch.in_loop] += right_s - left_s
         for (_, category, in_loop), duration_s in sorted(parts.items()):

@@ -20,11 +20,11 @@ PARTS = {
     "rendezvous": "the processes finding each other.",
     "restore": "reading the checkpoint.",
     "init": "creating the first state; compiling its program counts in the next parts.",
-    "setup": "waiting for the other processes to compile, opening data, metrics and the records of earlier starts.",
     "trace": "tracing programs.",
     "lower": "lowering programs.",
     "compile": "compiling programs with XLA, or reading them from JAX's cache.",
     "load": "loading programs that an earlier start compiled.",
+    "setup": "waiting for the other processes to compile, opening data, metrics and the records of earlier starts.",
     "first_step": "the first step.",
     "other": "none of the above: agreeing with other processes, waiting for the first batch.",
 }

@@ -106,18 +106,20 @@ def watch_loss_spikes(
       restored: metadata of the checkpoint; None at the first start. Where it lacks the losses (older versions), they come from the event
         log, only to warn: the logs of the processes may differ.
     """
+    detector: SpikeDetector | None = None
     try:
         state = (restored or {})[METADATA]
-        return LossSpikes(recorder, SpikeDetector.restored(config, state), run, checkpointer, skipped, int(state["count"]))
-    except (KeyError, TypeError, ValueError):  # no checkpoint, or one of an older version
-        pass
-    events = recorder.events
+        detector = SpikeDetector.restored(config, state)
+        return LossSpikes(recorder, detector, run, checkpointer, skipped, int(state["count"]))
+    except (KeyError, TypeError, ValueError):  # no checkpoint, or one of an older version, which may have the losses alone
+        events = recorder.events
     try:
         entries = read_events(events.path) if events.restart else []
     except Exception as error:  # whatever a damaged log contains: it ends no run
         log(f"loss spikes are counted without those of earlier starts: {error_text(error)}")
         entries = []
     count = sum(spike.step <= start_step for spike in loss_spikes(entries, events.process))
-    warned = config.policy == "warn"
-    detector = SpikeDetector(config, recent_losses(entries, start_step, config.window, events.process) if warned else [])
+    if detector is None:
+        warned = config.policy == "warn"
+        detector = SpikeDetector(config, recent_losses(entries, start_step, config.window, events.process) if warned else [])
     return LossSpikes(recorder, detector, run, checkpointer, skipped, count)

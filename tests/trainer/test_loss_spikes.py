@@ -177,16 +177,17 @@ def test_a_start_from_a_checkpoint_counts_its_spikes_without_reading_the_log(tmp
     for step in (50, 90):
         log.emit(EVENT, step=step, loss=9.0, usual=3.0, sigma=0.1, steps=3)
     recorder = SimpleNamespace(events=log, progress=None)
-    hook = LossSpikes(recorder, SpikeDetector(), None, None, NOTHING_SKIPPED, count=5)
+    hook = LossSpikes(recorder, SpikeDetector(losses=[3.0, 3.5]), None, None, NOTHING_SKIPPED, count=5)
     metadata = json.loads(json.dumps(hook.metadata()))
     older = {"loss_spikes": {key: value for key, value in metadata["loss_spikes"].items() if key != "count"}}
 
     def start(restored):
-        return watch_loss_spikes(DEFAULT, recorder, None, None, NOTHING_SKIPPED, 60, restored, print).count
+        hook = watch_loss_spikes(DEFAULT, recorder, None, None, NOTHING_SKIPPED, 60, restored, print)
+        return hook.count, hook.detector.losses
 
-    assert (start(older), start({}), start(None)) == (1, 1, 1)
+    assert [start(older), start({}), start(None)] == [(1, [3.0, 3.5]), (1, []), (1, [])]
     log.path.write_text("damaged\n" + log.path.read_text())
-    assert start(metadata) == 5
+    assert start(metadata) == (5, [3.0, 3.5])
 
 
 def test_damaged_spikes_are_left_out(tmp_path):

@@ -299,7 +299,7 @@ def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, f
     events = read_events(event_file(whole[0].directory, 0))
     first = [event for event in events if event.restart == 0]
     ended = {event.fields["phase"] for event in first if event.kind in ("phase_end", "phase_total")}
-    assert {"launch", "init", "compile", "first_step", "train", "data_wait", "evaluation", "save", "teardown"} <= ended
+    assert {"launch", "init", "setup", "compile", "first_step", "train", "data_wait", "evaluation", "save", "teardown"} <= ended
     assert [event.fields["step"] for event in first if event.kind == "step"] == list(range(1, STEPS + 1))
     assert {event.fields["step"] for event in first if event.kind == "checkpoint_saved"} == {2, 4, 6}
     assert recompilations(first, 0) == []
