@@ -70,6 +70,8 @@ class Campaign:
     """Mean wait for the scheduler at each start, exponentially distributed; not paid."""
     time_limit_s: float = math.inf
     preemptions_per_s: float = 0.0
+    spared_until_save: bool = False
+    """Nothing interrupts a start before its first checkpoint is written: so in the soak test, where rates count from there on."""
     straggler_per_s: float = 0.0
     straggler_excess: float = 0.0
     straggler_found_s: float = 0.0

@@ -4,7 +4,7 @@ From one event to the next the job repeats the same cycle of steps and a save, s
 iterations is the number of events, not of saves or steps. The next event is the earliest of all failures, planned interruptions,
 preemptions and new stragglers (independent Poisson processes: one exponential gap at the sum of their rates, then the kind in proportion
 to its rate), the time limit of the job, the discovery of a straggler, and the return of a node. Failures hit the job while it holds its
-nodes: in start-up and restore too, but not in the queue.
+nodes: in start-up and restore too (Campaign.spared_until_save: not before the first save of a start), but not in the queue.
 
 Event k of every choice uses the same random numbers (common random numbers), so choices differ by what they do, not by their luck.
 
@@ -145,6 +145,8 @@ class _Trials:
         self.oldest_back_s = self.full(math.inf)
         """When the node that has been away longest is back; infinite where none is away."""
         self.t_s = self.zeros()
+        self.spared_s = self._until_save()
+        """Time that this start is still spared from random events."""
         self._wait(self.active, self.rng.exponential(size=(1, trials)) * made.queue_wait_s)
 
     def zeros(self) -> Floats:
@@ -152,6 +154,13 @@ class _Trials:
 
     def full(self, value: float) -> Floats:
         return np.full(self.shape, value)
+
+    def _until_save(self) -> Floats:
+        """Return for how long a start that begins now is spared: until its first checkpoint is written, or not at all."""
+        if not self.made.spared_until_save:
+            return self.zeros()
+        until_s: Floats = sum(self.pending.values()) + self.interval_s + self.made.save_s + self.write_s
+        return until_s
 
     def advance(self) -> None:
         """Go on to the next event of every active trial."""
@@ -170,6 +179,7 @@ class _Trials:
         self.attempt_s += left_s
         for name in ("limit_left_s", "found_left_s", "grow_left_s"):
             setattr(self, name, getattr(self, name) - left_s)
+        self.spared_s = np.maximum(0.0, self.spared_s - left_s)
         for part, pending_s in self.pending.items():
             used_s = np.minimum(pending_s, left_s)
             pending_s -= used_s
@@ -185,6 +195,7 @@ class _Trials:
             gap_s = (
                 np.broadcast_to(gap / self.rate_per_s if self.rate_per_s > 0 else np.full(gap.shape, math.inf), self.shape) / self.fraction
             )
+        gap_s = gap_s + self.spared_s
         kind = np.broadcast_to(np.minimum(np.searchsorted(self.cumulative, which, side="right"), self.last_random), self.shape).copy()
         for name, at_s in zip(_AT, (self.limit_left_s, self.found_left_s, self.grow_left_s), strict=True):
             sooner = at_s < gap_s
@@ -333,6 +344,7 @@ class _Trials:
         self.fraction = np.where(hit, np.maximum(self.goes_on[missing], min(made.shrunk_sizes)) / made.nodes, self.fraction)
         for part, seconds in (("startup", made.startup_s), ("compile", made.compile_s), ("restore", restore_s)):
             self.pending[part] = np.where(hit, seconds, self.pending[part])
+        self.spared_s = np.where(hit, self._until_save(), self.spared_s)
         self.limit_left_s = np.where(hit, made.time_limit_s, self.limit_left_s)
         self.attempt_s = np.where(hit, 0.0, self.attempt_s)
         # the job grows as soon as enough nodes are back for a larger size

@@ -77,6 +77,22 @@ def test_the_same_seed_gives_the_same_campaigns_and_another_one_others():
     assert simulate(made, [Choice(60.0, 3), Choice(HOUR, 0)], trials=200, seed=0)[1].wall_s == pytest.approx(first.wall_s)
 
 
+@given(st.floats(1.0, 1e6), st.floats(10, 2000), st.floats(0, 300), st.floats(0, 300), st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_starts_that_are_spared_until_their_first_save_never_fail_twice_without_one(mtbf_s, interval_s, save_s, write_s, seed):
+    """So no pause is longer than the first, the job is never given up, and each start repeats less than an interval and a write."""
+    writes = {"shared": write_s, "local": write_s}
+    made = campaign(failures(mtbf_s), work_s=50 * interval_s, save_s=save_s, write_s=writes, startup_s=100.0, spared_until_save=True)
+    found = outcome(made, Choice(interval_s, 0), trials=20, seed=seed)
+    failed = found.interruptions
+    assert np.all(np.isfinite(found.wall_s))
+    assert not found.stops.any()
+    assert np.all(failed <= 50)
+    assert np.all(found.seconds["queue"] <= failed * (made.requeue_s + PAUSE_S) + 1e-6)
+    assert np.all(found.seconds["lost"] <= failed * (interval_s + write_s) + 1e-6)
+    assert found.seconds["startup"] == pytest.approx((failed + 1) * 100.0)
+
+
 def test_more_failures_cost_more_time():
     classes = (failures(40 * HOUR), failures(90 * HOUR, "replace", name="node"))
     walls = []

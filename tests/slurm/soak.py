@@ -250,12 +250,18 @@ class Soak:
 
 
 def faults(rng: random.Random, gap_s: Callable[[], float], kinds: Sequence[str] = KINDS) -> Iterator[tuple[float, str]]:
-    """Yield faults without end, with these gaps, and kinds of which each comes once before one comes again."""
-    due_s, deck = 0.0, list[str]()
+    """Yield faults without end, with these gaps, and kinds of which each comes once before one comes again.
+
+    The schedule is one that has been going on: the first fault comes after the rest of the gap that lies around a random moment (a long gap
+    does so more often than a short one). So in any time T one expects T / mean gap faults, as in the simulation; half a fault less if the
+    first one came after a whole gap.
+    """
+    gaps = [gap_s() for _ in range(1000)]
+    due_s, deck = rng.choices(gaps, weights=gaps)[0] * rng.random(), list[str]()
     while True:
-        due_s += gap_s()
         deck = deck or rng.sample(kinds, len(kinds))
         yield due_s, deck.pop()
+        due_s += gap_s()
 
 
 @dataclass(frozen=True)
@@ -334,17 +340,16 @@ def measure(soak: Soak) -> Times:
 def predict(times: Times, steps: int, gap_s: float, seed: int) -> Outcome:
     """Return what the simulation makes of a run of `steps` with a fault every `gap_s` on average.
 
-    Here a start is spared until its first save, and the clock of the faults stands still while a disk is full or a network slow. In the
-    simulation interruptions come at any time, so that time counts between them. It knows no slow network: those steps are work.
+    Here and in the simulation a start is spared until its first save. The clock of the faults stands still while a disk is full or a network
+    slow, so that time counts between interruptions. The simulation knows no slow network: those steps are work. It knows no corrupted
+    checkpoint either: the interval that is repeated because of it counts as detection.
     """
     interruptions = len(FAILURES) + 1
-    until_save_s, away_s = interruptions * SAVE_EVERY * times.step_s / len(KINDS), (FULL_S + SLOW_S) / len(KINDS)
-    slow_networks = steps * times.step_s / (gap_s + until_save_s + away_s) / len(KINDS)
-    spared_s = times.startup_s + times.compile_s + times.restore_s + SAVE_EVERY * times.step_s
-    between_s = spared_s + (len(KINDS) * gap_s + FULL_S + SLOW_S) / interruptions
-    per_hour = 3600 / between_s / interruptions
+    away_s, interval_s = (FULL_S + SLOW_S) / len(KINDS), SAVE_EVERY * times.step_s
+    slow_networks = steps * times.step_s / (gap_s + interruptions * interval_s / len(KINDS) + away_s) / len(KINDS)
+    per_s = 1 / (len(KINDS) * gap_s + FULL_S + SLOW_S)
     classes = tuple(
-        FailureClass(kind, "job", per_hour, "restart", "watchdog" if kind == "stop" else "exit", "the schedule") for kind in FAILURES
+        FailureClass(kind, "job", 3600 * per_s, "restart", "watchdog" if kind == "stop" else "exit", "the schedule") for kind in FAILURES
     )
     made = Campaign(
         work_s=steps * times.step_s + slow_networks * times.slow_s,
@@ -355,11 +360,12 @@ def predict(times: Times, steps: int, gap_s: float, seed: int) -> Outcome:
         save_s=times.save_s,
         write_s={"shared": times.write_s, "local": 0.0},
         restore_s={"shared": times.restore_s, "local": 0.0},
-        detection_s=times.detection_s,
+        detection_s=times.detection_s + (interval_s + times.save_s) / (len(FAILURES) - 1),
         requeue_s=times.requeue_s,
         startup_s=times.startup_s,
         compile_s=times.compile_s,
-        preemptions_per_s=per_hour / 3600,
+        preemptions_per_s=per_s,
+        spared_until_save=True,
     )
-    [outcome] = simulate(made, [Choice(SAVE_EVERY * times.step_s, spares=0)], trials=TRIALS, seed=seed)
+    [outcome] = simulate(made, [Choice(interval_s, spares=0)], trials=TRIALS, seed=seed)
     return outcome

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 import statistics
@@ -17,6 +19,8 @@ import numpy as np
 import pytest
 
 from ridgeline.launch.exit_codes import DONE, PREEMPTED
+from ridgeline.planner.campaign.model import Outcome
+from ridgeline.rundir.goodput import Ledger
 from tests.slurm import jobs, soak
 from tests.trainer import storage_trouble
 
@@ -82,6 +86,7 @@ def test_a_run_under_faults_ends_bitwise_equal_explained_and_flat(slurm: Any, tm
         f"measured: goodput {ledger.goodput:.1%}, {ledger.wall_s / 60:.1f} minutes, {ledger.starts} starts, {ledger.lost_steps} lost steps"
     )
     print("\n".join(table(long)))
+    print("\n".join(compared(predicted, ledger)))
 
     undisturbed = jobs.submit(
         slurm, tmp_path, corpus, "reference", steps=steps, programs=programs, overrides=[f"checkpoint.every={steps}", "evaluation.every=0"]
@@ -97,7 +102,7 @@ def test_a_run_under_faults_ends_bitwise_equal_explained_and_flat(slurm: Any, tm
         assert abs(ledger.goodput - middle) < 0.03
 
 
-def explained(ledger: Any, took_s: float) -> None:
+def explained(ledger: Ledger, took_s: float) -> None:
     """The categories sum to the wall time, which is what the job took, and nearly nothing is left over."""
     assert abs(sum(ledger.seconds.values()) - ledger.wall_s) < 1e-3
     assert abs(ledger.wall_s - took_s) < 10, (ledger.wall_s, took_s)
@@ -151,6 +156,26 @@ def table(run: soak.Soak) -> list[str]:
             lost = statistics.mean(fault.lost_steps for fault in mine)
             lines.append(f"{kind:<12} {len(mine):>8}  {shown:>34}  {lost:>21.1f}")
     return lines
+
+
+def compared(predicted: Outcome, ledger: Ledger) -> list[str]:
+    """Return the lines of where the time was predicted to go (means) and where it went."""
+    lines = [f"category     predicted s  measured s   ({np.mean(predicted.interruptions):.1f} and {ledger.starts - 1} interruptions)"]
+    for name in sorted({*predicted.seconds, *ledger.seconds}):
+        expected_s, seconds = float(np.mean(predicted.seconds.get(name, 0.0))), ledger.seconds.get(name, 0.0)
+        if expected_s >= 0.05 or seconds >= 0.05:
+            lines.append(f"{name:<12} {expected_s:>11.1f} {seconds:>11.1f}")
+    return lines
+
+
+def test_any_stretch_of_the_schedule_has_its_share_of_faults() -> None:
+    rng = random.Random(3)
+    for share in (0.3, 1.0, 2.5):
+        counts = []
+        for _ in range(4000):
+            schedule = soak.faults(rng, lambda: rng.uniform(0.5, 1.5) * 60)
+            counts.append(sum(1 for _ in itertools.takewhile(lambda fault, end_s=share * 60: fault[0] < end_s, schedule)))
+        assert abs(statistics.mean(counts) - share) < 4 * statistics.stdev(counts) / math.sqrt(len(counts))
 
 
 def test_the_prediction_without_faults_is_the_time_of_steps_and_saves() -> None:
