@@ -340,9 +340,9 @@ def measure(soak: Soak) -> Times:
 def predict(times: Times, steps: int, gap_s: float, seed: int) -> Outcome:
     """Return what the simulation makes of a run of `steps` with a fault every `gap_s` on average.
 
-    Here and in the simulation a start is spared until its first save. The clock of the faults stands still while a disk is full or a network
-    slow, so that time counts between interruptions. The simulation knows no slow network: those steps are work. It knows no corrupted
-    checkpoint either: the interval that is repeated because of it counts as detection.
+    Here and in the simulation a start is spared until its first save. The clock of the faults stands still while a disk is full or a
+    network slow, so that time counts between interruptions. The simulation knows no slow network: those steps are work. It knows no
+    corrupted checkpoint either: the interval that is repeated because of it counts as detection.
     """
     interruptions = len(FAILURES) + 1
     away_s, interval_s = (FULL_S + SLOW_S) / len(KINDS), SAVE_EVERY * times.step_s
