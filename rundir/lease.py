@@ -25,6 +25,7 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
+from ridgeline.configs.environment import read_number
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.files import read_limited
 from ridgeline.rundir.files import Record, read_record, sync_directory, write_record
@@ -75,7 +76,6 @@ class Holder(Record):
 def this_process(timeout_s: float, env: Mapping[str, str] = os.environ) -> Holder:
     """Describe this process as a holder."""
     job = env.get("SLURM_JOB_ID")
-    restarts = env.get("SLURM_RESTART_COUNT", "")
     return Holder(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
@@ -83,7 +83,7 @@ def this_process(timeout_s: float, env: Mapping[str, str] = os.environ) -> Holde
         pid=os.getpid(),
         started=_process_started(os.getpid()),
         job=f"{env.get('SLURM_CLUSTER_NAME', '')}:{job}" if job else None,
-        attempt=int(restarts) if restarts.isdecimal() else 0,
+        attempt=read_number(env, "SLURM_RESTART_COUNT") or 0,
         timeout_s=timeout_s,
     )
 

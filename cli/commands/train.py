@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from ridgeline.cli.options import complete_config, complete_key
+from ridgeline.configs.environment import shortened
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.launch import cluster, environment, exit_codes
@@ -153,9 +155,12 @@ def _grace_s() -> float | None:
     if text is None:
         return None
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise UserError(f"{GRACE}={text} must be a number of seconds") from None
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"{GRACE}={shortened(text)} is not a number of seconds")
+    return seconds
 
 
 def _end(code: int, here: cluster.Cluster, link: cluster.Link) -> None:

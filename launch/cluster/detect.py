@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ridgeline.configs.environment import read_number, shortened
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import RuntimeConfig
 from ridgeline.launch.cluster import devices, launchers, network, slurm, slurm_nodes
@@ -134,6 +136,10 @@ def _process_0(
     host = found.coordinator
     if host is None:
         raise UserError(f"{found.source} does not provide the host of process 0 ({how['coordinator']}): pass --coordinator HOST:PORT")
+    if not re.fullmatch(r"[\w.:%-]{1,253}", host):
+        raise UserError(
+            f"the host of process 0, '{shortened(host)}' ({how['coordinator']}), is not a host name: pass --coordinator HOST:PORT"
+        )
     known = tuple(found.addresses)
     if not known:
         resolved, how["addresses"] = resolve(host)
@@ -205,8 +211,8 @@ def _from_flags(flags: Flags, env: Mapping[str, str]) -> Launch:
         derivations={"processes": "--processes", "process": "--process", "coordinator": "--coordinator", "port": "--coordinator"},
         coordinator=split[0],
         port=split[1],
-        local_processes=int(env[LOCAL_PROCESSES]) if env.get(LOCAL_PROCESSES, "").isdigit() else None,
-        local_process=int(env[LOCAL_PROCESS]) if env.get(LOCAL_PROCESS, "").isdigit() else None,
+        local_processes=read_number(env, LOCAL_PROCESSES),
+        local_process=read_number(env, LOCAL_PROCESS),
     )
 
 
@@ -223,7 +229,7 @@ def _with_coordinator(found: Launch, coordinator: str) -> Launch:
 def _innermost(env: Mapping[str, str]) -> Launch | None:
     """Return the launch by MPI, Kubernetes or torchrun: the first found, unless a later one, started inside it, has more processes."""
     torchrun = launchers.torchrun(env)
-    counted = any(env.get(name, "").isdigit() for name in ("RIDGE_PROCESSES", "JAX_NUM_PROCESSES", "NNODES"))
+    counted = read_number(env, "RIDGE_PROCESSES", "JAX_NUM_PROCESSES", "NNODES") is not None
     kubernetes = launchers.kubernetes(env) if torchrun is None or counted else None
     found = [source for source in (launchers.mpi(env), kubernetes, torchrun) if source is not None]
     return max(found, key=lambda source: source.processes) if found else None
@@ -257,7 +263,7 @@ def _from_step(step: slurm.SlurmStep, hostnames: Callable[[str], tuple[list[str]
             "nodes": "SLURM_STEP_NUM_NODES",
             "node": "SLURM_NODEID",
             "local process": "SLURM_LOCALID",
-            "coordinator": f"first node of {step.node_list} ({parser})",
+            "coordinator": f"first node of {shortened(step.node_list)} ({parser})",
         },
     )
 
@@ -267,7 +273,7 @@ def derive_ports(identity: str) -> list[int]:
     slots = (LAST_PORT - FIRST_PORT + 1) // 2
     ports: list[int] = []
     for number in range(10 * PORT_TRIES):
-        digest = hashlib.sha256(f"{identity} {number}".encode()).digest()
+        digest = hashlib.sha256(f"{identity} {number}".encode(errors="surrogateescape")).digest()
         port = FIRST_PORT + 2 * (int.from_bytes(digest[:8]) % slots)
         if port not in ports:
             ports.append(port)
@@ -319,4 +325,4 @@ def summary(cluster: Cluster, runtime: RuntimeConfig, env: Mapping[str, str] = o
     }
     lines = [f"{cluster.processes} processes ({cluster.source}), {devices_here} in process {cluster.process}"]
     lines += [f"  {name:<14}{value!s:<24}{how.get(name, '')}".rstrip() for name, value in values.items() if value is not None]
-    return lines
+    return [shortened(line, 500) for line in lines]

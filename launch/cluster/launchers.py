@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ridgeline.configs.environment import is_number, read_number, shortened
 from ridgeline.configs.errors import UserError
 
 
@@ -47,10 +48,10 @@ def mpi(env: Mapping[str, str]) -> Launch | None:
         ("MPI (Cray PMI)", "PALS_SIZE", "PALS_RANKID", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID"),
     )
     for name, size, rank, local_size, local_rank in families:
-        if not (env.get(size, "").isdigit() and env.get(rank, "").isdigit()):
+        processes, process = read_number(env, size), read_number(env, rank)
+        if processes is None or process is None:
             continue
-        processes, process = int(env[size]), int(env[rank])
-        local_processes = _number(env, local_size)
+        local_processes = read_number(env, local_size)
         host, addresses, how = _mpi_host(env, processes, local_processes)
         namespace = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PBS_JOBID") or env.get("LSB_JOBID") or ""
         return Launch(
@@ -62,7 +63,7 @@ def mpi(env: Mapping[str, str]) -> Launch | None:
             addresses=addresses,
             derivations={"processes": size, "process": rank, "local process": local_rank, "coordinator": how},
             local_processes=local_processes,
-            local_process=_number(env, local_rank),
+            local_process=read_number(env, local_rank),
         )
     return None
 
@@ -94,16 +95,16 @@ def kubernetes(env: Mapping[str, str]) -> Launch | None:
         index_name = "JAX_PROCESS_ID"
     else:
         return None
-    index = _number(env, "JAX_PROCESS_ID", index_name)
-    count_name = next((n for n in ("RIDGE_PROCESSES", "JAX_NUM_PROCESSES", "NNODES") if env.get(n, "").isdigit()), None)
+    index = read_number(env, "JAX_PROCESS_ID", index_name)
+    count_name = next((n for n in ("RIDGE_PROCESSES", "JAX_NUM_PROCESSES", "NNODES") if read_number(env, n) is not None), None)
     if index is None:
-        raise UserError(f"{index_name}={env[index_name]} is not a process index")
+        raise UserError(f"{index_name}={shortened(env[index_name])} is not a process index")
     if count_name is None:
         raise UserError(
             f"pod {index} of an indexed Kubernetes job: the number of pods is unknown, and each pod would train its own copy; "
             "set RIDGE_PROCESSES in the manifest to the job's completions (1 for a single pod)"
         )
-    processes = int(env[count_name])
+    processes = read_number(env, count_name) or 0
     host, port, how = _kubernetes_host(env, index, processes)
     name = env.get("JOBSET_NAME") or env.get("JOB_NAME") or (host or "").split(".")[0]
     restart = env.get("JOBSET_RESTART_ATTEMPT", env.get("RESTART_ATTEMPT", ""))
@@ -124,7 +125,7 @@ def _kubernetes_host(env: Mapping[str, str], index: int, processes: int) -> tupl
         host, _, port = given.rpartition(":") if ":" in given else (given, "", "")
         return (
             host,
-            int(port) if port.isdigit() else None,
+            int(port) if is_number(port) and len(port) <= 5 and 0 < int(port) < 65536 else None,
             "JAX_COORDINATOR_ADDRESS" if "JAX_COORDINATOR_ADDRESS" in env else "RIDGE_COORDINATOR",
         )
     if processes == 1:
@@ -142,9 +143,9 @@ def torchrun(env: Mapping[str, str]) -> Launch | None:
 
     torchrun's store listens on MASTER_PORT, so that port is only hashed into the derived ports.
     """
-    if not all(env.get(name, "").isdigit() for name in ("RANK", "WORLD_SIZE")):
+    processes, process = read_number(env, "WORLD_SIZE"), read_number(env, "RANK")
+    if processes is None or process is None:
         return None
-    processes, process = int(env["WORLD_SIZE"]), int(env["RANK"])
     host = env.get("MASTER_ADDR") or None
     if processes > 1 and host is None:
         raise UserError(f"RANK={process} and WORLD_SIZE={processes} without MASTER_ADDR: set it to the host of rank 0, or unset all three")
@@ -155,13 +156,9 @@ def torchrun(env: Mapping[str, str]) -> Launch | None:
         process=process,
         identity=f"torchrun {host} {tag} {processes}",
         derivations={"processes": "WORLD_SIZE", "process": "RANK", "local process": "LOCAL_RANK", "coordinator": "MASTER_ADDR"},
-        nodes=_number(env, "GROUP_WORLD_SIZE"),
-        node=_number(env, "GROUP_RANK"),
-        local_processes=_number(env, "LOCAL_WORLD_SIZE"),
-        local_process=_number(env, "LOCAL_RANK"),
+        nodes=read_number(env, "GROUP_WORLD_SIZE"),
+        node=read_number(env, "GROUP_RANK"),
+        local_processes=read_number(env, "LOCAL_WORLD_SIZE"),
+        local_process=read_number(env, "LOCAL_RANK"),
         coordinator=host,
     )
-
-
-def _number(env: Mapping[str, str], *names: str) -> int | None:
-    return next((int(env[name]) for name in names if env.get(name, "").isdigit()), None)

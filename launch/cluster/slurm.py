@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ridgeline.configs.environment import is_number, read_number, shortened
 from ridgeline.configs.errors import UserError
 from ridgeline.launch.cluster.slurm_nodes import expand_counts
 
@@ -48,14 +49,15 @@ def read_step(env: Mapping[str, str]) -> SlurmStep | None:
     """Return the srun step that the variables describe; None outside of a step. Raises UserError for contradictory variables."""
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
     job = env.get("SLURM_JOB_ID", env.get("SLURM_JOBID", ""))
-    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP or not job or "SLURM_PROCID" not in env:
+    if not is_number(step) or len(step) > 10 or int(step) >= _FIRST_SPECIAL_STEP or not job or "SLURM_PROCID" not in env:
         return None
-    tasks = _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    tasks = read_number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if tasks is None:
         return None
     node_list = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
-    task = _number(env, "SLURM_PROCID")
-    assert task is not None
+    task = read_number(env, "SLURM_PROCID")
+    if task is None:
+        raise UserError(f"SLURM_PROCID={shortened(env['SLURM_PROCID'])} is not the number of a task (was it edited?)")
     if not task < tasks:
         raise UserError(f"SLURM_PROCID={task} of a step with {tasks} tasks: these variables contradict each other (were they edited?)")
     restart = restart_count(env)
@@ -67,16 +69,16 @@ def read_step(env: Mapping[str, str]) -> SlurmStep | None:
         restart=restart,
         tasks=tasks,
         task=task,
-        local_task=_number(env, "SLURM_LOCALID") or 0,
-        node=_number(env, "SLURM_NODEID") or 0,
-        nodes=_number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1,
+        local_task=read_number(env, "SLURM_LOCALID") or 0,
+        node=read_number(env, "SLURM_NODEID") or 0,
+        nodes=read_number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1,
         node_list=node_list,
         node_name=env.get("SLURMD_NODENAME"),
         tasks_per_node=_tasks_per_node(env, tasks),
         distribution=env.get("SLURM_DISTRIBUTION", "block").split(":")[0],
-        own_tasks=tuple(int(item) for item in env["SLURM_GTIDS"].split(",")) if _is_list(env.get("SLURM_GTIDS")) else None,
-        gpus_on_node=_number(env, "SLURM_GPUS_ON_NODE"),
-        cpus_per_task=_number(env, "SLURM_CPUS_PER_TASK"),
+        own_tasks=_own_tasks(env, tasks),
+        gpus_on_node=read_number(env, "SLURM_GPUS_ON_NODE"),
+        cpus_per_task=read_number(env, "SLURM_CPUS_PER_TASK"),
         identity=identity,
     )
 
@@ -85,15 +87,15 @@ def allocated_tasks(env: Mapping[str, str]) -> int | None:
     """Return the number of tasks allocated to the job of this script or shell; None outside of a job."""
     if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
         return None
-    tasks = _number(env, "SLURM_NTASKS", "SLURM_NPROCS")
+    tasks = read_number(env, "SLURM_NTASKS", "SLURM_NPROCS")
     if tasks is not None:
         return tasks
-    return (_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1) * (_number(env, "SLURM_NTASKS_PER_NODE") or 1)
+    return (read_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1) * (read_number(env, "SLURM_NTASKS_PER_NODE") or 1)
 
 
 def restart_count(env: Mapping[str, str]) -> int:
     """Return how often Slurm has requeued this job."""
-    return _number(env, "SLURM_RESTART_COUNT") or 0
+    return read_number(env, "SLURM_RESTART_COUNT") or 0
 
 
 def node_list(env: Mapping[str, str]) -> str | None:
@@ -103,11 +105,11 @@ def node_list(env: Mapping[str, str]) -> str | None:
 
 def cpus_per_task(env: Mapping[str, str]) -> int | None:
     """Return the cores of a task: as requested, else an equal share of the node's."""
-    requested = _number(env, "SLURM_CPUS_PER_TASK")
+    requested = read_number(env, "SLURM_CPUS_PER_TASK")
     step = read_step(env)
     if requested is not None or step is None:
         return requested
-    on_node, counts = _number(env, "SLURM_CPUS_ON_NODE"), step.tasks_per_node
+    on_node, counts = read_number(env, "SLURM_CPUS_ON_NODE"), step.tasks_per_node
     if on_node is None or counts is None or step.node >= len(counts):
         return None
     return max(1, on_node // counts[step.node])
@@ -154,12 +156,8 @@ def _tasks_per_node(env: Mapping[str, str], tasks: int) -> tuple[int, ...] | Non
     return None
 
 
-def _number(env: Mapping[str, str], *names: str) -> int | None:
-    for name in names:
-        if env.get(name, "").isdigit():
-            return int(env[name])
-    return None
-
-
-def _is_list(text: str | None) -> bool:
-    return text is not None and all(item.isdigit() for item in text.split(","))
+def _own_tasks(env: Mapping[str, str], tasks: int) -> tuple[int, ...] | None:
+    items = env.get("SLURM_GTIDS", "").split(",")
+    if not all(is_number(item) and len(item) < 10 and int(item) < tasks for item in items):
+        return None
+    return tuple(int(item) for item in items)
