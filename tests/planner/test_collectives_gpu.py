@@ -73,8 +73,8 @@ SCALARS_BYTES = 1024
 
 
 SAMPLE = {
-    **{family: drawn([layout for layout in layouts if layout != ACCIDENT], 2) for family, layouts in LAYOUTS_OF.items()},
-    "experts": drawn(tuple(EXPERT_LAYOUTS), 2),
+    **{family: drawn([layout for layout in layouts if layout != ACCIDENT], 1) for family, layouts in LAYOUTS_OF.items()},
+    "experts": drawn(tuple(EXPERT_LAYOUTS), 1),
 }
 STAGES = "pipeline2-fsdp2-tensor2"
 

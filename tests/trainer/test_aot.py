@@ -143,14 +143,12 @@ def test_attention_is_a_fused_kernel_where_one_exists_and_nothing_in_the_step_ha
     assert max(elements) < TOKENS**2 / 4
 
 
-@cache
-def narrow(device, *mesh):
-    """The steps with both kinds of narrow products that a GPU has, compiled in one process by the flags of a run, with their requests."""
-    matmuls = ("mxfp8", "nvfp4") if device == "b200" else ("fp8", "fp8_delayed")
-    configs = [small("llama", f"precision.matmul={matmul}", *mesh, "compute.attention.backend=auto") for matmul in matmuls]
-    ((flags, level),) = {run_flags(config, device) for config in configs}
-    requests = [Request.on(config, cluster(device, 4), 1, xla_flags=flags, optimization_level=level) for config in configs]
-    return dict(zip(matmuls, zip(requests, compile_many(requests), strict=True), strict=True))
+def narrow(matmul, device, *mesh):
+    """The step with one kind of narrow products, compiled by the flags of a run, with its request."""
+    config = small("llama", f"precision.matmul={matmul}", *mesh, "compute.attention.backend=auto")
+    flags, level = run_flags(config, device)
+    request = Request.on(config, cluster(device, 4), 1, xla_flags=flags, optimization_level=level)
+    return request, compile_many([request])[0]
 
 
 def products_with_parameters(report):
@@ -162,7 +160,7 @@ def products_with_parameters(report):
 @pytest.mark.parametrize("matmul", drawn(["fp8", "fp8_delayed"], 1))
 def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(matmul):
     """Seven matrices, forward and both gradients, by the run's own flags; on a small model XLA would merge what reads the same input."""
-    request, result = narrow("h200-sxm", "mesh.fsdp=2", "mesh.tensor=2")[matmul]
+    request, result = narrow(matmul, "h200-sxm", "mesh.fsdp=2", "mesh.tensor=2")
     assert isinstance(result, Compiled), result
     config, report = request.config, build_report(request, cluster("h200-sxm", 4), result)
     products = products_with_parameters(report)
@@ -179,7 +177,7 @@ def test_every_product_of_a_layer_is_an_8_bit_kernel_in_fp8_and_none_is_in_bf16(
 @pytest.mark.parametrize("matmul", drawn(["mxfp8", "nvfp4"], 1))
 def test_every_product_of_a_layer_is_a_block_scaled_kernel_where_the_gpu_has_them(matmul):
     """Rows and parameters cut; the gradients of nvfp4 read mxfp8."""
-    request, result = narrow("b200", "mesh.data=2", "mesh.fsdp=2")[matmul]
+    request, result = narrow(matmul, "b200", "mesh.data=2", "mesh.fsdp=2")
     assert isinstance(result, Compiled), result
     config, report = request.config, build_report(request, cluster("b200", 4), result)
     products = products_with_parameters(report)

@@ -179,16 +179,21 @@ def test_a_store_that_fails_is_reported_and_training_goes_on(corpus: Path, whole
 
 
 def test_the_best_are_kept_and_copies_follow_retention(corpus: Path, tmp_path: Path) -> None:
-    """The learning rate is so high that the loss goes up and down."""
-    config = make_config(corpus, tmp_path / "run", every=1, keep_last=1, keep_best=1, copy_to=f"file://{tmp_path}/store")
-    changed = {"optimizer": {"learning_rate": 20.0}, "schedule": {"kind": "constant"}, "evaluation": {"every": 1}}
-    config = config.model_copy(update={name: getattr(config, name).model_copy(update=keys) for name, keys in changed.items()})
-    train(config, command=["test"])
-    root = config.directory / "checkpoints"
-    lines = read_metrics(config.directory / "metrics.jsonl")
-    losses = {line["step"]: line["eval/held/loss"] for line in lines if "eval/held/loss" in line}
-    best = min(losses, key=lambda step: losses[step])
+    """The learning rate is so high that the loss goes up and down, on each machine differently: of some seeds one is best early."""
+    for seed in range(20):
+        directory = tmp_path / str(seed)
+        config = make_config(corpus, directory / "run", every=1, keep_last=1, keep_best=1, copy_to=f"file://{directory}/store")
+        changed = {"optimizer": {"learning_rate": 20.0}, "schedule": {"kind": "constant"}, "evaluation": {"every": 1}}
+        sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changed.items()}
+        config = config.model_copy(update=sections | {"seed": seed})
+        train(config, command=["test"])
+        lines = read_metrics(config.directory / "metrics.jsonl")
+        losses = {line["step"]: line["eval/held/loss"] for line in lines if "eval/held/loss" in line}
+        best = min(losses, key=lambda step: losses[step])
+        if best < STEPS - 1:
+            break
     assert best < STEPS - 1
+    root = config.directory / "checkpoints"
     assert dirs.complete_steps(root) == [best, STEPS - 1, STEPS]
     assert Store(str(config.checkpoint.copy_to)).steps() == [best, STEPS - 1, STEPS]
     assert json.loads((dirs.step_dir(root, best) / "metadata.json").read_text())["evaluation"]["held"] == losses[best]
