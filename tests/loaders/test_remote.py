@@ -95,6 +95,7 @@ class Hub(Store):
         self.send_response(200 if answer else 404)
         text = json.dumps(answer or {}).encode()
         self.send_header("Content-Length", str(len(text)))
+        self.send_header("X-Error-Code", "" if answer else "EntryNotFound" if "/tree/" in self.path else "RepoNotFound")
         self.end_headers()
         self.wfile.write(text)
 
