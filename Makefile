@@ -37,7 +37,7 @@ NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parame
   $(addprefix tests/cli/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: lock gpu-rehearsal test-s3 test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
+.PHONY: lock gpu-rehearsal test-stores test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -70,7 +70,7 @@ quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the test suite (FULL=1: every case of the long tables, of which it draws some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore tests/s3 $(addprefix --ignore=,$(INJECTIONS)) tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore tests/stores $(addprefix --ignore=,$(INJECTIONS)) tests
 
 test-injections: $(VENV)/.installed-dev  ## every rule of the diagnosis on a real run with its fault planted, alone on the machine
 	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
@@ -79,9 +79,9 @@ test-slurm: $(VENV)/.installed-dev  ## the tests that run on real Slurms: cluste
 	@sh scripts/install_slurm.sh
 	$(BIN)/python -m pytest -n $(CLUSTERS) --dist worksteal --durations 10 tests/slurm
 
-test-s3: $(VENV)/.installed-dev  ## s3:// inputs and copies of checkpoints against an S3 server on this machine (moto, 60 MB)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt s3fs 'moto[s3]==5.2.1' flask==3.1.3 flask-cors==6.0.5
-	$(BIN)/python -m pytest tests/s3
+test-stores: $(VENV)/.installed-dev  ## s3:// and gs:// inputs and copies of checkpoints against servers on this machine (moto, gcp-storage-emulator, 60 MB)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt s3fs gcsfs 'moto[s3]==5.2.1' flask==3.1.3 flask-cors==6.0.5 gcp-storage-emulator==2026.7.19
+	$(BIN)/python -m pytest tests/stores
 
 MINUTES ?= 120
 GAP ?= 60
@@ -100,7 +100,7 @@ test-newest:  ## a quick part of the suite on the newest Python found, with the 
 	fi
 
 # What failed last, alone and one after another: real processes, browsers and clusters on a busy machine sometimes miss a deadline.
-test-again: AGAIN := --ignore tests/slurm --ignore tests/s3 $(addprefix --ignore=,$(INJECTIONS)) tests
+test-again: AGAIN := --ignore tests/slurm --ignore tests/stores $(addprefix --ignore=,$(INJECTIONS)) tests
 test-slurm-again: AGAIN := tests/slurm
 test-injections-again: AGAIN := $(INJECTIONS)
 test-again test-slurm-again test-injections-again: $(VENV)/.installed-dev

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import json
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,13 +67,62 @@ class Store(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class Hub(Store):
+    """Serves the files under /data of a data set of a Hugging Face hub: what huggingface_hub requests to list and read it."""
+
+    def _answer(self, body: bool) -> None:
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        api, content = "/api/datasets/owner/name", "/datasets/owner/name/resolve/main"
+        if path.startswith(content):
+            self.path = path.removeprefix(content)
+            super()._answer(body)
+        elif path == api:
+            self._send({"id": "owner/name", "sha": "0" * 40})
+        elif path.startswith(f"{api}/tree/main"):
+            below = path.removeprefix(f"{api}/tree/main").rstrip("/") + "/"
+            entries: dict[str, dict[str, Any]] = {}
+            for name, data in self.files.items():
+                first, *rest = name.removeprefix(below).split("/") if name.startswith(below) else [""]
+                if rest and first:
+                    entries[first] = {"type": "directory", "oid": "0" * 40, "size": 0, "path": f"{below}{first}"[1:]}
+                if first and (not rest or "recursive=true" in self.path):
+                    entries[name] = {"type": "file", "oid": hashlib.sha1(data).hexdigest(), "size": len(data), "path": name[1:]}
+            self._send(list(entries.values()) or None)
+        else:
+            self._send(None)
+
+    def _send(self, answer: Any) -> None:
+        self.send_response(200 if answer else 404)
+        text = json.dumps(answer or {}).encode()
+        self.send_header("Content-Length", str(len(text)))
+        self.send_header("X-Error-Code", "" if answer else "EntryNotFound" if "/tree/" in self.path else "RepoNotFound")
+        self.end_headers()
+        self.wfile.write(text)
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setenv("RIDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "WAIT_S", 0.0)
     monkeypatch.setattr(remote, "CHUNK_BYTES", 1000)
+    yield from serve(Store)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("RIDGE_CACHE", str(tmp_path / "cache"))
+    for url in serve(Hub):
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        monkeypatch.setenv("HF_ENDPOINT", url)  # of worker processes
+        huggingface_hub.HfFileSystem.clear_instance_cache()
+        yield
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+
+
+def serve(kind: type[Store]) -> Iterator[str]:
     Store.files, Store.budget, Store.ranges = {}, None, []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -124,6 +175,28 @@ def test_a_corpus_from_a_server_equals_that_of_the_local_file(store: str, tmp_pa
     assert {**local, "manifest.json": ""} == {**found, "manifest.json": ""}
     described = json.loads((tmp_path / "remote" / "manifest.json").read_text())
     assert described["parameters"]["inputs"] == [url]
+
+
+def test_a_data_set_of_a_hub_equals_its_files(hub: None, tmp_path: Path) -> None:
+    """With huggingface_hub's own file system, which reads hf:// for fsspec."""
+    local = tmp_path / "data"
+    (local / "sub").mkdir(parents=True)
+    for number, name in enumerate(("train-0.jsonl", "sub/train-1.jsonl")):
+        source = write_records(local / name, 50, seed=number)
+        Store.files[f"/data/{name}"] = source.read_bytes()
+    Store.files["/README.md"] = b"x"
+    url = "hf://datasets/owner/name/data"
+    prepare(PrepareSettings((local,), tmp_path / "local", "bytes", shards=2), workers=1)
+    prepare(PrepareSettings((url,), tmp_path / "remote", "bytes", shards=2), workers=1)
+    wanted, found = (tree_digests(tmp_path / name) for name in ("local", "remote"))
+    assert {**wanted, "manifest.json": ""} == {**found, "manifest.json": ""}
+    assert len(Store.ranges) == 2, "each file is copied once, and no other file"
+    old = list_inputs([f"{url}/train-0.jsonl"], InputOptions())
+    Store.files["/data/train-0.jsonl"] = Store.files["/data/train-0.jsonl"].swapcase()
+    assert list_inputs([f"{url}/train-0.jsonl"], InputOptions()).fingerprint != old.fingerprint
+    for missing in (f"{url}/none.jsonl", "hf://datasets/owner/other"):
+        with pytest.raises(UserError, match=f"input not found: {missing}"):
+            list_inputs([missing], InputOptions())
 
 
 def test_a_directory_in_a_store_is_listed_as_one_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ridgeline
+from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
@@ -19,6 +22,7 @@ from ridgeline.rundir.goodput import run_ledger
 from ridgeline.rundir.phases import phases
 from ridgeline.rundir.recompilation import recompilations
 from ridgeline.trainer.run import train
+from tests.trainer.test_run import ROOT, environment
 
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compile")]
 STEPS, LENGTH = 4, 64
@@ -87,6 +91,31 @@ def test_training_is_bitwise_the_same_without_them(corpus: Path, trained: Config
     train(plain, command=["test"])
     assert losses(plain) == losses(trained)
     assert len(losses(plain)) == STEPS
+
+
+def test_two_processes_have_the_scores_and_samples_of_one(trained: Config, tmp_path: Path) -> None:
+    """The same mesh over the devices of two processes."""
+    file, run_dir = tmp_path / "config.yaml", tmp_path / "run"
+    file.write_text(to_yaml(trained))
+    words = [sys.executable, "-m", "ridgeline", "launch", "--processes", "2", str(file), f"run_dir={run_dir}", "runtime.cpu_devices=4"]
+    offline = {"HF_DATASETS_CACHE": str(tmp_path / "datasets"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        words, env=environment() | offline, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500
+    )
+    assert done.returncode == 0, done.stdout
+    config = trained.model_copy(update={"run_dir": run_dir})
+    assert losses(config) == pytest.approx(losses(trained), rel=1e-5)
+
+    def scores(of: Config) -> list[dict[str, float]]:
+        records = read_metrics(of.directory / "metrics.jsonl")
+        return [{key: value for key, value in r.items() if key.startswith("task/")} for r in records if "task/parity_of_numbers/acc" in r]
+
+    def texts(of: Config, process: int = 0) -> list[Any]:
+        return [event.fields["samples"] for event in read_events(event_file(of.directory, process)) if "samples" in event.fields]
+
+    assert len(scores(trained)) == len(texts(trained)) == 2
+    assert scores(config) == [pytest.approx(row) for row in scores(trained)]
+    assert texts(config) == texts(config, process=1) == texts(trained)
 
 
 def test_results_are_metrics_events_and_texts_in_tensorboard(trained: Config) -> None:

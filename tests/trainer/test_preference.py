@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.rules import check_config
 from ridgeline.configs.schema import Config
@@ -30,6 +33,7 @@ from ridgeline.trainer.state import abstract_state, init_state, model_spec
 from ridgeline.trainer.step import make_evaluation_step, make_train_step, to_global
 from tests.loaders.chats import write_chat_tokenizer
 from tests.models.tiny import QUICK_COMPILE
+from tests.trainer.test_run import ROOT, environment
 
 LENGTH, ROWS, STEPS = 64, 8, 30
 ONE = {"data": 1, "fsdp": 1, "tensor": 1}
@@ -134,6 +138,24 @@ def test_a_stopped_run_continues_bitwise_with_its_reference(corpus: Path, tmp_pa
     assert logged(config, "train/loss") == logged(whole, "train/loss")
     assert all(np.array_equal(a, b) for a, b in zip(payload(config), payload(whole), strict=True))
     assert half in logged(config, "train/loss")
+
+
+def test_two_processes_train_on_pairs_as_one(whole: Config, tmp_path: Path) -> None:
+    """The same mesh over the devices of two processes: reference, losses and evaluations."""
+    file, run_dir = tmp_path / "config.yaml", tmp_path / "run"
+    file.write_text(to_yaml(whole))
+    words = [sys.executable, "-m", "ridgeline", "launch", "--processes", "2", str(file), f"run_dir={run_dir}", "runtime.cpu_devices=4"]
+    done = subprocess.run(words, env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500)
+    assert done.returncode == 0, done.stdout
+    config = whole.model_copy(update={"run_dir": run_dir})
+    stored, wanted = (np.load(each.directory / REFERENCE_FILE) for each in (config, whole))
+    assert set(stored) == set(wanted)
+    for name in wanted:
+        same = stored[name] == wanted[name] if name == "facts" else np.allclose(stored[name], wanted[name], rtol=1e-5)
+        assert same, name
+    assert len(logged(whole, "train/loss")) == STEPS
+    for name in ("train/loss", "train_preference/chosen_log_prob", "eval/held/loss", "eval/text/loss"):
+        assert logged(config, name) == pytest.approx(logged(whole, name), rel=1e-4, abs=1e-5), name
 
 
 def test_sets_of_pairs_and_of_text_are_evaluated_together(whole: Config) -> None:

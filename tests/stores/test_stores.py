@@ -1,15 +1,16 @@
-"""s3:// against a real S3 server (moto) on this machine: inputs of the loaders, and copies of checkpoints. `make test-s3` installs it."""
+"""s3:// and gs:// against servers on this machine: inputs of the loaders, and copies of checkpoints. `make test-stores` installs them."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -26,42 +27,55 @@ from ridgeline.trainer.checkpoint.seal import seal
 from ridgeline.trainer.checkpoint.store import Store
 from tests.loaders.corpora import tree_digests
 
+SERVERS = {
+    "s3": ["moto.server", "-H", "127.0.0.1", "-p", "PORT"],
+    "gs": ["gcp_storage_emulator", "start", "--host=127.0.0.1", "--port=PORT", "--in-memory"],
+}
+"""Protocol -> module and arguments of its server."""
 
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A bucket of a server that listens on this machine; credentials as S3's own tools take them."""
+
+@pytest.fixture(scope="module", params=SERVERS)
+def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A bucket of a server that listens on this machine; endpoint and credentials as the store's own tools take them."""
+    protocol: str = request.param
     port = free_port()
     settings = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
         "RIDGE_CACHE": str(tmp_path_factory.mktemp("cache")),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
-        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-m", *(word.replace("PORT", str(port)) for word in SERVERS[protocol])]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             for _ in range(300):
                 try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
+                    socket.create_connection(("127.0.0.1", port), timeout=5).close()
                     break
                 except OSError:
                     time.sleep(0.1)
-            fsspec.filesystem("s3").mkdir("bucket")
-            yield "s3://bucket"
+            fsspec.filesystem(protocol).mkdir("bucket")
+            yield f"{protocol}://bucket"
         finally:
             server.kill()
             server.wait()
 
 
-def test_a_corpus_from_s3_is_that_of_the_local_files(bucket: str, tmp_path: Path) -> None:
+def system_of(url: str) -> Any:
+    return fsspec.filesystem(url.partition("://")[0])
+
+
+def test_a_corpus_from_a_store_is_that_of_the_local_files(bucket: str, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(5):
         (texts / f"{number}.txt").write_text(f"text {number}\n" * (1 + 4000 * number))
-    system = fsspec.filesystem("s3")
+    system = system_of(bucket)
     system.put(f"{texts}/", "bucket/texts/", recursive=True)
     prepare(PrepareSettings((texts,), tmp_path / "local", "bytes", shards=2), workers=1)
     prepare(PrepareSettings((f"{bucket}/texts",), tmp_path / "remote", "bytes", shards=2), workers=2)
@@ -93,7 +107,7 @@ def test_checkpoints_are_copied_continued_verified_and_restored(bucket: str, tmp
     store = Store(url)
     assert store.steps() == [1, 2, 3]
     assert [store.copy(run / "checkpoints", step).size_bytes for step in (1, 2, 3)] == [0, 0, 0]
-    system = fsspec.filesystem("s3")
+    system = system_of(bucket)
     system.rm_file("bucket/copies/run/step_00000003/integrity.json")  # interrupted, and with a damaged file
     damaged = bytearray(system.cat_file("bucket/copies/run/step_00000003/d/0"))
     damaged[12345] ^= 1
@@ -116,9 +130,9 @@ def test_checkpoints_are_copied_continued_verified_and_restored(bucket: str, tmp
 
 
 def test_what_the_server_refuses_is_one_line(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run")
+    run, missing = make_run(tmp_path / "run"), bucket.replace("bucket", "no-such-bucket/run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ridgeline.loaders.remote.WAIT_S", 0.0)
-        assert cli.run(["checkpoint", "copy", str(run), "s3://no-such-bucket/run"]) == 2
+        assert cli.run(["checkpoint", "copy", str(run), missing]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "s3://no-such-bucket/run" in error
+    assert error.count("\n") == 1 and missing in error
