@@ -37,8 +37,8 @@ class LoraConfig(Section):
     rslora: bool = False
     """The product is multiplied by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     base: Literal["compute", "int8"] = "compute"
-    """How the frozen matrices of attention, MLP and experts are stored. compute: in precision.compute. int8: in 8 bits with one float32 scale
-    per output channel, in half of the bytes of bfloat16, and dequantized to precision.compute where they are used. Embeddings, norms,
+    """How the frozen matrices of attention, MLP and experts are stored. compute: in precision.compute. int8: in 8 bits with one float32
+    scale per output channel (half of the bytes of bfloat16), dequantized to precision.compute where they are used. Embeddings, norms,
     biases, routers and the output head stay in precision.compute."""
 
     @property

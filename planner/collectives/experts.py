@@ -19,7 +19,7 @@ def experts(step: StepSizes, moe: MoEConfig) -> list[PlannedCollective]:
     weights = moe.experts * expert_parameters(model)
     routed = step.parameters("experts", "layer", weights, step.layers, of_experts=True, reduced_by_hand=True)
     router = [
-        replace(item, bytes=item.bytes * 4 // (step.act if item.kind == "all-gather" else step.grad))
+        replace(item, bytes=item.bytes * 4 // (step.gathered if item.kind == "all-gather" else step.grad))
         for item in step.parameters("router", "layer", model.embed_dim * moe.experts * step.tensor, step.layers, reduced_by_hand=True)
     ]
     router = [replace(item, axes=(*item.axes, *step.over("tensor"))) if item.kind == "all-reduce" else item for item in router]
