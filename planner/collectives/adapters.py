@@ -37,7 +37,9 @@ def _of_experts(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollectiv
             local * matrix.other_side // step.tensor * step.grad,
         ),
     ]
-    gathers = step.parameters(what, "layer", matrix.experts * matrix.embed_side, step.layers, of_experts=True, whole=True, gathered=step.act)
+    gathers = step.parameters(
+        what, "layer", matrix.experts * matrix.embed_side, step.layers, of_experts=True, whole=True, gathered=step.act
+    )
     return [*gathers, *(replace(item, by_hand=True) for item in reduced)]
 
 
