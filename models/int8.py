@@ -37,14 +37,18 @@ class Int8(NamedTuple):
         return (self.stored.astype(jnp.float32) * self.scale).astype(dtype)
 
 
+def scale_axes(values: Int8, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the logical axes of the scale of a matrix with these axes."""
+    dims = zip(axes, values.scale.shape, values.stored.shape, strict=True)
+    return tuple("norm" if n != whole else _REPLICATED.get(axis, axis) for axis, n, whole in dims)
+
+
 class Int8Matrix(nnx.Module):
     """A matrix of one layer, or of a stack of layers."""
 
     def __init__(self, values: Int8, axes: tuple[str, ...]) -> None:
         self.int8 = nnx.Param(values.stored, axes=axes)
-        matrix, scale = values.stored.shape, values.scale.shape
-        of_scale = ("norm" if n != whole else _REPLICATED.get(axis, axis) for axis, n, whole in zip(axes, scale, matrix, strict=True))
-        self.scale = nnx.Param(values.scale, axes=tuple(of_scale))
+        self.scale = nnx.Param(values.scale, axes=scale_axes(values, axes))
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ridgeline.models.int8 import Int8, Matrix, values_of
+from ridgeline.models.int8 import Int8, Matrix, scale_axes, values_of
 from ridgeline.models.matmul import block_scaled, dense, fp8
 from ridgeline.models.params import Amax, logical_axes
 from ridgeline.sharding.manual import look_up, look_up_gradient
@@ -215,7 +215,9 @@ def _gather(matmul: Matmul, axes: LogicalAxes, weight: Weight) -> Gathered:
     """Cast or quantize, then all-gather over fsdp, so that the narrow dtype is communicated."""
     gather = matmul.partitioner.gather_param
     if isinstance(weight.w, Int8):
-        return Gathered(gather(weight.w.stored, *axes), weight.w.scale)
+        # Where the scale is also used on the shards (DoRA's norms), XLA would shard it, and the product with it, and gather the product.
+        scale = matmul.partitioner.constrain(weight.w.scale, *scale_axes(weight.w, axes))
+        return Gathered(gather(weight.w.stored, *axes), scale)
     if not matmul._quantizes_params:
         return Gathered(gather(weight.w.astype(matmul.compute_dtype), *axes), None)
     q, scale = fp8.quantize(weight.w, fp8.VALUES, weight.amax)
