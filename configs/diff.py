@@ -52,6 +52,7 @@ _REFUSED = {
     "optimizer.kind": "the optimizer state in the checkpoint is of the other kind",
     "precision.params": "the parameters in the checkpoint have the other dtype",
     "precision.moments": "the optimizer moments in the checkpoint have the other dtype",
+    "lora.base": "the frozen matrices in the checkpoint are stored in the other dtype",
 }
 _ADAPTERS = ("lora.rank", "lora.alpha", "lora.targets", "lora.dora", "lora.rslora")
 _DATA_ORDER = (

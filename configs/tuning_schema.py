@@ -36,6 +36,10 @@ class LoraConfig(Section):
     """DoRA (arXiv 2402.09353): the columns of W + scale * A B are divided by their norm and multiplied by a trained magnitude."""
     rslora: bool = False
     """The product is multiplied by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
+    base: Literal["compute", "int8"] = "compute"
+    """How the frozen matrices of attention, MLP and experts are stored. compute: in precision.compute. int8: in 8 bits with one float32
+    scale per output channel (half of the bytes of bfloat16), dequantized to precision.compute where they are used. Embeddings, norms,
+    biases, routers and the output head stay in precision.compute."""
 
     @property
     def scale(self) -> float:

@@ -19,7 +19,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.tuning_schema import LoraConfig
-from ridgeline.models.params import LAYERS, ParamFactory, logical_axes, use_param
+from ridgeline.models.int8 import INT8, SCALE, Int8, Matrix, is_matrix, whole_values
+from ridgeline.models.params import LAYERS, ParamFactory, input_dims, logical_axes, use_param
 from ridgeline.models.remat import ADAPTER
 
 if TYPE_CHECKING:
@@ -41,21 +42,22 @@ class Adapter(nnx.Module):
     flows (DoRA, section 4.3).
     """
 
-    def __init__(self, lora: LoraConfig, make: ParamFactory, kernel: nnx.Param) -> None:
+    def __init__(self, lora: LoraConfig, make: ParamFactory, kernel: Matrix) -> None:
         assert lora.rank is not None
         axes, stacked = logical_axes(kernel), int(LAYERS in kernel.axes)
-        shape, inputs = kernel[...].shape[stacked:], input_dims(axes)
+        whole, inputs = whole_values(kernel), input_dims(axes)
+        shape = whole.shape[stacked:]
         bound = 1 / math.sqrt(math.prod(shape[:inputs]))  # as peft, and torch's Linear
         self.a = make.uniform((*shape[:inputs], lora.rank), (*axes[:inputs], "rank"), bound)
         self.b = make.constant((lora.rank, *shape[inputs:]), ("rank", *axes[inputs:]), 0.0)
         norm_axes = (*(LAYERS,) * stacked, *("norm" if axis == "embed" else axis for axis in axes[inputs:]))
-        norm = column_norms(kernel[...], range(stacked, stacked + inputs)).astype(make.dtype)
+        norm = column_norms(whole, range(stacked, stacked + inputs)).astype(make.dtype)
         self.magnitude = AdapterParam(norm, axes=norm_axes) if lora.dora else None
         self.scale, self.dropout = lora.scale, lora.dropout
         self.key: jax.Array | None = nnx.data(None)
         """Key of dropout in this layer and step; None: no dropout."""
 
-    def __call__(self, matmul: Matmul, equation: str, x: jax.Array, kernel: nnx.Param, y: jax.Array) -> jax.Array:
+    def __call__(self, matmul: Matmul, equation: str, x: jax.Array, kernel: Matrix, y: jax.Array) -> jax.Array:
         """Return y = einsum(equation, x, kernel) with the adapter. Arguments and result as in `Matmul`."""
         inputs, y_dims = equation.split("->")
         x_dims, _ = inputs.split(",")
@@ -73,7 +75,7 @@ class Adapter(nnx.Module):
         if self.magnitude is None:
             return y
         delta = jnp.tensordot(self.a[...].astype(jnp.float32), self.b[...].astype(jnp.float32), 1)
-        merged = kernel[...].astype(jnp.float32) + self.scale * partitioner.constrain(delta, *axes)
+        merged = whole_values(kernel).astype(jnp.float32) + self.scale * partitioner.constrain(delta, *axes)
         norm = jax.lax.stop_gradient(column_norms(merged, range(input_dims(axes))))
         magnitude = use_param(self.magnitude, partitioner, jnp.dtype(jnp.float32))
         factor = magnitude / checkpoint_name(partitioner.constrain(norm, *logical_axes(self.magnitude)), ADAPTER)
@@ -88,7 +90,7 @@ class Adapters(nnx.Module):
             setattr(self, name, adapter)
 
 
-def make_adapters(make: ParamFactory, **kernels: nnx.Param | None) -> Adapters | None:
+def make_adapters(make: ParamFactory, **kernels: Matrix | None) -> Adapters | None:
     """Return the adapters of those of a layer's matrices that are targets; None if none is."""
     lora = make.lora
     if lora is None:
@@ -117,11 +119,6 @@ def _drop(key: jax.Array, share: float, x: jax.Array) -> jax.Array:
     return jnp.where(kept, x / (1 - share), 0).astype(x.dtype)
 
 
-def input_dims(axes: tuple[str, ...]) -> int:
-    """Return how many leading dims of a matrix are inputs: one where it reads the residual stream or a latent, else all but the last."""
-    return 1 if axes[0] == "embed" else len(axes) - 1
-
-
 def column_norms(w: jax.Array, inputs: range) -> jax.Array:
     """Return the norm of W over its input dims, float32."""
     return jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), tuple(inputs)))
@@ -132,8 +129,11 @@ def with_magnitudes(params: Tree, axes: Tree) -> Tree:
     found = {name: with_magnitudes(value, axes[name]) if isinstance(value, dict) else value for name, value in params.items()}
     for name, adapter in params.get(ADAPTERS, {}).items():
         if "magnitude" in adapter:
-            stacked = int(axes[name][0] == LAYERS)
-            norms = column_norms(params[name], range(stacked, stacked + input_dims(axes[name][stacked:])))
+            matrix, of_matrix = params[name], axes[name]
+            if is_matrix(matrix):
+                matrix, of_matrix = Int8(matrix[INT8], matrix[SCALE]).dequantized(jnp.dtype(jnp.float32)), of_matrix[INT8]
+            stacked = int(of_matrix[0] == LAYERS)
+            norms = column_norms(matrix, range(stacked, stacked + input_dims(of_matrix[stacked:])))
             found[ADAPTERS][name]["magnitude"] = norms.astype(adapter["magnitude"].dtype)
     return found
 

@@ -43,9 +43,9 @@ class MLP(nnx.Module):
 
     def __init__(self, model: ModelConfig, execution: Execution, residual_std: float, make: ParamFactory) -> None:
         width, hidden, std = model.embed_dim, model.mlp_dim, matrix_std(model)
-        self.gate = make.normal((width, hidden), ("embed", "mlp"), std) if model.gated_mlp else None
-        self.up = make.normal((width, hidden), ("embed", "mlp"), std)
-        self.down = make.normal((hidden, width), ("mlp", "embed"), residual_std)
+        self.gate = make.matrix((width, hidden), ("embed", "mlp"), std) if model.gated_mlp else None
+        self.up = make.matrix((width, hidden), ("embed", "mlp"), std)
+        self.down = make.matrix((hidden, width), ("mlp", "embed"), residual_std)
         self.gate_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias and model.gated_mlp else None
         self.up_bias = make.constant((hidden,), ("mlp",), 0.0) if model.mlp_bias else None
         self.down_bias = make.constant((width,), ("norm",), 0.0) if model.mlp_bias else None

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ridgeline.configs.tuning_schema import LoraConfig
+from ridgeline.models.int8 import Int8, Int8Matrix, Matrix, quantized
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
@@ -64,6 +65,21 @@ class ParamFactory:
         """Create a parameter drawn from a normal distribution with mean 0 and standard deviation `std`."""
         return self._create(lambda key: std * jax.random.normal(key, shape, jnp.float32), axes)
 
+    def matrix(self, shape: tuple[int, ...], axes: tuple[str, ...], std: float, inputs: tuple[int, ...] | None = None) -> Matrix:
+        """Create a matrix of a layer as `normal`; in 8 bits where `lora` stores them so. inputs: its input dims, where not `input_dims`."""
+        if self.lora is None or self.lora.base != "int8":
+            return self.normal(shape, axes, std)
+        dims = inputs or tuple(range(input_dims(axes)))
+
+        def draw(key: jax.Array) -> Int8:
+            return quantized(std * jax.random.normal(key, shape, jnp.float32), dims)
+
+        key = getattr(self.rngs, self.stream)()
+        if self.layers is None:
+            return Int8Matrix(draw(key), axes)
+        # One layer after the other: a stack in float32 has four times the bytes of the model.
+        return Int8Matrix(jax.lax.map(draw, self._keys(key)), (LAYERS, *axes))
+
     def uniform(self, shape: tuple[int, ...], axes: tuple[str, ...], bound: float) -> nnx.Param:
         """Create a parameter drawn evenly between -`bound` and `bound`."""
         return self._create(lambda key: jax.random.uniform(key, shape, jnp.float32, -bound, bound), axes)
@@ -83,13 +99,20 @@ class ParamFactory:
         key = getattr(self.rngs, self.stream)()
         if self.layers is None:
             return self.kind(draw(key).astype(self.dtype), axes=axes)
-        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(self.layers))
-        return self.kind(jax.vmap(draw)(keys).astype(self.dtype), axes=(LAYERS, *axes))
+        return self.kind(jax.vmap(draw)(self._keys(key)).astype(self.dtype), axes=(LAYERS, *axes))
+
+    def _keys(self, key: jax.Array) -> jax.Array:
+        return jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(self.layers))
 
 
-def logical_axes(param: nnx.Param) -> tuple[str, ...]:
+def logical_axes(param: Matrix) -> tuple[str, ...]:
     """Return the logical axes of a parameter of one layer, without "layers"."""
     return tuple(axis for axis in param.axes if axis != LAYERS)
+
+
+def input_dims(axes: tuple[str, ...]) -> int:
+    """Return how many leading dims of a matrix are inputs: one where it reads the residual stream or a latent, else all but the last."""
+    return 1 if axes[0] == "embed" else len(axes) - 1
 
 
 def use_param(param: nnx.Param, partitioner: Partitioner, dtype: jnp.dtype) -> jax.Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import Config
 from ridgeline.configs.tuning_schema import EXPERT
 from ridgeline.planner.parameters import DOWN, attention_weights
@@ -79,12 +80,7 @@ def adapted_matrices(config: Config) -> list[AdaptedMatrix]:
     targets = lora.targets_of(model)
     if lora.rank is None:
         return []
-    shapes = [(name, model.num_layers, *shape) for name, shape in attention_weights(model).items()]
-    shared = 0 if model.moe is None else model.moe.shared_experts * model.expert_width
-    for layers, hidden in ((model.dense_layers, model.mlp_dim), (model.moe_layers if shared else 0, shared)):
-        gates = ("gate", "up") if model.gated_mlp else ("up",)
-        shapes += [(name, layers, model.embed_dim, hidden) for name in gates if layers]
-        shapes += [("down", layers, hidden, model.embed_dim)] if layers else []
+    shapes = _matrices(model)
     found = [AdaptedMatrix(name, layers, ins, outs, lora.rank, lora.dora) for name, layers, ins, outs in shapes if name in targets]
     if (moe := model.moe) is not None:
         sides = {"gate": (model.embed_dim, model.expert_width), "up": (model.embed_dim, model.expert_width)}
@@ -95,6 +91,27 @@ def adapted_matrices(config: Config) -> list[AdaptedMatrix]:
             if f"{EXPERT}{name}" in targets
         ]
     return found
+
+
+def _matrices(model: ModelConfig) -> list[tuple[str, int, int, int]]:
+    """Return name, layers, inputs and outputs of the matrices of attention, MLP and shared experts."""
+    shapes = [(name, model.num_layers, *shape) for name, shape in attention_weights(model).items()]
+    shared = 0 if model.moe is None else model.moe.shared_experts * model.expert_width
+    for layers, hidden in ((model.dense_layers, model.mlp_dim), (model.moe_layers if shared else 0, shared)):
+        gates = ("gate", "up") if model.gated_mlp else ("up",)
+        shapes += [(name, layers, model.embed_dim, hidden) for name in gates if layers]
+        shapes += [("down", layers, hidden, model.embed_dim)] if layers else []
+    return shapes
+
+
+def base_scales(model: ModelConfig, tensor: int, expert: int) -> int:
+    """Return the scales of the matrices of all layers on one device (lora.base=int8): one per output channel, which tensor shards."""
+    of_stream = {"out", "down", *DOWN}
+    scales = sum(layers * (outs if name in of_stream else outs // tensor) for name, layers, _, outs in _matrices(model))
+    if (moe := model.moe) is not None:
+        gates = 2 if model.gated_mlp else 1
+        scales += model.moe_layers * moe.experts // expert * (gates * model.expert_width // tensor + model.embed_dim)
+    return scales
 
 
 def adapter_parameters(config: Config) -> int:

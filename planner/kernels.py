@@ -292,6 +292,8 @@ class Kernels:
     def _casts(self) -> float:
         local = self.local
         shard = local.layer_matrices // local.model.num_layers
+        if local.int8_base:  # dequantized after the gather
+            return local.gathered_layer_weights * (1 + local.compute_itemsize)
         return 0 if local.adapted else shard * (local.parameter_itemsize + local.compute_itemsize)
 
     def _quantize(self) -> float:

@@ -15,7 +15,7 @@ from ridgeline.configs.context import context_method
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.pipeline import of_stage, stored_by_stage
 from ridgeline.configs.schema import Config
-from ridgeline.planner.adapters import AdaptedMatrix, adapted_matrices
+from ridgeline.planner.adapters import AdaptedMatrix, adapted_matrices, base_scales
 from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, peer_slots
 from ridgeline.planner.parameters import (
     all_mlp_matmul_parameters,
@@ -283,6 +283,16 @@ class LocalSizes:
         """Bytes of a stored parameter that is no adapter's: frozen ones are in the compute dtype."""
         return self.compute_itemsize if self.adapted else self.parameter_itemsize
 
+    @property
+    def int8_base(self) -> bool:
+        """Whether the frozen matrices of the layers are stored in 8 bits (lora.base)."""
+        return bool(self.adapted) and self.config.lora.base == "int8"
+
+    @property
+    def matrix_itemsize(self) -> int:
+        """Bytes of an element of the layers' matrices in a gather: of the compute dtype, or 1 where they are stored in 8 bits."""
+        return 1 if self.int8_base else self.compute_itemsize
+
     @cached_property
     def loss_chunk_tokens(self) -> int:
         """Tokens of one device in a chunk of logits (models/loss.py)."""
@@ -331,4 +341,10 @@ def parameter_bytes(local: LocalSizes) -> int:
     """Return the bytes of all parameters on one device."""
     if not local.adapted:
         return local.parameters * local.parameter_itemsize
-    return local.parameters * local.weight_itemsize + local.trained * local.parameter_itemsize
+    size = local.parameters * local.weight_itemsize + local.trained * local.parameter_itemsize
+    if local.int8_base:
+        model = local.model
+        routers = 0 if model.moe is None else model.moe_layers * model.embed_dim * model.moe.experts // (local.tensor * local.fsdp)
+        size -= (local.layer_matrices - routers) * (local.weight_itemsize - 1)
+        size += 4 * base_scales(model, local.tensor, local.expert)
+    return size

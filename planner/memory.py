@@ -183,7 +183,8 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
             parameter_bytes(local),
             f"{config.precision.params} master weights, sharded over fsdp and tensor; norms replicated"
             if not local.adapted
-            else f"frozen, {config.precision.compute}, and adapters, {config.precision.params}; sharded over fsdp and tensor",
+            else f"frozen, {'int8 and ' if local.int8_base else ''}{config.precision.compute}, and adapters, {config.precision.params}; "
+            "sharded over fsdp and tensor",
         ),
         "moments": _moments(local),
         "batch": Component(

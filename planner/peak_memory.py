@@ -182,7 +182,7 @@ class StepMemory:
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next layer, which overlap gathers early."""
         local = self.local
-        return local.gathered_layer_weights * local.compute_itemsize if local.fsdp > 1 else 0
+        return local.gathered_layer_weights * local.matrix_itemsize if local.fsdp > 1 else 0
 
     # The points.
 

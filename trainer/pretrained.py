@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ridgeline.configs.errors import UserError
@@ -28,13 +29,14 @@ from ridgeline.loaders.tokenizers import Tokenizer, holds_tokenizer, load_tokeni
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.huggingface.convert import CONFIG_NAME, ROTARY_KEYS, HfCheckpoint, check_same_model, open_hf
 from ridgeline.models.huggingface.peft import ADAPTER_CONFIG, PeftAdapter, base_of, open_adapter
+from ridgeline.models.int8 import INT8, Index, is_matrix, quantized_on_load
 from ridgeline.models.lora import with_magnitudes
 from ridgeline.rundir.bench_results import config_sha256
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.checkpoint.directories import step_dir
 from ridgeline.trainer.checkpoint.identity import check_config, check_tokenizer_files
-from ridgeline.trainer.checkpoint.param_slices import PARAMS_ONLY
+from ridgeline.trainer.checkpoint.param_slices import PARAMS_ONLY, open_array
 from ridgeline.trainer.checkpoint.payload import check_matches, named_leaves
 from ridgeline.trainer.checkpoint.reader import CheckpointReader, check_startable
 from ridgeline.trainer.state import ModelSpec, TrainState, model_spec
@@ -147,13 +149,26 @@ def _load(source: Source, spec: ModelSpec, step: int | None = None, opt_state: T
     found = reader.latest_step() if step is None else step
     stored = {} if found is None else reader.read_metadata(found)["arrays"]
     rows = source.config.model.vocab_size
-    restored, metadata = reader.restore({**_as_stored(abstract, param_axes, stored, rows), **_optimizer(opt_state)}, step, partial=True)
+    wanted, matrices = _as_stored(abstract, param_axes, stored, rows), _to_quantize(source, spec)
+    if matrices and stored:
+        check_matches(stored, wanted, partial=True, where=str(source.path))
+        wanted = {"params": _without(wanted["params"], matrices)}
+    restored, metadata = reader.restore({**wanted, **_optimizer(opt_state)}, step, partial=True)
     if note := check_config(source.config, metadata, source.path):
         _log.warning(note)
     if source.tokenizer_dir is not None:
         check_tokenizer_files(metadata, source.tokenizer_dir)
-    params = jax.tree.map(lambda have, want, axes: _fit(have, want, axes, rows), restored["params"], abstract, param_axes)
+    others = (_without(tree, matrices) for tree in (abstract, param_axes))
+    params = jax.tree.map(lambda have, want, axes: _fit(have, want, axes, rows), restored["params"], *others)
+    root = step_dir(source.path / "checkpoints", int(metadata["step"]))
+    for path, leaf in matrices.items():
+        array = open_array(root.absolute(), f"params.{'.'.join(path)}")
+        _put(params, path, quantized_on_load(leaf, partial(_read_block, array)))
     return params, restored.get("opt_state"), int(metadata["step"])
+
+
+def _read_block(array: Any, index: Index) -> np.ndarray:
+    return np.asarray(array[index].read().result(), np.float32)
 
 
 def _optimizer(opt_state: Tree | None) -> dict[str, Tree]:
@@ -164,11 +179,41 @@ def _optimizer(opt_state: Tree | None) -> dict[str, Tree]:
 
 
 def _of_source(source: Source, spec: ModelSpec) -> tuple[Tree, Tree]:
-    """Return the parameters of `spec` that a source has, as ShapeDtypeStructs with shardings, and their logical axes."""
+    """Return the parameters of `spec` that a source has, as ShapeDtypeStructs with shardings, and their logical axes.
+
+    Of a run whose matrices are not in 8 bits, those that are to be quantized are one array.
+    """
+    abstract, axes = jax.tree.map(_with_sharding, spec.abstract_params, spec.param_shardings), spec.param_axes
+    if spec.adapted and source.config.lora.rank is None:
+        abstract, axes = spec.split(abstract)[1], spec.split(axes)[1]
+    if source.hf is None and source.config.lora.base != INT8:
+        abstract, axes = (jax.tree.map(lambda node: node[INT8] if is_matrix(node) else node, t, is_leaf=_is_node) for t in (abstract, axes))
+    return abstract, axes
+
+
+def _is_node(tree: Tree) -> bool:
+    return is_matrix(tree) or not isinstance(tree, Mapping)
+
+
+def _to_quantize(source: Source, spec: ModelSpec) -> dict[tuple[str, ...], dict[str, jax.ShapeDtypeStruct]]:
+    """Return path -> the two parameters of each matrix that the run has in 8 bits and the source, a run, has not."""
+    if source.config.lora.base == INT8:
+        return {}
     abstract = jax.tree.map(_with_sharding, spec.abstract_params, spec.param_shardings)
-    if not spec.adapted or source.config.lora.rank is not None:
-        return abstract, spec.param_axes
-    return spec.split(abstract)[1], spec.split(spec.param_axes)[1]
+    leaves = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_matrix)[0]
+    return {tuple(key.key for key in path): leaf for path, leaf in leaves if is_matrix(leaf)}
+
+
+def _without(tree: Tree, paths: Collection[tuple[str, ...]], at: tuple[str, ...] = ()) -> Tree:
+    """Return a nested dict without the nodes at these paths."""
+    kept = {name: node for name, node in tree.items() if (*at, name) not in paths}
+    return {name: _without(node, paths, (*at, name)) if isinstance(node, dict) else node for name, node in kept.items()}
+
+
+def _put(tree: Tree, path: tuple[str, ...], node: Tree) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = node
 
 
 def _as_stored(abstract: Tree, param_axes: Tree, stored: Mapping[str, Any], rows: int) -> Tree:
@@ -238,6 +283,9 @@ def start_from(
     tokenizer than the data's.
     """
     source = _fitting_source(path, model, tokenizer_sha256, lora)
+    if spec.adapted:  # random ones, replaced now: with them the devices would hold the model twice
+        for leaf in jax.tree.leaves(spec.split(state.params)[1]):
+            leaf.delete()
     params, opt_state, _ = _load(source, spec, opt_state=state.opt_state if with_optimizer else None)
     if with_optimizer:
         assert opt_state is not None  # check_optimizer
@@ -310,10 +358,12 @@ def _check_adapters(source: Source, model: ModelConfig, wanted: LoraConfig) -> N
             f"{source.path} has adapters: train them on with {settings}, or write the merged model with `ridge convert to-hf --merge`"
         )
     ours, theirs = ({**lora.model_dump(), "targets": list(lora.targets_of(model))} for lora in (wanted, found))
-    differ = [key for key in ours if key != "dropout" and ours[key] != theirs[key]]
+    differ = [key for key in ours if key not in ("dropout", "base") and ours[key] != theirs[key]]
     if differ:
         listed = ", ".join(f"lora.{key} = {ours[key]} (there: {theirs[key]})" for key in differ)
         raise UserError(f"the config differs from the adapters in {source.path}: {listed}")
+    if found.base == INT8 != wanted.base:
+        raise UserError(f"{source.path} has its frozen matrices in 8 bits: set lora.base=int8, or start from what it was started from")
 
 
 def merged_tokenizer(run: Path, corpus: Path, add_bos: bool, source: Path) -> tuple[Path, list[str]]:

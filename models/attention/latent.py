@@ -39,14 +39,14 @@ class LatentSelfAttention(nnx.Module):
         latent = model.latent_attention
         assert latent is not None
         width, heads, std, partitioner = model.embed_dim, model.num_heads, model.init_std, execution.partitioner
-        self.query_down = make.normal((width, latent.q_rank), ("embed", "latent"), std) if latent.q_rank else None
+        self.query_down = make.matrix((width, latent.q_rank), ("embed", "latent"), std) if latent.q_rank else None
         self.query_norm = RMSNorm(latent.q_rank, LATENT_NORM_EPS, make, partitioner) if latent.q_rank else None
-        self.query = make.normal((latent.q_rank or width, heads, model.head_width), ("embed", "heads", "head_dim"), std)
-        self.key_value_down = make.normal((width, latent.kv_rank + latent.rope_dim), ("embed", "latent"), std)
+        self.query = make.matrix((latent.q_rank or width, heads, model.head_width), ("embed", "heads", "head_dim"), std)
+        self.key_value_down = make.matrix((width, latent.kv_rank + latent.rope_dim), ("embed", "latent"), std)
         self.key_value_norm = RMSNorm(latent.kv_rank, LATENT_NORM_EPS, make, partitioner)
         shape = (latent.kv_rank, heads, latent.nope_dim + latent.value_dim)
-        self.key_value = make.normal(shape, ("embed", "kv_heads", "head_dim"), std)
-        self.out = make.normal((heads, latent.value_dim, width), ("heads", "head_dim", "embed"), residual_std)
+        self.key_value = make.matrix(shape, ("embed", "kv_heads", "head_dim"), std)
+        self.out = make.matrix((heads, latent.value_dim, width), ("heads", "head_dim", "embed"), residual_std)
         self.adapters = make_adapters(
             make,
             query_down=self.query_down,

@@ -30,10 +30,10 @@ class Attention(nnx.Module):
     def __init__(self, model: ModelConfig, execution: Execution, residual_std: float, make: ParamFactory) -> None:
         width, head = model.embed_dim, model.head_width
         heads, kv_heads, std = model.num_heads, model.kv_heads, matrix_std(model)
-        self.query = make.normal((width, heads, head), ("embed", "heads", "head_dim"), std)
-        self.key = make.normal((width, kv_heads, head), ("embed", "kv_heads", "head_dim"), std)
-        self.value = make.normal((width, kv_heads, head), ("embed", "kv_heads", "head_dim"), std)
-        self.out = make.normal((heads, head, width), ("heads", "head_dim", "embed"), residual_std)
+        self.query = make.matrix((width, heads, head), ("embed", "heads", "head_dim"), std)
+        self.key = make.matrix((width, kv_heads, head), ("embed", "kv_heads", "head_dim"), std)
+        self.value = make.matrix((width, kv_heads, head), ("embed", "kv_heads", "head_dim"), std)
+        self.out = make.matrix((heads, head, width), ("heads", "head_dim", "embed"), residual_std)
         bias = model.attention_bias
         self.query_bias = make.constant((heads, head), ("heads", "head_dim"), 0.0) if bias else None
         self.key_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None

@@ -24,12 +24,13 @@ from ridgeline.configs.foreign import shortened
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.huggingface.safetensors_stream import FLOAT_DTYPES, PlannedTensor, StoredTensor, all_finite
 from ridgeline.models.huggingface.tensor_map import Shape, TensorRule
+from ridgeline.models.int8 import LIMIT, scaled
 
 Quantization = Literal["fp8", "int8"]
 METHOD = "compressed-tensors"
 """quant_method in config.json."""
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_LIMITS: dict[Quantization, float] = {"fp8": float(ml_dtypes.finfo(FP8).max), "int8": 127.0}
+_LIMITS: dict[Quantization, float] = {"fp8": float(ml_dtypes.finfo(FP8).max), "int8": LIMIT}
 """Largest stored value."""
 _FORMATS: dict[Quantization, tuple[str, str]] = {"fp8": ("float-quantized", "float"), "int8": ("pack-quantized", "int")}
 """format and type in config.json."""
@@ -82,10 +83,7 @@ def quantized(name: str, weight: np.ndarray, dtype: np.dtype, kind: Quantization
     """
     if not all_finite(weight):
         raise UserError(f"'{name}' has weights that are NaN or infinite")
-    weight = weight.astype(np.float32)
-    limit, largest = _LIMITS[kind], np.abs(weight).max(axis=1, keepdims=True)
-    scale = np.maximum((largest / limit).astype(dtype), ml_dtypes.finfo(dtype).smallest_normal)
-    stored = np.clip(weight / scale.astype(np.float32), -limit, limit)
+    stored, scale = scaled(weight.astype(np.float32), (1,), _LIMITS[kind], dtype)
     if kind == "fp8":
         yield stored.astype(FP8)
         yield scale

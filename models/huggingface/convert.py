@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +43,7 @@ from ridgeline.models.huggingface.safetensors_stream import (
     read_directory,
 )
 from ridgeline.models.huggingface.tensor_map import EXPERT_DIM, Index, Place, Shape, TensorRule
+from ridgeline.models.int8 import is_matrix, quantized_on_load
 from ridgeline.models.mup import without_multipliers
 from ridgeline.sharding.partition import Partitioner
 
@@ -223,13 +224,15 @@ class HfCheckpoint:
     def load(self, abstract_params: Any) -> Any:
         """Return the parameters as jax.Arrays in the dtypes and shardings of `abstract_params` (nested dict of ShapeDtypeStruct).
 
-        Each process reads only the blocks of its devices.
+        Matrices that are in 8 bits there are quantized. Each process reads only the blocks of its devices.
         """
-        leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params, is_leaf=is_matrix)
         return jax.tree.unflatten(structure, [self._load_leaf(path, leaf) for path, leaf in leaves])
 
-    def _load_leaf(self, keys: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def _load_leaf(self, keys: Any, leaf: Any) -> Any:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        if is_matrix(leaf):
+            return quantized_on_load(leaf, partial(self.read, path, np.dtype(np.float32)))
         assert tuple(leaf.shape) == self.shapes[path], (path, leaf.shape, self.shapes[path])
         blocks: dict[str, np.ndarray] = {}  # replicas share a block
 

@@ -31,6 +31,7 @@ from ridgeline.models.huggingface.safetensors_stream import (
     read_header,
 )
 from ridgeline.models.huggingface.tensor_map import EXPERT_DIM, Shape, TensorRule
+from ridgeline.models.int8 import dequantizing
 from ridgeline.models.lora import ADAPTERS
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -334,11 +335,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def merged(read: ReadParameter, model: ModelConfig, lora: LoraConfig) -> ReadParameter:
-    """Return the reader of the model's parameters with the adapters added to their matrices, computed in float32.
+    """Return the reader of the model's parameters with the adapters added to their matrices, dequantized ones, computed in float32.
 
     read: of the parameters of model and adapters.
     """
     shapes = parameter_shapes(model, lora)
+    read = dequantizing(read, shapes)
     adapted = {kernel_path(path): path.rpartition(".")[0] for path in shapes if _WITHIN in path}
 
     def read_merged(path: str, layer: int | None) -> np.ndarray:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ridgeline.models.int8 import Matrix
 from ridgeline.models.matmul.interface import Adapt, Matmul, input_equation, weight_equation
 from ridgeline.models.params import Amax, logical_axes
 from ridgeline.sharding.manual import on_shards
@@ -46,7 +47,7 @@ class CollectiveMatmul(Matmul):
         self,
         equations: Sequence[str],
         x: jax.Array,
-        params: Sequence[nnx.Param],
+        params: Sequence[Matrix],
         amax: Amax | None = None,
         adapters: Sequence[Adapt | None] | None = None,
     ) -> tuple[jax.Array, ...]:
@@ -54,7 +55,7 @@ class CollectiveMatmul(Matmul):
         assert amax is None and not self.float8 and self.block_format is None, "configs/rules.py refuses quantized matmuls"
         assert not any(adapters or ()), "configs/rules.py refuses adapters"
         axes = tuple(logical_axes(param) for param in params)
-        weights = tuple(param[...] for param in params)
+        weights = tuple(param[...] for param in params if isinstance(param, nnx.Param))  # in 8 bits only with adapters
         if axes[0][0] == "embed":
             return _gathered(self, tuple(equations), axes, x, weights)
         return tuple(_scattered(self, *each) for each in zip(equations, axes, [x] * len(axes), weights, strict=True))

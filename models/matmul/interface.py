@@ -2,7 +2,8 @@
 
 A layer calls `Matmul` with an einsum equation, its input and a parameter. What happens behind the call follows from the config:
 
-1. The parameter is cast to the dtype in which it is communicated (compute dtype, or float8) and all-gathered over fsdp (ZeRO-3).
+1. The parameter is cast to the dtype in which it is communicated (compute dtype, or float8) and all-gathered over fsdp (ZeRO-3). A matrix
+   that is stored in 8 bits (`lora.base: int8`) is gathered so, and dequantized after.
 2. The operands are quantized as `precision.matmul` requires (fp8.py, block_scaled.py). Matmuls that share their input quantize it once.
 3. The platform's fast kernel runs (dense.py, block_scaled.py), with `compute.tensor_overlap: ring` as a collective matmul (collective.py).
 
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ridgeline.models.int8 import Int8, Matrix, scale_axes, values_of
 from ridgeline.models.matmul import block_scaled, dense, fp8
 from ridgeline.models.params import Amax, logical_axes
 from ridgeline.sharding.manual import look_up, look_up_gradient
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 Path = tuple[Any, ...]
 LogicalAxes = tuple[str, ...]
-Adapt = Callable[["Matmul", str, jax.Array, nnx.Param, jax.Array], jax.Array]
+Adapt = Callable[["Matmul", str, jax.Array, Matrix, jax.Array], jax.Array]
 """(matmul, equation, input, parameter, result) -> the result with an adapter (models/lora.py)."""
 
 
@@ -56,7 +58,7 @@ class Matmul:
     """Parameters have no gradient."""
 
     def __call__(
-        self, equation: str, x: jax.Array, param: nnx.Param, amax: Amax | None = None, adapters: Sequence[Adapt | None] = (None,)
+        self, equation: str, x: jax.Array, param: Matrix, amax: Amax | None = None, adapters: Sequence[Adapt | None] = (None,)
     ) -> jax.Array:
         """Return einsum(equation, x, param) in the compute dtype; see `shared`."""
         return self.shared((equation,), x, (param,), amax, adapters)[0]
@@ -65,7 +67,7 @@ class Matmul:
         self,
         equations: Sequence[str],
         x: jax.Array,
-        params: Sequence[nnx.Param],
+        params: Sequence[Matrix],
         amax: Amax | None = None,
         adapters: Sequence[Adapt | None] | None = None,
     ) -> tuple[jax.Array, ...]:
@@ -76,7 +78,7 @@ class Matmul:
         scaling); its "gradient" is the amax of this pass. `adapters`: of each parameter (models/lora.py).
         """
         axes = tuple(logical_axes(param) for param in params)
-        weights = tuple(Weight(param[...], param.get_metadata().get(_AMAX)) for param in params)
+        weights = tuple(_weight(param) for param in params)
         ys = _matmuls(self, tuple(equations), axes, x, weights, None if amax is None else amax[...])
         if adapters is None:
             return ys
@@ -138,12 +140,16 @@ to 3e-3, the range of gradients of a mean loss over 1e3 to 1e7 tokens."""
 class Weight(NamedTuple):
     """A stored (sharded) parameter, and its amax where that is known."""
 
-    w: jax.Array
+    w: jax.Array | Int8
     amax: jax.Array | None
 
 
+def _weight(param: Matrix) -> Weight:
+    return Weight(values_of(param), param.get_metadata().get(_AMAX) if isinstance(param, nnx.Param) else None)
+
+
 class Gathered(NamedTuple):
-    """A parameter all-gathered over fsdp, in the dtype that was communicated, and its scale where that is float8."""
+    """A parameter all-gathered over fsdp, in the dtype that was communicated, and its scale where that is 8 bits: of float8 a scalar."""
 
     w: jax.Array
     scale: jax.Array | None
@@ -196,7 +202,9 @@ def _matmuls_backward(
     for index, (equation, names, w, dy) in enumerate(zip(equations, axes, gathered, dys, strict=True)):
         dy = _quantized_gradient(matmul, dy, amax, index)
         dxs.append(_input_gradient(matmul, equation, dy, _operand(matmul, w)))
-        dws.append(Weight(_weight_gradient(matmul, equation, names, x, dy).astype(weights[index].w.dtype), None))
+        stored = weights[index].w
+        assert not isinstance(stored, Int8), "only frozen matrices are stored in 8 bits"
+        dws.append(Weight(_weight_gradient(matmul, equation, names, x, dy).astype(stored.dtype), None))
     return functools.reduce(jnp.add, dxs), tuple(dws), new_amax
 
 
@@ -206,6 +214,10 @@ _matmuls.defvjp(_matmuls_forward, _matmuls_backward)
 def _gather(matmul: Matmul, axes: LogicalAxes, weight: Weight) -> Gathered:
     """Cast or quantize, then all-gather over fsdp, so that the narrow dtype is communicated."""
     gather = matmul.partitioner.gather_param
+    if isinstance(weight.w, Int8):
+        # Where the scale is also used on the shards (DoRA's norms), XLA would shard it, and the product with it, and gather the product.
+        scale = matmul.partitioner.constrain(weight.w.scale, *scale_axes(weight.w, axes))
+        return Gathered(gather(weight.w.stored, *axes), scale)
     if not matmul._quantizes_params:
         return Gathered(gather(weight.w.astype(matmul.compute_dtype), *axes), None)
     q, scale = fp8.quantize(weight.w, fp8.VALUES, weight.amax)
@@ -215,6 +227,8 @@ def _gather(matmul: Matmul, axes: LogicalAxes, weight: Weight) -> Gathered:
 def _operand(matmul: Matmul, gathered: Gathered) -> Any:
     """Return a gathered parameter as the kernel reads it."""
     w, scale = gathered
+    if scale is not None and w.dtype == jnp.int8:
+        return Int8(w, scale).dequantized(matmul.compute_dtype)
     if scale is not None and matmul.block_format is not None:
         return block_scaled.TensorScaled(w, scale)
     return w if scale is None else fp8.dequantize(w, scale, matmul.compute_dtype)

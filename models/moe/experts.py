@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ridgeline.models.int8 import Int8, Matrix, values_of
 from ridgeline.models.matmul import Matmul
 from ridgeline.models.moe.adapters import A_AXES, B_AXES, ExpertAdapter, Pair, added, gradients, input_gradient
 from ridgeline.models.moe.exchange import Exchange, Route
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 MATRIX_AXES = ("expert_embed", "experts", "mlp")
 """Logical axes of the gate, up and down matrices, all [D, E, F]: XLA gathers and scatters leading dims without a copy."""
 _STREAM = ("batch", "residual_seq", "act_embed")
+Stored = jax.Array | Int8
+"""A parameter as it is stored."""
 
 
 class Plan(NamedTuple):
@@ -99,20 +101,20 @@ class Experts:
         return planned
 
     def widen(
-        self, x_BTD: jax.Array, plan: Plan, params: tuple[nnx.Param, ...], adapters: Sequence[ExpertAdapter | None] = ()
+        self, x_BTD: jax.Array, plan: Plan, params: tuple[Matrix, ...], adapters: Sequence[ExpertAdapter | None] = ()
     ) -> list[jax.Array]:
         """Return the rows of each expert times its matrices [D, E, F]: [R of all devices, F] in the compute dtype.
 
         x: the normalized residual stream, sharded along the sequence as between blocks; adapters: of each matrix.
         """
         pairs = tuple(None if adapter is None else adapter.pair for adapter in adapters or (None,) * len(params))
-        return list(_widen(self, x_BTD, plan, tuple(param[...] for param in params), pairs))
+        return list(_widen(self, x_BTD, plan, tuple(values_of(param) for param in params), pairs))
 
     def narrow(
-        self, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: nnx.Param, adapter: ExpertAdapter | None = None
+        self, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Matrix, adapter: ExpertAdapter | None = None
     ) -> jax.Array:
         """Return the weighted sum of each token's experts [B, T, D]: hidden rows times the matrix [D, E, F] of their expert."""
-        y_BTD: jax.Array = _narrow(self, hidden_RF, weights_BTK, plan, param[...], None if adapter is None else adapter.pair)
+        y_BTD: jax.Array = _narrow(self, hidden_RF, weights_BTK, plan, values_of(param), None if adapter is None else adapter.pair)
         return y_BTD
 
     # What the local functions share.
@@ -155,9 +157,16 @@ class Experts:
     def _used_spec(self) -> PartitionSpec:
         return self.matmul.partitioner.rules.spec(MATRIX_AXES, without=("fsdp",))
 
-    def _used(self, param: jax.Array) -> jax.Array:
-        """Cast and gather a stored parameter."""
-        return self.matmul.partitioner.gather_param(param.astype(self.matmul.compute_dtype), *MATRIX_AXES)
+    def _gathered(self, param: Stored) -> Stored:
+        """Cast and gather a stored parameter; one in 8 bits as it is."""
+        gather = self.matmul.partitioner.gather_param
+        if isinstance(param, Int8):
+            return Int8(gather(param.stored, *MATRIX_AXES), param.scale)
+        return gather(param.astype(self.matmul.compute_dtype), *MATRIX_AXES)
+
+    def _used(self, gathered: Stored) -> jax.Array:
+        """Return a gathered parameter in the compute dtype."""
+        return gathered.dequantized(self.matmul.compute_dtype) if isinstance(gathered, Int8) else gathered
 
     def _used_pair(self, pair: Pair | None, *, down: bool) -> Pair | None:
         """Cast and gather the stored adapters of a matrix."""
@@ -235,19 +244,18 @@ def _on_shards(experts: Experts, local: Callable[..., Any], in_specs: Any, out_s
 
 
 Matrices = tuple[jax.Array, ...]
-
-
 Pairs = tuple[Pair | None, ...]
 """Adapters of matrices."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _widen(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Matrices, pairs: Pairs) -> Matrices:
+def _widen(experts: Experts, x_BTD: jax.Array, plan: Plan, params: tuple[Stored, ...], pairs: Pairs) -> Matrices:
     return _widen_forward(experts, x_BTD, plan, params, pairs)[0]
 
 
-def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Matrices, pairs: Pairs) -> tuple[Matrices, Any]:
-    used = tuple(experts._used(param) for param in params)
+def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: tuple[Stored, ...], pairs: Pairs) -> tuple[Matrices, Any]:
+    gathered = tuple(experts._gathered(param) for param in params)
+    used = tuple(map(experts._used, gathered))
     used_pairs = tuple(experts._used_pair(pair, down=False) for pair in pairs)
     kernel, scale = experts.kernel, experts.adapter_scale
 
@@ -261,12 +269,12 @@ def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Matri
     pair_specs = tuple(experts._pair_spec(pair, down=False) for pair in pairs)
     in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * len(params), pair_specs)
     hidden: Matrices = _on_shards(experts, local, in_specs, (experts._rows_spec,) * len(params))(x_BTD, plan, used, used_pairs)
-    return hidden, (x_BTD, plan, params, pairs, used if experts.matmul.save_gathered else None)
+    return hidden, (x_BTD, plan, params, pairs, gathered if experts.matmul.save_gathered else None)
 
 
 def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tuple[jax.Array, None, Matrices | None, Pairs]:
     x_BTD, plan, params, pairs, saved = residuals
-    used = saved or tuple(experts._used(param) for param in params)
+    used = tuple(map(experts._used, saved or tuple(experts._gathered(param) for param in params)))
     used_pairs = tuple(experts._used_pair(pair, down=False) for pair in pairs)
     kernel, dtype, scale = experts.kernel, experts.matmul.gradient_dtype, experts.adapter_scale
 
@@ -299,14 +307,15 @@ _widen.defvjp(_widen_forward, _widen_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _narrow(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: jax.Array, pair: Pair | None) -> jax.Array:
+def _narrow(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Stored, pair: Pair | None) -> jax.Array:
     return _narrow_forward(experts, hidden_RF, weights_BTK, plan, param, pair)[0]
 
 
 def _narrow_forward(
-    experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: jax.Array, pair: Pair | None
+    experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Stored, pair: Pair | None
 ) -> tuple[jax.Array, Any]:
-    used, used_pair = experts._used(param), experts._used_pair(pair, down=True)
+    gathered, used_pair = experts._gathered(param), experts._used_pair(pair, down=True)
+    used = experts._used(gathered)
 
     def local(hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, w_DEF: jax.Array, pair: Pair | None) -> jax.Array:
         y_RD = experts.kernel.matmul(hidden_RF, w_DEF, plan.load_E, transposed=True)
@@ -318,14 +327,14 @@ def _narrow_forward(
     pair_spec = experts._pair_spec(pair, down=True)
     in_specs = (experts._rows_spec, experts._choice_spec, experts._plan_spec, experts._used_spec, pair_spec)
     y_BTD: jax.Array = _on_shards(experts, local, in_specs, experts._stream_spec)(hidden_RF, weights_BTK, plan, used, used_pair)
-    return y_BTD, (hidden_RF, plan, param, pair, used if experts.matmul.save_gathered else None)
+    return y_BTD, (hidden_RF, plan, param, pair, gathered if experts.matmul.save_gathered else None)
 
 
 def _narrow_backward(
     experts: Experts, residuals: Any, dy_BTD: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, jax.Array | None, Pair | None]:
     hidden_RF, plan, param, pair, saved = residuals
-    used, used_pair = experts._used(param) if saved is None else saved, experts._used_pair(pair, down=True)
+    used, used_pair = experts._used(experts._gathered(param) if saved is None else saved), experts._used_pair(pair, down=True)
     kernel, dtype, scale = experts.kernel, experts.matmul.gradient_dtype, experts.adapter_scale
 
     def local(

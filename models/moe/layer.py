@@ -43,9 +43,9 @@ class MixtureOfExperts(nnx.Module):
         # Not trained by the optimizer, and in float32 whatever the parameters are: its steps are small.
         self.router_bias = replace(make, dtype=jnp.dtype("float32")).constant((experts,), ("router",), 0.0) if moe.choice_bias else None
         shape = (width, experts, hidden)
-        self.gate = make.normal(shape, MATRIX_AXES, std) if model.gated_mlp else None
-        self.up = make.normal(shape, MATRIX_AXES, std)
-        self.down = make.normal(shape, MATRIX_AXES, residual_std)  # [D, E, F] as the others
+        self.gate = make.matrix(shape, MATRIX_AXES, std, (0,)) if model.gated_mlp else None
+        self.up = make.matrix(shape, MATRIX_AXES, std, (0,))
+        self.down = make.matrix(shape, MATRIX_AXES, residual_std, (2,))  # [D, E, F] as the others
         self.logit_bias = make.normal((experts,), ("router",), model.init_std) if moe.logit_bias else None
         bias = model.mlp_bias
         self.gate_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias and model.gated_mlp else None

@@ -37,7 +37,9 @@ def _of_experts(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollectiv
             local * matrix.other_side // step.tensor * step.grad,
         ),
     ]
-    gathers = step.parameters(what, "layer", matrix.experts * matrix.embed_side, step.layers, of_experts=True, whole=True)
+    gathers = step.parameters(
+        what, "layer", matrix.experts * matrix.embed_side, step.layers, of_experts=True, whole=True, gathered=step.act
+    )
     return [*gathers, *(replace(item, by_hand=True) for item in reduced)]
 
 
@@ -45,7 +47,7 @@ def _parameters(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollectiv
     """Return the gathers of the side that fsdp shards, and the reductions of both gradients, which are whole (models/matmul)."""
     what, other = f"{matrix.name} adapter", matrix.other_side // (1 if matrix.writes_latent else step.tensor)
     return [
-        *step.parameters(what, "layer", matrix.embed_side, step.layers, whole=True),
+        *step.parameters(what, "layer", matrix.embed_side, step.layers, whole=True, gathered=step.act),
         *_replicated(step, what, matrix.embed_side * step.grad, over_tensor=matrix.on_shards),
         *_replicated(step, f"{what}, other side", other * step.grad, over_tensor=matrix.writes_latent),
     ]

@@ -19,8 +19,10 @@ def experts(step: StepSizes, moe: MoEConfig) -> list[PlannedCollective]:
     weights = moe.experts * expert_parameters(model)
     routed = step.parameters("experts", "layer", weights, step.layers, of_experts=True, reduced_by_hand=True)
     router = [
-        replace(item, bytes=item.bytes * 4 // (step.act if item.kind == "all-gather" else step.grad))
-        for item in step.parameters("router", "layer", model.embed_dim * moe.experts * step.tensor, step.layers, reduced_by_hand=True)
+        item if item.kind == "all-gather" else replace(item, bytes=item.bytes * 4 // step.grad)
+        for item in step.parameters(
+            "router", "layer", model.embed_dim * moe.experts * step.tensor, step.layers, reduced_by_hand=True, gathered=4
+        )
     ]
     router = [replace(item, axes=(*item.axes, *step.over("tensor"))) if item.kind == "all-reduce" else item for item in router]
     return [*routed, *router, *_exchange(step, moe), *_expert_biases(step, moe)]

@@ -74,8 +74,8 @@ class StepSizes:
         self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
         self.act = itemsize[config.precision.compute]
         narrow = itemsize.get("float8", 1) if config.precision.eight_bit or config.precision.matmul == "mxfp8" else self.act
-        self.gathered = narrow
-        """Bytes per element of a layer's parameters in an all-gather."""
+        self.gathered = 1 if self.frozen and config.lora.base == "int8" else narrow
+        """Bytes per element of a layer's parameters in an all-gather; of adapters `act`."""
         self.update_grad = narrow if gpu else self.act
         """Bytes per element of the gradients of attention's and MLP's updates in an all-gather. GPUs quantize before they communicate."""
         self.grad = itemsize[config.precision.gradients]
@@ -142,15 +142,16 @@ class StepSizes:
         of_experts: bool = False,
         reduced_by_hand: bool = False,
         whole: bool = False,
+        gathered: int | None = None,
     ) -> list[PlannedCollective]:
         """Return the gathers of `weights` parameters, sharded over fsdp and tensor, and without adapters the reductions of their
         gradient.
 
         by_hand: both are written by hand (models/moe, sharding/manual.py); reduced_by_hand: only the reductions are. whole: not sharded
-        over tensor, which shards the tokens.
+        over tensor, which shards the tokens. gathered: bytes per element in the gathers, where not those of the layers' matrices.
         """
         local, grad = weights // (1 if whole else self.tensor) // (self.expert if of_experts else 1), grad or self.grad
-        gathered = local * (self.gathered if where == "layer" else self.act)
+        gathered = local * (gathered or (self.gathered if where == "layer" else self.act))
         fsdp, sequence = self.over("fsdp") if of_experts else self.over("fsdp", "expert"), ("context", "tensor") if whole else ("context",)
         data = self.over("data", *sequence)
         shards = self.fsdp // self.expert if of_experts else self.fsdp

@@ -82,6 +82,7 @@ CASES = [
     (["lora.rank=512"], "lora.rank: must be at most model.embed_dim=256, got 512; for full rank train without adapters"),
     (["lora.rank=4", "lora.dropout=1"], "lora.dropout: must be less than 1, got 1.0"),
     (["lora.alpha=4"], "lora.alpha: there are no adapters; set lora.rank, such as lora.rank=16"),
+    (["lora.base=int8"], "lora.base: there are no adapters; set lora.rank, such as lora.rank=16"),
     (
         ["lora.rank=4", "mesh.pipeline=2", "trainer.accumulation=2"],
         "mesh.pipeline: does not support adapters; set mesh.pipeline=1",

@@ -69,6 +69,10 @@ def by_path(tree) -> dict[str, np.ndarray]:
 
 def test_logits_and_gradients_equal_those_of_peft(adapted):
     _, theirs, loaded = adapted
+    compare(theirs, loaded)
+
+
+def compare(theirs, loaded):
     tokens = random_tokens((2, 33))
     np.testing.assert_allclose(np.asarray(our_logits(loaded.decoder, tokens)), their_logits(theirs, tokens), atol=2e-5, rtol=0)
 
@@ -90,6 +94,40 @@ def test_logits_and_gradients_equal_those_of_peft(adapted):
             wanted = expected.pop(f"base_model.model.{tensor.module(layer)}.{part[tensor.part]}")
             assert np.linalg.norm(tensor.to_hf(gradient) - wanted) <= 1e-5 * np.linalg.norm(wanted), (tensor.path, layer)
     assert not ours and not expected
+
+
+def test_a_base_in_8_bits_equals_peft_on_weights_that_torch_quantized(tmp_path):
+    """Symmetric, a scale per output; embeddings, norms and the output head are not quantized. Merging adds to the dequantized weights."""
+    save_random_model(VARIANTS["llama3"], tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj", "down_proj"], use_dora=True)
+    theirs = peft.get_peft_model(load_theirs(tmp_path / "base"), config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name and "magnitude" not in name:
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "adapter")
+    unquantized = their_logits(theirs.eval(), random_tokens((2, 16), seed=4))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith(("_proj.weight", "base_layer.weight")):
+                scale = parameter.abs().amax(1, keepdim=True) / 127
+                parameter.copy_(torch.round(parameter / scale) * scale)
+
+    def in_8_bits(config: Config) -> Config:
+        return on_one_device(config).model_copy(update={"lora": config.lora.model_copy(update={"base": "int8"})})
+
+    loaded = load_model(tmp_path / "adapter", adapt=in_8_bits)
+    stored = by_path(loaded.params)
+    assert sum(values.dtype == np.int8 for values in stored.values()) == 7
+    compare(theirs, loaded)
+    assert not np.allclose(their_logits(theirs, random_tokens((2, 16), seed=4)), unquantized, atol=2e-4, rtol=0)
+
+    (tmp_path / "merged").mkdir()
+    export_weights(loaded.model, merged(read_of(loaded), loaded.model, loaded.config.lora), tmp_path / "merged", "float32")
+    (tmp_path / "merged" / "config.json").write_text(json.dumps(hf_config(loaded.model, "float32", {})))
+    tokens = random_tokens((2, 16), seed=3)
+    ours = their_logits(load_theirs(tmp_path / "merged"), tokens)
+    np.testing.assert_allclose(ours, their_logits(theirs.merge_and_unload().eval(), tokens), atol=2e-5, rtol=0)
 
 
 def read_of(loaded):

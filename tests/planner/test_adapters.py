@@ -31,12 +31,16 @@ MODELS = {
     "latents and shared experts": LATENT | {"moe": MoEConfig(experts=6, expert_dim=16, dense_layers=1, shared_experts=2)},
 }
 EXPERTS = ["query", "expert_gate", "expert_up", "expert_down"]
-LORA = {"all": LoraConfig(rank=4, dora=True), "some": LoraConfig(rank=4, targets=["query", "out", "down"])}
-OF_EXPERTS = LoraConfig(rank=4, targets=EXPERTS)
+LORA = {
+    "all": LoraConfig(rank=4, dora=True),
+    "some": LoraConfig(rank=4, targets=["query", "out", "down"]),
+    "int8": LoraConfig(rank=4, base="int8"),
+}
+OF_EXPERTS = {"experts": LoraConfig(rank=4, targets=EXPERTS), "experts, int8": LoraConfig(rank=4, targets=EXPERTS, base="int8")}
 
 
 def make_config(model: str, lora: str, **mesh: int) -> Config:
-    lora = {**LORA, "experts": OF_EXPERTS}[lora]
+    lora = {**LORA, **OF_EXPERTS}[lora]
     precision = {"params": "float32", "compute": "bfloat16"}
     return Config.model_validate({"model": SHAPE | MODELS[model], "lora": lora, "precision": precision, "mesh": mesh or {"fsdp": 1}})
 
@@ -45,7 +49,11 @@ def make_config(model: str, lora: str, **mesh: int) -> Config:
     ("model", "lora", "mesh"),
     [
         *itertools.product(MODELS, LORA, [{"fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}]),
-        *(("latents and shared experts", "experts", mesh) for mesh in ({"fsdp": 1}, {"fsdp": 2, "tensor": 2, "expert": 2})),
+        *(
+            ("latents and shared experts", lora, mesh)
+            for lora in OF_EXPERTS
+            for mesh in ({"fsdp": 1}, {"fsdp": 2, "tensor": 2, "expert": 2})
+        ),
     ],
     ids=str,
 )
@@ -61,7 +69,8 @@ def test_parameters_and_state_are_those_of_the_model_as_built(model, lora, mesh)
 
     trained, frozen = spec.split(state.params)
     assert adapter_parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(trained))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} <= {"bfloat16"}
+    of_int8 = {"int8", "float32"} if config.lora.base == "int8" else set()
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"bfloat16"} | of_int8
     local, estimate = LocalSizes.of(config, sizes), memory_per_device(config, sizes).components
     assert local.trained * 4 == local_bytes(trained)
     assert estimate["moments"].bytes == local_bytes(state.opt_state) - 4  # the count of AdamW's steps

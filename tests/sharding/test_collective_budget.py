@@ -150,6 +150,8 @@ def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
             with_adapters(make_config(2, 2, 2), "full", dora=True),
             with_adapters(make_config(1, 2, 2, context=2, method="ring", **BIASES)),
             with_adapters(make_config(2, 1, 4, **LATENT), dora=True),
+            with_adapters(make_config(2, 2, 2), "full", dora=True, base="int8"),
+            with_adapters(make_config(1, 4, 2, **LATENT), base="int8"),
             with_pairs(make_config(2, 2, 2)),
             with_pairs(make_config(1, 2, 2, context=2, method="ring")),
             with_policy(make_config(1, 2, 2, context=2, method="ring")),
@@ -162,7 +164,7 @@ def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
     ids=lambda config: (
         "-".join(f"{axis}{n}" for axis, n in config.mesh.sizes.items() if n > 1)
         + config.compute.attention.context
-        + ("-adapters-" + config.compute.remat.policy if config.lora.rank else "")
+        + (f"-adapters-{config.compute.remat.policy}-{config.lora.base}" if config.lora.rank else "")
         + ("-pairs" if config.preference.loss else "")
         + ("-policy" if config.policy.loss else "")
         + (f"-teacher-{config.distillation.rest}" if config.distillation.weight else "")
@@ -201,6 +203,7 @@ EXPERT_ADAPTERS = {"targets": ["expert_gate", "expert_up", "expert_down"]}
             ({"fsdp": 2, "tensor": 2, "context": 2}, {}, SINKS_AND_BIASES, {}),
             ({"data": 2, "fsdp": 2, "tensor": 2}, {}, {}, EXPERT_ADAPTERS),
             ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, {}, EXPERT_ADAPTERS),
+            ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, {}, EXPERT_ADAPTERS | {"base": "int8"}),
             ({"data": 2, "fsdp": 1, "context": 2, "expert": 2}, {"capacity_factor": 1.2}, {}, EXPERT_ADAPTERS),
         ],
         3,

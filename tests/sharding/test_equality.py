@@ -186,6 +186,7 @@ def test_experts_over_expert_equal_one_device(mesh):
 
 
 ADAPTERS = {"lora": LoraConfig(rank=4, dora=True, dropout=0.1)}
+ON_INT8 = {"lora": LoraConfig(rank=4, dora=True, targets=["query", "down"], base="int8")}
 
 
 @cache
@@ -207,6 +208,23 @@ def test_adapters_equal_one_device_and_begin_as_the_model_without_them(mesh, zer
 
 
 EXPERTS = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    drawn([((2, 2, 2, 1), {}), ((1, 8, 1, 1), {}), ((1, 2, 2, 2), EXPERTS), ((4, 1, 2, 1), LATENT)], 1),
+    ids=str,
+)
+def test_adapters_of_a_base_in_8_bits_equal_one_device(mesh, model):
+    """data, fsdp, tensor, expert. The first loss is near that of the model in full precision, and not equal to it."""
+    config = make_config(*mesh[:3], **model).model_copy(update=ON_INT8)
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"expert": mesh[3]})})
+    expected = run(make_config(1, 1, 1, **model).model_copy(update=ON_INT8), jax.devices()[:1])
+    compare(run(config, jax.devices()), expected)
+    assert len(jax.tree.leaves(expected[1])) == (3 if "moe" in model else 6)
+    whole = reference(**model)[0][0]
+    assert expected[0][0] != whole
+    assert expected[0][0] == pytest.approx(whole, rel=1e-3)
 
 
 @pytest.mark.parametrize("mesh", drawn([(2, 1, 1, 4), (1, 2, 2, 2), (2, 2, 2, 1)], 1), ids=str)

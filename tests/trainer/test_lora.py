@@ -139,6 +139,53 @@ def test_other_adapters_do_not_resume(corpus: Path, base: tuple[Path, Any], whol
             run(adapted(corpus, whole[0].directory, base[0], lora=LORA | change, trainer={"steps": 8}))
 
 
+INPUTS = {"query": (1,), "key": (1,), "value": (1,), "out": (1, 2), "gate": (1,), "up": (1,), "down": (1,)}
+"""Input dims of the stacked matrices."""
+
+
+def test_a_base_in_8_bits_is_quantized_on_load_resumes_bitwise_and_is_exported(
+    corpus: Path,  # noqa: F811
+    base: tuple[Path, dict[str, np.ndarray]],
+    tmp_path: Path,
+) -> None:
+    lora = {"rank": 4, "dora": True, "targets": ["query", "down"], "base": "int8"}
+    whole = adapted(corpus, tmp_path / "whole", base[0], lora=lora)
+    losses = run(whole)
+    run(adapted(corpus, tmp_path / "run", base[0], lora=lora, trainer={"stop_after_s": 1e-9}))
+    resumed = adapted(corpus, tmp_path / "run", base[0], lora=lora)
+    assert run(resumed) == losses
+    stored, other = ({name.split("'")[1]: values for name, values in payload(config).items()} for config in (whole, resumed))
+    assert stored.keys() == other.keys()
+    assert all(np.array_equal(values, other[name]) for name, values in stored.items())
+
+    matrices = {path: path.split(".")[-1] for path in base[1] if path.split(".")[-1] in INPUTS}
+    assert len(matrices) >= 6
+    for path, name in matrices.items():
+        scale = np.abs(base[1][path]).max(INPUTS[name], keepdims=True) / np.float32(127)
+        np.testing.assert_array_equal(stored[f"params.{path}.scale"], scale)
+        assert stored[f"params.{path}.int8"].dtype == np.int8
+        np.testing.assert_array_equal(stored[f"params.{path}.int8"], np.rint(base[1][path] / scale))
+    others = base[1].keys() - matrices.keys()
+    assert all(np.array_equal(stored[f"params.{path}"], base[1][path]) for path in others)
+    assert all("adapters" in name for name, values in stored.items() if name.startswith("opt_state.") and values.ndim > 0)
+
+    imported = tmp_path / "imported"
+    assert CliRunner().invoke(from_hf, [str(base[0]), "--output", str(imported)], catch_exceptions=False).exit_code == 0
+    assert run(adapted(corpus, tmp_path / "from_a_run", imported, lora=lora)) == losses
+    with pytest.raises(UserError, match=r"cannot resume with the changed config: lora\.base"):
+        run(adapted(corpus, whole.directory, base[0], lora=lora | {"base": "compute"}, trainer={"steps": 8}))
+    with pytest.raises(UserError, match=r"has its frozen matrices in 8 bits: set lora\.base=int8"):
+        run(adapted(corpus, tmp_path / "other", whole.directory, lora=lora | {"base": "compute"}))
+
+    def in_8_bits(config: Config) -> Config:
+        return config.model_copy(update={"lora": config.lora.model_copy(update={"base": "int8"})})
+
+    computed = logits(load_model(whole.directory))
+    adapter = export(whole.directory, tmp_path / "adapter", "--adapter")
+    np.testing.assert_array_equal(logits(load_model(adapter, adapt=in_8_bits)), computed)
+    np.testing.assert_allclose(logits(load_model(export(whole.directory, tmp_path / "merged", "--merge"))), computed, atol=1e-5, rtol=0)
+
+
 def test_an_export_says_what_to_choose(whole: tuple[Config, Any], base: tuple[Path, Any], tmp_path: Path) -> None:
     for options in ((), ("--adapter", "--merge")):
         with pytest.raises(UserError, match="has adapters; choose one of --adapter and --merge"):
