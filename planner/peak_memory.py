@@ -95,6 +95,11 @@ class StepMemory:
         """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two."""
         return 1 + self.local.model.num_layers // self.local.model.layer_period % 2
 
+    @property
+    def turns_in_loss(self) -> int:
+        """Turns of the backward pass that may start in the loss; none in a loop of microbatches."""
+        return 0 if self.turn == 1 or self.in_loop else self.first_turns
+
     def zeroed_accumulators(self) -> int:
         """Return the bytes of the results and gradients of one layer's chunked attention, which start as zeros.
 
@@ -254,13 +259,14 @@ class StepMemory:
             if policy == "offload" or (policy == "full" and local.fsdp == 1):
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
-        early = self.turn * (local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes) if self.overlap and policy == "full" else 0
+        early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
+        if self.turns_in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
+            early = self.turn * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         if self.turn > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns that are apart
             early += self.turn * self.saved.bytes // local.model.num_layers
-            early += (self.first_turns + 1) * self.turn * self.zeroed_accumulators()
-            early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes if policy == "full" else 0
+            early += (self.turns_in_loss + 1) * self.turn * self.zeroed_accumulators()
         # Of frozen layers XLA gathers two early: no gradients wait for their reduction meanwhile.
-        layers = (2 if local.adapted else 1) * (1 if self.turn == 1 else self.first_turns * self.turn + 1)
+        layers = (2 if local.adapted else 1) * (self.turns_in_loss * self.turn + 1)
         gathered = layers * self.gathered_layer() if self.overlap else 0
         return {
             "activations": self.saved,
