@@ -15,6 +15,7 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.parameters import matmul_weights
+from ridgeline.planner.turn import Turn
 
 COMBINED_BYTES = 30 * 2**20
 """XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
@@ -25,8 +26,7 @@ EXPERT_ROWS_IN_FLIGHT = 3
 """Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the inputs by gate and by up."""
 SLOTS_IN_FLIGHT = 2
 """Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
-NORMS = {"pre": 2, "post": 2, "both": 4}
-"""Norms of residual streams in a layer, by model.norm_position."""
+
 
 Components = dict[str, Component]
 
@@ -49,9 +49,7 @@ class StepMemory:
         """Return the components at each point, in the order of the step."""
         points = {
             "loss": self.loss(),
-            "start of the backward pass": self.backward(
-                relaid=relaid_bytes(self.local, self.backend, self.overlap), turns=self.first_turns
-            ),
+            "start of the backward pass": self.backward(relaid=relaid_bytes(self.local, self.backend, self.overlap), turns=self.turn.first),
             "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
@@ -86,49 +84,9 @@ class StepMemory:
     # Used at several points.
 
     @property
-    def turn(self) -> int:
-        """Layers in one turn of the loop, which the scheduler may interleave (with overlap): kinds of layers repeat after so many."""
-        return self.local.model.layer_period if self.overlap else 1
-
-    @property
-    def first_turns(self) -> int:
-        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two."""
-        return 1 + self.local.model.num_layers // self.local.model.layer_period % 2
-
-    @property
-    def turns_in_loss(self) -> int:
-        """Turns of the backward pass that may start in the loss; none in a loop of microbatches."""
-        return 0 if self.turn == 1 or self.in_loop else self.first_turns
-
-    def zeroed_accumulators(self) -> int:
-        """Return the bytes of the results and gradients of one layer's chunked attention, which start as zeros.
-
-        With several layers in a turn XLA zeroes those of each layer once, before the backward pass, and keeps them.
-        """
-        local = self.local
-        if self.turn == 1 or self.backend != "chunked":
-            return 0
-        return local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes
-
-    def kept_parameters(self) -> int:
-        """Return the bytes of the parameters of each kind of layers that are kept for the backward pass where no layer is recomputed."""
-        several = self.local.model.layer_period > 1 and not POLICIES[self.local.config.compute.remat.policy].recomputes_block
-        return self.local.layer_matrices * self.local.weight_itemsize if several else 0
-
-    def norm_gradients(self) -> int:
-        """Return the bytes of the float32 gradients of a turn's norms before their sums over tokens, which wait for its end."""
-        local = self.local
-        if self.turn == 1:
-            return 0
-        return self.turn * NORMS[local.model.norm_position] * local.tokens * local.model.embed_dim * 4 // local.tensor
-
-    def before_weight_gradients(self) -> int:
-        """Return the bytes of what a layer's weight gradients are computed from: inputs of matmuls and gradients of their results."""
-        local = self.local
-        hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
-        inputs, attention = 4 * local.stream_bytes, local.query_bytes + 2 * local.key_bytes + local.context_bytes
-        normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # gradients before and after the norms, inputs
-        return hidden + inputs + attention + normed
+    def turn(self) -> Turn:
+        """One turn of the loop over layers."""
+        return Turn(self.local, self.backend, self.overlap, self.in_loop)
 
     @property
     def sharded(self) -> LocalSizes:
@@ -234,7 +192,7 @@ class StepMemory:
 
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next turn's layers, which overlap gathers early."""
-        return self.turn * self.gathered_layer()
+        return self.turn.layers * self.gathered_layer()
 
     # The points.
 
@@ -260,18 +218,20 @@ class StepMemory:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
-        if self.turns_in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
-            early = self.turn * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        if self.turn > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns that are apart
-            early += self.turn * self.saved.bytes // local.model.num_layers
-            early += (self.turns_in_loss + 1) * self.turn * self.zeroed_accumulators()
+        if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
+            early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
+        if (
+            self.turn.layers > 1
+        ):  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns that are apart
+            early += self.turn.layers * self.saved.bytes // local.model.num_layers
+            early += (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
         # Of frozen layers XLA gathers two early: no gradients wait for their reduction meanwhile.
-        layers = (2 if local.adapted else 1) * (self.turns_in_loss * self.turn + 1)
+        layers = (2 if local.adapted else 1) * (self.turn.in_loss * self.turn.layers + 1)
         gathered = layers * self.gathered_layer() if self.overlap else 0
         return {
             "activations": self.saved,
             "parameter_copies": Component(
-                self.layout_copies() + self.kept_parameters() + gathered,
+                self.layout_copies() + self.turn.kept_parameters() + gathered,
                 "transposed parameters of MLP down and attention out"
                 + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if self.overlap else ""),
             ),
@@ -307,9 +267,9 @@ class StepMemory:
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
-        copies += self.kept_parameters()
-        workspace += self.turn * self.zeroed_accumulators()
-        reducing = self.turn * local.gathered_trained_weights * local.gradient_itemsize if late and self.reduced else 0
+        copies += self.turn.kept_parameters()
+        workspace += self.turn.zeroed_accumulators()
+        reducing = self.turn.layers * local.gathered_trained_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
@@ -366,7 +326,7 @@ class StepMemory:
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
         waiting = local.gathered_trained_weights * local.gradient_itemsize if self.reduced or local.adapted else 2 * local.mlp_matrix * 4
-        waiting = self.turn * waiting + self.norm_gradients()
+        waiting = self.turn.layers * waiting + self.turn.norm_gradients()
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
@@ -394,7 +354,7 @@ class StepMemory:
             # attention may run before the gradients of the MLP's weights
             ("its attention", at_mlp * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
-            *([("its end", turns * self.turn * self.before_weight_gradients(), 0, 0, more, mask)] if self.turn > 1 and recomputes else []),
+            *([("its end", turns * self.turn.before_weight_gradients(), 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
         )
         return max(points, key=lambda point: sum(point[1:]))
 
