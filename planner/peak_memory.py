@@ -225,8 +225,8 @@ class StepMemory:
         ):  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns that are apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
             early += (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
-        # Of frozen layers XLA gathers two early: no gradients wait for their reduction meanwhile.
-        layers = (2 if local.adapted else 1) * (self.turn.in_loss * self.turn.layers + 1)
+        # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
+        layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
         gathered = layers * self.gathered_layer() if self.overlap else 0
         return {
             "activations": self.saved,
