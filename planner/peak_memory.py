@@ -49,7 +49,9 @@ class StepMemory:
         """Return the components at each point, in the order of the step."""
         points = {
             "loss": self.loss(),
-            "start of the backward pass": self.backward(relaid=relaid_bytes(self.local, self.backend, self.overlap), turns=self.turn.first),
+            "start of the backward pass": self.backward(
+                relaid=relaid_bytes(self.local, self.backend, self.overlap, self.combined), turns=self.turn.first
+            ),
             "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
