@@ -168,18 +168,20 @@ def _scores_saved(local: LocalSizes, backend: str) -> int:
     return {"xla": score_bytes(local, 4 + local.compute_itemsize), "reference": score_bytes(local, 8)}.get(backend, 0)
 
 
-def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
+def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool) -> int:
     """Return the bytes of the largest saved value that is copied to another layout, for all layers, at the start of the backward pass.
 
     With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
-    stream where it is saved, else (when loops are unrolled for overlap) the block input. Attention that stores scores transposes them.
+    stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
+    a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one; small
+    models copy both. Attention that stores scores transposes them.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
     between, ring = local.tensor > 1 and local.rows > 1, local.config.compute.tensor_overlap == "ring"
     if between and not ring and policy in ("none", "attention-only"):
         relaid = layers * local.stream_bytes
-    elif between and (ring or policy != "dots") and local.fsdp > 1 and overlap and not _offloads_inputs(local):
+    elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not _offloads_inputs(local):
         relaid = layers * local.cut_stream_bytes
     if local.config.precision.block_scaled is not None and policy == "none" and backend == "cudnn":
         relaid += layers * local.query_bytes  # attention results, for blocks along the tokens; Pallas reads them in that layout too

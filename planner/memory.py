@@ -29,7 +29,8 @@ MARGINS = {
     "mesh.tensor": 0.02,
     "mesh.expert": 0.25,
     "adapters of a model with experts": 0.13,
-    "layers with and without a window": 0.45,
+    "layers with and without a window": 0.08,
+    "such layers with trained experts": 0.37,
     "compute.remat.policy=offload": 0.02,
     "mesh.zero_stage=2": 0.02,
 }
@@ -135,6 +136,7 @@ def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
         "mesh.tensor": local.tensor > 1,
         "mesh.expert": local.expert > 1,
         "layers with and without a window": local.model.layer_period > 1,
+        "such layers with trained experts": local.model.layer_period > 1 and local.model.moe is not None and not local.adapted,
         "adapters of a model with experts": bool(local.adapted) and local.model.moe is not None,
         "compute.remat.policy=offload": config.compute.remat.offloads,
         "mesh.zero_stage=2": config.mesh.zero_stage == 2,

@@ -15,6 +15,7 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.parameters import matmul_weights
+from ridgeline.planner.turn import Turn
 
 COMBINED_BYTES = 30 * 2**20
 """XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
@@ -25,6 +26,7 @@ EXPERT_ROWS_IN_FLIGHT = 3
 """Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the inputs by gate and by up."""
 SLOTS_IN_FLIGHT = 2
 """Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
+
 
 Components = dict[str, Component]
 
@@ -47,8 +49,10 @@ class StepMemory:
         """Return the components at each point, in the order of the step."""
         points = {
             "loss": self.loss(),
-            "start of the backward pass": self.backward(relaid=relaid_bytes(self.local, self.backend, self.overlap), late=False),
-            "backward pass": self.backward(relaid=0, late=self.overlap),
+            "start of the backward pass": self.backward(
+                relaid=relaid_bytes(self.local, self.backend, self.overlap, self.combined), turns=self.turn.first
+            ),
+            "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
         }
@@ -80,6 +84,11 @@ class StepMemory:
         }
 
     # Used at several points.
+
+    @property
+    def turn(self) -> Turn:
+        """One turn of the loop over layers."""
+        return Turn(self.local, self.backend, self.overlap, self.in_loop)
 
     @property
     def sharded(self) -> LocalSizes:
@@ -179,10 +188,13 @@ class StepMemory:
         zero = self.local.config.mesh.zero_stage and self.local.pipeline == 1
         return 4 * self.local.table // self.local.fsdp if zero and not self.local.adapted else 0
 
+    def gathered_layer(self) -> int:
+        """Return the bytes of the gathered weights of a layer."""
+        return self.local.gathered_layer_weights * self.local.matrix_itemsize if self.local.fsdp > 1 else 0
+
     def next_layer_weights(self) -> int:
-        """Return the bytes of the weights of the next layer, which overlap gathers early."""
-        local = self.local
-        return local.gathered_layer_weights * local.matrix_itemsize if local.fsdp > 1 else 0
+        """Return the bytes of the weights of the next turn's layers, which overlap gathers early."""
+        return self.turn.layers * self.gathered_layer()
 
     # The points.
 
@@ -208,14 +220,22 @@ class StepMemory:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
-        # Of frozen layers XLA gathers two early: no gradients wait for their reduction meanwhile.
-        gathered = (2 if local.adapted else 1) * self.next_layer_weights() if self.overlap else 0
+        if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
+            early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
+        if (
+            self.turn.layers > 1
+        ):  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns that are apart
+            early += self.turn.layers * self.saved.bytes // local.model.num_layers
+            early += (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
+        # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
+        layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
+        gathered = layers * self.gathered_layer() if self.overlap else 0
         return {
             "activations": self.saved,
             "parameter_copies": Component(
-                self.layout_copies() + gathered,
+                self.layout_copies() + self.turn.kept_parameters() + gathered,
                 "transposed parameters of MLP down and attention out"
-                + (f", and the gathered weights of the last {'two layers' if local.adapted else 'layer'}" if self.overlap else ""),
+                + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if self.overlap else ""),
             ),
             "gradients": Component(
                 zeroed * self.stack_itemsize + self.zeroed_table(),
@@ -238,18 +258,20 @@ class StepMemory:
             ),
         }
 
-    def backward(self, *, relaid: int, late: bool, at_end: int = 0) -> Components:
+    def backward(self, *, relaid: int = 0, late: bool = False, turns: int = 1, at_end: int = 0) -> Components:
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
 
         relaid: bytes of a saved value that is copied to another layout. late: gradients of the previous layer are still being reduced.
-        at_end: further bytes at the end of the layer.
+        turns: whose weight gradients may be computed together. at_end: further bytes at the end of the layer.
         """
         local = self.local
-        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(at_end)
+        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(turns, at_end)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
-        reducing = local.gathered_trained_weights * local.gradient_itemsize * local.model.layer_period if late and self.reduced else 0
+        copies += self.turn.kept_parameters()
+        workspace += self.turn.zeroed_accumulators()
+        reducing = self.turn.layers * local.gathered_trained_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
@@ -285,7 +307,7 @@ class StepMemory:
         """
         local = self.local
         tables = 0 if local.adapted else 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
-        point = self.backward(relaid=0, late=False, at_end=self.turned_gradients() + tables)
+        point = self.backward(at_end=self.turned_gradients() + tables)
         mlp = sum(count * size for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
         kept = Component(
             self.saved.bytes - local.model.num_layers * mlp, "of attention, and inputs of the blocks; those of the MLPs are freed"
@@ -300,13 +322,13 @@ class StepMemory:
             "loss": Component(gradients, "unsharded gradients of unembedding and embedding"),
         }
 
-    def _peak_in_layer(self, more: int) -> tuple[str, int, int, int, int, int]:
+    def _peak_in_layer(self, turns: int, more: int) -> tuple[str, int, int, int, int, int]:
         """Return the point of a layer's backward pass with most memory, and there: hidden activations, streams, gathered weights, gradients
         before their reduction, and attention's workspace."""
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
         waiting = local.gathered_trained_weights * local.gradient_itemsize if self.reduced or local.adapted else 2 * local.mlp_matrix * 4
-        waiting *= local.model.layer_period if self.overlap else 1  # the layers of a period are one body of the loop
+        waiting = self.turn.layers * waiting + self.turn.norm_gradients()
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
@@ -334,6 +356,7 @@ class StepMemory:
             # attention may run before the gradients of the MLP's weights
             ("its attention", at_mlp * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
+            *([("its end", turns * self.turn.before_weight_gradients(), 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
         )
         return max(points, key=lambda point: sum(point[1:]))
 
