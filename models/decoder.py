@@ -235,8 +235,10 @@ def scan_layers(
     results: list[Any] = []  # of one or several layers, stacked
     if whole:
         per_turn = [places.stack[:period].count(stack) for stack in range(len(layers))]
-        turn = [(stack, run(places.windowed[at], stack, None if period == 1 else places.index[at]))
-                for at, stack in enumerate(places.stack[:period])]
+        turn = [
+            (stack, run(places.windowed[at], stack, None if period == 1 else places.index[at]))
+            for at, stack in enumerate(places.stack[:period])
+        ]
 
         def body(carry: Carry, layers: Sequence[Any]) -> tuple[Carry, Any]:
             found = []

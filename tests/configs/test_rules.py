@@ -41,7 +41,10 @@ CASES = [
     (["model.pad_vocab_to=31000"], "model.pad_vocab_to: must be at least model.vocab_size=32000, got 31000"),
     (["model.sliding_window=5000"], "model.sliding_window: must be at most model.max_seq_len=4096, got 5000 (null turns it off)"),
     (["data.seq_len=8192"], "data.seq_len: data.seq_len=8192 is longer than model.max_seq_len=4096"),
-    (["model.full_attention_every=2"], "must be at least 2 and needs model.sliding_window or model.attention_chunk, got 2 (null: all layers are alike)"),
+    (
+        ["model.full_attention_every=2"],
+        "must be at least 2 and needs model.sliding_window or model.attention_chunk, got 2 (null: all layers are alike)",
+    ),
     (["model.full_attention_every=1", "model.sliding_window=8"], "model.full_attention_every: must be at least 2"),
     (["model.local_rope_theta=1e4"], "model.local_rope_theta: needs model.full_attention_every and model.position=rope"),
     (["model.rotary_fraction=0.3"], "model.rotary_fraction: rotary embedding needs an even head width after model.rotary_fraction, got 9"),
