@@ -52,7 +52,7 @@ class MoEConfig(Section):
     dense_layers: NonNegativeInt = 0
     """Number of first layers that have an MLP of model.mlp_dim instead of experts."""
     every: PositiveInt = 1
-    """Every n-th layer has experts, the layers between have an MLP of model.mlp_dim (Llama 4); needs dense_layers=0. 1: none are between."""
+    """Every n-th layer has experts, the layers between have an MLP of model.mlp_dim (Llama 4); needs dense_layers=0. 1: every layer."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the router's logits to the scores of the experts."""
     normalize: bool = True
@@ -200,8 +200,8 @@ class ModelConfig(Section):
     sliding_window: PositiveInt | None = None
     """Number of tokens each token attends to, itself included; null: all earlier tokens."""
     attention_chunk: PositiveInt | None = None
-    """Number of tokens of a chunk: a token attends to the earlier ones of its own chunk of the document (Llama 4); null: no chunks. In place
-    of sliding_window."""
+    """Number of tokens of a chunk: a token attends to the earlier ones of its own chunk of the document (Llama 4); null: no chunks. It is in
+    place of sliding_window."""
     full_attention_every: PositiveInt | None = None
     """Every n-th layer attends to all earlier tokens, the layers between have the sliding_window or the attention_chunk; null: all have."""
     full_attention_rope: bool = True

@@ -28,7 +28,6 @@ from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 from ridgeline.models.rope import RotaryTable, rotary_table, tempered
 
-
 Carry = TypeVar("Carry")
 Stacks = tuple[Block, ...]
 """Stacks of equal blocks; those of two stacks take turns."""

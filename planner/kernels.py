@@ -279,7 +279,7 @@ class Kernels:
             + 3 * local.latent_bytes // local.tensor
             + (2 * gates + 2) * local.hidden_bytes
         )
-        size += 8 * local.gathered_trained_weights + 8 * local.row_bytes
+        size += 8 * local.period_weights / local.model.layer_period + 8 * local.row_bytes
         if not self.software.accumulates_in_matmuls:
             size += 3 * (local.trained if local.adapted else local.layer_matrices) // local.model.num_layers * local.gradient_itemsize
         size += self._casts()

@@ -211,6 +211,31 @@ class LocalSizes:
         return experts * self.model.embed_dim * self.model.expert_width // self.tensor
 
     @cached_property
+    def dense_mlp_matrix(self) -> int:
+        """Elements of one MLP matrix of a layer without experts, gathered over fsdp and sharded over tensor: D*F/t."""
+        return self.model.embed_dim * self.model.mlp_dim // self.tensor
+
+    @cached_property
+    def mlp_matrices(self) -> int:
+        """Elements of one MLP matrix of every layer, or of its experts (`mlp_matrix`), gathered over fsdp."""
+        if not self.model.interleaved_experts:
+            return self.model.num_layers * self.mlp_matrix
+        return self.model.moe_layers * self.mlp_matrix + self.model.dense_layers * self.dense_mlp_matrix
+
+    @cached_property
+    def period_weights(self) -> int:
+        """Trained matrix elements of the layers of a period, gathered over fsdp and sharded over tensor and expert."""
+        period, whole = self.model.layer_period, self.gathered_trained_weights
+        if self.adapted or not self.model.interleaved_experts:
+            return period * whole
+        experts = moe_matmul_parameters(self.model, active=False)
+        moe = self.model.moe
+        assert moe is not None
+        experts -= round((1 - 1 / self.expert) * moe.experts * expert_parameters(self.model))
+        less = (experts - mlp_matmul_parameters(self.model)) // self.tensor  # of a layer without experts
+        return period * whole - (period - period // moe.every) * less
+
+    @cached_property
     def out_matrix(self) -> int:
         """Elements of attention's output projection, gathered over fsdp and sharded over tensor: D*N*V/t."""
         return self.model.embed_dim * self.model.num_heads * self.model.value_width // self.tensor
@@ -318,7 +343,9 @@ def attention_backend(config: Config, *, gpu: bool = True, ring: bool = False) -
         gpu and config.precision.compute in ("bfloat16", "float16") and width <= FUSED_MAX_HEAD_DIM
     ):
         return "chunked"
-    fused = width % 8 == 0 and not config.data.document_masking and not ring and not config.model.attention_sinks
+    span = config.model.attention_chunk
+    packed = config.data.document_masking or (span is not None and span < config.data.seq_len)  # chunks are computed as documents
+    fused = width % 8 == 0 and not packed and not ring and not config.model.attention_sinks
     return "cudnn" if fused else "pallas"
 
 

@@ -123,7 +123,8 @@ class StepMemory:
         local = self.local
         if local.fsdp == 1:
             return 0
-        copies = local.model.num_layers * local.turned_matrices // local.fsdp * local.weight_itemsize
+        between = local.model.dense_layers * local.dense_mlp_matrix if local.model.interleaved_experts else 0
+        copies = (local.model.num_layers * local.turned_matrices + between) // local.fsdp * local.weight_itemsize
         return copies + (local.table // local.fsdp * local.weight_itemsize if self.in_loop else 0)
 
     def accumulated(self) -> Component:
@@ -194,7 +195,7 @@ class StepMemory:
         logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
         if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
             logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
-        zeroed = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // (local.fsdp // local.expert)
+        zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
         zeroed = local.trained if local.adapted else zeroed
         policy = local.config.compute.remat.policy
         if self.overlap:
@@ -249,7 +250,7 @@ class StepMemory:
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
-        reducing = local.gathered_trained_weights * local.gradient_itemsize * local.model.layer_period if late and self.reduced else 0
+        reducing = local.period_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
@@ -305,8 +306,10 @@ class StepMemory:
         before their reduction, and attention's workspace."""
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
-        waiting = local.gathered_trained_weights * local.gradient_itemsize if self.reduced or local.adapted else 2 * local.mlp_matrix * 4
-        waiting *= local.model.layer_period if self.overlap else 1  # the layers of a period are one body of the loop
+        if self.reduced or local.adapted:  # the layers of a period are one body of the loop
+            waiting = (local.period_weights if self.overlap else local.gathered_trained_weights) * local.gradient_itemsize
+        else:
+            waiting = 2 * local.mlp_matrix * 4 * (local.model.layer_period if self.overlap else 1)
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
@@ -378,7 +381,7 @@ class StepMemory:
         local = self.local
         copies = 0 if local.adapted else 2 * 4 * local.table // local.of_state.fsdp
         if local.fsdp > 1 and not local.adapted:
-            copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.out_matrix) // local.of_state.fsdp
+            copies += 4 * (2 * local.mlp_matrices + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
         return {
             "gradients": Component(
                 local.of_state.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),

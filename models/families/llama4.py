@@ -2,8 +2,8 @@
 earlier tokens without positions in the others; a shared expert and one of many in each or in every other layer.
 
 Initialization: normal(0, init_std = 0.02) for every matrix, router and experts included, no scaling by depth (Hugging Face's
-`initializer_range`); norm scales 1. Block: the default one. Published checkpoints also have a vision encoder, which is not part of the model:
-import reads `text_config` and skips its tensors, and export writes the text model.
+`initializer_range`); norm scales 1. Block: the default one. Published checkpoints also have a vision encoder, which is not part of the
+model: import reads `text_config` and skips its tensors, and export writes the text model.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def weighted_rows(experts: Experts, rows_RF: Arrays, weights_BTK: jax.Array, pla
     """
 
     def local(rows_RF: Arrays, plan: Plan) -> Arrays:
-        return tuple((h_RF * plan.weight_R[:, None]).astype(h_RF.dtype) for h_RF in rows_RF)
+        return tuple((h_RF * plan.row_weights[:, None]).astype(h_RF.dtype) for h_RF in rows_RF)
 
     specs = (experts._rows_spec,) * len(rows_RF)
     weighted: Arrays = on_shards(experts.matmul.partitioner, local, (specs, experts._plan_spec), specs)(rows_RF, plan)
@@ -43,7 +43,7 @@ def _backward(experts: Experts, residuals: Any, grads_RF: Arrays) -> tuple[Array
     rows_RF, weights_BTK, plan = residuals
 
     def local(rows_RF: Arrays, weights_BTK: jax.Array, plan: Plan, grads_RF: Arrays) -> tuple[Arrays, jax.Array]:
-        drows_RF = tuple((grad_RF * plan.weight_R[:, None]).astype(grad_RF.dtype) for grad_RF in grads_RF)
+        drows_RF = tuple((grad_RF * plan.row_weights[:, None]).astype(grad_RF.dtype) for grad_RF in grads_RF)
         parts_R = [jnp.sum(grad_RF.astype(jnp.float32) * h_RF, -1) for grad_RF, h_RF in zip(grads_RF, rows_RF, strict=True)]
         return drows_RF, experts._back(experts._assigned(sum(parts_R[1:], parts_R[0]), plan), plan, weights_BTK)
 

@@ -47,6 +47,17 @@ CASES = [
     ),
     (["model.full_attention_every=1", "model.sliding_window=8"], "model.full_attention_every: must be at least 2"),
     (["model.local_rope_theta=1e4"], "model.local_rope_theta: needs model.full_attention_every and model.position=rope"),
+    (["model.attention_chunk=8", "model.sliding_window=8"], "model.attention_chunk: is in place of model.sliding_window; set one of them"),
+    (["model.full_attention_rope=false"], "model.full_attention_rope: false needs model.full_attention_every and model.position=rope"),
+    (["model.attention_temperature={}"], "model.attention_temperature: is of layers without rotary positions"),
+    (["model.qk_norm_scale=false"], "model.qk_norm_scale: false needs model.qk_norm=true"),
+    (
+        ["model.attention_chunk=8", "compute.attention.backend=cudnn", "data.document_masking=false"],
+        "compute.attention.backend: cudnn supports no chunks of 8 tokens in data.seq_len=... set compute.attention.backend=pallas",
+    ),
+    (["model.moe={every: 2, dense_layers: 1}"], "model.moe.every: needs model.moe.dense_layers=0, got 1"),
+    (["model.moe={every: 99}"], "model.moe.every: must be at most model.num_layers="),
+    (["model.moe={every: 2}", "mesh.pipeline=2"], "mesh.pipeline: supports no dense layers between those with experts, model.moe.every=2"),
     (["model.rotary_fraction=0.3"], "model.rotary_fraction: rotary embedding needs an even head width after model.rotary_fraction, got 9"),
     (
         ["model.attention_softcap=50", "mesh.context=2", "compute.attention.context=ring"],
