@@ -200,7 +200,7 @@ class ModelConfig(Section):
     sliding_window: PositiveInt | None = None
     """Number of tokens each token attends to, itself included; null: all earlier tokens."""
     attention_chunk: PositiveInt | None = None
-    """Number of tokens of a chunk: a token attends to the earlier ones of its own chunk of the document (Llama 4); null: no chunks. It is in
+    """Number of tokens of a chunk: a token attends to the earlier ones of its own chunk of the document (Llama 4); null: none. It is in
     place of sliding_window."""
     full_attention_every: PositiveInt | None = None
     """Every n-th layer attends to all earlier tokens, the layers between have the sliding_window or the attention_chunk; null: all have."""
