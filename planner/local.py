@@ -211,29 +211,33 @@ class LocalSizes:
         return experts * self.model.embed_dim * self.model.expert_width // self.tensor
 
     @cached_property
-    def dense_mlp_matrix(self) -> int:
-        """Elements of one MLP matrix of a layer without experts, gathered over fsdp and sharded over tensor: D*F/t."""
-        return self.model.embed_dim * self.model.mlp_dim // self.tensor
+    def kinds(self) -> list[tuple[int, LocalSizes]]:
+        """Number of layers of each kind, and the sizes of a model of these layers alone: layers with experts and those between them."""
+        moe = self.model.moe
+        if moe is None or not self.model.interleaved_experts:
+            return [(self.model.num_layers, self)]
+        alone = self.model.model_copy(update={"moe": moe.model_copy(update={"every": 1})}), self.model.without_experts()
+        sizes = [replace(self, config=self.config.model_copy(update={"model": model})) for model in alone]
+        return list(zip((self.model.moe_layers, self.model.dense_layers), sizes, strict=True))
 
     @cached_property
     def mlp_matrices(self) -> int:
         """Elements of one MLP matrix of every layer, or of its experts (`mlp_matrix`), gathered over fsdp."""
-        if not self.model.interleaved_experts:
-            return self.model.num_layers * self.mlp_matrix
-        return self.model.moe_layers * self.mlp_matrix + self.model.dense_layers * self.dense_mlp_matrix
+        return sum(layers * kind.mlp_matrix for layers, kind in self.kinds)
+
+    @cached_property
+    def all_turned_matrices(self) -> int:
+        """Elements of `turned_matrices` of all layers."""
+        return sum(layers * kind.turned_matrices for layers, kind in self.kinds)
 
     @cached_property
     def period_weights(self) -> int:
-        """Trained matrix elements of the layers of a period, gathered over fsdp and sharded over tensor and expert."""
-        period, whole = self.model.layer_period, self.gathered_trained_weights
-        if self.adapted or not self.model.interleaved_experts:
-            return period * whole
-        experts = moe_matmul_parameters(self.model, active=False)
-        moe = self.model.moe
-        assert moe is not None
-        experts -= round((1 - 1 / self.expert) * moe.experts * expert_parameters(self.model))
-        less = (experts - mlp_matmul_parameters(self.model)) // self.tensor  # of a layer without experts
-        return period * whole - (period - period // moe.every) * less
+        """Matrix elements of the layers of a period that are trained, gathered over fsdp and sharded over tensor and expert."""
+        moe, period = self.model.moe, self.model.layer_period
+        if moe is None or not self.model.interleaved_experts or self.adapted:
+            return period * self.gathered_trained_weights
+        (_, experts), (_, dense) = self.kinds
+        return period // moe.every * experts.gathered_trained_weights + (period - period // moe.every) * dense.gathered_trained_weights
 
     @cached_property
     def out_matrix(self) -> int:

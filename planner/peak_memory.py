@@ -123,8 +123,7 @@ class StepMemory:
         local = self.local
         if local.fsdp == 1:
             return 0
-        between = local.model.dense_layers * local.dense_mlp_matrix if local.model.interleaved_experts else 0
-        copies = (local.model.num_layers * local.turned_matrices + between) // local.fsdp * local.weight_itemsize
+        copies = local.all_turned_matrices // local.fsdp * local.weight_itemsize
         return copies + (local.table // local.fsdp * local.weight_itemsize if self.in_loop else 0)
 
     def accumulated(self) -> Component:

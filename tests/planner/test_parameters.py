@@ -11,6 +11,7 @@ from ridgeline import models
 from ridgeline.configs.load import load
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
+from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.sharding.partition import Partitioner
 
@@ -172,3 +173,16 @@ def test_every_architectural_choice_counts_as_built(change):
     assert count.embedding + count.unembedding == tables * model.padded_vocab_size * 16
     assert count.vocab_padding == tables * (model.padded_vocab_size - 50) * 16
     assert count.non_embedding == count.total - count.embedding - count.positions - count.unembedding
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2, "expert": 8}, {"data": 2, "fsdp": 16}], ids=str)
+def test_sizes_of_layers_of_two_kinds_add_up_to_those_of_the_model(mesh):
+    """Maverick: as many layers with experts as without, in turns."""
+    overrides = ["data.batch_size=64", *(f"mesh.{axis}={size}" for axis, size in mesh.items())]
+    local = LocalSizes.of(load("models/llama-4-maverick-17b-128e", overrides).config, mesh)
+    total = sum(layers * kind.layer_matrices / kind.model.num_layers for layers, kind in local.kinds)
+    assert [layers for layers, _ in local.kinds] == [24, 24]
+    assert total == local.layer_matrices
+    assert local.period_weights * local.model.num_layers == local.model.layer_period * sum(
+        layers * kind.gathered_layer_weights for layers, kind in local.kinds
+    )
