@@ -53,7 +53,7 @@ CASES = [
     (["model.qk_norm_scale=false"], "model.qk_norm_scale: false needs model.qk_norm=true"),
     (
         ["model.attention_chunk=8", "compute.attention.backend=cudnn", "data.document_masking=false"],
-        "compute.attention.backend: cudnn supports no chunks of 8 tokens in data.seq_len=... set compute.attention.backend=pallas",
+        "compute.attention.backend: cudnn supports no chunks of 8 tokens ... set compute.attention.backend=pallas",
     ),
     (["model.moe={every: 2, dense_layers: 1}"], "model.moe.every: needs model.moe.dense_layers=0, got 1"),
     (["model.moe={every: 99}"], "model.moe.every: must be at most model.num_layers="),

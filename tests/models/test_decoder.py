@@ -62,7 +62,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     | {"attention_sinks": True, "attention_bias": True, "output_bias": True, "sliding_window": 5, "full_attention_every": 2},
     "phi3": {"rotary_fraction": 0.75, "sliding_window": 5},
     "mistral": {"num_kv_heads": 2, "sliding_window": 5},
-    "llama4": {"attention_chunk": 5, "full_attention_every": 3, "full_attention_rope": False, "qk_norm": True, "qk_norm_scale": False}
+    "llama4": {"attention_chunk": 5, "full_attention_every": 2, "full_attention_rope": False, "qk_norm": True, "qk_norm_scale": False}
     | {"attention_temperature": {"scale": 0.3, "interval": 4}, "rope_interleaved": True, "moe": LLAMA4_MOE},
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16},
     "mixtral": {"num_kv_heads": 2, "moe": {"experts": 5, "experts_per_token": 2}},
