@@ -129,7 +129,9 @@ def stacked_bytes(local: LocalSizes, backend: str) -> int:
 
 def offloaded_bytes(local: LocalSizes) -> int:
     """Return the bytes of one device's microbatch that are kept for the backward pass in host memory."""
-    return local.model.num_layers * _listed_bytes(local) if local.config.compute.remat.offloads else 0
+    if not local.config.compute.remat.offloads:
+        return 0
+    return sum(layers * _listed_bytes(kind) for layers, kind in local.kinds)
 
 
 def _offloads_inputs(local: LocalSizes) -> bool:

@@ -286,10 +286,13 @@ class StepMemory:
         local = self.local
         tables = 0 if local.adapted else 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
         point = self.backward(relaid=0, late=False, at_end=self.turned_gradients() + tables)
-        mlp = sum(count * size for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
-        kept = Component(
-            self.saved.bytes - local.model.num_layers * mlp, "of attention, and inputs of the blocks; those of the MLPs are freed"
+        mlp = sum(
+            layers * count * size
+            for layers, kind in local.kinds
+            for count, size in saved_arrays(kind, self.backend)
+            if size == kind.hidden_bytes
         )
+        kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
         copies = point["parameter_copies"]
         gradients = 0 if local.adapted else point["loss"].bytes + local.table * local.gradient_itemsize - self.zeroed_table()
         return point | {
