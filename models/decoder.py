@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +182,8 @@ def num_layers_of(blocks: Block) -> int:
     return int(jax.tree.leaves(nnx.state(blocks))[0].shape[0])
 
 
-class LayerPlaces(NamedTuple):
+@dataclass(frozen=True)
+class LayerPlaces:
     """Of each layer of a run: its kind, and its place in the stacks of the run."""
 
     windowed: tuple[bool, ...]
