@@ -42,16 +42,18 @@ def model_rules(config: Config) -> Iterator[Problem]:
             ("model.sliding_window", "model.max_seq_len"),
             f"must be at most model.max_seq_len={model.max_seq_len}, got {model.sliding_window} (null turns it off)",
         )
-    if model.full_attention_every is not None and (model.sliding_window is None or model.full_attention_every < 2):
+    if model.full_attention_every is not None and (model.local_span is None or model.full_attention_every < 2):
         yield Problem(
-            ("model.full_attention_every", "model.sliding_window"),
-            f"must be at least 2 and needs model.sliding_window, got {model.full_attention_every} (null: all layers are alike)",
+            ("model.full_attention_every", "model.sliding_window", "model.attention_chunk"),
+            "must be at least 2 and needs model.sliding_window or model.attention_chunk, "
+            f"got {model.full_attention_every} (null: all layers are alike)",
         )
     if model.local_rope_theta is not None and (model.full_attention_every is None or model.position != "rope"):
         yield Problem(
             ("model.local_rope_theta", "model.full_attention_every", "model.position"),
             "needs model.full_attention_every and model.position=rope (null: one base for all layers)",
         )
+    yield from _chunks(config)
     if model.mlp_clamp is not None and not model.gated_mlp:
         yield Problem(("model.mlp_clamp", "model.gated_mlp"), "needs model.gated_mlp=true (null: no clamp)")
     if config.data.seq_len > model.max_seq_len:
@@ -67,6 +69,37 @@ def model_rules(config: Config) -> Iterator[Problem]:
         yield from _moe(model, model.moe)
     if model.mup is not None:
         yield from _mup(config)
+
+
+def _chunks(config: Config) -> Iterator[Problem]:
+    """Yield the settings of chunked attention, layers without rotary positions, and norms without scales that do not work."""
+    model = config.model
+    if model.attention_chunk is not None and model.sliding_window is not None:
+        yield Problem(("model.attention_chunk", "model.sliding_window"), "is in place of model.sliding_window; set one of them to null")
+    if not model.full_attention_rope and (model.full_attention_every is None or model.position != "rope"):
+        yield Problem(
+            ("model.full_attention_rope", "model.full_attention_every", "model.position"),
+            "false needs model.full_attention_every and model.position=rope (true: all layers have rotary positions)",
+        )
+    if not model.full_attention_rope and model.latent_attention is not None:
+        yield Problem(("model.full_attention_rope", "model.latent_attention"), "latent attention needs model.full_attention_rope=true")
+    if model.attention_temperature is not None and model.full_attention_rope:
+        yield Problem(
+            ("model.attention_temperature", "model.full_attention_rope"),
+            "is of layers without rotary positions: set model.full_attention_rope=false, or model.attention_temperature=null",
+        )
+    if not model.qk_norm_scale and (not model.qk_norm or model.qk_norm_dims != "head" or model.position != "rope"):
+        yield Problem(
+            ("model.qk_norm_scale", "model.qk_norm", "model.qk_norm_dims", "model.position"),
+            "false needs model.qk_norm=true, model.qk_norm_dims=head and model.position=rope",
+        )
+    cut = model.attention_chunk is not None and model.attention_chunk < config.data.seq_len
+    if cut and config.compute.attention.backend == "cudnn":
+        yield Problem(
+            ("compute.attention.backend", "model.attention_chunk", "data.seq_len"),
+            f"cudnn supports no chunks of {model.attention_chunk} tokens in data.seq_len={config.data.seq_len}; "
+            "set compute.attention.backend=pallas (auto chooses it)",
+        )
 
 
 MUP_OPTIMIZERS = ("adamw", "lion")
@@ -127,6 +160,10 @@ def _moe(model: ModelConfig, moe: MoEConfig) -> Iterator[Problem]:
     if moe.dense_layers >= model.num_layers:
         most = model.num_layers - 1
         yield problem("dense_layers", f"must be less than model.num_layers={model.num_layers}, got {moe.dense_layers} (at most {most})")
+    if moe.every > 1 and moe.dense_layers:
+        yield problem("every", f"needs model.moe.dense_layers=0, got {moe.dense_layers} (every=1: experts in all others)", "dense_layers")
+    if moe.every > model.num_layers:
+        yield problem("every", f"must be at most model.num_layers={model.num_layers}, got {moe.every}")
     if moe.experts % moe.groups:
         fits = nearest_text(moe.groups, divisors(moe.experts))
         yield problem("groups", f"model.moe.experts={moe.experts} does not divide into {moe.groups} groups ({fits} works)", "experts")
@@ -176,8 +213,8 @@ def _rope(config: Config) -> Iterator[Problem]:
             )
     if scaling.factor < 1:
         yield Problem(("model.rope_scaling.factor",), f"must be at least 1, got {scaling.factor}")
-    if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+    if scaling.kind == "llama3" and scaling.low_freq_factor > scaling.high_freq_factor:
         yield Problem(
             ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"),
-            f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}, got {scaling.low_freq_factor}",
+            f"must be at most model.rope_scaling.high_freq_factor={scaling.high_freq_factor}, got {scaling.low_freq_factor}",
         )

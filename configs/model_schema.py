@@ -51,12 +51,16 @@ class MoEConfig(Section):
     """Experts that process every token, as one MLP of shared_experts * expert_dim."""
     dense_layers: NonNegativeInt = 0
     """Number of first layers that have an MLP of model.mlp_dim instead of experts."""
+    every: PositiveInt = 1
+    """Every n-th layer has experts, the layers between have an MLP of model.mlp_dim (Llama 4); needs dense_layers=0. 1: every layer."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the router's logits to the scores of the experts."""
     normalize: bool = True
     """Divide the weights of the chosen experts by their sum."""
     scale: PositiveFloat = 1.0
     """Factor of the weights of the chosen experts."""
+    scale_input: bool = False
+    """Multiply the input of the chosen experts by their weights, and not their results (Llama 4)."""
     groups: PositiveInt = 1
     """Groups of neighboring experts; the experts of a token are in `groups_per_token` of them."""
     groups_per_token: PositiveInt = 1
@@ -88,6 +92,16 @@ class LatentAttention(Section):
     """Dims of each query and key head with rotary positions; those of the keys are the same in all heads."""
     value_dim: PositiveInt = 128
     """Width of each value head."""
+
+
+class AttentionTemperature(Section):
+    """Attention temperature by position: queries at position p are multiplied by 1 + scale * ln(1 + floor((p + 1) / interval)), so that
+    attention to long contexts stays as sharp as to short ones (Llama 4; arXiv 2501.19399)."""
+
+    scale: PositiveFloat = 0.1
+    """Factor of the logarithm."""
+    interval: PositiveInt = 8192
+    """Tokens after which the queries grow."""
 
 
 class MupConfig(Section):
@@ -167,6 +181,8 @@ class ModelConfig(Section):
     """Bias in the projections of the MLP, or of each expert."""
     qk_norm: bool = False
     """RMSNorm of queries and keys."""
+    qk_norm_scale: bool = True
+    """A learned scale in these norms. false: none, and layers without rotary positions have no such norm (Llama 4)."""
     qk_norm_dims: Literal["head", "all_heads"] = "head"
     """Dims of the norms of queries and keys. head: each head, with one scale for all (Qwen3). all_heads: the whole projection (OLMo 2)."""
     query_pre_attn_scalar: PositiveFloat | None = None
@@ -183,8 +199,15 @@ class ModelConfig(Section):
     """Use the embedding table as the output projection (unembedding)."""
     sliding_window: PositiveInt | None = None
     """Number of tokens each token attends to, itself included; null: all earlier tokens."""
+    attention_chunk: PositiveInt | None = None
+    """Number of tokens of a chunk: a token attends to the earlier ones of its own chunk of the document (Llama 4); null: none. It is in
+    place of sliding_window."""
     full_attention_every: PositiveInt | None = None
-    """Every n-th layer attends to all earlier tokens, the layers between have the sliding_window; null: every layer has it."""
+    """Every n-th layer attends to all earlier tokens, the layers between have the sliding_window or the attention_chunk; null: all have."""
+    full_attention_rope: bool = True
+    """false: layers that attend to all earlier tokens have no rotary positions (Llama 4); needs full_attention_every."""
+    attention_temperature: AttentionTemperature | None = None
+    """Scaling of queries by position in the layers without rotary positions; null: none. Needs full_attention_rope=false."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the normal initialization. Each family's file in models/ documents which parameters use it."""
     mup: MupConfig | None = None
@@ -219,14 +242,27 @@ class ModelConfig(Section):
         return (self.moe and self.moe.expert_dim) or self.mlp_dim
 
     @property
+    def interleaved_experts(self) -> bool:
+        """Whether layers with experts and layers with an MLP take turns."""
+        return self.moe is not None and self.moe.every > 1
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of the MLP."""
+        if self.moe is None:
+            return False
+        return (layer + 1) % self.moe.every == 0 if self.moe.every > 1 else layer >= self.moe.dense_layers
+
+    @property
     def dense_layers(self) -> int:
-        """Layers with an MLP: the first ones of a mixture of experts, else all."""
-        return self.num_layers if self.moe is None else self.moe.dense_layers
+        """Layers with an MLP: of a mixture of experts the first ones, or those between layers with experts; else all."""
+        return self.num_layers - self.moe_layers
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts, which follow the dense ones."""
-        return self.num_layers - self.dense_layers
+        """Layers with experts."""
+        if self.moe is None:
+            return 0
+        return self.num_layers // self.moe.every if self.moe.every > 1 else self.num_layers - self.moe.dense_layers
 
     def without_experts(self, mlp_dim: int | None = None) -> ModelConfig:
         """Return the model whose layers have an MLP of this width: the dense layers, or (with their width) the shared experts."""
@@ -246,16 +282,21 @@ class ModelConfig(Section):
 
     @property
     def layer_period(self) -> int:
-        """Number of layers after which the kinds of layers (with the window, without it) repeat."""
-        return self.full_attention_every or 1
+        """Number of layers after which the kinds of layers (with the window or chunks and without; with experts and without) repeat."""
+        return math.lcm(self.full_attention_every or 1, 1 if self.moe is None else self.moe.every)
+
+    @property
+    def local_span(self) -> int | None:
+        """Most tokens that a token attends to in layers with the sliding window or with chunks; None: no such layers."""
+        return self.attention_chunk if self.sliding_window is None else self.sliding_window
 
     def windowed(self, layer: int) -> bool:
-        """Whether a layer has the sliding window."""
-        return self.sliding_window is not None and (self.full_attention_every is None or (layer + 1) % self.full_attention_every != 0)
+        """Whether a layer has the sliding window or chunks."""
+        return self.local_span is not None and (self.full_attention_every is None or (layer + 1) % self.full_attention_every != 0)
 
     @property
     def full_layers(self) -> int:
-        """Number of layers without the sliding window."""
+        """Number of layers without the sliding window and without chunks."""
         return sum(not self.windowed(layer) for layer in range(self.num_layers))
 
     @property

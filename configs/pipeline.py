@@ -64,7 +64,12 @@ def pipeline_problems(config: Config, sizes: Mapping[str, int]) -> Iterator[tupl
             ("mesh.pipeline", "model.num_layers"),
             f"model.num_layers={model.num_layers} does not divide into mesh.pipeline={stages} x {chunks} chunks, which experts need",
         )
-    if model.moe is not None and model.dense_layers:
+    if model.moe is not None and model.interleaved_experts:
+        yield (
+            ("mesh.pipeline", "model.moe.every"),
+            f"supports no dense layers between those with experts, model.moe.every={model.moe.every} (set mesh.pipeline=1)",
+        )
+    elif model.moe is not None and model.dense_layers:
         yield (
             ("mesh.pipeline", "model.moe.dense_layers"),
             f"supports no dense layers before those with experts, model.moe.dense_layers={model.dense_layers} (set mesh.pipeline=1)",

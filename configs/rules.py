@@ -296,10 +296,10 @@ def _compute(config: Config) -> Iterator[Problem]:
             ("compute.scan_unroll", "model.num_layers"),
             f"must divide model.num_layers={config.model.num_layers}, got {compute.scan_unroll} ({fits} works)",
         )
-    elif compute.scan_layers and config.model.moe is not None and config.model.dense_layers % compute.scan_unroll:
+    elif compute.scan_layers and config.model.moe is not None and config.model.moe.dense_layers % compute.scan_unroll:
         yield Problem(
             ("compute.scan_unroll", "model.moe.dense_layers"),
-            f"must divide model.moe.dense_layers={config.model.dense_layers}, got {compute.scan_unroll} (1 works)",
+            f"must divide model.moe.dense_layers={config.model.moe.dense_layers}, got {compute.scan_unroll} (1 works)",
         )
     if compute.attention.backend == "cudnn" and config.data.document_masking:
         yield Problem(

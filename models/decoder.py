@@ -5,16 +5,19 @@ Legend: B batch, T sequence, D embed width, V vocabulary rows (padded).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ridgeline.configs.model_schema import ModelConfig
-from ridgeline.models.attention.masks import soft_cap
+from ridgeline.models.attention.masks import chunk_segments, soft_cap
 from ridgeline.models.block import Block
 from ridgeline.models.family import Family
 from ridgeline.models.lora import set_dropout
@@ -24,7 +27,11 @@ from ridgeline.models.moe.router import RouterSums, RouterTotals
 from ridgeline.models.norms import NORMS
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
-from ridgeline.models.rope import RotaryTable, rotary_table
+from ridgeline.models.rope import RotaryTable, rotary_table, tempered
+
+Carry = TypeVar("Carry")
+Stacks = tuple[Block, ...]
+"""Stacks of equal blocks; those of two stacks take turns."""
 
 
 class Decoder(nnx.Module):
@@ -66,15 +73,17 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         x_BTD, sums, layer = self.embed(tokens_BT, positions_BT), None, 0
-        for blocks in self.stacks:
-            x_BTD, sums = self.run_blocks(blocks, layer, x_BTD, positions_BT, segment_ids_BT, dropout_key)
-            layer += num_layers_of(blocks)
+        for stacks in self.runs:
+            x_BTD, sums = self.run_blocks(stacks, layer, x_BTD, positions_BT, segment_ids_BT, dropout_key)
+            layer += sum(map(num_layers_of, stacks))
         return self.normalize(x_BTD), None if sums is None else RouterTotals.of(sums, tokens_BT.shape[1])
 
     @property
-    def stacks(self) -> list[Block]:
-        """The stacks of equal blocks, in order: dense ones before those with experts."""
-        return [self.blocks] if self.dense_blocks is None else [self.dense_blocks, self.blocks]
+    def runs(self) -> list[Stacks]:
+        """The layers in order, as runs of the layers of one stack, or of two stacks whose layers take turns: dense ones, with experts."""
+        if self.dense_blocks is None:
+            return [(self.blocks,)]
+        return [(self.dense_blocks, self.blocks)] if self.model.interleaved_experts else [(self.dense_blocks,), (self.blocks,)]
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Return the residual stream [B, T, D] before the first block."""
@@ -88,9 +97,9 @@ class Decoder(nnx.Module):
             return self.execution.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
     def rotary(self, positions_BT: jax.Array, *, windowed: bool) -> RotaryTable | None:
-        """Return the rotary table of the positions, for layers with or without the window; None for a model with learned positions."""
+        """Return the rotary table of the positions, for layers with or without the window; None for layers without rotary positions."""
         model = self.model
-        if model.position != "rope":
+        if model.position != "rope" or (not windowed and not model.full_attention_rope):
             return None
         if windowed and model.local_rope_theta is not None:
             return rotary_table(positions_BT, model.rotary_dims, model.local_rope_theta, None)
@@ -118,66 +127,138 @@ class Decoder(nnx.Module):
 
     def run_blocks(
         self,
-        blocks: Block,
+        stacks: Stacks,
         first: int,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
         dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterSums | None]:
-        """Run a stack, whose first layer is layer `first`. A scan runs whole periods of the kinds of layers; the rest follows it."""
+        """Run the layers of some stacks (`runs`), of which the first is layer `first`; return the sums of the layers with experts."""
         model, execution = self.model, self.execution
-        structure, stacked = nnx.split(blocks)
-        count = num_layers_of(blocks)
-        keys = None if dropout_key is None else jax.random.split(jax.random.fold_in(dropout_key, first), count)
-        layers = stacked, execution.matmul.amax_of_layers(stacked), keys
-        kinds = [model.windowed(first + layer) for layer in range(count)]
-        tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(kinds))}
+        places = LayerPlaces.of(model, first, stacks)
+        structures, stacked = zip(*map(nnx.split, stacks), strict=True)
+        keys = None if dropout_key is None else jax.random.split(jax.random.fold_in(dropout_key, first), places.count)
+        layers = [
+            (parameters, execution.matmul.amax_of_layers(parameters), None if keys is None else keys[places.layers_of(stack)])
+            for stack, parameters in enumerate(stacked)
+        ]
+        tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(places.windowed))}
+        segments = {windowed: self.visible_segments(segment_ids_BT, x_BTD.shape[:2], windowed=windowed) for windowed in tables}
 
-        def block_of(windowed: bool, at: int | None = None) -> Callable[[jax.Array, Any], tuple[jax.Array, RouterSums | None]]:
-            """Return the function of a layer. `at`: its index in a stack that is passed instead of the layer; it is chosen within what is
+        def block_of(windowed: bool, stack: int, at: int | None) -> Callable[[jax.Array, Any], tuple[jax.Array, RouterSums | None]]:
+            """Return the function of a layer. `at`: its index in layers that are passed instead of it; it is chosen within what is
             recomputed, or a copy of its parameters would be kept for the backward pass."""
 
             def attend_everywhere(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
+                q_BTNH = tempered(q_BTNH, positions_BT, model.attention_temperature)
                 return execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N, windowed=False)
 
             def block(
                 x_BTD: jax.Array, layer: tuple[nnx.State, dict[tuple[str, ...], jax.Array], jax.Array | None]
             ) -> tuple[jax.Array, RouterSums | None]:
                 parameters, amax, key = layer if at is None else jax.tree.map(lambda stack: stack[at], layer)
-                block = nnx.merge(structure, parameters)
+                block = nnx.merge(structures[stack], parameters)
                 set_amax(block, amax)
                 set_dropout(block, key)
-                attend_with = attend_everywhere if model.sliding_window is not None and not windowed else None
-                out_BTD: jax.Array = block(x_BTD, tables[windowed], segment_ids_BT, attend_with)
+                attend_with = attend_everywhere if model.local_span is not None and not windowed else None
+                out_BTD: jax.Array = block(x_BTD, tables[windowed], segments[windowed], attend_with)
                 return out_BTD, router_sums(block)
 
             return execution.remat.wrap_block(block)
 
-        run, period = {windowed: block_of(windowed) for windowed in tables}, model.layer_period
-        whole = count // period * period if execution.scan_layers else 0
-        sums: list[RouterSums | None] = []  # of one or several layers, stacked
-        if whole:
-            turn = [run[kinds[0]]] if period == 1 else [block_of(kinds[at], at) for at in range(period)]
+        return scan_layers(
+            places, layers, functools.cache(block_of), x_BTD, unroll=execution.scan_unroll if execution.scan_layers else None
+        )
 
-            def body(x_BTD: jax.Array, layers: Any) -> tuple[jax.Array, RouterSums | None]:
-                found = []
-                for block in turn:
-                    x_BTD, of_layer = block(x_BTD, layers)
-                    found.append(of_layer)
-                return x_BTD, found[0] if period == 1 else jax.tree.map(lambda *each: jnp.stack(each), *found)
-
-            def periods(stack: jax.Array) -> jax.Array:
-                return stack if period == 1 else stack[:whole].reshape(whole // period, period, *stack.shape[1:])
-
-            x_BTD, scanned = jax.lax.scan(body, x_BTD, jax.tree.map(periods, layers), unroll=-(-execution.scan_unroll // period))
-            sums.append(scanned if period == 1 else jax.tree.map(lambda each: each.reshape(whole, *each.shape[2:]), scanned))
-        for index in range(whole, count):
-            x_BTD, of_layer = run[kinds[index]](x_BTD, jax.tree.map(lambda stack, at=index: stack[at], layers))
-            sums.append(jax.tree.map(lambda each: each[None], of_layer))
-        return x_BTD, sums[0] if len(sums) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *sums)
+    def visible_segments(self, segment_ids_BT: jax.Array | None, shape: tuple[int, ...], *, windowed: bool) -> jax.Array | None:
+        """Return the segment ids of layers with or without the window: those of the documents or of their chunks; shape: [B, T, ...]."""
+        chunk = self.model.attention_chunk
+        return segment_ids_BT if chunk is None or not windowed else chunk_segments(segment_ids_BT, (shape[0], shape[1]), chunk)
 
 
 def num_layers_of(blocks: Block) -> int:
     """Return the number of layers of a stack."""
     return int(jax.tree.leaves(nnx.state(blocks))[0].shape[0])
+
+
+@dataclass(frozen=True)
+class LayerPlaces:
+    """Of each layer of a run: its kind, and its place in the stacks of the run."""
+
+    windowed: tuple[bool, ...]
+    stack: tuple[int, ...]
+    index: tuple[int, ...]
+    """Index in its stack."""
+    period: int
+    """Layers after which kinds and stacks repeat."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, first: int, stacks: Stacks) -> LayerPlaces:
+        """Return the places of the layers of stacks, of which the first is layer `first`."""
+        layers = range(first, first + sum(map(num_layers_of, stacks)))
+        stack = tuple(int(len(stacks) > 1 and model.has_experts(layer)) for layer in layers)
+        index = tuple(stack[:at].count(which) for at, which in enumerate(stack))
+        return cls(tuple(map(model.windowed, layers)), stack, index, model.layer_period)
+
+    @property
+    def count(self) -> int:
+        """Number of layers."""
+        return len(self.stack)
+
+    def layers_of(self, stack: int) -> np.ndarray:
+        """Return the layers of a stack, counted from the first of the run."""
+        return np.flatnonzero(np.array(self.stack) == stack)
+
+
+def scan_layers(
+    places: LayerPlaces,
+    layers: Sequence[Any],
+    run: Callable[[bool, int, int | None], Callable[[Carry, Any], tuple[Carry, Any]]],
+    carry: Carry,
+    *,
+    unroll: int | None = 1,
+) -> tuple[Carry, Any]:
+    """Run layers one after another: a scan over whole periods, in which each layer has its own kind, then the rest.
+
+    Args:
+      places: of the layers.
+      layers: of each stack, arrays with a leading dim of its layers.
+      run: (windowed, stack, at) -> function (carry, layer) -> (carry, result); with `at` the function gets several layers of the stack, of
+        which it is to run number `at`.
+      carry: before the first layer.
+      unroll: layers per turn of the scan at least; None: no scan.
+
+    Returns the carry and the results with a leading dim of all layers; layers whose result is None are left out (None: all of them).
+    """
+    period, count = places.period, places.count
+    whole = count // period * period if unroll is not None else 0
+    results: list[Any] = []  # of one or several layers, stacked
+    if whole:
+        per_turn = [places.stack[:period].count(stack) for stack in range(len(layers))]
+        turn = [
+            (stack, run(places.windowed[at], stack, None if period == 1 else places.index[at]))
+            for at, stack in enumerate(places.stack[:period])
+        ]
+
+        def body(carry: Carry, layers: Sequence[Any]) -> tuple[Carry, Any]:
+            found = []
+            for stack, layer in turn:
+                carry, result = layer(carry, layers[stack])
+                found += [] if result is None else [result]
+            return carry, None if not found else found[0] if period == 1 else jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+        def turns(stack: int) -> Any:
+            each, all_turns = per_turn[stack], whole // period
+            return jax.tree.map(lambda x: x[: all_turns * each].reshape(all_turns, each, *x.shape[1:]), layers[stack])
+
+        scanned = list(layers) if period == 1 else list(map(turns, range(len(layers))))
+        carry, result = jax.lax.scan(body, carry, scanned, unroll=-(-(unroll or 1) // period))
+        if result is not None:
+            results.append(result if period == 1 else jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), result))
+    for at in range(whole, count):
+        stack, index = places.stack[at], places.index[at]
+        carry, result = run(places.windowed[at], stack, None)(carry, jax.tree.map(lambda x, index=index: x[index], layers[stack]))
+        results += [] if result is None else [jax.tree.map(lambda each: each[None], result)]
+    joined = results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results) if results else None
+    return carry, joined

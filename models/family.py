@@ -20,6 +20,20 @@ from ridgeline.models.huggingface.tensor_map import TensorRule
 
 
 @dataclass(frozen=True)
+class Wrapper:
+    """A multimodal architecture whose text part is a family's: its config.json has that of the text model as `text_config`."""
+
+    architecture: str
+    """`architectures[0]` in config.json."""
+    model_type: str
+    """`model_type` in config.json."""
+    prefix: str
+    """Beginning of the names of the text model's tensors."""
+    ignored: tuple[str, ...]
+    """Beginnings of the names of other tensors, which are not read."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture family."""
 
@@ -33,6 +47,8 @@ class Family:
     """`architectures[0]` in config.json."""
     hf_model_type: str = ""
     """`model_type` in config.json, where it is not the family's name."""
+    hf_wrapper: Wrapper | None = None
+    """The multimodal architecture that contains the family's; its text part can be read."""
     config_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """config.json -> fields of ModelConfig. Raises UserError for what cannot be represented."""
     config_to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None

@@ -10,6 +10,7 @@ D embed width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ridgeline.models.attention.masks import soft_cap
-from ridgeline.models.decoder import Decoder, num_layers_of
+from ridgeline.models.decoder import Decoder, LayerPlaces, scan_layers
+from ridgeline.models.rope import tempered
 
 UNUSED = jnp.iinfo(jnp.int32).max
 """Position of a slot of padding: after every query."""
@@ -45,33 +47,27 @@ def prefill(decoder: Decoder, tokens_BT: jax.Array, slots: int) -> tuple[jax.Arr
     """
     model, execution = decoder.model, decoder.execution
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    tables = [decoder.rotary(positions_BT, windowed=windowed) for windowed in (False, True)]
+    tables = {windowed: decoder.rotary(positions_BT, windowed=windowed) for windowed in (False, True)}
     empty = [(0, 0), (0, slots - tokens_BT.shape[1]), (0, 0), (0, 0)]
 
-    def block(structure: Any, mixed: bool, x_BTD: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, Cache]:
-        parameters, windowed = layer
+    def block(structure: Any, windowed: bool, x_BTD: jax.Array, parameters: Any) -> tuple[jax.Array, Cache]:
         kept: list[Cache] = []
 
         def attend_with(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
             kept.append(_sharded(decoder, Cache(jnp.pad(k_BTKH, empty), jnp.pad(v_BTKH, empty))))
+            q_BTNH = q_BTNH if windowed else tempered(q_BTNH, positions_BT, model.attention_temperature)
+            segments_BT = decoder.visible_segments(None, tokens_BT.shape, windowed=windowed)
+            return execution.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, windowed=windowed)
 
-            def attend(arrays: tuple[jax.Array, ...], kind: bool) -> jax.Array:
-                q, k, v = arrays
-                return execution.attend(q, k, v, None, sinks_N, windowed=kind)
+        return nnx.merge(structure, parameters)(x_BTD, tables[windowed], None, attend_with), kept[0]
 
-            arrays = (q_BTNH, k_BTKH, v_BTKH)
-            if not mixed:
-                return attend(arrays, model.windowed(0))
-            attended: jax.Array = jax.lax.cond(windowed, partial(attend, kind=True), partial(attend, kind=False), arrays)
-            return attended
-
-        return nnx.merge(structure, parameters)(x_BTD, _table(tables, windowed), None, attend_with), kept[0]
-
-    x_BTD, caches, kinds = decoder.embed(tokens_BT, positions_BT), list[Cache](), _kinds(decoder)
-    for blocks, windowed_L in zip(decoder.stacks, _by_stack(decoder, jnp.array(kinds)), strict=True):
-        structure, stacked = nnx.split(blocks)
-        x_BTD, new = jax.lax.scan(partial(block, structure, len(set(kinds)) > 1), x_BTD, (stacked, windowed_L))
+    x_BTD, caches, first = decoder.embed(tokens_BT, positions_BT), list[Cache](), 0
+    for stacks in decoder.runs:
+        places = LayerPlaces.of(model, first, stacks)
+        structures, layers = zip(*map(nnx.split, stacks), strict=True)
+        x_BTD, new = scan_layers(places, layers, _chosen(lambda stack, *kind: partial(block, structures[stack], *kind)), x_BTD)  # noqa: B023
         caches.append(new)
+        first += places.count
     return decoder.normalize(x_BTD), jax.tree.map(lambda *each: each[0] if len(each) == 1 else jnp.concatenate(each), *caches)
 
 
@@ -88,15 +84,17 @@ def extend(
 
     Returns the final-normed hidden states [B, D] and the cache with the new keys and values.
     """
-    model = decoder.model
-    tables = [decoder.rotary(positions_B[:, None], windowed=windowed) for windowed in (False, True)]
-    distance_BS = positions_B[:, None] - positions_BS
+    model, positions_B1 = decoder.model, positions_B[:, None]
+    tables = {windowed: decoder.rotary(positions_B1, windowed=windowed) for windowed in (False, True)}
+    seen_BS = positions_BS <= positions_B1
+    near_BS = seen_BS
+    if model.sliding_window is not None:
+        near_BS &= positions_B1 - positions_BS < model.sliding_window
+    elif model.attention_chunk is not None:
+        near_BS &= positions_BS // model.attention_chunk == positions_B1 // model.attention_chunk
 
-    def block(structure: Any, carry: tuple[jax.Array, Cache], layer: tuple[Any, jax.Array, jax.Array]) -> tuple[tuple[Any, Cache], None]:
-        (x_B1D, cache), (parameters, windowed, index) = carry, layer
-        visible_BS = distance_BS >= 0
-        if model.sliding_window is not None:
-            visible_BS &= ~windowed | (distance_BS < model.sliding_window)
+    def block(structure: Any, windowed: bool, carry: tuple[jax.Array, Cache], layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
+        (x_B1D, cache), (parameters, index) = carry, layer
         updated: list[Cache] = []
 
         def attend_with(q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
@@ -106,16 +104,30 @@ def extend(
             value_LBSKH = jax.lax.dynamic_update_slice(cache.value_LBSKH, v_B1KH[None], at)
             updated.append(_sharded(decoder, Cache(key_LBSKH, value_LBSKH)))
             of_layer = Cache(*(jax.lax.dynamic_index_in_dim(kept, index, keepdims=False) for kept in updated[0]))
-            return _attend(q_B1NH, of_layer, visible_BS, model.attention_softcap, sinks_N)
+            q_B1NH = q_B1NH if windowed else tempered(q_B1NH, positions_B1, model.attention_temperature)
+            return _attend(q_B1NH, of_layer, near_BS if windowed else seen_BS, model.attention_softcap, sinks_N)
 
-        x_B1D = nnx.merge(structure, parameters)(x_B1D, _table(tables, windowed), None, attend_with)
+        x_B1D = nnx.merge(structure, parameters)(x_B1D, tables[windowed], None, attend_with)
         return (x_B1D, updated[0]), None
 
-    x_B1D, layers = decoder.embed(tokens_B[:, None], positions_B[:, None]), (jnp.array(_kinds(decoder)), jnp.arange(model.num_layers))
-    for blocks, of_stack in zip(decoder.stacks, _by_stack(decoder, layers), strict=True):
-        structure, stacked = nnx.split(blocks)
-        (x_B1D, cache), _ = jax.lax.scan(partial(block, structure), (x_B1D, cache), (stacked, *of_stack))
-    return decoder.normalize(x_B1D)[:, 0], cache
+    carry, first = (decoder.embed(tokens_B[:, None], positions_B1), cache), 0
+    for stacks in decoder.runs:
+        places = LayerPlaces.of(model, first, stacks)
+        structures, parameters = zip(*map(nnx.split, stacks), strict=True)
+        layers = [(each, jnp.asarray(first + places.layers_of(stack))) for stack, each in enumerate(parameters)]
+        carry, _ = scan_layers(places, layers, _chosen(lambda stack, *kind: partial(block, structures[stack], *kind)), carry)  # noqa: B023
+        first += places.count
+    return decoder.normalize(carry[0])[:, 0], carry[1]
+
+
+def _chosen(layer: Callable[[int, bool], Callable[[Any, Any], Any]]) -> Callable[[bool, int, int | None], Callable[[Any, Any], Any]]:
+    """Return the functions of layers for `scan_layers`, from (stack, windowed) -> function of (carry, layer)."""
+
+    def run(windowed: bool, stack: int, at: int | None) -> Callable[[Any, Any], Any]:
+        of_layer = layer(stack, windowed)
+        return of_layer if at is None else lambda carry, layers: of_layer(carry, jax.tree.map(lambda x: x[at], layers))
+
+    return run
 
 
 def _attend(q_B1NH: jax.Array, cache: Cache, visible_BS: jax.Array, softcap: float | None, sinks_N: jax.Array | None) -> jax.Array:
@@ -137,21 +149,3 @@ def _sharded(decoder: Decoder, cache: Cache) -> Cache:
     """Constrain a cache [..., B, S, K, H]."""
     partitioner = decoder.execution.partitioner
     return Cache(*(partitioner.constrain(x, *[None] * (x.ndim - 4), "batch", None, "act_kv_heads", None) for x in cache))
-
-
-def _kinds(decoder: Decoder) -> list[bool]:
-    """Return of each layer whether it has the sliding window."""
-    return [decoder.model.windowed(layer) for layer in range(decoder.model.num_layers)]
-
-
-def _table(tables: list[Any], windowed: jax.Array) -> Any:
-    return jax.tree.map(lambda full, local: jnp.where(windowed, local, full), *tables)
-
-
-def _by_stack(decoder: Decoder, arrays: Any) -> list[Any]:
-    """Cut arrays [L, ...] into those of each stack of the decoder."""
-    parts, first = [], 0
-    for count in map(num_layers_of, decoder.stacks):
-        parts.append(jax.tree.map(lambda x, first=first, end=first + count: x[first:end], arrays))
-        first += count
-    return parts

@@ -78,6 +78,13 @@ def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: fl
     return (normed * scale_D + bias_D).astype(x_BTD.dtype)
 
 
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+def unit_rms(x_BTD: jax.Array, eps: float) -> jax.Array:
+    """Return x / rms(x) over the last dim, without a scale; statistics in float32, result in x's dtype."""
+    x = x_BTD.astype(jnp.float32)
+    return (x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
+
+
 Norm = RMSNorm | LayerNorm
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "rmsnorm_1p": RMSNorm1p, "layernorm": LayerNorm}
 """model.norm -> module."""

@@ -73,7 +73,7 @@ class Execution:
     ) -> jax.Array:
         """Return causal self-attention [B, T, N, H] with the configured backend; recomputed if the remat policy does.
 
-        windowed: with the sliding window of the model, if it has one.
+        windowed: with the sliding window of the model, if it has one. Chunks are in the segment ids (attention/masks.py: chunk_segments).
         """
         attention = self.attention if windowed else self.attention.without_window()
         return self.remat.wrap_attention(lambda q, k, v, sinks: attention(q, k, v, segment_ids_BT, sinks))(q_BTNH, k_BTKH, v_BTKH, sinks_N)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ridgeline.configs.model_schema import RopeScaling
+from ridgeline.configs.model_schema import AttentionTemperature, RopeScaling
 
 RotaryTable = tuple[jax.Array, jax.Array]
 """(cos, sin) of every position and pair, float32 [B, T, P] each."""
@@ -59,8 +59,13 @@ def _linear(frequencies: np.ndarray, head_dim: int, theta: float, scaling: RopeS
 
 
 def _llama3(frequencies: np.ndarray, head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Divide low frequencies by the factor, keep high ones, interpolate linearly between (the rule published with Llama 3.1)."""
+    """Divide low frequencies by the factor, keep high ones, interpolate linearly between (the rule published with Llama 3.1).
+
+    With equal bounds (Llama 4) nothing is between.
+    """
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    if scaling.low_freq_factor == scaling.high_freq_factor:
+        return np.where(turns < scaling.low_freq_factor, frequencies / scaling.factor, frequencies)
     keep = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
@@ -85,6 +90,15 @@ def rotary_table(positions_BT: jax.Array, head_dim: int, theta: float, scaling: 
     angles_BTP = positions_BT[..., None].astype(jnp.float32) * frequencies_P
     factor = attention_factor(scaling)
     return jnp.cos(angles_BTP) * factor, jnp.sin(angles_BTP) * factor
+
+
+def tempered(q_BTNH: jax.Array, positions_BT: jax.Array, temperature: AttentionTemperature | None) -> jax.Array:
+    """Return queries times their factor by position (model.attention_temperature), in their dtype."""
+    if temperature is None:
+        return q_BTNH
+    intervals_BT = (positions_BT + 1) // temperature.interval
+    factor_BT = 1 + temperature.scale * jnp.log1p(intervals_BT.astype(jnp.float32))
+    return (q_BTNH.astype(jnp.float32) * factor_BT[..., None, None]).astype(q_BTNH.dtype)
 
 
 def apply_rotary(x_BTNH: jax.Array, table: RotaryTable, *, interleaved: bool = False) -> jax.Array:

@@ -26,8 +26,9 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     """Return the activations of all layers that are kept for the backward pass, by rematerialization policy and attention backend."""
     config, layers = local.config, local.model.num_layers
     policy, names = config.compute.remat.policy, config.compute.remat.names
-    per_layer = sum(count * size for count, size in (*saved_arrays(local, backend), *adapter_arrays(local)))
-    return Component(layers * per_layer, f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}")
+    kept = sum(number * sum(count * size for count, size in saved_arrays(kind, backend)) for number, kind in local.kinds)
+    kept += layers * sum(count * size for count, size in adapter_arrays(local))
+    return Component(kept, f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}")
 
 
 def adapter_arrays(local: LocalSizes) -> list[tuple[int, int]]:
@@ -120,14 +121,17 @@ def stacked_bytes(local: LocalSizes, backend: str) -> int:
     """
     if not local.config.compute.scan_layers:
         return 0
-    layers = local.model.num_layers
-    kept = sum(layers * (2 * count + 2 * count - 1) * size for count, size in saved_arrays(local, backend) if count)
+    kept = sum(
+        layers * (2 * count + 2 * count - 1) * size for layers, kind in local.kinds for count, size in saved_arrays(kind, backend) if count
+    )
     return kept + (local.trained if local.adapted else local.layer_matrices) * local.gradient_itemsize
 
 
 def offloaded_bytes(local: LocalSizes) -> int:
     """Return the bytes of one device's microbatch that are kept for the backward pass in host memory."""
-    return local.model.num_layers * _listed_bytes(local) if local.config.compute.remat.offloads else 0
+    if not local.config.compute.remat.offloads:
+        return 0
+    return sum(layers * _listed_bytes(kind) for layers, kind in local.kinds)
 
 
 def _offloads_inputs(local: LocalSizes) -> bool:

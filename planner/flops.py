@@ -3,13 +3,13 @@
 Convention. Only matmuls count, a multiply-add as 2 FLOPs; backward costs twice forward, so training is 6 FLOPs per weight and token
 (Kaplan et al., arXiv 2001.08361, section 2.1; PaLM, arXiv 2204.02311, appendix B). Attention scores and their product with the values
 are 6*S*N*(H + U) per layer and token in training (U = H but for latent attention), S the number of keys a query sees on average: T for full
-attention, T/2 for causal (the unmasked half), W - W*W/(2T) for a sliding window of W < T (PaLM counts T; here only unmasked pairs count),
-the mean over the layers where only some have the window. The unembedding counts, with the vocabulary size without padding; the embedding
-lookup does not. Norms, softmax, activations, biases and the optimizer do not count, nor does recomputation. Document boundaries inside a
-packed row are ignored: a row counts as one sequence.
+attention, T/2 for causal (the unmasked half), W - W*W/(2T) for a sliding window of W < T, C/2 for chunks of C tokens that divide T (PaLM
+counts T; here only unmasked pairs count), the mean over the layers where only some have the window or chunks. The unembedding counts, with
+the vocabulary size without padding; the embedding lookup does not. Norms, softmax, activations, biases and the optimizer do not count, nor
+does recomputation. Document boundaries inside a packed row are ignored: a row counts as one sequence.
 
 Notation: D width, F MLP width, L layers, N query heads, K key/value heads, H head dim, U that of values, T sequence length, V vocabulary,
-W window.
+W window, C chunk.
 """
 
 from __future__ import annotations
@@ -91,17 +91,25 @@ class FlopCount:
         }
 
 
-def mean_keys_per_query(seq_len: int, window: int | None) -> float:
-    """Return the average number of keys of a causal query: T/2, or W - W*W/(2T) with a window of W < T (the diagonal counts half)."""
+def mean_keys_per_query(seq_len: int, window: int | None, chunk: int | None = None) -> float:
+    """Return the average number of keys of a causal query: T/2, or W - W*W/(2T) with a window of W < T (the diagonal counts half).
+
+    With chunks of C < T each chunk is a causal row of its own: C queries see C/2 keys on average, and the last r = T mod C see r/2, so the
+    mean is (floor(T/C) * C*C/2 + r*r/2) / T, which is C/2 where C divides T.
+    """
+    if chunk is not None and chunk < seq_len:
+        rest = seq_len % chunk
+        return (seq_len // chunk * chunk * chunk + rest * rest) / (2 * seq_len)
     if window is None or window >= seq_len:
         return seq_len / 2
     return window - window * window / (2 * seq_len)
 
 
 def mean_keys_per_layer(model: ModelConfig, seq_len: int) -> float:
-    """Return the average number of keys of a query over the layers, of which some may have the window and others not."""
+    """Return the average number of keys of a query over the layers, of which some may have the window or chunks and others not."""
     full = model.full_layers * mean_keys_per_query(seq_len, None)
-    return (full + (model.num_layers - model.full_layers) * mean_keys_per_query(seq_len, model.sliding_window)) / model.num_layers
+    local = mean_keys_per_query(seq_len, model.sliding_window, model.attention_chunk)
+    return (full + (model.num_layers - model.full_layers) * local) / model.num_layers
 
 
 def config_flops_per_token(config: Config) -> FlopCount:

@@ -10,7 +10,8 @@ f, t devices on fsdp and tensor.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
 from ridgeline.planner.calibration import Calibration
@@ -130,7 +131,22 @@ class Kernels:
         return shapes
 
     def layer_forward(self) -> Work:
-        """Return the forward pass of one layer."""
+        """Return the forward pass of one layer, the mean where layers have different MLPs."""
+        return self._mean(Kernels._layer_forward)
+
+    def layer_backward(self) -> Work:
+        """Return the backward pass of one layer, the mean where layers have different MLPs."""
+        return self._mean(Kernels._layer_backward)
+
+    def _mean(self, of_layer: Callable[[Kernels], Work]) -> Work:
+        if len(self.local.kinds) == 1:
+            return of_layer(self)
+        total = Work(0.0)
+        for layers, kind in self.local.kinds:
+            total += of_layer(replace(self, local=kind)) * (layers / self.local.model.num_layers)
+        return total
+
+    def _layer_forward(self) -> Work:
         compute = sum(self.matmul_s(*shape, self.forward_dtype) for shape in self.matmuls().values())
         attention = self.attention()
         return (
@@ -139,7 +155,7 @@ class Kernels:
             + Work(0.0, self.memory_s(self.software.elementwise_passes * self._elementwise_forward() + self._quantize()))
         )
 
-    def layer_backward(self) -> Work:
+    def _layer_backward(self) -> Work:
         """Return the backward pass of one layer: gradients of inputs and weights, and recomputation."""
         again = recomputed_by(self.local.config)
         compute = 0.0

@@ -48,6 +48,8 @@ class LayerShape(Section):
     """data.document_masking of the config."""
     sliding_window: PositiveInt | None = None
     """model.sliding_window of the config."""
+    attention_chunk: PositiveInt | None = None
+    """model.attention_chunk of the config."""
     full_attention_every: PositiveInt | None = None
     """model.full_attention_every of the config."""
     softcap: bool = False
@@ -83,6 +85,7 @@ class LayerShape(Section):
             latent_attention=model.latent_attention,
             document_masking=config.data.document_masking,
             sliding_window=model.sliding_window,
+            attention_chunk=model.attention_chunk,
             full_attention_every=model.full_attention_every,
             softcap=model.attention_softcap is not None,
             norm=model.norm,

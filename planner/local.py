@@ -211,6 +211,35 @@ class LocalSizes:
         return experts * self.model.embed_dim * self.model.expert_width // self.tensor
 
     @cached_property
+    def kinds(self) -> list[tuple[int, LocalSizes]]:
+        """Number of layers of each kind, and the sizes of a model of these layers alone: layers with experts and those between them."""
+        moe = self.model.moe
+        if moe is None or not self.model.interleaved_experts:
+            return [(self.model.num_layers, self)]
+        alone = self.model.model_copy(update={"moe": moe.model_copy(update={"every": 1})}), self.model.without_experts()
+        sizes = [replace(self, config=self.config.model_copy(update={"model": model})) for model in alone]
+        return list(zip((self.model.moe_layers, self.model.dense_layers), sizes, strict=True))
+
+    @cached_property
+    def mlp_matrices(self) -> int:
+        """Elements of one MLP matrix of every layer, or of its experts (`mlp_matrix`), gathered over fsdp."""
+        return sum(layers * kind.mlp_matrix for layers, kind in self.kinds)
+
+    @cached_property
+    def all_turned_matrices(self) -> int:
+        """Elements of `turned_matrices` of all layers."""
+        return sum(layers * kind.turned_matrices for layers, kind in self.kinds)
+
+    @cached_property
+    def period_weights(self) -> int:
+        """Matrix elements of the layers of a period that are trained, gathered over fsdp and sharded over tensor and expert."""
+        moe, period = self.model.moe, self.model.layer_period
+        if moe is None or not self.model.interleaved_experts or self.adapted:
+            return period * self.gathered_trained_weights
+        (_, experts), (_, dense) = self.kinds
+        return period // moe.every * experts.gathered_trained_weights + (period - period // moe.every) * dense.gathered_trained_weights
+
+    @cached_property
     def out_matrix(self) -> int:
         """Elements of attention's output projection, gathered over fsdp and sharded over tensor: D*N*V/t."""
         return self.model.embed_dim * self.model.num_heads * self.model.value_width // self.tensor
@@ -328,7 +357,9 @@ def attention_backend(config: Config, *, gpu: bool = True, ring: bool = False) -
         gpu and config.precision.compute in ("bfloat16", "float16") and width <= FUSED_MAX_HEAD_DIM
     ):
         return "chunked"
-    fused = width % 8 == 0 and not config.data.document_masking and not ring and not config.model.attention_sinks
+    span = config.model.attention_chunk
+    packed = config.data.document_masking or (span is not None and span < config.data.seq_len)  # chunks are computed as documents
+    fused = width % 8 == 0 and not packed and not ring and not config.model.attention_sinks
     return "cudnn" if fused else "pallas"
 
 

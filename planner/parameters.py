@@ -107,7 +107,7 @@ def head_norms(model: ModelConfig) -> int:
     """Return the scales of one layer's norms of queries and keys: 2*H, or (N + K)*H over all heads; or those of the norms of latents."""
     if model.latent_attention is not None:
         return latent_width(model) - model.latent_attention.rope_dim
-    if not model.qk_norm:
+    if not model.qk_norm or not model.qk_norm_scale:
         return 0
     return model.head_width * (model.num_heads + model.kv_heads if model.qk_norm_dims == "all_heads" else 2)
 

@@ -132,7 +132,7 @@ class StepMemory:
         local = self.local
         if local.fsdp == 1:
             return 0
-        copies = local.model.num_layers * local.turned_matrices // local.fsdp * local.weight_itemsize
+        copies = local.all_turned_matrices // local.fsdp * local.weight_itemsize
         return copies + (local.table // local.fsdp * local.weight_itemsize if self.in_loop else 0)
 
     def accumulated(self) -> Component:
@@ -206,7 +206,7 @@ class StepMemory:
         logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
         if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
             logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
-        zeroed = (2 if local.model.gated_mlp else 1) * local.model.num_layers * local.mlp_matrix // (local.fsdp // local.expert)
+        zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
         zeroed = local.trained if local.adapted else zeroed
         policy = local.config.compute.remat.policy
         if self.overlap:
@@ -222,9 +222,7 @@ class StepMemory:
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
         if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        if (
-            self.turn.layers > 1
-        ):  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns that are apart
+        if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
             early += (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
@@ -271,7 +269,7 @@ class StepMemory:
         next_layer = self.next_layer_weights() if self.overlap else 0
         copies += self.turn.kept_parameters()
         workspace += self.turn.zeroed_accumulators()
-        reducing = self.turn.layers * local.gathered_trained_weights * local.gradient_itemsize if late and self.reduced else 0
+        reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
@@ -308,10 +306,13 @@ class StepMemory:
         local = self.local
         tables = 0 if local.adapted else 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
         point = self.backward(at_end=self.turned_gradients() + tables)
-        mlp = sum(count * size for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
-        kept = Component(
-            self.saved.bytes - local.model.num_layers * mlp, "of attention, and inputs of the blocks; those of the MLPs are freed"
+        mlp = sum(
+            layers * count * size
+            for layers, kind in local.kinds
+            for count, size in saved_arrays(kind, self.backend)
+            if size == kind.hidden_bytes
         )
+        kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
         copies = point["parameter_copies"]
         gradients = 0 if local.adapted else point["loss"].bytes + local.table * local.gradient_itemsize - self.zeroed_table()
         return point | {
@@ -327,8 +328,11 @@ class StepMemory:
         before their reduction, and attention's workspace."""
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
-        waiting = local.gathered_trained_weights * local.gradient_itemsize if self.reduced or local.adapted else 2 * local.mlp_matrix * 4
-        waiting = self.turn.layers * waiting + self.turn.norm_gradients()
+        if self.reduced or local.adapted:
+            waiting = self.turn.trained_weights * local.gradient_itemsize
+        else:
+            waiting = self.turn.layers * 2 * local.mlp_matrix * 4
+        waiting += self.turn.norm_gradients()
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
@@ -401,7 +405,7 @@ class StepMemory:
         local = self.local
         copies = 0 if local.adapted else 2 * 4 * local.table // local.of_state.fsdp
         if local.fsdp > 1 and not local.adapted:
-            copies += 4 * local.model.num_layers * (2 * local.mlp_matrix + local.out_matrix) // local.of_state.fsdp
+            copies += 4 * (2 * local.mlp_matrices + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
         return {
             "gradients": Component(
                 local.of_state.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),

@@ -34,6 +34,11 @@ class Turn:
         return self.local.model.layer_period if self.overlap else 1
 
     @property
+    def trained_weights(self) -> int:
+        """Matrix elements of these layers that are trained, gathered over fsdp and sharded over tensor and expert."""
+        return self.local.period_weights if self.layers > 1 else self.local.gathered_trained_weights
+
+    @property
     def first(self) -> int:
         """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two."""
         return 1 + self.local.model.num_layers // self.local.model.layer_period % 2

@@ -147,7 +147,7 @@ class _Stage:
         """Return the residual stream after the layers and the objective of their routers; and the totals of the routers."""
         data, model = self.config.data, self.spec.merge({STACK: blocks, **shared}, recent)
         segments = rows["segment_ids"] if data.document_masking else None
-        x_BTD, sums = model.run_blocks(model.blocks, 0, x_BTD, rows["positions"], segments)
+        x_BTD, sums = model.run_blocks((model.blocks,), 0, x_BTD, rows["positions"], segments)
         if sums is None:
             return (x_BTD, jnp.zeros((), jnp.float32)), None
         totals = RouterTotals.of(sums, data.seq_len)

@@ -123,7 +123,8 @@ class SelfAttention:
         cls, model: ModelConfig, config: AttentionConfig, platform: str, compute_dtype: jnp.dtype, partitioner: Partitioner
     ) -> SelfAttention:
         """Check a config. Raises UserError, before the first step is compiled, when the backend does not support the model."""
-        heads, kv_heads, window = model.num_heads, model.kv_heads, model.sliding_window
+        # Chunks are segments (`masks.chunk_segments`); as a window their size tells backends which keys to skip.
+        heads, kv_heads, window = model.num_heads, model.kv_heads, model.local_span
         request = AttentionRequest(
             platform,
             compute_dtype,
@@ -140,7 +141,7 @@ class SelfAttention:
         return attention
 
     def without_window(self) -> SelfAttention:
-        """Return attention to all earlier tokens, for a model where only some layers have the window."""
+        """Return attention to all earlier tokens, for a model where only some layers have the window or chunks."""
         return replace(self, request=replace(self.request, sliding_window=None))
 
     def resolved(self, *, packed: bool) -> Backend:

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.lora import adapters_of, make_adapters
 from ridgeline.models.mup import matrix_std
-from ridgeline.models.norms import RMSNorm, RMSNorm1p
+from ridgeline.models.norms import RMSNorm, RMSNorm1p, unit_rms
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
 from ridgeline.models.rope import RotaryTable, apply_rotary
@@ -40,8 +40,10 @@ class Attention(nnx.Module):
         self.value_bias = make.constant((kv_heads, head), ("kv_heads", "head_dim"), 0.0) if bias else None
         self.out_bias = make.constant((width,), ("norm",), 0.0) if model.output_bias else None
         self.sinks = make.normal((heads,), ("heads",), model.init_std) if model.attention_sinks else None
-        self.query_norm = _head_norm(model, heads, "heads", execution, make) if model.qk_norm else None
-        self.key_norm = _head_norm(model, kv_heads, "kv_heads", execution, make) if model.qk_norm else None
+        scaled_norms = model.qk_norm and model.qk_norm_scale
+        self.query_norm = _head_norm(model, heads, "heads", execution, make) if scaled_norms else None
+        self.key_norm = _head_norm(model, kv_heads, "kv_heads", execution, make) if scaled_norms else None
+        self.unit_eps = model.norm_eps if model.qk_norm and not model.qk_norm_scale else None
         self.adapters = make_adapters(make, query=self.query, key=self.key, value=self.value, out=self.out)
         # Backends divide scores by sqrt(head width); queries are multiplied by what remains.
         self.query_scale = model.query_scale
@@ -92,6 +94,8 @@ class Attention(nnx.Module):
     def _rotated(self, x_BTNH: jax.Array, norm: RMSNorm | None, rotary: RotaryTable | None, scale: float = 1.0) -> jax.Array:
         if norm is not None:
             x_BTNH = norm(x_BTNH)
+        if self.unit_eps is not None and rotary is not None:
+            x_BTNH = unit_rms(x_BTNH, self.unit_eps)
         if scale != 1.0:
             x_BTNH = (x_BTNH.astype(jnp.float32) * scale).astype(x_BTNH.dtype)
         return x_BTNH if rotary is None else apply_rotary(x_BTNH, rotary, interleaved=self.rope_interleaved)

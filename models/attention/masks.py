@@ -53,6 +53,22 @@ def whole_mask(length: int, segment_ids_BT: jax.Array | None, causal: bool, slid
     return mask if mask is None or mask.ndim == 3 else mask[None]
 
 
+def chunk_segments(segment_ids_BT: jax.Array | None, shape: tuple[int, int], chunk: int) -> jax.Array | None:
+    """Return segment ids [B, T] of which each is a chunk of a segment: every backend then computes chunked attention as a packed row.
+
+    Chunks of `chunk` tokens are counted from the first token of their segment; padding stays 0. No chunks where rows are not longer.
+    """
+    if shape[1] <= chunk:
+        return segment_ids_BT
+    index_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    if segment_ids_BT is None:
+        return index_BT // chunk + 1
+    starts = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+    first_BT = jax.lax.cummax(jnp.where(starts, index_BT, 0), axis=1)
+    # The number of a chunk is the index of its first token, plus 1.
+    return jnp.where(segment_ids_BT == 0, 0, first_BT + (index_BT - first_BT) // chunk * chunk + 1)
+
+
 def sink_gradient(sinks_N: jax.Array | None, lse_BTN: jax.Array, delta_BTN: jax.Array) -> jax.Array | None:
     """Return the gradient of the sinks, float32.
 

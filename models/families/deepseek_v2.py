@@ -7,7 +7,6 @@ Initialization: normal(0, init_std = 0.02) for every matrix, router and experts 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ridgeline.configs.errors import UserError
@@ -16,7 +15,7 @@ from ridgeline.models.families.llama import fields_from_hf, fields_to_hf
 from ridgeline.models.families.llama import tensor_map as llama_tensors
 from ridgeline.models.family import Family
 from ridgeline.models.huggingface.config import field, refuse_unless, require, require_moe, rope_from_hf
-from ridgeline.models.huggingface.expert_tensors import with_experts
+from ridgeline.models.huggingface.expert_tensors import with_experts, with_layers
 from ridgeline.models.huggingface.tensor_map import TensorRule
 
 ARCHITECTURE = "DeepseekV2ForCausalLM"
@@ -131,7 +130,7 @@ def tensor_map(model: ModelConfig) -> list[TensorRule]:
     ]
     if model.moe.choice_bias:
         shared.append(TensorRule(mlp + "gate.e_score_correction_bias", ("blocks.mlp.router_bias",), "flat"))
-    return rules + [replace(rule, first_layer=model.dense_layers) for rule in shared]
+    return rules + with_layers(shared, model)
 
 
 FAMILY = Family(

@@ -196,7 +196,7 @@ def require_moe(model: ModelConfig, architecture: str, needed: Mapping[str, Any]
     """
     if model.moe is None:
         raise UserError(f"model.moe = null is not supported by Hugging Face's {architecture} (it needs experts)")
-    only = {"score": "softmax", "scale": 1.0, "groups": 1, "groups_per_token": 1, "shared_experts": 0}
+    only = {"score": "softmax", "scale": 1.0, "scale_input": False, "every": 1, "groups": 1, "groups_per_token": 1, "shared_experts": 0}
     _require(model.moe, "model.moe", architecture, {**only, "choice_bias": False, "logit_bias": False, **needed})
     return model.moe
 

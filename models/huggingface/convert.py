@@ -29,7 +29,7 @@ from ridgeline.configs.rules import model_problems
 from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models import build
-from ridgeline.models.family import Family, families, find_family
+from ridgeline.models.family import Family, Wrapper, families, find_family
 from ridgeline.models.huggingface import compressed, mxfp4
 from ridgeline.models.huggingface.compressed import CompressedTensor, Quantization
 from ridgeline.models.huggingface.config import field
@@ -89,6 +89,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def model_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Return the model section of a config.json. Raises UserError for an architecture or feature that is not supported."""
+    config = text_part(config)[0]
     kind = _family_of(config)
     _refuse_quantized(config, except_for=(*kind.quantizations, *kind.reads_quantized))
     assert kind.config_from_hf is not None
@@ -101,6 +102,17 @@ def model_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     for problem in model_problems(model):
         raise UserError(f"config.json gives {problem.keys[0]}: {problem.message}")
     return model
+
+
+def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Wrapper | None]:
+    """Return the config.json of the text model in that of a multimodal one, and what contains it; the same config.json for a text model."""
+    listed = field(config, "architectures", list, [])
+    for kind in families().values():
+        wrapper = kind.hf_wrapper
+        if wrapper is not None and config.get("model_type") == wrapper.model_type and listed[:1] in ([], [wrapper.architecture]):
+            outer = {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
+            return {**outer, **field(config, "text_config", dict), "architectures": [kind.hf_architecture]}, wrapper
+    return config, None
 
 
 def _refuse_quantized(config: Mapping[str, Any], except_for: tuple[str, ...] = ()) -> None:
@@ -269,7 +281,7 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
     Raises UserError for a missing or unsupported config.json, missing or truncated weights, and names missing, unexpected or wrongly
     shaped tensors.
     """
-    config = read_config(directory)
+    config, wrapper = text_part(read_config(directory))
     described = model_from_hf(config)
     _refuse_quantized(config, except_for=_family_of(config).reads_quantized)
     if model is not None:
@@ -278,12 +290,13 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
     stored = read_directory(directory)
     tensors = _with_dequantized(stored, config.get("quantization_config"))
     _check_layers(directory, described, tensors)
-    rules, shapes = _with_stored_prefix(tensor_rules(model), tensors), parameter_shapes(model)
+    rules, shapes = _with_stored_prefix(tensor_rules(model), tensors, wrapper), parameter_shapes(model)
     expected = {name: rule.hf_shape(rule.one(shapes), model.vocab_size) for rule in rules for name in _names(rule, shapes)}
     ignored = find_family(model.family).ignored_tensors
-    _check_tensors(directory, tensors, expected, () if ignored is None else ignored(config))
+    skipped = (*(() if ignored is None else ignored(dict(config))), *(() if wrapper is None else wrapper.ignored))
+    _check_tensors(directory, tensors, expected, skipped)
     _check_tied(directory, model, tensors, rules)
-    return HfCheckpoint(directory, config, model, tensors, rules, shapes)
+    return HfCheckpoint(directory, dict(config), model, tensors, rules, shapes)
 
 
 def quantization_config(model: ModelConfig, kind: Quantization) -> dict[str, Any]:
@@ -310,7 +323,7 @@ def export_weights(
 
     # Layer by layer, and the experts of a layer one after another: a parameter of a layer is read once.
     placed = [(rule, place) for rule in rules for place in rule.places(shapes)]
-    placed.sort(key=lambda each: -1 if each[1][0] is None else each[0].first_layer + each[1][0])
+    placed.sort(key=lambda each: -1 if each[1][0] is None else each[0].number(each[1][0]))
     planned: list[PlannedTensor] = []
     for rule, place in placed:
         name, shape = rule.name(*place), rule.hf_shape(rule.one(shapes), model.vocab_size)
@@ -348,8 +361,12 @@ def _names(rule: TensorRule, shapes: Mapping[str, Shape]) -> list[str]:
     return [rule.name(*place) for place in rule.places(shapes)]
 
 
-def _with_stored_prefix(rules: list[TensorRule], tensors: Mapping[str, StoredTensor | Mxfp4Tensor | CompressedTensor]) -> list[TensorRule]:
-    """Drop the prefix `model.` or `transformer.` for a checkpoint of the base model, saved without its head."""
+def _with_stored_prefix(
+    rules: list[TensorRule], tensors: Mapping[str, StoredTensor | Mxfp4Tensor | CompressedTensor], wrapper: Wrapper | None = None
+) -> list[TensorRule]:
+    """Drop the prefix `model.` or `transformer.` for a checkpoint of the base model, saved without its head; add that of a wrapper."""
+    if wrapper is not None:
+        return [rule.with_prefix("", wrapper.prefix) for rule in rules]
     prefix = rules[0].hf.split(".")[0] + "."
     return rules if any(name.startswith(prefix) for name in tensors) else [rule.with_prefix(prefix, "") for rule in rules]
 

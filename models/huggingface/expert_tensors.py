@@ -14,12 +14,17 @@ from ridgeline.models.huggingface.tensor_map import Index, Shape, TensorRule
 
 def without_mlp(dense: Sequence[TensorRule], model: ModelConfig) -> list[TensorRule]:
     """Return the rules of a model with experts, but theirs, from the rules of the same model with an MLP in each layer."""
-    first = model.dense_layers
     rules = [rule for rule in dense if not rule.per_layer]
     of_layers = [rule for rule in dense if rule.per_layer]
-    if first:
-        rules += [replace(rule, params=tuple(f"dense_{path}" for path in rule.params)) for rule in of_layers]
-    return rules + [replace(rule, first_layer=first) for rule in of_layers if not rule.params[0].startswith("blocks.mlp.")]
+    if model.dense_layers:
+        layers = tuple(layer for layer in range(model.num_layers) if not model.has_experts(layer))
+        rules += [replace(rule, params=tuple(f"dense_{path}" for path in rule.params), layers=layers) for rule in of_layers]
+    return rules + with_layers([rule for rule in of_layers if not rule.params[0].startswith("blocks.mlp.")], model)
+
+
+def with_layers(rules: Sequence[TensorRule], model: ModelConfig) -> list[TensorRule]:
+    """Return rules with the numbers of the layers with experts."""
+    return [replace(rule, layers=tuple(layer for layer in range(model.num_layers) if model.has_experts(layer))) for rule in rules]
 
 
 def with_experts(dense: Sequence[TensorRule], model: ModelConfig, router: str, experts: str, names: dict[str, str]) -> list[TensorRule]:
@@ -32,23 +37,24 @@ def with_experts(dense: Sequence[TensorRule], model: ModelConfig, router: str, e
       experts: name of an expert's tensor, with {layer}, {expert} and {matrix}.
       names: parameter (gate, up, down) -> {matrix}.
     """
-    first, rules = model.dense_layers, without_mlp(dense, model)
-    rules.append(TensorRule(router, ("blocks.mlp.router",), "out_in", first_layer=first))
+    of_experts = [TensorRule(router, ("blocks.mlp.router",), "out_in")]
     layout: Literal["in_out", "out_in"]
     for parameter, matrix in names.items():
         name = experts.replace("{matrix}", matrix)
         # The down matrix is stored as the others, [D, F] per expert: Hugging Face's [out, in].
         layout = "in_out" if parameter == "down" else "out_in"
-        rules.append(TensorRule(name, (f"blocks.mlp.{parameter}",), layout, first_layer=first))
-    return rules
+        of_experts.append(TensorRule(name, (f"blocks.mlp.{parameter}",), layout))
+    return without_mlp(dense, model) + with_layers(of_experts, model)
 
 
 @dataclass(frozen=True)
 class AllExperts(TensorRule):
-    """One Hugging Face tensor of all experts of a layer, such as [E, D, 2F]; several parameters take turns along its last dim."""
+    """One Hugging Face tensor of all experts of a layer, such as [E, D, 2F]; several parameters share its last dim."""
 
     order: tuple[int, ...] = ()
     """The parameter's dims in the order of the tensor's, of which the first is that of the experts."""
+    concatenated: bool = False
+    """Several parameters follow each other along the last dim (Llama 4); otherwise they take turns (gpt-oss)."""
 
     def hf_shape(self, shapes: Mapping[str, Shape], vocab_size: int) -> Shape:
         """See `TensorRule`."""
@@ -58,17 +64,22 @@ class AllExperts(TensorRule):
     def export(self, values: Mapping[str, np.ndarray], vocab_size: int) -> np.ndarray:
         """See `TensorRule`."""
         parts = [values[path].transpose(self.order) for path in self.params]
+        if self.concatenated:
+            return np.concatenate(parts, axis=-1)
         return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
 
     def block(self, path: str, shapes: Mapping[str, Shape], index: Index, vocab_size: int) -> ExpertsBlock:
         """See `TensorRule`."""
         bounds = [slice(*s.indices(dim)[:2]) for s, dim in zip(index, shapes[path], strict=True)]
-        parts = len(self.params)
+        parts, part = len(self.params), self.params.index(path)
         *region, last = (bounds[dim] for dim in self.order)
+        if self.concatenated:
+            before = part * shapes[path][self.order[-1]]
+            last, parts, part = slice(before + last.start, before + last.stop), 1, 0
         return ExpertsBlock(
             region=(*region, slice(last.start * parts, last.stop * parts)),
             order=self.order,
-            part=self.params.index(path),
+            part=part,
             parts=parts,
             shape=tuple(s.stop - s.start for s in bounds),
         )

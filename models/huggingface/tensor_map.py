@@ -37,8 +37,8 @@ class TensorRule:
     """Leading dims of the parameter that are inputs (2 for the attention output projection [N, H, D])."""
     vocab_dim: int | None = None
     """The parameter's vocabulary dim; Hugging Face has only its first vocab_size entries: padding is dropped on export, zero on import."""
-    first_layer: int = 0
-    """Layer number of the parameter's first layer."""
+    layers: tuple[int, ...] | None = None
+    """Number of each layer of the parameter; None: the layers 0, 1, ..."""
 
     @property
     def per_layer(self) -> bool:
@@ -71,7 +71,11 @@ class TensorRule:
 
     def name(self, layer: int | None, expert: int | None = None) -> str:
         """Return the Hugging Face name at one place."""
-        return self.hf.format(layer=None if layer is None else self.first_layer + layer, expert=expert) if self.per_layer else self.hf
+        return self.hf.format(layer=None if layer is None else self.number(layer), expert=expert) if self.per_layer else self.hf
+
+    def number(self, layer: int) -> int:
+        """Return the number of a layer of the parameter."""
+        return layer if self.layers is None else self.layers[layer]
 
     def with_prefix(self, old: str, new: str) -> TensorRule:
         """Return the rule with a leading `old` of the name replaced by `new`."""

@@ -57,6 +57,15 @@ class Plan(NamedTuple):
     load_E: jax.Array
     """Assignments of each expert that are not dropped."""
 
+    @property
+    def row_weights(self) -> jax.Array:
+        """Weight of the assignment in each row of a device's buffer; 0 in empty rows."""
+        return self.weights_GK.reshape(-1).at[self.assignment_R].get(mode="fill", fill_value=0)
+
+    def unweighted(self) -> Plan:
+        """Return the plan in which all weights are 1."""
+        return self._replace(weights_GK=jnp.ones_like(self.weights_GK))
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -340,7 +349,7 @@ def _narrow_backward(
     def local(
         hidden_RF: jax.Array, plan: Plan, w_DEF: jax.Array, pair: Pair | None, dy_BTD: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, Pair | None]:
-        weight_R = plan.weights_GK.reshape(-1).at[plan.assignment_R].get(mode="fill", fill_value=0)[:, None]
+        weight_R = plan.row_weights[:, None]
         dy_RD = experts._rows(dy_BTD, plan)
         # The weight's gradient needs the expert's result times dy: hidden W dy, which is hidden times the gradient of hidden.
         unweighted_RF = kernel.matmul(dy_RD, w_DEF, plan.load_E)

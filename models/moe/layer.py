@@ -21,6 +21,7 @@ from ridgeline.models.mlp import MLP, activated
 from ridgeline.models.moe.adapters import make_expert_adapters
 from ridgeline.models.moe.biases import HIDDEN_BIAS_AXES, UPDATE_BIAS_AXES, add_biases, weighted_biases
 from ridgeline.models.moe.experts import MATRIX_AXES, Plan
+from ridgeline.models.moe.input_weights import weighted_rows
 from ridgeline.models.moe.router import ROUTER_AXES, Choice, RouterSums, choose, router_logits, sums_of
 from ridgeline.models.mup import matrix_std
 from ridgeline.models.parallelize import Execution
@@ -77,16 +78,18 @@ class MixtureOfExperts(nnx.Module):
 
         # Only the inputs of the elementwise part are saved for the backward pass, as in the MLP.
         @partial(jax.checkpoint, prevent_cse=False)
-        def activate(biases: tuple[jax.Array, ...], plan: Plan, *wide_RF: jax.Array) -> jax.Array:
+        def activate(biases: tuple[jax.Array, ...], choice: Choice, plan: Plan, *wide_RF: jax.Array) -> jax.Array:
+            wide_RF = weighted_rows(experts, wide_RF, choice.weights_BTK, plan) if self.moe.scale_input else wide_RF
             wide_RF = add_biases(experts, wide_RF, plan, biases) if biases else wide_RF
             return activated(self.activation, self.mlp_clamp, *wide_RF)
 
         biases = tuple(bias[...] for bias in (self.up_bias, self.gate_bias) if bias is not None)
 
         def narrow(choice: Choice, plan: Plan, *wide_RF: jax.Array) -> jax.Array:
-            update_BTD = experts.narrow(
-                activate(biases, plan, *wide_RF), choice.weights_BTK, plan, self.down, *adapters_of(self.adapters, "down")
-            )
+            hidden_RF = activate(biases, choice, plan, *wide_RF)
+            if self.moe.scale_input:  # results are added up as they are
+                choice, plan = Choice(choice.experts_BTK, jnp.ones_like(choice.weights_BTK)), plan.unweighted()
+            update_BTD = experts.narrow(hidden_RF, choice.weights_BTK, plan, self.down, *adapters_of(self.adapters, "down"))
             if self.down_bias is None:
                 return update_BTD
             return (update_BTD + weighted_biases(partitioner, *choice, self.down_bias[...])).astype(update_BTD.dtype)

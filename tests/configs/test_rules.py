@@ -41,9 +41,23 @@ CASES = [
     (["model.pad_vocab_to=31000"], "model.pad_vocab_to: must be at least model.vocab_size=32000, got 31000"),
     (["model.sliding_window=5000"], "model.sliding_window: must be at most model.max_seq_len=4096, got 5000 (null turns it off)"),
     (["data.seq_len=8192"], "data.seq_len: data.seq_len=8192 is longer than model.max_seq_len=4096"),
-    (["model.full_attention_every=2"], "must be at least 2 and needs model.sliding_window, got 2 (null: all layers are alike)"),
+    (
+        ["model.full_attention_every=2"],
+        "must be at least 2 and needs model.sliding_window or model.attention_chunk, got 2 (null: all layers are alike)",
+    ),
     (["model.full_attention_every=1", "model.sliding_window=8"], "model.full_attention_every: must be at least 2"),
     (["model.local_rope_theta=1e4"], "model.local_rope_theta: needs model.full_attention_every and model.position=rope"),
+    (["model.attention_chunk=8", "model.sliding_window=8"], "model.attention_chunk: is in place of model.sliding_window; set one of them"),
+    (["model.full_attention_rope=false"], "model.full_attention_rope: false needs model.full_attention_every and model.position=rope"),
+    (["model.attention_temperature={}"], "model.attention_temperature: is of layers without rotary positions"),
+    (["model.qk_norm_scale=false"], "model.qk_norm_scale: false needs model.qk_norm=true"),
+    (
+        ["model.attention_chunk=8", "compute.attention.backend=cudnn", "data.document_masking=false"],
+        "compute.attention.backend: cudnn supports no chunks of 8 tokens ... set compute.attention.backend=pallas",
+    ),
+    (["model.moe={every: 2, dense_layers: 1}"], "model.moe.every: needs model.moe.dense_layers=0, got 1"),
+    (["model.moe={every: 99}"], "model.moe.every: must be at most model.num_layers="),
+    (["model.moe={every: 2}", "mesh.pipeline=2"], "mesh.pipeline: supports no dense layers between those with experts, model.moe.every=2"),
     (["model.rotary_fraction=0.3"], "model.rotary_fraction: rotary embedding needs an even head width after model.rotary_fraction, got 9"),
     (
         ["model.attention_softcap=50", "mesh.context=2", "compute.attention.context=ring"],
@@ -51,8 +65,8 @@ CASES = [
     ),
     (["model.rope_scaling={factor: 0.5}"], "model.rope_scaling.factor: must be at least 1, got 0.5"),
     (
-        ["model.rope_scaling={low_freq_factor: 4}"],
-        "model.rope_scaling.low_freq_factor: must be less than model.rope_scaling.high_freq_factor=4.0, got 4.0",
+        ["model.rope_scaling={low_freq_factor: 4.5}"],
+        "model.rope_scaling.low_freq_factor: must be at most model.rope_scaling.high_freq_factor=4.0, got 4.5",
     ),
     (["model.rope_scaling={}", "model.position=learned"], "needs model.position=rope (null turns the scaling off)"),
     # data and start

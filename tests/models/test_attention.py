@@ -22,7 +22,7 @@ from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, PrecisionConfig
 from ridgeline.models.attention import AttentionRequest, attend, backend_names, dispatch, pallas, resolve_backend
 from ridgeline.models.attention.layer import Attention
-from ridgeline.models.attention.masks import visible
+from ridgeline.models.attention.masks import chunk_segments, visible
 from ridgeline.models.parallelize import parallelize
 from ridgeline.models.params import ParamFactory
 from ridgeline.sharding.mesh import build_mesh
@@ -98,6 +98,23 @@ def by_definition(
             weights = np.exp(scores - scores.max())
             out[b, t, n] = weights / weights.sum() @ v[b, keys, n // group]
     return out, seen
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, ODD_LENGTH])
+def test_chunks_are_segments_that_begin_with_their_document(chunk) -> None:
+    """Two tokens are in the same segment where document and position // chunk are the same; padding stays padding."""
+    rows = np.asarray(packed_rows(2, ODD_LENGTH, np.random.default_rng(chunk)))
+    for given, segments in ((rows, rows), (None, np.ones_like(rows))):
+        found = np.asarray(
+            chunk_segments(None if given is None else jnp.asarray(given), rows.shape, chunk) if chunk < ODD_LENGTH else segments
+        )
+        first = np.array([[list(row).index(segment) for segment in row] for row in segments])
+        part = (np.arange(ODD_LENGTH) - first) // chunk
+        same = (segments[:, :, None] == segments[:, None]) & (part[:, :, None] == part[:, None])
+        np.testing.assert_array_equal(found == 0, segments == 0)
+        used = (segments != 0)[:, :, None] & (segments != 0)[:, None]
+        np.testing.assert_array_equal((found[:, :, None] == found[:, None]) & used, same & used)
+    assert chunk_segments(None, (2, chunk), chunk) is None  # a row of one chunk
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])

@@ -17,7 +17,15 @@ from ridgeline.configs.load import load
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import MeshConfig
 from ridgeline.models.family import families
-from ridgeline.models.huggingface.convert import export_weights, hf_config, model_from_hf, open_hf, parameter_shapes, tensor_rules
+from ridgeline.models.huggingface.convert import (
+    export_weights,
+    hf_config,
+    model_from_hf,
+    open_hf,
+    parameter_shapes,
+    tensor_rules,
+    text_part,
+)
 from ridgeline.models.huggingface.safetensors_stream import read_header
 from ridgeline.models.huggingface.tensor_map import TensorRule
 from ridgeline.sharding.mesh import build_mesh
@@ -220,6 +228,34 @@ def test_the_layer_for_multi_token_prediction_and_quantized_weights_are_not_read
         open_hf(tmp_path)
 
 
+def test_the_text_part_of_a_multimodal_directory_is_read(tmp_path):
+    """As Llama 4 is published: another config.json around that of the text model, a prefix, and tensors of the vision encoder."""
+    sizes = {
+        "num_hidden_layers": 5,
+        "hidden_size": 24,
+        "intermediate_size": 8,
+        "intermediate_size_mlp": 20,
+        "vocab_size": 40,
+        "head_dim": 6,
+    }
+    small = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3, "no_rope_layers": None, "moe_layers": None}
+    outer = PUBLISHED["llama-4-maverick-17b-128e"]
+    config = outer | {"text_config": outer["text_config"] | sizes | small}
+    values = write_hf(tmp_path, model_from_hf(config))
+
+    def wrap(tensors):
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+        tensors["vision_model.class_embedding"] = np.zeros(3, np.float32)
+
+    rewrite(tmp_path, wrap)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = open_hf(tmp_path)
+    assert found.model == model_from_hf(config)
+    for path, value in values.items():
+        np.testing.assert_array_equal(found.read(path, np.dtype(np.float32)), value)
+
+
 def test_every_family_has_a_published_config_json():
     families_here = {model_from_hf(config).family for config in PUBLISHED.values()}
     assert families_here >= set(families())
@@ -275,14 +311,19 @@ def test_unsupported_config_features_are_refused(changes, message):
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = full_attention, sliding_attention is not supp"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_type = 'yarn' is not supported"),
+        ("llama4", {"layer_types": ["chunked_attention"] * 2}, "layer_types = .* is not supported"),
+        ("llama4", {"no_rope_layers": [0, 0]}, "no_rope_layers = 0, 0 is not supported"),
+        ("llama4", {"moe_layers": [0], "no_rope_layers": None}, "moe_layers = 0 is not supported"),
+        ("llama4", {"attention_chunk_size": None}, "config.json lacks 'attention_chunk_size'"),
         ("phi3", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "unknown rope type in config.json 'longrope'"),
     ],
 )
 def test_unsupported_family_features_are_refused(family, changes, message):
     own = {"gpt2": GPT2, "qwen2": LLAMA.model_copy(update={"family": "qwen2", "attention_bias": True})}
-    published = {"gemma2": "gemma2-2b", "olmo3": "olmo3-7b", "phi3": "phi3-mini"}
+    published = {"gemma2": "gemma2-2b", "olmo3": "olmo3-7b", "phi3": "phi3-mini", "llama4": "llama-4-scout-17b-16e"}
     short = {"num_hidden_layers": 2, "layer_types": None}
-    config = hf_config(own[family], "float32", {}) if family in own else PUBLISHED[published[family]] | short
+    config = hf_config(own[family], "float32", {}) if family in own else dict(text_part(PUBLISHED[published[family]])[0]) | short
+    changes = {"no_rope_layers": [1, 0], **changes} if family == "llama4" else changes
     with pytest.raises(UserError, match=message):
         model_from_hf({**config, **changes})
 

@@ -37,6 +37,15 @@ SMALL: dict[str, Any] = {
 }
 LATENT = {"kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}
 MOE = {"experts": 6, "experts_per_token": 2, "expert_dim": 20, "shared_experts": 1, "dense_layers": 1, "groups": 3, "groups_per_token": 2}
+LLAMA4_MOE = {
+    "experts": 5,
+    "experts_per_token": 1,
+    "every": 2,
+    "shared_experts": 1,
+    "scale_input": True,
+    "score": "sigmoid",
+    "normalize": False,
+}
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "llama": {"num_kv_heads": 2},
     "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "gated_mlp": False, "tie_embeddings": True}
@@ -53,6 +62,8 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     | {"attention_sinks": True, "attention_bias": True, "output_bias": True, "sliding_window": 5, "full_attention_every": 2},
     "phi3": {"rotary_fraction": 0.75, "sliding_window": 5},
     "mistral": {"num_kv_heads": 2, "sliding_window": 5},
+    "llama4": {"attention_chunk": 5, "full_attention_every": 2, "full_attention_rope": False, "qk_norm": True, "qk_norm_scale": False}
+    | {"attention_temperature": {"scale": 0.3, "interval": 4}, "rope_interleaved": True, "moe": LLAMA4_MOE},
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16},
     "mixtral": {"num_kv_heads": 2, "moe": {"experts": 5, "experts_per_token": 2}},
     "qwen3_moe": {"num_kv_heads": 2, "qk_norm": True, "moe": {"experts": 6, "experts_per_token": 3, "expert_dim": 20, "dense_layers": 1}},

@@ -50,7 +50,7 @@ def pullback_of(decoder: Decoder, dtype: Any = jnp.float32) -> Any:
     def forward(state: nnx.State, x_BTD: jax.Array) -> jax.Array:
         merged = nnx.merge(blocks, state)
         merged.model = merged.model.model_copy(update={"position": "learned"})  # no rotary table, which would be kept too
-        return merged.run_blocks(merged.blocks, 0, x_BTD, jnp.zeros((ROWS, LENGTH), jnp.int32), None)[0]
+        return merged.run_blocks((merged.blocks,), 0, x_BTD, jnp.zeros((ROWS, LENGTH), jnp.int32), None)[0]
 
     x_BTD = jax.ShapeDtypeStruct((ROWS, LENGTH, BASE["embed_dim"]), dtype)
     return jax.eval_shape(lambda state, x: jax.vjp(forward, state, x)[1], state, x_BTD)

@@ -58,6 +58,18 @@ DEEPSEEK = LLAMA | {
     "num_key_value_heads": 4,
 }
 DEEPSEEK_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.1}
+LLAMA4 = LLAMA | {
+    "num_hidden_layers": 5,
+    "no_rope_layer_interval": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 44,
+    "num_local_experts": 5,
+    "attention_chunk_size": 9,
+    "floor_scale": 5,
+    "attn_scale": 0.4,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -78,6 +90,7 @@ class Variant:
             "gpt_oss": transformers.GptOssConfig,
             "gpt2": transformers.GPT2Config,
             "llama": transformers.LlamaConfig,
+            "llama4": transformers.Llama4TextConfig,
             "mistral": transformers.MistralConfig,
             "olmo2": transformers.Olmo2Config,
             "olmo3": transformers.Olmo3Config,
@@ -133,6 +146,11 @@ VARIANTS: dict[str, Variant] = {
         LLAMA
         | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 7, "swiglu_limit": 0.7}
         | {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": YARN_ROPE | {"truncate": False}},
+    ),
+    "llama4": Variant("llama4", LLAMA4 | {"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0}}),
+    "llama4-interleaved": Variant(
+        "llama4",
+        LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 2, "num_experts_per_tok": 2, "attn_temperature_tuning": False},
     ),
     "qwen3-moe": Variant("qwen3_moe", QWEN3_MOE | {"mlp_only_layers": [0]}),
     "deepseek-v2-lite": Variant("deepseek_v2", DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy"}),

@@ -33,7 +33,7 @@ TOKENS = 8
 
 FAMILIES = (
     *("gpt2", "llama3", "mistral", "olmo2", "olmo3", "gemma2", "gemma3", "phi3", "glm4", "qwen2-window", "qwen3"),
-    *("mixtral", "gpt-oss", "qwen3-moe", "deepseek-v2", "deepseek-v3"),
+    *("mixtral", "gpt-oss", "llama4", "qwen3-moe", "deepseek-v2", "deepseek-v3"),
 )
 
 

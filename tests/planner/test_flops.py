@@ -72,6 +72,12 @@ def test_the_window_counts_the_keys_the_mask_leaves(seq_len, window):
     assert mean_keys_per_query(seq_len, None) == mean_keys_per_query(seq_len, seq_len) == seq_len / 2
 
 
+@given(st.integers(1, 200), st.integers(1, 300))
+def test_chunks_count_the_keys_the_mask_leaves(seq_len, chunk):
+    counted = sum(query % chunk + 1 for query in range(seq_len)) / seq_len
+    assert mean_keys_per_query(seq_len, None, chunk) == pytest.approx(counted - 0.5)  # areas count half of the diagonal
+
+
 T, D, F, V, H = 40, 96, 112, 208, 16  # all different from each other and from head counts: sizes tell products apart
 SMALL = {
     "num_layers": 2,

@@ -11,12 +11,15 @@ from ridgeline import models
 from ridgeline.configs.load import load
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
+from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.sharding.partition import Partitioner
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.yaml"))
 
 # Parameters of the published checkpoints: safetensors metadata on Hugging Face, a tied unembedding counted once.
+LLAMA4_VISION = 871_932_416
+"""Vision encoder and projector of both Llama 4 models, which the published totals include."""
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -76,6 +79,8 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "llama-4-scout-17b-16e": 108_641_793_536 - LLAMA4_VISION,
+    "llama-4-maverick-17b-128e": 401_583_781_376 - LLAMA4_VISION,
     "mixtral-8x7b": 46_702_792_704,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2-236b": 235_741_434_880,
@@ -108,6 +113,7 @@ def test_presets_count_as_published_and_as_built(preset):
         *(("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.2), ("qwen3-8b", 8.19)),
         *(("deepseek-v2-lite", 2.66), ("deepseek-v2-236b", 21.4), ("deepseek-v3-671b", 37.55)),
         *(("gpt-oss-20b", 3.61 + 0.579), ("gpt-oss-120b", 5.13 + 0.579)),
+        *(("llama-4-scout-17b-16e", 17.17), ("llama-4-maverick-17b-128e", 17.17)),
     ],
 )
 def test_active_parameters_are_as_published(preset, billions):
@@ -167,3 +173,16 @@ def test_every_architectural_choice_counts_as_built(change):
     assert count.embedding + count.unembedding == tables * model.padded_vocab_size * 16
     assert count.vocab_padding == tables * (model.padded_vocab_size - 50) * 16
     assert count.non_embedding == count.total - count.embedding - count.positions - count.unembedding
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2, "expert": 8}, {"data": 2, "fsdp": 16}], ids=str)
+def test_sizes_of_layers_of_two_kinds_add_up_to_those_of_the_model(mesh):
+    """Maverick: as many layers with experts as without, in turns."""
+    overrides = ["data.batch_size=64", *(f"mesh.{axis}={size}" for axis, size in mesh.items())]
+    local = LocalSizes.of(load("models/llama-4-maverick-17b-128e", overrides).config, mesh)
+    total = sum(layers * kind.layer_matrices / kind.model.num_layers for layers, kind in local.kinds)
+    assert [layers for layers, _ in local.kinds] == [24, 24]
+    assert total == local.layer_matrices
+    assert local.period_weights * local.model.num_layers == local.model.layer_period * sum(
+        layers * kind.gathered_layer_weights for layers, kind in local.kinds
+    )

@@ -31,6 +31,7 @@ from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.state import abstract_state, model_spec
 from ridgeline.trainer.step import abstract_batch, loss_sums, make_train_step, policy_sums, preference_sums
 from tests.sampling import drawn
+from tests.sharding.test_equality import LLAMA4
 
 LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
@@ -204,6 +205,8 @@ EXPERT_ADAPTERS = {"targets": ["expert_gate", "expert_up", "expert_down"]}
             ({"data": 2, "fsdp": 2, "tensor": 2}, {}, {}, EXPERT_ADAPTERS),
             ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, {}, EXPERT_ADAPTERS),
             ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, {}, EXPERT_ADAPTERS | {"base": "int8"}),
+            ({"fsdp": 2, "tensor": 2, "expert": 2}, {}, LLAMA4, {}),
+            ({"data": 2, "fsdp": 1, "expert": 4}, {}, LLAMA4, {}),
             ({"data": 2, "fsdp": 1, "context": 2, "expert": 2}, {"capacity_factor": 1.2}, {}, EXPERT_ADAPTERS),
         ],
         3,
@@ -212,7 +215,7 @@ EXPERT_ADAPTERS = {"targets": ["expert_gate", "expert_up", "expert_down"]}
 )
 def test_experts_communicate_as_planned(mesh, experts, model, lora):
     config = make_config(2, 2, 2, **model)
-    moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=32, logit_bias=bool(model))
+    moe = model.get("moe", MoEConfig(experts=8, experts_per_token=2, expert_dim=32, logit_bias=bool(model)))
     compute = config.compute.model_copy(update={"experts": ExpertsConfig(**experts)})
     model = config.model.model_copy(update={"moe": moe})
     config = config.model_copy(update={"mesh": MeshConfig(**mesh), "model": model, "compute": compute})

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from ridgeline.configs.model_schema import LatentAttention, ModelConfig, MoEConfig
+from ridgeline.configs.model_schema import AttentionTemperature, LatentAttention, ModelConfig, MoEConfig
 from ridgeline.configs.schema import (
     AttentionConfig,
     ComputeConfig,
@@ -33,6 +33,19 @@ FACTORISATIONS = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 
 BATCH, SEQ, VOCAB, STEPS = 16, 16, 96, 5
 
 
+LLAMA4 = {
+    "num_layers": 4,
+    "attention_chunk": 5,
+    "full_attention_every": 2,
+    "full_attention_rope": False,
+    "attention_temperature": AttentionTemperature(scale=0.5, interval=3),
+    "qk_norm": True,
+    "qk_norm_scale": False,
+    "rope_interleaved": True,
+    "moe": MoEConfig(
+        experts=8, experts_per_token=1, expert_dim=16, every=2, shared_experts=1, score="sigmoid", normalize=False, scale_input=True
+    ),
+}
 LATENT = {"head_dim": None, "latent_attention": LatentAttention(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, value_dim=5)}
 MOE = {"moe": MoEConfig(experts=6, experts_per_token=2, expert_dim=16, dense_layers=1, shared_experts=1)}
 
@@ -168,6 +181,7 @@ GPT2 = {"tie_embeddings": True, "attention_bias": True, "mlp_bias": True, "outpu
             pytest.param({"qk_norm": True, "pad_vocab_to": 104}, id="qwen3-like"),
             pytest.param(MOE, id="experts"),
             pytest.param(LATENT | MOE, id="deepseek-like"),
+            pytest.param(LLAMA4, id="llama4-like"),
         ],
         2,
     ),
@@ -317,6 +331,8 @@ WINDOW = {"sliding_window": 5, "attention_sinks": True}
             ("all_to_all", {"context": 2, "fsdp": 2, "tensor": 2}, {"packed": False}),
             ("all_to_all", {"context": 4, "data": 2}, {"accumulation": 2}),
             ("ring", {"context": 2, "fsdp": 2, "tensor": 2}, LATENT),
+            ("ring", {"context": 2, "fsdp": 2, "tensor": 2}, LLAMA4),
+            ("all_to_all", {"context": 2, "data": 4}, LLAMA4 | {"packed": False}),
         ],
         3,
     ),
