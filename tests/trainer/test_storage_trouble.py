@@ -46,9 +46,13 @@ CASES = [
 
 
 def drawn() -> list[dict[str, Any]]:
-    """Return a sample of the cases with moments of their own. Three steps meet at most two saves, which are every second step."""
+    """Return a sample of the cases with moments of their own.
+
+    Saves are every second step, and a third failure in a row ends a run: two steps, or three from an even one on, meet one save or two,
+    and the save that is still being written when the trouble begins.
+    """
     rng = random.Random(sampling.seed())
-    moments = [(begin, begin + rng.randint(2, 3)) for begin in (rng.randint(3, 7) for _ in CASES)]
+    moments = [(begin, begin + rng.randint(2, 3 - begin % 2)) for begin in (rng.randint(3, 7) for _ in CASES)]
     cases = [
         case | ({"begin": 0, "end": None} if case["at_start"] else {"begin": begin, "end": end})
         for case, (begin, end) in zip(CASES, moments, strict=True)
