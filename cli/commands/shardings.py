@@ -64,10 +64,10 @@ def shardings(config: str, overrides: tuple[str, ...], devices: int | None, as_j
         rows,
         title=f"mesh {layout}, {devices:,} devices; MB is 1e6 bytes",
     )
-    whole = report.parameter_bytes / 1e9
-    print(f"\n{report.parameters:,} parameters, {whole:,.3f} GB ({resolved.precision.params}) in total; per device, in GB (1e9 bytes):")
+    whole, dtypes = report.parameter_bytes / 1e9, ", ".join(sorted({row.dtype for row in report.rows}))
+    print(f"\n{report.parameters:,} parameters, {whole:,.3f} GB ({dtypes}) in total; per device, in GB (1e9 bytes):")
     totals = {
-        f"parameters ({resolved.precision.params})": report.parameter_bytes_per_device,
+        f"parameters ({dtypes})": report.parameter_bytes_per_device,
         f"gradients ({resolved.precision.gradients})": report.gradient_bytes_per_device,
         f"optimizer ({resolved.optimizer.kind})": report.optimizer_bytes_per_device,
         "total": report.total_bytes_per_device,
