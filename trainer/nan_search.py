@@ -194,8 +194,8 @@ def _layers(config: Config, origin: Origin) -> tuple[int, int] | None:
     """Return the first and last layer of the iteration of the loop over layers that the origin is in."""
     model, period = config.model, config.model.layer_period
     for loop in origin.loops:
-        first_dense = 0 if model.interleaved_experts else model.dense_layers
-        for first, count in ((0, first_dense), (first_dense, model.num_layers - first_dense)):
+        dense = 0 if model.interleaved_experts else model.dense_layers
+        for first, count in ((0, dense), (dense, model.num_layers - dense)):
             if count and loop.length == count // period:
                 return first + loop.index * period, first + loop.index * period + period - 1
     return None
