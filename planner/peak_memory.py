@@ -269,6 +269,7 @@ class StepMemory:
         next_layer = self.next_layer_weights() if self.overlap else 0
         copies += self.turn.kept_parameters()
         workspace += self.turn.zeroed_accumulators()
+        hidden += self.turn.slices_of_kept(self.saved.bytes)
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
         return {

@@ -53,6 +53,14 @@ class Turn:
         several = self.local.model.layer_period > 1 and not POLICIES[self.local.config.compute.remat.policy].recomputes_block
         return self.local.layer_matrices * self.local.weight_itemsize if several else 0
 
+    def slices_of_kept(self, saved_bytes: int) -> int:
+        """Return the size of the slices of what a turn kept, which are cut out of the stacks together where no layer is recomputed.
+
+        saved_bytes: of all layers.
+        """
+        recomputes = POLICIES[self.local.config.compute.remat.policy].recomputes_block
+        return 0 if self.layers == 1 or recomputes else self.layers * saved_bytes // self.local.model.num_layers
+
     def zeroed_accumulators(self) -> int:
         """Return the size of the results and gradients of chunked attention, which start as zeros.
 
