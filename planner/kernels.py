@@ -38,8 +38,6 @@ probability of the others, and the gradient, to which that of the teacher's toke
 LOG_PROB_PASSES_BYTES = 12
 """Per logit of a pass without gradient: written once and read twice in float32 (maximum, sum)."""
 EXPERT_MATMULS = ("gate", "up", "down")
-GROUPED_RATE = 0.75
-"""Rate of the grouped matmuls of experts over that of a matmul of the same size: Triton against cuBLAS. Estimated, not measured."""
 TRANSPOSED_BYTES = 16
 """Additional bytes per element with a transposed gradient: written and read in float32, and so its update."""
 TRANSPOSED_INT8_BYTES = 28
@@ -125,7 +123,7 @@ class Kernels:
                 continue
             other, rows = weights // width // tensor, tokens
             if moe is not None and name in EXPERT_MATMULS:
-                rows = round(self.local.busy_rows / GROUPED_RATE) + moe.shared_experts * tokens
+                rows = round(self.local.busy_rows / self.software.grouped_rate) + moe.shared_experts * tokens
             shapes[name] = (rows, width, other) if name == "down" else (rows, other, width)
         return shapes
 
@@ -156,7 +154,7 @@ class Kernels:
         local, seconds = self.local, 0.0
         for matrix in local.adapted:
             if matrix.experts:
-                rows, hidden = round(local.busy_rows / GROUPED_RATE), local.model.expert_width // local.tensor
+                rows, hidden = round(local.busy_rows / self.software.grouped_rate), local.model.expert_width // local.tensor
                 both = self.matmul_s(rows, matrix.rank, local.model.embed_dim) + self.matmul_s(rows, matrix.rank, hidden)
                 seconds += matrix.layers / local.model.num_layers * both
                 continue
@@ -182,7 +180,8 @@ class Kernels:
         in_step = self.software.in_step_share(self.dtype, self.device)
         if backend in ("cudnn", "pallas"):
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
-            rate *= PALLAS_SHARE if backend == "pallas" else self.software.attention_share(self.device)
+            slow = backend == "pallas" and not self.software.own_attention
+            rate *= PALLAS_SHARE if slow else self.software.attention_share(self.device)
             return Work(flops / rate / in_step)
         seen = keys if backend == "chunked" else length
         scores = local.tokens * seen * model.num_heads / local.tensor * 4
@@ -200,13 +199,14 @@ class Kernels:
         """Return logits, cross-entropy and both gradients of a microbatch, chunk by chunk."""
         local = self.local
         width, vocab, chunk = local.model.embed_dim, local.model.padded_vocab_size // local.tensor, local.loss_chunk_tokens
-        tokens = local.tokens // local.pipeline  # each stage has a part of the tokens
+        stages = 1 if self.software.stages_hold_layers else local.pipeline
+        tokens = local.tokens // stages  # each stage has a part of the tokens
         chunks = math.ceil(tokens / chunk)
         # The gradient of the weight is a float32 sum over chunks: every chunk reads and writes the whole table.
         weight = max(self.matmul_s(width, vocab, chunk), self.memory_s(8 * width * vocab))
         compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + (0.0 if local.adapted else weight)
         table = 2 * local.compute_itemsize if local.adapted else 12
-        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.stream_bytes // local.pipeline
+        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.stream_bytes // stages
         tuned = local.config.preference.loss is not None or local.config.policy.loss is not None
         if tuned:  # log-probabilities come first, in a pass of their own: logits without gradient
             compute += self.matmul_s(chunk, vocab, width)
@@ -246,7 +246,7 @@ class Kernels:
         """Return what the scan over layers copies and zeroes in a microbatch."""
         local, backend = self.local, self.local.attention_backend(gpu=self.device.tensor_cores)
         # with stages the stacks are also written to the slot of a unit, and read from it
-        slots = 4 * saved_activations(local, backend).bytes if local.pipeline > 1 else 0
+        slots = 4 * saved_activations(local, backend).bytes if local.pipeline > 1 and not self.software.stages_hold_layers else 0
         return Work(0.0, self.memory_s(stacked_bytes(local, backend) + slots))
 
     def _elementwise_forward(self) -> float:
@@ -290,9 +290,11 @@ class Kernels:
         return size
 
     def _casts(self) -> float:
+        """Return the bytes of casting the parameters of a layer."""
         local = self.local
         shard = local.layer_matrices // local.model.num_layers
-        return 0 if local.adapted else shard * (local.parameter_itemsize + local.compute_itemsize)
+        casts = 0 if local.adapted else shard * (local.parameter_itemsize + local.compute_itemsize)
+        return casts / local.config.trainer.accumulation if self.software.casts_once else casts
 
     def _quantize(self) -> float:
         """Return the bytes of quantizing the inputs of 8-bit matmuls: read for their amax (not with delayed scaling), read again, written.

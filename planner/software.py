@@ -46,7 +46,20 @@ class Software(Section):
     accumulates_in_matmuls: bool = False
     """Whether matmuls add gradients of weights to their sum over microbatches, which other software adds in passes of its own."""
     reduces_once: bool = False
-    """Whether gradients are reduced over `data` once per step instead of once per microbatch."""
+    """Whether parameters are replicated over `data`, `context` and (outside of experts) `expert`, and their gradients are reduced over these
+    axes once per step. In this project `expert` shards all parameters, and each microbatch reduces its gradients."""
+    casts_once: bool = False
+    """Whether parameters are cast for matmuls once per step instead of once per microbatch."""
+    keeps_received: bool = False
+    """Whether the backward pass has what the forward pass received: inputs of experts, and gradients of updates in pipeline stages, which
+    this project's step communicates again."""
+    stages_hold_layers: bool = False
+    """Whether each pipeline stage stores its own layers, the first one the embedding too, and the last one computes the loss. In this
+    project layers that do not divide evenly move to their stages, and all stages share embedding and loss."""
+    own_attention: bool = False
+    """Whether it has one attention kernel, at the calibrated rate times `attention`, whatever backend the config would choose here."""
+    grouped_rate: Fraction = 0.75
+    """Rate of the matmuls of experts over that of a matmul of the same size. Estimated for grouped matmuls in Triton against cuBLAS."""
     shards_update: bool = False
     """Whether the update is sharded over `data` (ZeRO stage 1)."""
     tensor_overlap: Fraction = 0.0

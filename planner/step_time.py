@@ -9,13 +9,14 @@ exposed communication, or than its input data can be read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.pipeline import layer_slots
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import offloaded_bytes
+from ridgeline.planner.as_run import as_run
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.collectives import PlannedCollective, compiled_collectives
 from ridgeline.planner.communication import CollectiveCost, hop_s, time_s
@@ -27,7 +28,6 @@ from ridgeline.planner.links import Fabric
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.overlap import Communication, exposed_s, overlap_share
-from ridgeline.planner.software import Software
 from ridgeline.planner.stragglers import slowest_over_mean
 
 HOST_INPUT_TOKENS_PER_S = 20e6
@@ -181,7 +181,9 @@ def step_parts(
     counted = local if again_s is None else LocalSizes.of(without_recompute(config), sizes)
     kernels = Kernels(counted, machine.device, machine.calibration)
     again = _recompute(again_s or 0.0) * layers
-    planned = _as_run(compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"), machine.calibration.software, repeats)
+    software = machine.calibration.software
+    planned = as_run(compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"), software, local.schedule)
+    empty = layer_slots(config, local.pipeline) - config.model.num_layers if local.pipeline > 1 else 0
     slowest = slowest_over_mean(local.devices) if machine.device.tensor_cores else 1.0
     offloaded = offloaded_bytes(local) * repeats
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
@@ -190,7 +192,7 @@ def step_parts(
         devices=local.devices,
         forward=(kernels.layer_forward() * layers + copies) * slowest,
         backward=(kernels.layer_backward() * layers + again + copies) * slowest,
-        rest=(kernels.embedding() + kernels.loss() + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
+        rest=(_outside(kernels, empty) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
         bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layer_slots(config, local.pipeline),
         optimizer=kernels.optimizer() * slowest,
         communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
@@ -198,22 +200,21 @@ def step_parts(
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
         host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
-        tensor_overlap=machine.calibration.software.tensor_overlap,
+        tensor_overlap=software.tensor_overlap,
         eta=overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes),
         peak_flops=machine.device.peak_flops[kernels.dtype],
     )
 
 
-def _as_run(planned: Sequence[PlannedCollective], software: Software, microbatches: int) -> list[PlannedCollective]:
-    """Return the collectives of the step as software runs it that may reduce gradients over `data` only once."""
-    if not software.reduces_once:
-        return list(planned)
-    return [
-        replace(item, count=max(1, item.count // microbatches))
-        if item.where == "layer" and item.kind in ("all-reduce", "reduce-scatter") and item.axes == ("data",) and not item.replicated
-        else item
-        for item in planned
-    ]
+def _outside(kernels: Kernels, empty: int) -> Work:
+    """Return embedding and loss of a microbatch. Where one stage has each, the others wait for the longer of the two; the loss takes the
+    place of empty layers first."""
+    embedding, loss = kernels.embedding(), kernels.loss()
+    if kernels.local.pipeline == 1 or not kernels.software.stages_hold_layers:
+        return embedding + loss
+    free = empty * (kernels.layer_forward() + kernels.layer_backward()).seconds
+    waits = max(0.0, 1 - free / loss.seconds)
+    return max((embedding, loss * waits), key=lambda work: work.seconds)
 
 
 def _recompute(seconds: float) -> Work:
