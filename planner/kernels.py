@@ -104,6 +104,24 @@ class Kernels:
         rate = self.calibration.matmul_flops_per_s(self.device, used, m, n, k)
         return 2.0 * m * n * k / rate / self.software.in_step_share(used, self.device)
 
+    def layer_matmul_s(self, name: str, m: int, n: int, k: int, dtype: str, rows: int = 0) -> float:
+        """Return the time of a matmul of a layer, of experts that of all experts of the device.
+
+        Args:
+          name: of the weight.
+          m: of [M, K] x [K, N], as n and k.
+          n: columns of the result.
+          k: inner dim.
+          dtype: of the inputs.
+          rows: which of the three has the tokens, of which each expert has a part.
+        """
+        moe = self.local.model.moe
+        if moe is None or name not in EXPERT_MATMULS or not self.software.matmul_per_expert:
+            return self.matmul_s(m, n, k, dtype)
+        experts, shape = moe.experts // self.local.expert, [m, n, k]
+        shape[rows] = max(1, shape[rows] // experts)
+        return experts * self.matmul_s(shape[0], shape[1], shape[2], dtype)
+
     def memory_s(self, size: float) -> float:
         """Return the time to read or write this many bytes of device memory."""
         return size / self.calibration.memory_bytes_per_s(self.device)
@@ -129,7 +147,7 @@ class Kernels:
 
     def layer_forward(self) -> Work:
         """Return the forward pass of one layer."""
-        compute = sum(self.matmul_s(*shape, self.forward_dtype) for shape in self.matmuls().values())
+        compute = sum(self.layer_matmul_s(name, *shape, self.forward_dtype) for name, shape in self.matmuls().items())
         attention = self.attention()
         return (
             Work(compute + self._adapters())
@@ -142,9 +160,9 @@ class Kernels:
         again = recomputed_by(self.local.config)
         compute = 0.0
         for name, (m, n, k) in self.matmuls().items():
-            compute += self.matmul_s(m, k, n, self.layer_dtype)
-            compute += 0.0 if self.local.adapted else self.matmul_s(k, n, m, self.layer_dtype)
-            compute += self.matmul_s(m, n, k, self.forward_dtype) if name in again.weights else 0.0
+            compute += self.layer_matmul_s(name, m, k, n, self.layer_dtype)
+            compute += 0.0 if self.local.adapted else self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2)
+            compute += self.layer_matmul_s(name, m, n, k, self.forward_dtype) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
         moved = self.software.elementwise_passes * self._elementwise_backward(again) + 2 * self._quantize()
         return Work(compute + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
@@ -178,7 +196,7 @@ class Kernels:
         keys = mean_keys_per_layer(model, length)
         flops = 6.0 * keys * model.num_heads * (model.head_width + model.value_width) * local.tokens / local.tensor
         in_step = self.software.in_step_share(self.dtype, self.device)
-        if backend in ("cudnn", "pallas"):
+        if backend in ("cudnn", "pallas") or self.software.own_attention:
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
             slow = backend == "pallas" and not self.software.own_attention
             rate *= PALLAS_SHARE if slow else self.software.attention_share(self.device)

@@ -12,7 +12,7 @@ A mesh axis of size n whose neighbors are s devices apart joins the devices o, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig, LinkLevel, load_cluster
@@ -104,9 +104,9 @@ class Fabric:
         """Return the group of one mesh axis: `axis_size` devices, each `axis_stride` apart in the device order."""
         return self._group([(axis_stride, axis_size)])
 
-    def axes_group(self, sizes: Mapping[str, int], axes: Iterable[str]) -> CommGroup:
-        """Return the group of mesh axes taken together, e.g. ("data", "fsdp"), on a mesh of these axis sizes."""
-        strides = axis_strides(sizes)
+    def axes_group(self, sizes: Mapping[str, int], axes: Iterable[str], order: Sequence[str] = MESH_AXES) -> CommGroup:
+        """Return the group of mesh axes taken together, e.g. ("data", "fsdp"), on a mesh of these axis sizes. order: as in axis_strides."""
+        strides = axis_strides(sizes, order)
         return self._group([(strides[axis], sizes[axis]) for axis in axes if sizes[axis] > 1])
 
     def _group(self, axes: list[tuple[int, int]]) -> CommGroup:
@@ -132,10 +132,13 @@ def assumed_cluster(device: Hardware) -> ClusterConfig | None:
     return load_cluster(device.assumed_cluster, [f"device={device.name}"]).config
 
 
-def axis_strides(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the distance of neighbors along each mesh axis in the device order: the product of the faster axes."""
+def axis_strides(sizes: Mapping[str, int], order: Sequence[str] = MESH_AXES) -> dict[str, int]:
+    """Return the distance of neighbors along each mesh axis in the device order: the product of the faster axes.
+
+    order: the axes, slowest-varying first.
+    """
     strides, stride = {}, 1
-    for axis in reversed(MESH_AXES):
+    for axis in reversed(order):
         strides[axis] = stride
         stride *= sizes[axis]
     return strides

@@ -121,7 +121,8 @@ def run_config(run: Run) -> tuple[Config, dict[str, int]]:
     mesh = {key: int(value) for key, value in (part.split("=") for part in run.mesh.split())}
     sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
     remat = RematConfig(policy="names", names=run.remat.split("+")) if "+" in run.remat else RematConfig(policy=run.remat)
-    experts = base.compute.experts.model_copy(update={"capacity_factor": run.capacity})
+    # All other software sends each token to its experts only.
+    experts = base.compute.experts.model_copy(update={"capacity_factor": run.capacity, "exchange": "all_to_all"})
     rows = run.rows * run.accumulation * sizes["data"] * sizes["fsdp"] * sizes["expert"]
     return base.model_copy(
         update={

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import MESH_AXES
 from ridgeline.configs.section import Fraction, Name, PositiveFloat, Section
 from ridgeline.planner.hardware import Hardware
 
@@ -57,9 +58,13 @@ class Software(Section):
     """Whether each pipeline stage stores its own layers, the first one the embedding too, and the last one computes the loss. In this
     project layers that do not divide evenly move to their stages, and all stages share embedding and loss."""
     own_attention: bool = False
-    """Whether it has one attention kernel, at the calibrated rate times `attention`, whatever backend the config would choose here."""
+    """Whether it has one fused attention kernel, at the calibrated rate times `attention`, whatever backend the config would choose here."""
+    mesh_order: list[str] = list(MESH_AXES)
+    """Mesh axes in the order of the devices, slowest-varying first."""
     grouped_rate: Fraction = 0.75
     """Rate of the matmuls of experts over that of a matmul of the same size. Estimated for grouped matmuls in Triton against cuBLAS."""
+    matmul_per_expert: bool = False
+    """Whether each expert of a device has a matmul of its own, of the size of its tokens."""
     shards_update: bool = False
     """Whether the update is sharded over `data` (ZeRO stage 1)."""
     tensor_overlap: Fraction = 0.0

@@ -76,7 +76,7 @@ class Machine:
         key = (item.kind, size, tuple(sizes.items()), item.axes)
         found = self._costs.get(key)
         if found is None:
-            group = self.fabric.axes_group(sizes, item.axes)
+            group = self.fabric.axes_group(sizes, item.axes, self.calibration.software.mesh_order)
             permuted = item.kind == "collective-permute"
             found = self._costs[key] = hop_s(size, group) if permuted else time_s(item.kind.removeprefix("ragged-"), size, group)
         return found
