@@ -14,12 +14,22 @@ REPLICATED_OVER = {"data", "context", "expert"}
 OF_PARAMETERS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
-def as_run(planned: Sequence[PlannedCollective], software: Software, schedule: Schedule) -> list[PlannedCollective]:
-    """Return the collectives of a step as software runs it."""
+def as_run(
+    planned: Sequence[PlannedCollective], software: Software, schedule: Schedule, *, narrow: bool = False
+) -> list[PlannedCollective]:
+    """Return the collectives of a step as software runs it. narrow: the layers' matmuls have 8-bit inputs."""
+    if narrow and software.gathers_narrow:
+        planned = [_narrow(item) for item in planned]
     found = [_kept_once(item, schedule) if software.reduces_once and _of_parameters(item) else item for item in planned]
     if software.stages_hold_layers:
         found = [_in_last_chunk(item) for item in found if item.axes != ("pipeline",) or item.where == "layer"]
     return [item for item in found if item.count and not (software.keeps_received and item.what.endswith("(again)"))]
+
+
+def _narrow(item: PlannedCollective) -> PlannedCollective:
+    """Return the gather of a matmul's inputs over tensor in 8 bits."""
+    inputs = item.where == "layer" and item.phase == "forward" and item.kind == "all-gather" and item.axes == ("tensor",)
+    return replace(item, bytes=item.bytes // 2) if inputs else item
 
 
 def _of_parameters(item: PlannedCollective) -> bool:

@@ -158,14 +158,17 @@ class Kernels:
     def layer_backward(self) -> Work:
         """Return the backward pass of one layer: gradients of inputs and weights, and recomputation."""
         again = recomputed_by(self.local.config)
-        compute = 0.0
+        compute = of_weights = 0.0
         for name, (m, n, k) in self.matmuls().items():
             compute += self.layer_matmul_s(name, m, k, n, self.layer_dtype)
-            compute += 0.0 if self.local.adapted else self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2)
+            of_weights += 0.0 if self.local.adapted else self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2)
             compute += self.layer_matmul_s(name, m, n, k, self.forward_dtype) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
         moved = self.software.elementwise_passes * self._elementwise_backward(again) + 2 * self._quantize()
-        return Work(compute + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
+        work = Work(compute + of_weights + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
+        if self.software.accumulates_in_matmuls:  # the sums pass through device memory while the matmul computes
+            work += Work(0.0, max(0.0, self.memory_s(8 * self.local.gathered_trained_weights) - of_weights))
+        return work
 
     def _adapters(self) -> float:
         """Return the seconds of the adapters' matmuls of one layer, forward: x A and its result times B."""
@@ -297,8 +300,9 @@ class Kernels:
             + 3 * local.latent_bytes // local.tensor
             + (2 * gates + 2) * local.hidden_bytes
         )
-        size += 8 * local.gathered_trained_weights + 8 * local.row_bytes
+        size += 8 * local.row_bytes
         if not self.software.accumulates_in_matmuls:
+            size += 8 * local.gathered_trained_weights
             size += 3 * (local.trained if local.adapted else local.layer_matrices) // local.model.num_layers * local.gradient_itemsize
         size += self._casts()
         if self.software.transposed_gradients and local.fsdp > 1 and not local.adapted:

@@ -67,6 +67,11 @@ class Software(Section):
     """Whether each expert of a device has a matmul of its own, of the size of its tokens."""
     shards_update: bool = False
     """Whether the update is sharded over `data` (ZeRO stage 1)."""
+    gathers_narrow: bool = False
+    """Whether inputs of 8-bit matmuls are gathered over `tensor` in 8 bits. In this project they are quantized after their gather."""
+    launch_s: float = 0.0
+    """Seconds in which the host launches the kernels of a layer with experts, forward and backward: no such layer is faster. 0: less than
+    any layer takes."""
     tensor_overlap: Fraction = 0.0
     """Fraction of the communication over `tensor` that is overlapped with the matmuls around it."""
 

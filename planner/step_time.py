@@ -110,6 +110,8 @@ class StepParts:
     bubble: float = 0.0
     """Share of the time of `forward`, `backward` and their communication in which a pipeline stage does nothing of use, empty layers
     included."""
+    launch_s: float = 0.0
+    """Seconds in which the host launches the kernels of all layers: `forward`, `backward` and their communication take at least as long."""
     host_copy_s: float = 0.0
     """Seconds of copying activations to host memory in the forward pass; copying them back in the backward pass takes the same time."""
 
@@ -128,7 +130,8 @@ class StepParts:
         if exposed_copies_s := sum(max(0.0, copies_s - each.seconds) for each in (forward, backward)):
             exposed["pcie"] = exposed.get("pcie", 0.0) + exposed_copies_s
         outside = [item for item in self.communication if item.planned.where != "layer"]
-        once = exposed_s(outside, {"forward": 0.0, "backward": 0.0}, self.eta, speed) if self.bubble else exposed
+        apart = bool(self.bubble or self.launch_s)
+        once = exposed_s(outside, {"forward": 0.0, "backward": 0.0}, self.eta, speed) if apart else exposed
         in_ticks = {kind: seconds - once.get(kind, 0.0) for kind, seconds in exposed.items()}
         busy = 1 - self.bubble
         breakdown = {
@@ -140,6 +143,9 @@ class StepParts:
             "optimizer": scaled(self.optimizer).seconds,
             "bubble": self.bubble * (forward.seconds + backward.seconds + sum(in_ticks.values())),
         }
+        if self.launch_s:
+            in_layers = forward.seconds + backward.seconds + sum(in_ticks.values())
+            breakdown["host_launch"] = max(0.0, self.launch_s - in_layers)
         on_device = sum(breakdown.values())
         breakdown["host_input"] = max(0.0, self.host_input_s / speed["host_input"] - on_device)
         step_s = on_device + breakdown["host_input"]
@@ -182,7 +188,7 @@ def step_parts(
     kernels = Kernels(counted, machine.device, machine.calibration)
     again = _recompute(again_s or 0.0) * layers
     software = machine.calibration.software
-    planned = as_run(compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"), software, local.schedule)
+    planned = as_run(compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"), software, local.schedule, narrow=config.precision.matmul != "compute")
     empty = layer_slots(config, local.pipeline) - config.model.num_layers if local.pipeline > 1 else 0
     slowest = slowest_over_mean(local.devices) if machine.device.tensor_cores else 1.0
     offloaded = offloaded_bytes(local) * repeats
@@ -199,6 +205,7 @@ def step_parts(
         host_input_s=host_input_s(local, machine),
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
+        launch_s=software.launch_s * layers if config.model.moe is not None else 0.0,
         host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
         tensor_overlap=software.tensor_overlap,
         eta=overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes),
