@@ -63,6 +63,8 @@ class Software(Section):
     """Mesh axes in the order of the devices, slowest-varying first."""
     grouped_rate: Fraction = 0.75
     """Rate of the matmuls of experts over that of a matmul of the same size. Estimated for grouped matmuls in Triton against cuBLAS."""
+    forwards_tokens: bool = False
+    """Whether a token is sent once to each node with any of its experts, whose devices pass it on."""
     matmul_per_expert: bool = False
     """Whether each expert of a device has a matmul of its own, of the size of its tokens."""
     shards_update: bool = False

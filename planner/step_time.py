@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.model_schema import MoEConfig
 from ridgeline.configs.pipeline import layer_slots
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import offloaded_bytes
 from ridgeline.planner.as_run import as_run
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.collectives import PlannedCollective, compiled_collectives
-from ridgeline.planner.communication import CollectiveCost, hop_s, time_s
+from ridgeline.planner.communication import CollectiveCost, forwarded_s, hop_s, time_s
 from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import Hardware, hardware
 from ridgeline.planner.kernels import Kernels, Work
@@ -70,9 +71,12 @@ class Machine:
         self.fabric = Fabric.from_cluster(cluster, calibration, num_devices=devices)
         self._costs: dict[tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]], CollectiveCost] = {}
 
-    def cost(self, item: PlannedCollective, sizes: Mapping[str, int]) -> CollectiveCost:
-        """Return the time of one execution of a planned collective on a mesh of these axis sizes."""
+    def cost(self, item: PlannedCollective, sizes: Mapping[str, int], moe: MoEConfig | None = None) -> CollectiveCost:
+        """Return the time of one execution of a planned collective on a mesh of these axis sizes. moe: the model's experts."""
         size = item.sent_bytes
+        if moe is not None and item.of_tokens and item.kind == "all-to-all" and self.calibration.software.forwards_tokens:
+            group = self.fabric.axes_group(sizes, item.axes, self.calibration.software.mesh_order)
+            return forwarded_s(size, group, moe.experts, moe.experts_per_token)
         key = (item.kind, size, tuple(sizes.items()), item.axes)
         found = self._costs.get(key)
         if found is None:
@@ -188,7 +192,12 @@ def step_parts(
     kernels = Kernels(counted, machine.device, machine.calibration)
     again = _recompute(again_s or 0.0) * layers
     software = machine.calibration.software
-    planned = as_run(compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"), software, local.schedule, narrow=config.precision.matmul != "compute")
+    planned = as_run(
+        compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"),
+        software,
+        local.schedule,
+        narrow=config.precision.matmul != "compute",
+    )
     empty = layer_slots(config, local.pipeline) - config.model.num_layers if local.pipeline > 1 else 0
     slowest = slowest_over_mean(local.devices) if machine.device.tensor_cores else 1.0
     offloaded = offloaded_bytes(local) * repeats
@@ -201,7 +210,7 @@ def step_parts(
         rest=(_outside(kernels, empty) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
         bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layer_slots(config, local.pipeline),
         optimizer=kernels.optimizer() * slowest,
-        communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
+        communication=tuple(Communication(item, machine.cost(item, sizes, config.model.moe)) for item in planned),
         host_input_s=host_input_s(local, machine),
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
