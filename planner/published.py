@@ -189,7 +189,7 @@ def ranges_csv() -> str:
     """Return planner/ranges.csv: errors of the held-out runs by software, generation of the device and precision, and of all together."""
     classes: dict[tuple[str, str, str], list[Prediction]] = {}
     for found in held_out():
-        generation, precision = hardware(found.run.device).generation or ANY, precision_class(run_config(found.run)[0].precision)
+        generation, precision = hardware(found.run.device).generation or ANY, precision_class(run_config(found.run)[0])
         for key in (
             (found.run.software, generation, precision),
             (found.run.software, ANY, precision),
@@ -225,11 +225,12 @@ def markdown() -> str:
     sources = len({_documents()["sources"][each.run.source]["project"] for each in found})
     devices = [each.run.devices for each in found]
     errors = Errors.of(tests)
+    lacking = sum(bool(each.run.lacks) for each in found)
     lines = [
         INTRODUCTION,
         f"{len(found)} runs from {sources} projects, 1 to {max(devices):,} GPUs. Of the {errors.runs} held out, the median error is"
-        f" {errors.median:.1%}, the 90th percentile {errors.p90:.1%}, the largest {errors.worst:.1%}. {sum(bool(each.run.lacks) for each in found)}"
-        " runs have a recipe of which a part cannot be predicted; they are listed below and in no error.",
+        f" {errors.median:.1%}, the 90th percentile {errors.p90:.1%}, the largest {errors.worst:.1%}. {lacking} runs have a"
+        " recipe of which a part cannot be predicted; they are listed below and in no error.",
         *_classes(tests),
         *_scaling(found),
         *_worst(tests),

@@ -47,8 +47,8 @@ class Software(Section):
     accumulates_in_matmuls: bool = False
     """Whether matmuls add gradients of weights to their sum over microbatches, which other software adds in passes of its own."""
     reduces_once: bool = False
-    """Whether parameters are replicated over `data`, `context` and (outside of experts) `expert`, and their gradients are reduced over these
-    axes once per step. In this project `expert` shards all parameters, and each microbatch reduces its gradients."""
+    """Whether parameters are replicated over `data`, `context` and (outside of experts) `expert`, and their gradients are reduced over
+    these axes once per step. In this project `expert` shards all parameters, and each microbatch reduces its gradients."""
     casts_once: bool = False
     """Whether parameters are cast for matmuls once per step instead of once per microbatch."""
     keeps_received: bool = False
@@ -58,7 +58,7 @@ class Software(Section):
     """Whether each pipeline stage stores its own layers, the first one the embedding too, and the last one computes the loss. In this
     project layers that do not divide evenly move to their stages, and all stages share embedding and loss."""
     own_attention: bool = False
-    """Whether it has one fused attention kernel, at the calibrated rate times `attention`, whatever backend the config would choose here."""
+    """Whether it has one fused attention kernel, at the calibrated rate times `attention`, whatever backend the config chooses here."""
     mesh_order: list[str] = list(MESH_AXES)
     """Mesh axes in the order of the devices, slowest-varying first."""
     grouped_rate: Fraction = 0.75
