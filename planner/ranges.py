@@ -20,6 +20,8 @@ from ridgeline.planner.software import Software
 FILE = Path(__file__).with_name("ranges.csv")
 FIELDS = ("software", "generation", "precision", "runs", "longest", "median", "p90", "worst")
 ANY = "any"
+EXPERTS = " experts"
+"""Suffix of the precision of models with experts."""
 FEWEST = 5
 """Held-out runs that a class needs."""
 WIDER = 2.0
@@ -50,7 +52,7 @@ class Range:
 def precision_class(config: Config) -> str:
     """Return the class of the layers' matmuls: 32, 16 or (8 and 4) 8 bits, with experts or without."""
     bits = "8-bit" if config.precision.matmul != "compute" else "32-bit" if config.precision.compute == "float32" else "16-bit"
-    return bits if config.model.moe is None else f"{bits} experts"
+    return bits if config.model.moe is None else f"{bits}{EXPERTS}"
 
 
 def step_range(config: Config, device: Hardware, software: Software) -> Range:
@@ -59,10 +61,11 @@ def step_range(config: Config, device: Hardware, software: Software) -> Range:
     A class is validated for rows of up to twice the longest of its runs.
     """
     like, generation, precision = software.like or software.name, device.generation or ANY, precision_class(config)
+    work = f"{precision} matmuls" if config.model.moe is None else f"{precision.removesuffix(EXPERTS)} matmuls, models with experts"
     ladder = {
-        (like, generation, precision): f"{like} on {generation}, {precision} matmuls",
-        (like, ANY, precision): f"{like} on other devices, {precision} matmuls",
-        (ANY, generation, precision): f"other software on {generation}, {precision} matmuls",
+        (like, generation, precision): f"{like} on {generation}, {work}",
+        (like, ANY, precision): f"{like} on other devices, {work}",
+        (ANY, generation, precision): f"other software on {generation}, {work}",
         (ANY, ANY, ANY): "all software and devices",
     }
     key = next(key for key in ladder if _table().get(key, _EMPTY).runs >= FEWEST)
