@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ridgeline.configs.errors import UserError, unknown_name
@@ -87,6 +87,29 @@ class CollectiveCost:
     def by_link(self) -> dict[str, float]:
         """Seconds by link name."""
         return {term.link.name: term.seconds for term in self.terms}
+
+
+def forwarded_s(bytes_full: float, group: CommGroup, experts: int, per_token: int) -> CollectiveCost:
+    """Predict the time of an all-to-all of tokens to their experts that sends a token once to each domain with any of them, whose devices
+    pass it on (DeepEP, HybridEP).
+
+    Args:
+      bytes_full: one copy for each expert of a token.
+      group: the devices, which share the experts evenly.
+      experts: of the layer.
+      per_token: experts per token, chosen evenly.
+    """
+    cost = time_s("all-to-all", bytes_full, group)
+    if len(group.spans) < 2:
+        return cost
+    domains = group.size // group.spans[0].fan_out
+    missed = math.prod(1 - experts / domains / (experts - chosen) for chosen in range(per_token))
+    sent = domains * (1 - max(0.0, missed)) / per_token
+    inner, *outer = cost.terms
+    terms = (inner, *(Term(term.link, term.latency_s, sent * term.transfer_s) for term in outer))
+    seconds = sum(term.seconds for term in terms)
+    rate = bytes_full / seconds
+    return replace(cost, seconds=seconds, algorithm_bandwidth=rate, bus_bandwidth=rate * bus_factor("all-to-all", group.size), terms=terms)
 
 
 def time_s(op: str, bytes_full: float, group: CommGroup, algorithm: str | None = None, *, phases: str = "ring") -> CollectiveCost:

@@ -29,6 +29,7 @@ STEP_TERMS = {
     "hbm": "bytes of elementwise operations / achieved device memory bandwidth",
     "optimizer": "bytes of gradients, parameters and moments / achieved device memory bandwidth",
     "bubble": "idle pipeline stages",
+    "host_launch": "waiting for the host to launch kernels",
     "host_input": "waiting for rows from the host",
 }
 """Term of the step time -> formula; any other term is a kind of link."""

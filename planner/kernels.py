@@ -39,8 +39,6 @@ probability of the others, and the gradient, to which that of the teacher's toke
 LOG_PROB_PASSES_BYTES = 12
 """Per logit of a pass without gradient: written once and read twice in float32 (maximum, sum)."""
 EXPERT_MATMULS = ("gate", "up", "down")
-GROUPED_RATE = 0.75
-"""Rate of the grouped matmuls of experts over that of a matmul of the same size: Triton against cuBLAS. Estimated, not measured."""
 TRANSPOSED_BYTES = 16
 """Additional bytes per element with a transposed gradient: written and read in float32, and so its update."""
 TRANSPOSED_INT8_BYTES = 28
@@ -107,6 +105,24 @@ class Kernels:
         rate = self.calibration.matmul_flops_per_s(self.device, used, m, n, k)
         return 2.0 * m * n * k / rate / self.software.in_step_share(used, self.device)
 
+    def layer_matmul_s(self, name: str, m: int, n: int, k: int, dtype: str, rows: int = 0) -> float:
+        """Return the time of a matmul of a layer, of experts that of all experts of the device.
+
+        Args:
+          name: of the weight.
+          m: of [M, K] x [K, N], as n and k.
+          n: columns of the result.
+          k: inner dim.
+          dtype: of the inputs.
+          rows: which of the three has the tokens, of which each expert has a part.
+        """
+        moe = self.local.model.moe
+        if moe is None or name not in EXPERT_MATMULS or not self.software.matmul_per_expert:
+            return self.matmul_s(m, n, k, dtype)
+        experts, shape = moe.experts // self.local.expert, [m, n, k]
+        shape[rows] = max(1, shape[rows] // experts)
+        return experts * self.matmul_s(shape[0], shape[1], shape[2], dtype)
+
     def memory_s(self, size: float) -> float:
         """Return the time to read or write this many bytes of device memory."""
         return size / self.calibration.memory_bytes_per_s(self.device)
@@ -126,7 +142,7 @@ class Kernels:
                 continue
             other, rows = weights // width // tensor, tokens
             if moe is not None and name in EXPERT_MATMULS:
-                rows = round(self.local.busy_rows / GROUPED_RATE) + moe.shared_experts * tokens
+                rows = round(self.local.busy_rows / self.software.grouped_rate) + moe.shared_experts * tokens
             shapes[name] = (rows, width, other) if name == "down" else (rows, other, width)
         return shapes
 
@@ -147,7 +163,7 @@ class Kernels:
         return total
 
     def _layer_forward(self) -> Work:
-        compute = sum(self.matmul_s(*shape, self.forward_dtype) for shape in self.matmuls().values())
+        compute = sum(self.layer_matmul_s(name, *shape, self.forward_dtype) for name, shape in self.matmuls().items())
         attention = self.attention()
         return (
             Work(compute + self._adapters())
@@ -158,21 +174,24 @@ class Kernels:
     def _layer_backward(self) -> Work:
         """Return the backward pass of one layer: gradients of inputs and weights, and recomputation."""
         again = recomputed_by(self.local.config)
-        compute = 0.0
+        compute = of_weights = 0.0
         for name, (m, n, k) in self.matmuls().items():
-            compute += self.matmul_s(m, k, n, self.layer_dtype)
-            compute += 0.0 if self.local.adapted else self.matmul_s(k, n, m, self.layer_dtype)
-            compute += self.matmul_s(m, n, k, self.forward_dtype) if name in again.weights else 0.0
+            compute += self.layer_matmul_s(name, m, k, n, self.layer_dtype)
+            of_weights += 0.0 if self.local.adapted else self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2)
+            compute += self.layer_matmul_s(name, m, n, k, self.forward_dtype) if name in again.weights else 0.0
         attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
         moved = self.software.elementwise_passes * self._elementwise_backward(again) + 2 * self._quantize()
-        return Work(compute + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
+        work = Work(compute + of_weights + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
+        if self.software.accumulates_in_matmuls:  # the sums pass through device memory while the matmul computes
+            work += Work(0.0, max(0.0, self.memory_s(8 * self.local.gathered_trained_weights) - of_weights))
+        return work
 
     def _adapters(self) -> float:
         """Return the seconds of the adapters' matmuls of one layer, forward: x A and its result times B."""
         local, seconds = self.local, 0.0
         for matrix in local.adapted:
             if matrix.experts:
-                rows, hidden = round(local.busy_rows / GROUPED_RATE), local.model.expert_width // local.tensor
+                rows, hidden = round(local.busy_rows / self.software.grouped_rate), local.model.expert_width // local.tensor
                 both = self.matmul_s(rows, matrix.rank, local.model.embed_dim) + self.matmul_s(rows, matrix.rank, hidden)
                 seconds += matrix.layers / local.model.num_layers * both
                 continue
@@ -196,9 +215,10 @@ class Kernels:
         keys = mean_keys_per_layer(model, length)
         flops = 6.0 * keys * model.num_heads * (model.head_width + model.value_width) * local.tokens / local.tensor
         in_step = self.software.in_step_share(self.dtype, self.device)
-        if backend in ("cudnn", "pallas"):
+        if backend in ("cudnn", "pallas") or self.software.own_attention:
             rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
-            rate *= PALLAS_SHARE if backend == "pallas" else self.software.attention_share(self.device)
+            slow = backend == "pallas" and not self.software.own_attention
+            rate *= PALLAS_SHARE if slow else self.software.attention_share(self.device)
             return Work(flops / rate / in_step)
         seen = keys if backend == "chunked" else length
         scores = local.tokens * seen * model.num_heads / local.tensor * 4
@@ -216,13 +236,14 @@ class Kernels:
         """Return logits, cross-entropy and both gradients of a microbatch, chunk by chunk."""
         local = self.local
         width, vocab, chunk = local.model.embed_dim, local.model.padded_vocab_size // local.tensor, local.loss_chunk_tokens
-        tokens = local.tokens // local.pipeline  # each stage has a part of the tokens
+        stages = 1 if self.software.stages_hold_layers else local.pipeline
+        tokens = local.tokens // stages  # each stage has a part of the tokens
         chunks = math.ceil(tokens / chunk)
         # The gradient of the weight is a float32 sum over chunks: every chunk reads and writes the whole table.
         weight = max(self.matmul_s(width, vocab, chunk), self.memory_s(8 * width * vocab))
         compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + (0.0 if local.adapted else weight)
         table = 2 * local.compute_itemsize if local.adapted else 12
-        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.stream_bytes // local.pipeline
+        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.stream_bytes // stages
         tuned = local.config.preference.loss is not None or local.config.policy.loss is not None
         if tuned:  # log-probabilities come first, in a pass of their own: logits without gradient
             compute += self.matmul_s(chunk, vocab, width)
@@ -262,7 +283,7 @@ class Kernels:
         """Return what the scan over layers copies and zeroes in a microbatch."""
         local, backend = self.local, self.local.attention_backend(gpu=self.device.tensor_cores)
         # with stages the stacks are also written to the slot of a unit, and read from it
-        slots = 4 * saved_activations(local, backend).bytes if local.pipeline > 1 else 0
+        slots = 4 * saved_activations(local, backend).bytes if local.pipeline > 1 and not self.software.stages_hold_layers else 0
         return Work(0.0, self.memory_s(stacked_bytes(local, backend) + slots))
 
     def _elementwise_forward(self) -> float:
@@ -295,8 +316,9 @@ class Kernels:
             + 3 * local.latent_bytes // local.tensor
             + (2 * gates + 2) * local.hidden_bytes
         )
-        size += 8 * local.gathered_trained_weights + 8 * local.row_bytes
+        size += 8 * local.row_bytes
         if not self.software.accumulates_in_matmuls:
+            size += 8 * local.gathered_trained_weights
             size += 3 * (local.trained if local.adapted else local.layer_matrices) // local.model.num_layers * local.gradient_itemsize
         size += self._casts()
         if self.software.transposed_gradients and local.fsdp > 1 and not local.adapted:
@@ -306,11 +328,13 @@ class Kernels:
         return size
 
     def _casts(self) -> float:
+        """Return the bytes of casting the parameters of a layer."""
         local = self.local
         shard = local.layer_matrices // local.model.num_layers
         if local.int8_base:  # dequantized after the gather
             return local.gathered_layer_weights * (1 + local.compute_itemsize)
-        return 0 if local.adapted else shard * (local.parameter_itemsize + local.compute_itemsize)
+        casts = 0 if local.adapted else shard * (local.parameter_itemsize + local.compute_itemsize)
+        return casts / local.config.trainer.accumulation if self.software.casts_once else casts
 
     def _quantize(self) -> float:
         """Return the bytes of quantizing the inputs of 8-bit matmuls: read for their amax (not with delayed scaling), read again, written.

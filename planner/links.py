@@ -12,7 +12,7 @@ A mesh axis of size n whose neighbors are s devices apart joins the devices o, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig, LinkLevel, load_cluster
@@ -96,16 +96,17 @@ class Fabric:
         """
         active = min(cluster.devices_per_node, num_devices or cluster.devices_per_node)
         links = tuple(_link(level, cluster, calibration, active) for level in cluster.links)
+        domains = [_domain(level, cluster, num_devices) for level in cluster.links]
         connects_all = [level.devices is None or (num_devices is not None and num_devices <= level.devices) for level in cluster.links]
-        return cls(links, tuple(None if every else level.devices for level, every in zip(cluster.links, connects_all, strict=True)))
+        return cls(links, tuple(None if every else domain for domain, every in zip(domains, connects_all, strict=True)))
 
     def group(self, axis_stride: int, axis_size: int) -> CommGroup:
         """Return the group of one mesh axis: `axis_size` devices, each `axis_stride` apart in the device order."""
         return self._group([(axis_stride, axis_size)])
 
-    def axes_group(self, sizes: Mapping[str, int], axes: Iterable[str]) -> CommGroup:
-        """Return the group of mesh axes taken together, e.g. ("data", "fsdp"), on a mesh of these axis sizes."""
-        strides = axis_strides(sizes)
+    def axes_group(self, sizes: Mapping[str, int], axes: Iterable[str], order: Sequence[str] = MESH_AXES) -> CommGroup:
+        """Return the group of mesh axes taken together, e.g. ("data", "fsdp"), on a mesh of these axis sizes. order: as in axis_strides."""
+        strides = axis_strides(sizes, order)
         return self._group([(strides[axis], sizes[axis]) for axis in axes if sizes[axis] > 1])
 
     def _group(self, axes: list[tuple[int, int]]) -> CommGroup:
@@ -131,13 +132,30 @@ def assumed_cluster(device: Hardware) -> ClusterConfig | None:
     return load_cluster(device.assumed_cluster, [f"device={device.name}"]).config
 
 
-def axis_strides(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the distance of neighbors along each mesh axis in the device order: the product of the faster axes."""
+def axis_strides(sizes: Mapping[str, int], order: Sequence[str] = MESH_AXES) -> dict[str, int]:
+    """Return the distance of neighbors along each mesh axis in the device order: the product of the faster axes.
+
+    order: the axes, slowest-varying first.
+    """
     strides, stride = {}, 1
-    for axis in reversed(MESH_AXES):
+    for axis in reversed(order):
         strides[axis] = stride
         stride *= sizes[axis]
     return strides
+
+
+def _domain(level: LinkLevel, cluster: ClusterConfig, num_devices: int | None) -> int | None:
+    """Return the devices of a job in one domain of a level.
+
+    Of racks of several nodes a job takes as many nodes each as divide its own evenly (Slurm: --segment), so that mesh axes stay inside
+    them: 16 of 18 for 64 nodes. Without such a number of at least half a rack it fills them.
+    """
+    per_node = cluster.devices_per_node
+    if level.devices is None or level.kind != "nvlink" or num_devices is None or level.devices <= per_node:
+        return level.devices
+    nodes, rack = num_devices // per_node, level.devices // per_node
+    even = max((part for part in range(1, rack + 1) if nodes and nodes % part == 0), default=rack)
+    return per_node * even if 2 * even >= rack else level.devices
 
 
 def _members(stride: int, size: int, domain: int | None) -> int:

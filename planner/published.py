@@ -31,6 +31,8 @@ RUNS = Path(__file__).with_name("published.csv")
 SOURCES = Path(__file__).with_name("published.yaml")
 LONG = 16_384
 """Tokens of a row from which it counts as long."""
+VERY_LONG = 131_072
+"""Those from which it counts as very long."""
 TO_EXPLAIN = 0.15
 """Error of a held-out run from which the page explains it."""
 
@@ -57,6 +59,8 @@ class Run:
     """Whether it set a constant."""
     capacity: float | None = None
     """Capacity factor of experts: 1 where the source forces even loads."""
+    lacks: str = ""
+    """What of the recipe cannot be predicted, a key of `lacks` in planner/published.yaml; such a run is no part of any error."""
 
     @property
     def name(self) -> str:
@@ -103,7 +107,7 @@ def published_runs() -> tuple[Run, ...]:
 def _run(line: dict[str, str]) -> Run:
     cluster, _, device = line["cluster"].partition("/")
     device = device or load_cluster(cluster).config.device
-    values: dict[str, Any] = {key: line[key] for key in ("source", "model", "mesh", "matmul", "remat", "software")}
+    values: dict[str, Any] = {key: line[key] for key in ("source", "model", "mesh", "matmul", "remat", "software", "lacks")}
     values |= {key: int(line[key]) for key in ("devices", "rows", "accumulation", "seq_len")}
     values |= {"tokens_per_s": float(line["tokens_per_s"]), "sets": line["sets"] == "sets"}
     return Run(**values, cluster=cluster, device=device, capacity=float(line["capacity"]) if line["capacity"] else None)
@@ -121,7 +125,8 @@ def run_config(run: Run) -> tuple[Config, dict[str, int]]:
     mesh = {key: int(value) for key, value in (part.split("=") for part in run.mesh.split())}
     sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
     remat = RematConfig(policy="names", names=run.remat.split("+")) if "+" in run.remat else RematConfig(policy=run.remat)
-    experts = base.compute.experts.model_copy(update={"capacity_factor": run.capacity})
+    # All other software sends each token to its experts only.
+    experts = base.compute.experts.model_copy(update={"capacity_factor": run.capacity, "exchange": "all_to_all"})
     rows = run.rows * run.accumulation * sizes["data"] * sizes["fsdp"] * sizes["expert"]
     return base.model_copy(
         update={
@@ -153,8 +158,8 @@ def _predict(run: Run) -> StepEstimate:
 
 
 def held_out() -> list[Prediction]:
-    """Return the runs that set no constant."""
-    return [found for found in predictions() if not found.run.sets]
+    """Return the runs that set no constant and whose whole recipe is predicted."""
+    return [found for found in predictions() if not found.run.sets and not found.run.lacks]
 
 
 # Errors by class.
@@ -184,7 +189,7 @@ def ranges_csv() -> str:
     """Return planner/ranges.csv: errors of the held-out runs by software, generation of the device and precision, and of all together."""
     classes: dict[tuple[str, str, str], list[Prediction]] = {}
     for found in held_out():
-        generation, precision = hardware(found.run.device).generation or ANY, precision_class(run_config(found.run)[0].precision)
+        generation, precision = hardware(found.run.device).generation or ANY, precision_class(run_config(found.run)[0])
         for key in (
             (found.run.software, generation, precision),
             (found.run.software, ANY, precision),
@@ -220,13 +225,16 @@ def markdown() -> str:
     sources = len({_documents()["sources"][each.run.source]["project"] for each in found})
     devices = [each.run.devices for each in found]
     errors = Errors.of(tests)
+    lacking = sum(bool(each.run.lacks) for each in found)
     lines = [
         INTRODUCTION,
         f"{len(found)} runs from {sources} projects, 1 to {max(devices):,} GPUs. Of the {errors.runs} held out, the median error is"
-        f" {errors.median:.1%}, the 90th percentile {errors.p90:.1%}, the largest {errors.worst:.1%}.",
+        f" {errors.median:.1%}, the 90th percentile {errors.p90:.1%}, the largest {errors.worst:.1%}. {lacking} runs have a"
+        " recipe of which a part cannot be predicted; they are listed below and in no error.",
         *_classes(tests),
         *_scaling(found),
         *_worst(tests),
+        *_lacking(found),
         *_table(found),
         *_left_out(),
     ]
@@ -239,8 +247,11 @@ def _classes(tests: Sequence[Prediction]) -> list[str]:
     groups: dict[str, Callable[[Run], str]] = {
         "software": lambda run: run.software,
         "device": lambda run: run.device,
+        "model": lambda run: "with experts" if _base(run.model).model.moe else "dense",
         "matmuls": lambda run: run.dtype.removesuffix("_delayed"),
-        "tokens a row": lambda run: "16,384 and more" if run.seq_len >= LONG else "up to 8,192",
+        "tokens a row": lambda run: (
+            "131,072 to 1,048,576" if run.seq_len >= VERY_LONG else "16,384 to 65,536" if run.seq_len >= LONG else "up to 8,192"
+        ),
         "GPUs": lambda run: "1 to 8" if run.devices <= 8 else "9 to 128" if run.devices <= 128 else "129 to 2,048",
     }
     lines = ["", "## Errors by class", ""]
@@ -280,6 +291,19 @@ def _worst(tests: Sequence[Prediction]) -> list[str]:
     return lines
 
 
+def _lacking(found: Sequence[Prediction]) -> list[str]:
+    """Return the runs whose recipe cannot be predicted as a whole, by what is missing."""
+    lines = ["", "## Runs whose recipe is not predicted as a whole", ""]
+    for key, why in _documents()["lacks"].items():
+        lines += [f"{why}", ""]
+        for each in found:
+            run = each.run
+            if run.lacks == key:
+                lines.append(f"* {each.error:+.0%} {run.name}, {run.devices} {run.device}, {run.layout}, {run.dtype} ({run.source})")
+        lines.append("")
+    return lines[:-1]
+
+
 def explanation(run: Run) -> str:
     """Return what explains the error of a run: the first entry of `explained` whose keys it meets."""
     for entry in _documents()["explained"]:
@@ -303,7 +327,7 @@ def _table(found: Sequence[Prediction]) -> list[str]:
                 lines.append(
                     f"| {run.name} | {run.devices} {run.device} | {run.layout} | {run.dtype} | {run.software} |"
                     f" {run.tokens_per_s:,.0f} | {float(f'{each.predicted:.3g}'):,.0f} | {each.error:+.0%} | {each.step.mfu:.0%} |"
-                    f" {'sets' if run.sets else ''} |"
+                    f" {'sets' if run.sets else 'not whole' if run.lacks else ''} |"
                 )
         lines.append("")
     return lines[:-1]

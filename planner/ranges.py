@@ -1,6 +1,6 @@
 """The range of a predicted step time: how far published runs of its class were from their predictions.
 
-planner/ranges.csv has the errors of held-out published runs by software, generation of the device and precision; it is generated
+planner/ranges.csv has the errors of held-out published runs by software, generation of the device, precision and experts; it is generated
 (`python -m ridgeline.planner.published ranges`), and a test recomputes it. Within the range lie 90 % of the runs of the class. Money,
 days, device-hours and throughput are proportional to the step time and have the same range.
 """
@@ -13,13 +13,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ridgeline.configs.schema import Config, PrecisionConfig
+from ridgeline.configs.schema import Config
 from ridgeline.planner.hardware import Hardware
 from ridgeline.planner.software import Software
 
 FILE = Path(__file__).with_name("ranges.csv")
 FIELDS = ("software", "generation", "precision", "runs", "longest", "median", "p90", "worst")
 ANY = "any"
+EXPERTS = " experts"
+"""Suffix of the precision of models with experts."""
 FEWEST = 5
 """Held-out runs that a class needs."""
 WIDER = 2.0
@@ -36,19 +38,21 @@ class Range:
     """The published runs that it follows from."""
 
     def around(self, value: float) -> tuple[float, float]:
-        """Return the lower and upper end around a value that is proportional to the step time."""
-        return value * (1 - self.share), value * (1 + self.share)
+        """Return the lower and upper end around a value that is proportional to the step time. From 1 the share is a factor in both
+        directions."""
+        low = value / (1 + self.share) if self.share >= 1 else value * (1 - self.share)
+        return low, value * (1 + self.share)
 
     def around_rate(self, value: float) -> tuple[float, float]:
         """Return the lower and upper end around a rate, which is inversely proportional to the step time."""
-        return value / (1 + self.share), value / (1 - self.share)
+        short, long = self.around(1.0)
+        return value / long, value / short
 
 
-def precision_class(precision: PrecisionConfig) -> str:
-    """Return the class of the layers' matmuls: 32, 16 or (8 and 4) 8 bits."""
-    if precision.matmul != "compute":
-        return "8-bit"
-    return "32-bit" if precision.compute == "float32" else "16-bit"
+def precision_class(config: Config) -> str:
+    """Return the class of the layers' matmuls: 32, 16 or (8 and 4) 8 bits, with experts or without."""
+    bits = "8-bit" if config.precision.matmul != "compute" else "32-bit" if config.precision.compute == "float32" else "16-bit"
+    return bits if config.model.moe is None else f"{bits}{EXPERTS}"
 
 
 def step_range(config: Config, device: Hardware, software: Software) -> Range:
@@ -56,11 +60,12 @@ def step_range(config: Config, device: Hardware, software: Software) -> Range:
 
     A class is validated for rows of up to twice the longest of its runs.
     """
-    like, generation, precision = software.like or software.name, device.generation or ANY, precision_class(config.precision)
+    like, generation, precision = software.like or software.name, device.generation or ANY, precision_class(config)
+    work = f"{precision} matmuls" if config.model.moe is None else f"{precision.removesuffix(EXPERTS)} matmuls, models with experts"
     ladder = {
-        (like, generation, precision): f"{like} on {generation}, {precision} matmuls",
-        (like, ANY, precision): f"{like} on other devices, {precision} matmuls",
-        (ANY, generation, precision): f"other software on {generation}, {precision} matmuls",
+        (like, generation, precision): f"{like} on {generation}, {work}",
+        (like, ANY, precision): f"{like} on other devices, {work}",
+        (ANY, generation, precision): f"other software on {generation}, {work}",
         (ANY, ANY, ANY): "all software and devices",
     }
     key = next(key for key in ladder if _table().get(key, _EMPTY).runs >= FEWEST)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from ridgeline.configs.errors import UserError, unknown_name
+from ridgeline.configs.schema import MESH_AXES
 from ridgeline.configs.section import Fraction, Name, PositiveFloat, Section
 from ridgeline.planner.hardware import Hardware
 
@@ -46,9 +47,33 @@ class Software(Section):
     accumulates_in_matmuls: bool = False
     """Whether matmuls add gradients of weights to their sum over microbatches, which other software adds in passes of its own."""
     reduces_once: bool = False
-    """Whether gradients are reduced over `data` once per step instead of once per microbatch."""
+    """Whether parameters are replicated over `data`, `context` and (outside of experts) `expert`, and their gradients are reduced over
+    these axes once per step. In this project `expert` shards all parameters, and each microbatch reduces its gradients."""
+    casts_once: bool = False
+    """Whether parameters are cast for matmuls once per step instead of once per microbatch."""
+    keeps_received: bool = False
+    """Whether the backward pass has what the forward pass received: inputs of experts, and gradients of updates in pipeline stages, which
+    this project's step communicates again."""
+    stages_hold_layers: bool = False
+    """Whether each pipeline stage stores its own layers, the first one the embedding too, and the last one computes the loss. In this
+    project layers that do not divide evenly move to their stages, and all stages share embedding and loss."""
+    own_attention: bool = False
+    """Whether it has one fused attention kernel, at the calibrated rate times `attention`, whatever backend the config chooses here."""
+    mesh_order: list[str] = list(MESH_AXES)
+    """Mesh axes in the order of the devices, slowest-varying first."""
+    grouped_rate: Fraction = 0.75
+    """Rate of the matmuls of experts over that of a matmul of the same size. Estimated for grouped matmuls in Triton against cuBLAS."""
+    forwards_tokens: bool = False
+    """Whether a token is sent once to each node with any of its experts, whose devices pass it on."""
+    matmul_per_expert: bool = False
+    """Whether each expert of a device has a matmul of its own, of the size of its tokens."""
     shards_update: bool = False
     """Whether the update is sharded over `data` (ZeRO stage 1)."""
+    gathers_narrow: bool = False
+    """Whether inputs of 8-bit matmuls are gathered over `tensor` in 8 bits. In this project they are quantized after their gather."""
+    launch_s: float = 0.0
+    """Seconds in which the host launches the kernels of a layer with experts, forward and backward: no such layer is faster. 0: less than
+    any layer takes."""
     tensor_overlap: Fraction = 0.0
     """Fraction of the communication over `tensor` that is overlapped with the matmuls around it."""
 

@@ -9,16 +9,18 @@ exposed communication, or than its input data can be read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig
+from ridgeline.configs.model_schema import MoEConfig
 from ridgeline.configs.pipeline import layer_slots
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import offloaded_bytes
+from ridgeline.planner.as_run import as_run
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.collectives import PlannedCollective, compiled_collectives
-from ridgeline.planner.communication import CollectiveCost, hop_s, time_s
+from ridgeline.planner.communication import CollectiveCost, forwarded_s, hop_s, time_s
 from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import Hardware, hardware
 from ridgeline.planner.kernels import Kernels, Work
@@ -27,7 +29,6 @@ from ridgeline.planner.links import Fabric
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.overlap import Communication, exposed_s, overlap_share
-from ridgeline.planner.software import Software
 from ridgeline.planner.stragglers import slowest_over_mean
 
 HOST_INPUT_TOKENS_PER_S = 20e6
@@ -70,13 +71,16 @@ class Machine:
         self.fabric = Fabric.from_cluster(cluster, calibration, num_devices=devices)
         self._costs: dict[tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]], CollectiveCost] = {}
 
-    def cost(self, item: PlannedCollective, sizes: Mapping[str, int]) -> CollectiveCost:
-        """Return the time of one execution of a planned collective on a mesh of these axis sizes."""
+    def cost(self, item: PlannedCollective, sizes: Mapping[str, int], moe: MoEConfig | None = None) -> CollectiveCost:
+        """Return the time of one execution of a planned collective on a mesh of these axis sizes. moe: the model's experts."""
         size = item.sent_bytes
+        if moe is not None and item.of_tokens and item.kind == "all-to-all" and self.calibration.software.forwards_tokens:
+            group = self.fabric.axes_group(sizes, item.axes, self.calibration.software.mesh_order)
+            return forwarded_s(size, group, moe.experts, moe.experts_per_token)
         key = (item.kind, size, tuple(sizes.items()), item.axes)
         found = self._costs.get(key)
         if found is None:
-            group = self.fabric.axes_group(sizes, item.axes)
+            group = self.fabric.axes_group(sizes, item.axes, self.calibration.software.mesh_order)
             permuted = item.kind == "collective-permute"
             found = self._costs[key] = hop_s(size, group) if permuted else time_s(item.kind.removeprefix("ragged-"), size, group)
         return found
@@ -110,6 +114,8 @@ class StepParts:
     bubble: float = 0.0
     """Share of the time of `forward`, `backward` and their communication in which a pipeline stage does nothing of use, empty layers
     included."""
+    launch_s: float = 0.0
+    """Seconds in which the host launches the kernels of all layers: `forward`, `backward` and their communication take at least as long."""
     host_copy_s: float = 0.0
     """Seconds of copying activations to host memory in the forward pass; copying them back in the backward pass takes the same time."""
 
@@ -128,7 +134,8 @@ class StepParts:
         if exposed_copies_s := sum(max(0.0, copies_s - each.seconds) for each in (forward, backward)):
             exposed["pcie"] = exposed.get("pcie", 0.0) + exposed_copies_s
         outside = [item for item in self.communication if item.planned.where != "layer"]
-        once = exposed_s(outside, {"forward": 0.0, "backward": 0.0}, self.eta, speed) if self.bubble else exposed
+        apart = bool(self.bubble or self.launch_s)
+        once = exposed_s(outside, {"forward": 0.0, "backward": 0.0}, self.eta, speed) if apart else exposed
         in_ticks = {kind: seconds - once.get(kind, 0.0) for kind, seconds in exposed.items()}
         busy = 1 - self.bubble
         breakdown = {
@@ -140,6 +147,9 @@ class StepParts:
             "optimizer": scaled(self.optimizer).seconds,
             "bubble": self.bubble * (forward.seconds + backward.seconds + sum(in_ticks.values())),
         }
+        if self.launch_s:
+            in_layers = forward.seconds + backward.seconds + sum(in_ticks.values())
+            breakdown["host_launch"] = max(0.0, self.launch_s - in_layers)
         on_device = sum(breakdown.values())
         breakdown["host_input"] = max(0.0, self.host_input_s / speed["host_input"] - on_device)
         step_s = on_device + breakdown["host_input"]
@@ -181,7 +191,14 @@ def step_parts(
     counted = local if again_s is None else LocalSizes.of(without_recompute(config), sizes)
     kernels = Kernels(counted, machine.device, machine.calibration)
     again = _recompute(again_s or 0.0) * layers
-    planned = _as_run(compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"), machine.calibration.software, repeats)
+    software = machine.calibration.software
+    planned = as_run(
+        compiled_collectives(config, sizes, gpu=machine.device.name != "cpu"),
+        software,
+        local.schedule,
+        narrow=config.precision.matmul != "compute",
+    )
+    empty = layer_slots(config, local.pipeline) - config.model.num_layers if local.pipeline > 1 else 0
     slowest = slowest_over_mean(local.devices) if machine.device.tensor_cores else 1.0
     offloaded = offloaded_bytes(local) * repeats
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
@@ -190,30 +207,30 @@ def step_parts(
         devices=local.devices,
         forward=(kernels.layer_forward() * layers + copies) * slowest,
         backward=(kernels.layer_backward() * layers + again + copies) * slowest,
-        rest=(kernels.embedding() + kernels.loss() + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
+        rest=(_outside(kernels, empty) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
         bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layer_slots(config, local.pipeline),
         optimizer=kernels.optimizer() * slowest,
-        communication=tuple(Communication(item, machine.cost(item, sizes)) for item in planned),
+        communication=tuple(Communication(item, machine.cost(item, sizes, config.model.moe)) for item in planned),
         host_input_s=host_input_s(local, machine),
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
+        launch_s=software.launch_s * layers if config.model.moe is not None else 0.0,
         host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
-        tensor_overlap=machine.calibration.software.tensor_overlap,
+        tensor_overlap=software.tensor_overlap,
         eta=overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes),
         peak_flops=machine.device.peak_flops[kernels.dtype],
     )
 
 
-def _as_run(planned: Sequence[PlannedCollective], software: Software, microbatches: int) -> list[PlannedCollective]:
-    """Return the collectives of the step as software runs it that may reduce gradients over `data` only once."""
-    if not software.reduces_once:
-        return list(planned)
-    return [
-        replace(item, count=max(1, item.count // microbatches))
-        if item.where == "layer" and item.kind in ("all-reduce", "reduce-scatter") and item.axes == ("data",) and not item.replicated
-        else item
-        for item in planned
-    ]
+def _outside(kernels: Kernels, empty: int) -> Work:
+    """Return embedding and loss of a microbatch. Where one stage has each, the others wait for the longer of the two; the loss takes the
+    place of empty layers first."""
+    embedding, loss = kernels.embedding(), kernels.loss()
+    if kernels.local.pipeline == 1 or not kernels.software.stages_hold_layers:
+        return embedding + loss
+    free = empty * (kernels.layer_forward() + kernels.layer_backward()).seconds
+    waits = max(0.0, 1 - free / loss.seconds)
+    return max((embedding, loss * waits), key=lambda work: work.seconds)
 
 
 def _recompute(seconds: float) -> Work:

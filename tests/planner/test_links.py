@@ -111,3 +111,10 @@ def test_shipped_clusters_agree_with_the_hardware_catalog(name):
         if level.kind == "network" and cluster.nic_gb_per_s is not None:
             assert level.bandwidth_gb_per_s * cluster.devices_per_node == cluster.nic_gb_per_s
     assert cluster.sources or name == "local"
+
+
+@pytest.mark.parametrize(("devices", "together"), [(72, 72), (144, 72), (256, 64), (1024, 64), (4 * 19, 72)])
+def test_a_job_takes_equal_parts_of_racks(devices, together):
+    """Racks of 18 nodes with 4 GPUs: 64 nodes take 16 of each; 19 nodes cannot be divided."""
+    fabric = Fabric.from_cluster(load_cluster("gb200-nvl72").config, num_devices=devices)
+    assert fabric.domains[0] in (together, None) and (fabric.domains[0] is None) == (devices == 72)
