@@ -157,7 +157,7 @@ def _offload(config: Config) -> Iterator[Problem]:
     if config.optimizer.kind not in OFFLOADED_KINDS:
         yield Problem(
             ("optimizer.offload", "optimizer.kind"),
-            f"works with optimizer.kind={', '.join(OFFLOADED_KINDS)}; set optimizer.offload=false (optimizer.kind is {config.optimizer.kind})",
+            f"works with optimizer.kind={', '.join(OFFLOADED_KINDS)}, not {config.optimizer.kind}; set optimizer.offload=false",
         )
     if config.corruption_check.every:
         yield Problem(

@@ -151,7 +151,7 @@ class MeshConfig(Section):
     pipeline: MeshSize = 1
     """Stages of layers (pipeline parallelism, 1F1B). The microbatches of trainer.accumulation pass through them."""
     data: MeshSize = 1
-    """Data parallelism with replicated parameters."""
+    """Data parallelism with replicated parameters; with `fsdp`, hybrid sharding (HSDP)."""
     fsdp: MeshSize = -1
     """Fully sharded data parallelism (ZeRO stage 3)."""
     context: MeshSize = 1

@@ -118,9 +118,16 @@ def _pinned(host: Host, env: Mapping[str, str]) -> list[Setting]:
     own = env.get(PINNED_LIMIT)
     if own is not None and not (own.isdecimal() and int(own) >= host.pinned_gib):
         raise UserError(
-            f"{PINNED_LIMIT}={own}: what compute.remat and optimizer.offload keep in host memory needs {host.pinned_gib}; unset it or set at least that"
+            f"{PINNED_LIMIT}={own}: what compute.remat and optimizer.offload keep in host memory needs {host.pinned_gib}; unset it or set "
+            "at least that"
         )
-    return [Setting(PINNED_LIMIT, str(host.pinned_gib), "what compute.remat and optimizer.offload keep in host memory plus a margin; XLA's default is 64")]
+    return [
+        Setting(
+            PINNED_LIMIT,
+            str(host.pinned_gib),
+            "what compute.remat and optimizer.offload keep in host memory plus a margin; XLA's default is 64",
+        )
+    ]
 
 
 def _gpu(generation: str, config: Config) -> list[Setting]:

@@ -43,13 +43,15 @@ def settings_text(config: Config) -> str:
 
 
 def _kept_text(config: Config) -> str:
-    return "activations" if not config.optimizer.offload else "activations and optimizer state" if config.compute.remat.offloads else "optimizer state"
+    kept = {"activations": config.compute.remat.offloads, "optimizer state": config.optimizer.offload}
+    return " and ".join(text for text, applies in kept.items() if applies)
 
 
 def advice_text(config: Config) -> str:
     """Return what reduces the offloaded bytes, as text."""
     if config.optimizer.offload:
-        return "use more devices, or optimizer.offload=false" + (" or another compute.remat.policy" if config.compute.remat.offloads else "")
+        remat = " or another compute.remat.policy" if config.compute.remat.offloads else ""
+        return f"use more devices, or optimizer.offload=false{remat}"
     return "use more microbatches (trainer.accumulation) or another compute.remat.policy"
 
 

@@ -41,7 +41,7 @@ class Run:
         optimizer = build_optimizer(config.optimizer, config.precision, spec.trained_axes, self.partitioner)
         schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
         self.abstract: TrainState = abstract_state(config, spec, optimizer, self.partitioner)
-        self.first = {name: np.array(leaf) for name, leaf in payload.named_leaves(init_state(config, spec, optimizer, self.abstract)).items()}
+        self.first = values(init_state(config, spec, optimizer, self.abstract))
         self._step = jax.jit(
             make_train_step(spec, config, optimizer, schedule, self.partitioner),
             donate_argnums=0,

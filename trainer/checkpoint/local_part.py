@@ -56,9 +56,7 @@ def host_shards(state: Any) -> list[Shard]:
         for data in found.values():
             data.copy_to_host_async()
         # The next step overwrites what is in host memory in place.
-        return [
-            Shard(name, start, np.array(data, copy=data.sharding.memory_kind == HOST or None)) for (name, start), data in found.items()
-        ]
+        return [Shard(name, start, np.array(data, copy=data.sharding.memory_kind == HOST or None)) for (name, start), data in found.items()]
 
 
 def layout(abstract_state: Any) -> str:
