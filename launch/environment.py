@@ -118,8 +118,8 @@ def _pinned(host: Host, env: Mapping[str, str]) -> list[Setting]:
     own = env.get(PINNED_LIMIT)
     if own is not None and not (own.isdecimal() and int(own) >= host.pinned_gib):
         raise UserError(
-            f"{PINNED_LIMIT}={own}: compute.remat and optimizer.offload need {host.pinned_gib} for what they keep in host memory; unset it or set "
-            "at least that"
+            f"{PINNED_LIMIT}={own}: compute.remat and optimizer.offload need {host.pinned_gib} for what they keep in host memory; "
+            "unset it or set at least that"
         )
     return [
         Setting(
