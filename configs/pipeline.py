@@ -93,6 +93,8 @@ def pipeline_problems(config: Config, sizes: Mapping[str, int]) -> Iterator[tupl
             ("compute.remat.policy", "mesh.pipeline"),
             f"offload does not go with mesh.pipeline={stages}; set compute.remat.policy=full",
         )
+    if config.optimizer.offload:
+        yield (("optimizer.offload", "mesh.pipeline"), f"does not go with mesh.pipeline={stages}; set optimizer.offload=false")
     for logical, axes in config.mesh.rules.items():
         if "pipeline" in axes or logical == "layers":
             yield (

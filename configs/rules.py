@@ -54,6 +54,7 @@ def check_config(config: Config) -> list[Problem]:
         *_context(config, sizes),
         *_pipeline(config, sizes),
         *_compute(config),
+        *_offload(config),
         *_precision(config),
         *_steps(config),
         *curriculum_rules(config),
@@ -142,6 +143,27 @@ def _precision(config: Config) -> Iterator[Problem]:
                     ("precision.matmul", key),
                     f"{config.precision.matmul} needs multiples of {BLOCK}, {key} is {width}; or set precision.matmul=fp8 (no blocks)",
                 )
+
+
+OFFLOADED_KINDS = ("adamw", "lion", "sgd")
+"""Values of optimizer.kind that update each parameter by itself. Muon communicates for all stacks of matrices at once; Adafactor's state
+is too small to be worth a copy."""
+
+
+def _offload(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with an update of one parameter after the other."""
+    if not config.optimizer.offload:
+        return
+    if config.optimizer.kind not in OFFLOADED_KINDS:
+        yield Problem(
+            ("optimizer.offload", "optimizer.kind"),
+            f"works with optimizer.kind={', '.join(OFFLOADED_KINDS)}, not {config.optimizer.kind}; set optimizer.offload=false",
+        )
+    if config.corruption_check.every:
+        yield Problem(
+            ("optimizer.offload", "corruption_check.every"),
+            "the digests of corruption_check would need the whole state on the device; set corruption_check.every=0",
+        )
 
 
 def _names(config: Config) -> Iterator[Problem]:

@@ -151,7 +151,7 @@ class MeshConfig(Section):
     pipeline: MeshSize = 1
     """Stages of layers (pipeline parallelism, 1F1B). The microbatches of trainer.accumulation pass through them."""
     data: MeshSize = 1
-    """Data parallelism with replicated parameters."""
+    """Data parallelism with replicated parameters; with `fsdp`, hybrid sharding (HSDP)."""
     fsdp: MeshSize = -1
     """Fully sharded data parallelism (ZeRO stage 3)."""
     context: MeshSize = 1
@@ -303,6 +303,9 @@ class OptimizerConfig(Section):
     skip_norm: PositiveFloat | None = None
     """Global norm of the gradient (before clipping) above which the update of a step is skipped, as that of a step that is not finite;
     null: only steps that are not finite are skipped. trainer.max_bad_steps in a row end the run."""
+    offload: bool = False
+    """Keep the optimizer state in the pinned memory of the host between steps. In the update the state of one parameter after the other
+    is copied to the device and back (trainer/offload.py): less device memory, for copies over the host link in every step."""
 
 
 class ScheduleConfig(Section):

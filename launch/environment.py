@@ -26,7 +26,7 @@ from ridgeline.launch.cluster import Cluster, slurm
 from ridgeline.launch.cluster.devices import gpus_present
 from ridgeline.launch.preflight.host import memory_bytes
 from ridgeline.planner.hardware import generation_of, hardware
-from ridgeline.planner.host_memory import pool_limit_gib
+from ridgeline.planner.host_memory import offloads, pool_limit_gib
 from ridgeline.planner.overlap import POOL_SHARE
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.rundir.directory import AUTOTUNE
@@ -118,9 +118,16 @@ def _pinned(host: Host, env: Mapping[str, str]) -> list[Setting]:
     own = env.get(PINNED_LIMIT)
     if own is not None and not (own.isdecimal() and int(own) >= host.pinned_gib):
         raise UserError(
-            f"{PINNED_LIMIT}={own}: the activations that compute.remat offloads need {host.pinned_gib}; unset it or set at least that"
+            f"{PINNED_LIMIT}={own}: compute.remat and optimizer.offload need {host.pinned_gib} for what they keep in host memory; "
+            "unset it or set at least that"
         )
-    return [Setting(PINNED_LIMIT, str(host.pinned_gib), "offloaded activations (compute.remat) plus a margin; XLA's default is 64")]
+    return [
+        Setting(
+            PINNED_LIMIT,
+            str(host.pinned_gib),
+            "what compute.remat and optimizer.offload keep in host memory plus a margin; XLA's default is 64",
+        )
+    ]
 
 
 def _gpu(generation: str, config: Config) -> list[Setting]:
@@ -235,7 +242,7 @@ def prepare(config: Config, cluster: Cluster, env: MutableMapping[str, str] = os
         check_cache_dir(config.runtime.compilation_cache)
     platform = config.runtime.platform if config.runtime.platform != "auto" else env.get("JAX_PLATFORMS", "auto")
     generation = gpu_generation() if platform.split(",")[0] in ("auto", "", "cuda", "gpu") else None
-    pinned = _pinned_gib(config, cluster) if generation is not None and config.compute.remat.policy == "offload" else None
+    pinned = _pinned_gib(config, cluster) if generation is not None and offloads(config) else None
     host = Host(generation, importlib.metadata.version("jaxlib"), _own_cores(cluster, env), pinned)
     settings = choose(host, config, env, unknown_flags)
     apply(settings, env)

@@ -2,6 +2,7 @@
 
 * `fitting_changes`: the smallest change of one layout that fits: more microbatches, stronger rematerialization, more sharding.
 * `lower_precision_state`: the first lower-precision training state with which some layout fits.
+* `offloaded_state`: the optimizer state in host memory.
 * `larger_loss_chunk`: a larger chunk of the cross-entropy, where that is faster and fits. Every chunk reads and writes the whole float32
   gradient of the unembedding, so small chunks of a large vocabulary are limited by memory bandwidth; larger ones have larger matmuls and
   need `chunk * V * (4 + a)` bytes of logits (V vocabulary rows, a bytes of the compute dtype).
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.remat import POLICIES
+from ridgeline.configs.rules import check_config
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.hardware import hardware
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.search import Candidate, capacity_bytes, search_scale
 from ridgeline.planner.step_time import Machine, step_parts
@@ -129,6 +132,38 @@ def lower_precision_state(
             before = memory_per_device(best.layout.apply(config), best.layout.sizes)
             return StateChange(settings, best, before.total_bytes - best.memory.total_bytes)
     return None
+
+
+@dataclass(frozen=True)
+class OffloadChange:
+    """A layout that fits with the optimizer state in host memory."""
+
+    best: Candidate
+    """The fastest one."""
+    saved_bytes: int
+    """Per device, compared with the same layout without it."""
+
+    @property
+    def sentence(self) -> str:
+        """The suggestion: the setting, the bytes it saves and moves, the layout that then fits, the share of the step that copies take."""
+        layout, step = self.best.layout, self.best.step
+        where = f"{layout.text()}, {layout.accumulation} x, remat {layout.remat.policy}"
+        return (
+            f"optimizer.offload=true, which changes no results, saves {self.saved_bytes / 1e9:.1f} GB per device and fits ({where}; "
+            f"copies to and from host memory take {step.breakdown_s.get('pcie', 0.0) / step.step_s:.0%} of the step)."
+        )
+
+
+def offloaded_state(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: int, tokens: float) -> OffloadChange | None:
+    """Return the fastest layout that fits on this number of nodes with optimizer.offload; None: none does, or it is refused."""
+    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})
+    if config.optimizer.offload or check_config(changed) or not hardware(cluster.device).tensor_cores:
+        return None
+    best = search_scale(changed, cluster, calibration, nodes, tokens).best
+    if best is None:
+        return None
+    before = memory_per_device(best.layout.apply(config), best.layout.sizes)
+    return OffloadChange(best, before.total_bytes - best.memory.total_bytes)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import Component, units_in_flight
 from ridgeline.planner.local import LocalSizes, parameter_bytes
-from ridgeline.planner.optimizer_state import optimizer_state
+from ridgeline.planner.optimizer_state import ON_DEVICE, optimizer_state, streamed_state_bytes
 from ridgeline.planner.peak_memory import StepMemory
 
 FRAGMENTATION = 0.01
@@ -42,6 +42,8 @@ NCCL_BYTES_PER_COMMUNICATOR = 200 * 2**20
 """Channels and protocol buffers of one NCCL communicator (NCCL 2.2x, default channels; 0.1 to 0.3 GB reported)."""
 REFERENCE = "reference_parameters"
 """Component: with policy.kl, the parameters before training stay in memory beside the state; no argument of the train step."""
+STREAMED = "streamed_moments"
+"""Component: with optimizer.offload, the optimizer state that is on the device in the update."""
 HOST_PROCESS_BYTES = 500 * 2**20
 """A process with JAX loaded, on platforms where the device's memory is the host's."""
 
@@ -107,11 +109,14 @@ def memory_of(local: LocalSizes, sizes: Mapping[str, int], *, gpu: bool, overlap
     state = _state(local, sizes, gpu)
     backend = local.attention_backend(gpu=gpu)
     points = StepMemory(local, backend, overlap and gpu, overlap and gpu and combined, units_in_flight(local, backend)).points()
+    if gpu and local.config.optimizer.offload:
+        points["optimizer"] = points["optimizer"] | {STREAMED: _streamed(local)}
     totals = {name: sum(part.bytes for part in parts.values()) for name, parts in points.items()}
     peak = max(totals, key=lambda name: totals[name])
     temporary = points[peak]
     components = {
         **{name: state[name] for name in ("parameters", "moments")},
+        **({STREAMED: temporary.get(STREAMED, Component(0, "none at the peak"))} if local.config.optimizer.offload and gpu else {}),
         **{name: temporary.get(name, Component(0, "none at the peak")) for name in TEMPORARY},
         "batch": state["batch"],
         "fragmentation": Component(
@@ -147,9 +152,16 @@ def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
     return Component(int(share * temporary_bytes), f"{text}; kept free because compiled sizes differ from planned ones")
 
 
-def _moments(local: LocalSizes) -> Component:
-    """Return the optimizer state."""
+def _streamed(local: LocalSizes) -> Component:
+    """Return the offloaded optimizer state that is on the device in the update."""
+    return Component(streamed_state_bytes(local), f"optimizer.offload: state of the {ON_DEVICE} largest parameters")
+
+
+def _moments(local: LocalSizes, gpu: bool) -> Component:
+    """Return the optimizer state between steps. Without a GPU, device and host memory are the same."""
     size, assumption = optimizer_state(local.of_state)
+    if gpu and local.config.optimizer.offload:
+        return Component(0, f"{assumption}; {size / 1e9:.2f} GB in host memory (optimizer.offload)")
     return Component(size, f"{assumption}, and over data (mesh.zero_stage=2)" if local.config.mesh.zero_stage else assumption)
 
 
@@ -188,7 +200,7 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
             else f"frozen, {'int8 and ' if local.int8_base else ''}{config.precision.compute}, and adapters, {config.precision.params}; "
             "sharded over fsdp and tensor",
         ),
-        "moments": _moments(local),
+        "moments": _moments(local, gpu),
         "batch": Component(
             rows * ((4 + predictions) * local.length + (arrays - 4) * config.data.seq_len) * 4,
             f"{arrays} int32 or float32 arrays of the step's rows"

@@ -80,6 +80,22 @@ def optimizer_state(local: LocalSizes) -> tuple[int, str]:
     return factored + 4 * local.vectors, "Adafactor: row and column statistics of every matrix, float32"
 
 
+ON_DEVICE = 2
+"""Parameters (stacks of layers) whose offloaded state is on the device at a time (trainer/offload.py)."""
+
+
+def offloaded_state_bytes(local: LocalSizes) -> int:
+    """Return the bytes of optimizer state that one GPU keeps in host memory; 0 without optimizer.offload."""
+    return optimizer_state(local.of_state)[0] if local.config.optimizer.offload else 0
+
+
+def streamed_state_bytes(local: LocalSizes) -> int:
+    """Return the bytes of offloaded optimizer state that are on the device at a time in the update: of the ON_DEVICE largest parameters."""
+    of = local.of_state
+    largest = max(local.model.num_layers * local.mlp_matrix, local.table) // of.fsdp
+    return int(min(1.0, ON_DEVICE * largest / of.trained) * offloaded_state_bytes(local))
+
+
 def _scales(local: LocalSizes) -> int:
     """Return the number of blocks of the layers' matrices on one device; each has one scale."""
     model = local.model

@@ -13,7 +13,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck, stages_sentence
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.config_changes import ChunkChange, larger_loss_chunk, lower_precision_state
+from ridgeline.planner.config_changes import ChunkChange, larger_loss_chunk, lower_precision_state, offloaded_state
 from ridgeline.planner.economics import Spot, price_text
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import hardware
@@ -235,8 +235,9 @@ def _nothing_fits(config: Config, cluster: ClusterConfig, calibration: Calibrati
     rows = scaling_table(scales, Limits())
     lines = [f"{row.nodes} node{'s' if row.nodes != 1 else ''} ({row.devices} devices): {row.outside}" for row in rows]
     nearest = _nearest(config, cluster, calibration, scales, tokens)
-    fits = lower_precision_state(config, cluster, calibration, scales[-1].nodes, tokens) if _short_of_memory(scales[-1]) else None
-    return UserError(f"no layout of this config fits: {lines[-1]}. {nearest}" + (f" Or {fits.sentence}" if fits else ""))
+    ways = (offloaded_state, lower_precision_state) if _short_of_memory(scales[-1]) else ()
+    fits = [found for way in ways if (found := way(config, cluster, calibration, scales[-1].nodes, tokens)) is not None]
+    return UserError(f"no layout of this config fits: {lines[-1]}. {nearest}" + "".join(f" Or {found.sentence}" for found in fits))
 
 
 def _short_of_memory(scale: Scale) -> bool:

@@ -28,6 +28,7 @@ from ridgeline.planner.layer_costs import LayerPoint, without_recompute
 from ridgeline.planner.links import Fabric
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
+from ridgeline.planner.optimizer_state import ON_DEVICE, offloaded_state_bytes, streamed_state_bytes
 from ridgeline.planner.overlap import Communication, exposed_s, overlap_share
 from ridgeline.planner.stragglers import slowest_over_mean
 
@@ -118,6 +119,8 @@ class StepParts:
     """Seconds in which the host launches the kernels of all layers: `forward`, `backward` and their communication take at least as long."""
     host_copy_s: float = 0.0
     """Seconds of copying activations to host memory in the forward pass; copying them back in the backward pass takes the same time."""
+    state_copy_s: float = 0.0
+    """Seconds of copying the optimizer state from host memory, and back at the same time (optimizer.offload)."""
 
     def assemble(self, faster: Mapping[str, float] | None = None) -> StepEstimate:
         """Overlap communication with compute. `faster`: ceiling -> hypothetical speed-up, default 1."""
@@ -131,7 +134,8 @@ class StepParts:
             self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed, self.tensor_overlap
         )
         copies_s = self.host_copy_s / speed.get("pcie", 1.0)
-        if exposed_copies_s := sum(max(0.0, copies_s - each.seconds) for each in (forward, backward)):
+        state_copies_s = max(0.0, self.state_copy_s / speed.get("pcie", 1.0) - scaled(self.optimizer).seconds)
+        if exposed_copies_s := sum(max(0.0, copies_s - each.seconds) for each in (forward, backward)) + state_copies_s:
             exposed["pcie"] = exposed.get("pcie", 0.0) + exposed_copies_s
         outside = [item for item in self.communication if item.planned.where != "layer"]
         apart = bool(self.bubble or self.launch_s)
@@ -201,6 +205,7 @@ def step_parts(
     empty = layer_slots(config, local.pipeline) - config.model.num_layers if local.pipeline > 1 else 0
     slowest = slowest_over_mean(local.devices) if machine.device.tensor_cores else 1.0
     offloaded = offloaded_bytes(local) * repeats
+    state = offloaded_state_bytes(local) if machine.device.tensor_cores else 0
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
     return StepParts(
         config=config,
@@ -209,12 +214,14 @@ def step_parts(
         backward=(kernels.layer_backward() * layers + again + copies) * slowest,
         rest=(_outside(kernels, empty) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
         bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layer_slots(config, local.pipeline),
-        optimizer=kernels.optimizer() * slowest,
+        optimizer=(kernels.optimizer() + Work(0.0, kernels.memory_s(2 * state))) * slowest,
         communication=tuple(Communication(item, machine.cost(item, sizes, config.model.moe)) for item in planned),
         host_input_s=host_input_s(local, machine),
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
         launch_s=software.launch_s * layers if config.model.moe is not None else 0.0,
+        # The first copy from host memory and the last one to it overlap with nothing.
+        state_copy_s=(state + streamed_state_bytes(local) / ON_DEVICE) / host_bytes_per_s(machine.device, machine.calibration),
         host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
         tensor_overlap=software.tensor_overlap,
         eta=overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes),

@@ -88,7 +88,7 @@ class EightBitAdam(NamedTuple):
 def scale_by_eight_bit_adam(b1: float, b2: float, eps: float, axes_of: Callable[[Tree], Tree]) -> optax.GradientTransformationExtraArgs:
     """Return Adam's direction (arXiv 1412.6980, algorithm 1) with 8-bit moments; `update` takes the keyword `key` for rounding.
 
-    `axes_of`: tree of parameters -> tree of their logical axes.
+    `axes_of`: tree of parameters -> tree of their logical axes. `update` also takes `first`, as `keys_of`.
     """
 
     def blocks(params: Tree) -> Tree:
@@ -101,7 +101,9 @@ def scale_by_eight_bit_adam(b1: float, b2: float, eps: float, axes_of: Callable[
 
         return EightBitAdam(jnp.zeros((), jnp.int32), empty(jnp.int8), empty(jnp.uint8))
 
-    def update(updates: Tree, state: EightBitAdam, params: Tree = None, *, key: jax.Array, **extra: Any) -> tuple[Tree, EightBitAdam]:
+    def update(
+        updates: Tree, state: EightBitAdam, params: Tree = None, *, key: jax.Array, first: int = 0, **extra: Any
+    ) -> tuple[Tree, EightBitAdam]:
         steps = state.steps + 1
         bias1, bias2 = 1 - b1**steps, 1 - b2**steps
 
@@ -125,7 +127,7 @@ def scale_by_eight_bit_adam(b1: float, b2: float, eps: float, axes_of: Callable[
                 scales[1],
             )
 
-        trees = (blocks(updates), keys_of(key, updates), *state.mu, *state.nu)
+        trees = (blocks(updates), keys_of(key, updates, first), *state.mu, *state.nu)
         found = jax.tree.map(one, updates, *trees)
         direction, mq, ms, vq, vs = (jax.tree.map(lambda _, parts, at=at: parts[at], updates, found) for at in range(5))
         return direction, EightBitAdam(steps, Moment(mq, ms), Moment(vq, vs))
@@ -194,17 +196,17 @@ def to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(kept, jnp.bfloat16), x.astype(jnp.bfloat16))
 
 
-def keys_of(key: jax.Array, tree: Tree) -> Tree:
-    """Return one key per array of a tree."""
+def keys_of(key: jax.Array, tree: Tree, first: int = 0) -> Tree:
+    """Return one key per array of a tree. `first`: position of its first array in the tree of all parameters."""
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [jax.random.fold_in(key, index) for index in range(len(leaves))])
+    return jax.tree.unflatten(structure, [jax.random.fold_in(key, first + index) for index in range(len(leaves))])
 
 
-def apply_updates(params: Tree, updates: Tree, key: jax.Array) -> Tree:
-    """Add float32 updates to parameters of any dtype; results in bfloat16 are rounded stochastically."""
+def apply_updates(params: Tree, updates: Tree, key: jax.Array, first: int = 0) -> Tree:
+    """Add float32 updates to parameters of any dtype; results in bfloat16 are rounded stochastically. `first`: as in `keys_of`."""
 
     def one(param: jax.Array, update: jax.Array, key: jax.Array) -> jax.Array:
         total = param.astype(jnp.float32) + update
         return to_bfloat16(total, key) if param.dtype == jnp.bfloat16 else total.astype(param.dtype)
 
-    return jax.tree.map(one, params, updates, keys_of(key, params))
+    return jax.tree.map(one, params, updates, keys_of(key, params, first))

@@ -7,7 +7,7 @@ handle at the lowest cost; the module structure is the static `graphdef`, and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.models.lora import ADAPTERS, join_adapters, split_adapters
 from ridgeline.models.params import Amax
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, state_shardings
+from ridgeline.trainer.offload import OffloadedOptimizer, in_host_memory
 
 Tree = Any
 INIT_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
@@ -128,7 +129,10 @@ def abstract_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTra
         bad_in_a_row=replicated,
         rng=replicated,
     )
-    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
+    state: TrainState = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
+    return replace(state, opt_state=in_host_memory(state.opt_state)) if config.optimizer.offload else state
 
 
 def abstract_gradient(spec: ModelSpec, partitioner: Partitioner) -> Tree:
@@ -145,7 +149,10 @@ def init_program(config: Config, spec: ModelSpec, optimizer: optax.GradientTrans
     """Return the jitted () -> state of step 0. The arrays are created sharded: no host or device ever holds the whole model."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     platform = next(iter(shardings.step.device_set)).platform
-    return jax.jit(lambda: initial_state(config, spec, optimizer), out_shardings=shardings, compiler_options=INIT_OPTIONS.get(platform))
+    offloaded = OffloadedOptimizer.of(config, spec.trained_axes, None) if config.optimizer.offload else None
+    return jax.jit(
+        lambda: initial_state(config, spec, optimizer, offloaded), out_shardings=shardings, compiler_options=INIT_OPTIONS.get(platform)
+    )
 
 
 def init_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, abstract: TrainState) -> TrainState:
@@ -154,16 +161,19 @@ def init_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransfo
     return state
 
 
-def initial_state(config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:
-    """Return the state of step 0 (pure, jittable; `init_program` shards it)."""
+def initial_state(
+    config: Config, spec: ModelSpec, optimizer: optax.GradientTransformation, offloaded: OffloadedOptimizer | None = None
+) -> TrainState:
+    """Return the state of step 0 (pure, jittable; `init_program` shards it). offloaded: puts the optimizer state into host memory."""
     key = jax.random.key(config.seed)
     init_key, run_key = jax.random.split(key)
     params = spec.build(init_key)
+    trained = spec.split(params)[0]
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
         params=params,
-        opt_state=optimizer.init(spec.split(params)[0]),
+        opt_state=optimizer.init(trained) if offloaded is None else offloaded.init(optimizer.init, trained),
         amax=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.abstract_amax),
         skipped=zero,
         bad_in_a_row=zero,

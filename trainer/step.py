@@ -31,6 +31,7 @@ from ridgeline.models.preference import REFERENCE, PreferenceSums, count_pairs, 
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.digests import DIGESTS, StepDigests
 from ridgeline.trainer.low_precision import apply_updates
+from ridgeline.trainer.offload import OffloadedOptimizer
 from ridgeline.trainer.pipeline import pipeline_gradient, pipeline_sums
 from ridgeline.trainer.state import ModelSpec, TrainState, Tree
 
@@ -146,6 +147,7 @@ def make_train_step(
     """
     gradient, of_state = _make_gradient(spec, config, partitioner), partitioner.of_state
     rows, tokens = config.data.batch_size, config.data.batch_size * config.data.seq_len
+    offloaded = OffloadedOptimizer.of(config, spec.trained_axes, partitioner) if config.optimizer.offload else None
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         limit, batch = batch.get(LOSS_LIMIT), {name: x for name, x in batch.items() if name != LOSS_LIMIT}
@@ -169,16 +171,20 @@ def make_train_step(
             old_params, frozen = spec.split(state.params)
             old_params = constrain_params(old_params, spec, of_state) if partitioner.zero_stage else old_params
             learning_rate = schedule(state.step)
-            updates, opt_state = optimizer.update(grads, state.opt_state, old_params, learning_rate=learning_rate, key=key)
-            apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
-            params = apply(old_params, updates)
+            if offloaded is not None:  # chooses itself, one parameter after the other
+                params, opt_state = offloaded.update(grads, state.opt_state, old_params, good, learning_rate, key, rounding)
+            else:
+                updates, opt_state = optimizer.update(grads, state.opt_state, old_params, learning_rate=learning_rate, key=key)
+                apply = partial(apply_updates, key=rounding) if config.precision.stochastic_rounding else optax.apply_updates
+                params = apply(old_params, updates)
             if router is not None and not spec.adapted:
                 params = _with_router_bias(config, params, old_params, router)
             # select, not lax.cond: a device-side predicate would make the host wait for it on GPUs
             amax = jax.tree.map(lambda steps, newest: jnp.concatenate([newest[..., None], steps[..., :-1]], -1), state.amax, now)
-            params, opt_state, amax = jax.tree.map(
-                lambda new, old: jnp.where(good, new, old), (params, opt_state, amax), (old_params, state.opt_state, state.amax)
-            )
+            choose = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
+            if offloaded is None:
+                opt_state = choose(opt_state, state.opt_state)
+            params, amax = choose((params, amax), (old_params, state.amax))
             if partitioner.zero_stage:  # constrained on both sides: gathered once, after the choice
                 params = constrain_params(constrain_params(params, spec, of_state), spec, partitioner)
         bad = jnp.where(good, 0, 1).astype(jnp.int32)

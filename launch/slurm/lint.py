@@ -18,7 +18,7 @@ from ridgeline.launch.slurm.filesystems import Mount
 from ridgeline.launch.slurm.shape import CPU, JobShape, memory_shortage, with_mesh
 from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
 from ridgeline.planner.economics import state_bytes
-from ridgeline.planner.host_memory import refusal
+from ridgeline.planner.host_memory import advice_text, offloads, refusal, settings_text
 
 PLAIN_PATH = re.compile(r"[\w/.+@=-]+")
 """Paths that need no quoting in bash, Slurm's filename patterns, and lists of container mounts."""
@@ -112,9 +112,9 @@ def _memory(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterator
             f"an asynchronous save copies {format_bytes(state)} of parameters and optimizer state to each host, which has "
             f"{format_bytes(requested or node)}: use more nodes or checkpoint.asynchronous=false",
         )
-    sizes = _sizes(config, shape) if config.compute.remat.policy == "offload" and cluster.device != CPU else None
+    sizes = _sizes(config, shape) if offloads(config) and cluster.device != CPU else None
     if sizes is not None and (reason := refusal(config, sizes, shape.devices_per_node, requested or node)):
-        yield Finding(True, f"compute.remat.policy=offload {reason}: use more microbatches (trainer.accumulation) or another policy")
+        yield Finding(True, f"{settings_text(config)} {reason}: {advice_text(config)}")
 
 
 def _sizes(config: Config, shape: JobShape) -> dict[str, int] | None:

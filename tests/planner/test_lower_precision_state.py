@@ -34,7 +34,10 @@ def test_405b_fits_on_64_gpus_with_narrow_state_only():
 
 
 def test_the_least_narrow_state_that_fits_is_named_with_its_gain():
-    with pytest.raises(UserError, match=r"Or precision\.moments=int8 saves \d+\.\d GB per device and fits \(fsdp=16") as caught:
+    with pytest.raises(
+        UserError,
+        match=r"Or optimizer\.offload=true, .* Or precision\.moments=int8 saves \d+\.\d GB per device and fits \(fsdp=16",
+    ) as caught:
         make_plan(config("llama-3.1-70b"), CLUSTER, CALIBRATION, [2], tokens=1e12)
     assert "\n" not in str(caught.value)
 

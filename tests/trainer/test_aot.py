@@ -37,6 +37,7 @@ def compiled():
     requests["indivisible"] = Request.on(small("llama", "mesh.fsdp=16"), cluster(), 1)
     requests["no such products"] = Request.on(small("llama", "precision.matmul=mxfp8", "mesh.fsdp=4"), cluster("h200-sxm", 4), 1)
     requests["eight"] = Request.on(small("llama", *FSDP8), cluster(), 1)
+    requests["offloaded"] = Request.on(small("llama", *FSDP8, "optimizer.offload=true"), cluster(), 1)
     return dict(zip(requests, compile_many([replace(request, xla_flags=QUICK) for request in requests.values()]), strict=True))
 
 
@@ -86,6 +87,22 @@ def test_arguments_are_the_leaves_of_the_state_and_the_batch():
     assert result.argument_bytes == sum(leaf["bytes"] for leaf in result.leaves) + batch
     assert any(math.prod(leaf["local_shape"]) * 8 == math.prod(leaf["shape"]) for leaf in result.leaves)
     assert result.output_bytes >= result.alias_bytes > 0.99 * sum(leaf["bytes"] for leaf in result.leaves)
+
+
+@pytest.mark.slow
+def test_an_offloaded_optimizer_state_is_in_host_memory_and_that_of_two_parameters_at_most_on_the_device():
+    plain, offloaded = compiled()["eight"], compiled()["offloaded"]
+    assert isinstance(offloaded, Compiled), offloaded
+    state = sum(leaf["bytes"] for leaf in offloaded.leaves if leaf["name"].startswith("opt_state") and leaf["shape"])
+    assert offloaded.host_argument_bytes == plain.argument_bytes - offloaded.argument_bytes == state
+    assert plain.host_argument_bytes == plain.host_temp_bytes == offloaded.host_temp_bytes == 0
+    to_device, to_host = r"\S+ = \(\S+\}, \S+:S\(5\)\}", r"\S+ = \(\S+:S\(5\)\}, \S+\}"
+    copies = re.findall(rf"^ +%?({to_device}|{to_host}), u32\[\]\) copy-start\(", offloaded.hlo_text, re.MULTILINE)
+    into = [bool(re.match(to_device, copy)) for copy in copies]
+    moments = sum(leaf["name"].startswith("opt_state") and bool(leaf["shape"]) for leaf in offloaded.leaves)
+    assert into.count(True) == into.count(False) == moments
+    on_device = [sum(1 if start else -1 for start in into[:end]) for end in range(len(into))]
+    assert max(on_device) <= 2 * 2, "both moments of two parameters"
 
 
 @pytest.mark.slow

@@ -74,6 +74,10 @@ class Compiled:
 
     argument_bytes: int
     """State and batch."""
+    host_argument_bytes: int
+    """State in host memory (optimizer.offload)."""
+    host_temp_bytes: int
+    """Temporaries in host memory."""
     output_bytes: int
     alias_bytes: int
     """Outputs that reuse the memory of donated arguments."""

@@ -196,6 +196,7 @@ def report_json(report: Report) -> dict[str, Any]:
     c = report.compiled
     return {
         "argument_bytes": c.argument_bytes,
+        "host_argument_bytes": c.host_argument_bytes,
         "output_bytes": c.output_bytes,
         "alias_bytes": c.alias_bytes,
         "temp_bytes": c.temp_bytes,

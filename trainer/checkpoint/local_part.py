@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ridgeline.sharding.host import HOST, shard_sharding
 from ridgeline.trainer.checkpoint import integrity, payload
 from ridgeline.trainer.checkpoint.integrity import Damage, FileDigest
 from ridgeline.trainer.checkpoint.seal import METADATA, DamagedError
@@ -54,7 +55,8 @@ def host_shards(state: Any) -> list[Shard]:
                 found.setdefault((name, _start(shard.index, leaf.ndim)), shard.data)
         for data in found.values():
             data.copy_to_host_async()
-        return [Shard(name, start, np.asarray(data)) for (name, start), data in found.items()]
+        # The next step overwrites what is in host memory in place.
+        return [Shard(name, start, np.array(data, copy=data.sharding.memory_kind == HOST or None)) for (name, start), data in found.items()]
 
 
 def layout(abstract_state: Any) -> str:
@@ -108,7 +110,7 @@ def read(path: Path, abstract_state: Any) -> Any:
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
             file, offset, size_bytes = places[name, _start(index, len(leaf.shape))]
             data = known[file][offset : offset + size_bytes].view(leaf.dtype)
-            pieces.append(jax.device_put(data.reshape(leaf.sharding.shard_shape(leaf.shape)), device))
+            pieces.append(jax.device_put(data.reshape(leaf.sharding.shard_shape(leaf.shape)), shard_sharding(leaf.sharding, device)))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
     with jax.transfer_guard("allow"):

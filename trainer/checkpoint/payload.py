@@ -24,6 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ridgeline.configs.errors import UserError
 from ridgeline.models.params import STACKS
+from ridgeline.sharding.host import HOST, shard_sharding
 
 _TIMEOUT_S = 1200
 """Orbax's timeout for the processes of one save to wait for each other."""
@@ -83,7 +84,15 @@ def save_async(path: Path, state: Any) -> ocp.AsyncResponse[None]:
     (On the CPU platform there is no copy: the buffers stay referenced until they are written, and a donation makes XLA allocate.)
     """
     with _context():
-        return ocp.save_async(path, raw_leaves(state))
+        return ocp.save_async(path, {name: _kept(leaf) for name, leaf in raw_leaves(state).items()})
+
+
+def _kept(leaf: jax.Array) -> jax.Array:
+    """Return an array that the next step does not overwrite while it is written: what is in host memory, the step updates in place."""
+    if leaf.sharding.memory_kind != HOST:
+        return leaf
+    pieces = [jax.device_put(np.array(shard.data), shard_sharding(leaf.sharding, shard.device)) for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
 
 def waits_after_failure() -> bool:
@@ -137,7 +146,7 @@ class _Reading:
         """Wait for the values, and put them on the devices."""
         values = {text: np.asarray(part.result()) for text, part in self.parts.items()}
         devices = self.leaf.sharding.addressable_devices_indices_map(self.leaf.shape)
-        pieces = [jax.device_put(values[str(index)], device) for device, index in devices.items()]
+        pieces = [jax.device_put(values[str(index)], shard_sharding(self.leaf.sharding, device)) for device, index in devices.items()]
         return jax.make_array_from_single_device_arrays(self.leaf.shape, self.leaf.sharding, pieces)
 
 
