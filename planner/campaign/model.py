@@ -72,6 +72,9 @@ class Campaign:
     preemptions_per_s: float = 0.0
     spared_until_save: bool = False
     """Nothing interrupts a start before its first checkpoint is written: so in the soak test, where rates count from there on."""
+    schedule: tuple[tuple[float, str], ...] | None = None
+    """(seconds, name of a class or "preemption") of every interruption, in order of time, instead of interruptions drawn by their rates.
+    Seconds count while the job can be interrupted: not in the queue, and with `spared_until_save` not before the save of a start."""
     straggler_per_s: float = 0.0
     straggler_excess: float = 0.0
     straggler_found_s: float = 0.0

@@ -6,6 +6,8 @@ preemptions and new stragglers (independent Poisson processes: one exponential g
 to its rate), the time limit of the job, the discovery of a straggler, and the return of a node. Failures hit the job while it holds its
 nodes: in start-up and restore too (Campaign.spared_until_save: not before the first save of a start), but not in the queue.
 
+With Campaign.schedule the interruptions come at given times instead.
+
 Event k of every choice uses the same random numbers (common random numbers), so choices differ by what they do, not by their luck.
 
 With failures alone and fixed times this is the model of J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
@@ -147,6 +149,13 @@ class _Trials:
         self.t_s = self.zeros()
         self.spared_s = self._until_save()
         """Time that this start is still spared from random events."""
+        schedule = made.schedule or ()
+        self.schedule_s = np.array([*(seconds for seconds, _ in schedule), math.inf])
+        self.schedule_kind = np.array([*(self.index[name] for _, name in schedule), 0])
+        self.met = np.zeros(self.shape, int)
+        """Interruptions of the schedule that are over."""
+        self.exposed_s = self.zeros()
+        """Time in which the job could be interrupted."""
         self._wait(self.active, self.rng.exponential(size=(1, trials)) * made.queue_wait_s)
 
     def zeros(self) -> Floats:
@@ -179,7 +188,9 @@ class _Trials:
         self.attempt_s += left_s
         for name in ("limit_left_s", "found_left_s", "grow_left_s"):
             setattr(self, name, getattr(self, name) - left_s)
+        self.exposed_s += np.maximum(0.0, left_s - self.spared_s)
         self.spared_s = np.maximum(0.0, self.spared_s - left_s)
+        self.met += self.active & ~done & (kind <= self.last_random)
         for part, pending_s in self.pending.items():
             used_s = np.minimum(pending_s, left_s)
             pending_s -= used_s
@@ -195,8 +206,10 @@ class _Trials:
             gap_s = (
                 np.broadcast_to(gap / self.rate_per_s if self.rate_per_s > 0 else np.full(gap.shape, math.inf), self.shape) / self.fraction
             )
-        gap_s = gap_s + self.spared_s
         kind = np.broadcast_to(np.minimum(np.searchsorted(self.cumulative, which, side="right"), self.last_random), self.shape).copy()
+        if self.made.schedule is not None:
+            gap_s, kind = self.schedule_s[self.met] - self.exposed_s, self.schedule_kind[self.met]
+        gap_s = gap_s + self.spared_s
         for name, at_s in zip(_AT, (self.limit_left_s, self.found_left_s, self.grow_left_s), strict=True):
             sooner = at_s < gap_s
             kind[sooner] = self.index[name]

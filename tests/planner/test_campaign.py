@@ -93,6 +93,25 @@ def test_starts_that_are_spared_until_their_first_save_never_fail_twice_without_
     assert found.seconds["startup"] == pytest.approx((failed + 1) * 100.0)
 
 
+@given(st.lists(st.floats(1.0, 5e4), min_size=1, max_size=30), st.floats(10, 2000), st.booleans(), st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_interruptions_of_a_schedule_come_at_its_times(gaps_s, interval_s, spared, seed):
+    """All that are due before the work is done, each once; rates and chance play no part."""
+    times_s = np.cumsum(gaps_s)
+    schedule = tuple((float(time_s), "failure" if number % 3 else "preemption") for number, time_s in enumerate(times_s))
+    change = {"startup_s": 50.0, "write_s": {"shared": 5.0, "local": 5.0}, "spared_until_save": spared, "save_s": 1.0}
+    made = campaign(replace(failures(HOUR), per_component_hour=0.0), work_s=2e5, schedule=schedule, **change)
+    found, again = (outcome(made, Choice(interval_s, 0), trials=3, seed=number) for number in (seed, seed + 1))
+    assert np.ptp(found.wall_s) == 0 and np.array_equal(found.wall_s, again.wall_s)
+    ran_s = float(sum(found.seconds[part][0] for part in ("productive", "lost", "checkpoint", "startup", "restore", "teardown")))
+    met = int(found.interruptions[0])
+    starts = met + 1
+    exempt_s = starts * (50 + 600 + interval_s + 6) if spared else 0.0
+    assert met <= len(schedule)
+    assert met == 0 or times_s[met - 1] <= ran_s + 1e-6
+    assert met == len(schedule) or times_s[met] >= ran_s - exempt_s - starts * 6 - 1e-6
+
+
 def test_more_failures_cost_more_time():
     classes = (failures(40 * HOUR), failures(90 * HOUR, "replace", name="node"))
     walls = []

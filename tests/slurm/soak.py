@@ -8,7 +8,7 @@ import random
 import signal
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -35,7 +35,6 @@ KINDS = (*FAILURES, "preempt", "fill disk", "slow link")
 TAIL_BYTES = 1 << 14
 """How much of the event log is read twice a second: this must not slow the ranks down."""
 FULL_S, SLOW_S, SLOW_MS, NODE_AWAY_S = 4.0, 8.0, 5, 25.0
-TRIALS = 500
 
 
 @dataclass
@@ -79,6 +78,7 @@ class Soak:
     _returning: list[tuple[float, str]] = field(default_factory=list)
     _saved: int = 0
     _pids: dict[int, dict[int, int]] = field(default_factory=dict)
+    _victims: Counter[str] = field(default_factory=Counter)
 
     def step_now(self) -> tuple[int, int]:
         """Return the current restart and its last logged step; step 0 before its first."""
@@ -153,16 +153,21 @@ class Soak:
         steps = dirs.complete_steps(self.run.directory / "checkpoints")
         return len(steps) == 2 and steps[-1] > self._saved
 
+    def _next_victim(self, kind: str, of: Sequence[Any]) -> Any:
+        """Return one of two ranks or nodes, each in its turn: how long a recovery takes depends on which one it is."""
+        self._victims[kind] += 1
+        return sorted(of)[self._victims[kind] % len(of)]
+
     def _signal(self, number: signal.Signals) -> None:
         pids = jobs.ranks(self.run)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pids[self.rng.choice(sorted(pids))], number)
+            os.kill(pids[self._next_victim(number.name, list(pids))], number)
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)
 
     def _node_down(self) -> None:
-        name = self.rng.choice(self.run.nodes())
+        name = self._next_victim("node down", self.run.nodes())
         self.slurm.stop_node(name)
         self._returning.append((time.time() + NODE_AWAY_S, name))
 
@@ -266,7 +271,7 @@ def faults(rng: random.Random, gap_s: Callable[[], float], kinds: Sequence[str] 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds measured on a short run with one fault of some kinds: what a prediction needs."""
+    """Seconds measured on a short run that meets faults: what a prediction needs."""
 
     step_s: float
     save_s: float
@@ -274,9 +279,8 @@ class Times:
     restore_s: float
     startup_s: float
     compile_s: float
-    detection_s: float
-    hang_s: float
-    requeue_s: float
+    away_s: Mapping[str, float]
+    """Kind (kill, stop, node down, preempt) -> from the fault to the next start."""
     slow_s: float
     """By which steps took longer while the network was slow."""
 
@@ -288,17 +292,15 @@ TYPICAL = Times(
     restore_s=0.05,
     startup_s=9.3,
     compile_s=1.4,
-    detection_s=5.0,
-    hang_s=33.0,
-    requeue_s=10.0,
+    away_s={"kill": 25.0, "stop": 53.0, "node down": 40.0, "preempt": 10.0},
     slow_s=4.0,
 )
 """Measured on two cores beside other tests; a sample of a few minutes is predicted from these."""
 
 
 def measure(soak: Soak) -> Times:
-    """Return the times of a run that met a kill, a stop, a preemption, a slow network, and several lost nodes: how long Slurm takes to
-    give up a node varies by a minute."""
+    """Return the times of a run that met a slow network and each other kind of fault several times: how long Slurm takes to give up a
+    node varies by a minute."""
     events, ledger = soak.run.events(), soak.ledger()
     later = [piece for piece in ledger.stretches if piece.restart > 0]
     starts = ledger.starts - 1
@@ -313,16 +315,11 @@ def measure(soak: Soak) -> Times:
     saved = [e.fields["total_s"] for e in events if e.kind == "checkpoint_saved"]
     saves = sum(e.kind == "phase_start" and e.fields["phase"] == "save" for e in events)
     ready_s = per_start("startup") + per_start("unexplained") + per_start("compile") + per_start("restore")
-    found_away_s = defaultdict[str, list[float]](list)
-    for fault in soak.faults:  # until the next start of the job script
+    away_s = defaultdict[str, list[float]](list)
+    for fault in soak.faults:
         if fault.kind != "slow link":
             first_s = next(time_s for restart, _, time_s in steps if restart > fault.restart)
-            found_away_s[fault.kind].append(first_s - fault.time_s - ready_s)
-    away_s = {kind: statistics.mean(times_s) for kind, times_s in found_away_s.items()}
-    pause_s = float(requeue_pause_s(1, 0.0))
-    requeue_s = max(0.0, min(away_s["preempt"], *(away_s[kind] - pause_s for kind in ("kill", "stop", "node down"))))
-    found_s = 2 * away_s["kill"] + away_s["node down"] - 3 * (requeue_s + pause_s)  # a corrupted checkpoint is followed by a kill
-    beyond_s = away_s["preempt"] - requeue_s  # the simulation has one time of a requeue: what preemptions take longer counts elsewhere
+            away_s[fault.kind].append(first_s - fault.time_s - ready_s)
     return Times(
         step_s=(ledger.seconds["productive"] - slow_s) / ledger.steps,
         save_s=ledger.seconds["checkpoint"] / saves,
@@ -330,42 +327,49 @@ def measure(soak: Soak) -> Times:
         restore_s=per_start("restore"),
         startup_s=per_start("startup") + per_start("unexplained"),
         compile_s=per_start("compile"),
-        detection_s=(found_s + beyond_s) / 3,
-        hang_s=away_s["stop"] - requeue_s - pause_s,
-        requeue_s=requeue_s,
+        away_s={kind: statistics.mean(times_s) for kind, times_s in away_s.items()},
         slow_s=slow_s,
     )
 
 
-def predict(times: Times, steps: int, gap_s: float, seed: int) -> Outcome:
-    """Return what the simulation makes of a run of `steps` with a fault every `gap_s` on average.
+def predict(times: Times, steps: int, schedule: Sequence[tuple[float, str]]) -> Outcome:
+    """Return what the simulation makes of a run of `steps` under a schedule of faults, (seconds in which the run could meet one, kind).
 
-    Here and in the simulation a start is spared until its first save. The clock of the faults stands still while a disk is full or a
-    network slow, so that time counts between interruptions. The simulation knows no slow network: those steps are work. It knows no
-    corrupted checkpoint either: the interval that is repeated because of it counts as detection.
+    Here and in the simulation a start is spared until its first save. The clock of the schedule stands still while a disk is full or a
+    network slow. The simulation knows no slow network: those steps are work. It has one time of a requeue, and one of detection for all
+    processes that exit: the mean over the schedule, with what a preemption takes longer, and the interval that is repeated because a
+    corrupted checkpoint is passed over.
     """
-    interruptions = len(FAILURES) + 1
-    away_s, interval_s = (FULL_S + SLOW_S) / len(KINDS), SAVE_EVERY * times.step_s
-    slow_networks = steps * times.step_s / (gap_s + interruptions * interval_s / len(KINDS) + away_s) / len(KINDS)
-    per_s = 1 / (len(KINDS) * gap_s + FULL_S + SLOW_S)
-    classes = tuple(
-        FailureClass(kind, "job", 3600 * per_s, "restart", "watchdog" if kind == "stop" else "exit", "the schedule") for kind in FAILURES
-    )
+    interval_s = SAVE_EVERY * times.step_s
+    met = Counter(kind for due_s, kind in schedule if due_s <= steps * times.step_s)
+    pause_s = float(requeue_pause_s(1, 0.0))
+    away_s = {**times.away_s, "corrupt": times.away_s["kill"] + interval_s + times.save_s}
+    requeue_s = max(0.0, min(away_s["preempt"], *(away_s[kind] - pause_s for kind in FAILURES)))
+    exits = {kind: met[kind] for kind in FAILURES if kind != "stop"}
+    found_s = sum(count * (away_s[kind] - requeue_s - pause_s) for kind, count in exits.items())
+    found_s += met["preempt"] * (away_s["preempt"] - requeue_s)
+    interruptions, still_s = list[tuple[float, str]](), 0.0
+    for due_s, kind in schedule:
+        still_s += {"fill disk": FULL_S, "slow link": SLOW_S}.get(kind, 0.0)
+        if kind in (*FAILURES, "preempt"):
+            interruptions.append((due_s + still_s, "preemption" if kind == "preempt" else kind))
     made = Campaign(
-        work_s=steps * times.step_s + slow_networks * times.slow_s,
+        work_s=steps * times.step_s + met["slow link"] * times.slow_s,
         nodes=2,
         devices_per_node=1,
-        classes=classes,
-        step_limit_s=times.hang_s,
+        classes=tuple(
+            FailureClass(kind, "job", 0.0, "restart", "watchdog" if kind == "stop" else "exit", "the schedule") for kind in FAILURES
+        ),
+        step_limit_s=away_s["stop"] - requeue_s - pause_s,
         save_s=times.save_s,
         write_s={"shared": times.write_s, "local": 0.0},
         restore_s={"shared": times.restore_s, "local": 0.0},
-        detection_s=times.detection_s + (interval_s + times.save_s) / (len(FAILURES) - 1),
-        requeue_s=times.requeue_s,
+        detection_s=found_s / max(1, sum(exits.values())),
+        requeue_s=requeue_s,
         startup_s=times.startup_s,
         compile_s=times.compile_s,
-        preemptions_per_s=per_s,
         spared_until_save=True,
+        schedule=tuple(interruptions),
     )
-    [outcome] = simulate(made, [Choice(interval_s, spares=0)], trials=TRIALS, seed=seed)
+    [outcome] = simulate(made, [Choice(interval_s, spares=0)], trials=1, seed=0)
     return outcome
