@@ -95,7 +95,7 @@ class Soak:
             self._bring_back()
             restart, step = self.step_now()
             pids = self._ranks(restart) if step else {}
-            if pids:
+            if pids and not self._interrupted(restart):
                 self._sample(restart, step, pids)
             now_s = time.time()
             if pids and self._has_saved() and step < self.steps - SAVE_EVERY // 2:
@@ -147,6 +147,10 @@ class Soak:
             self._pids = {restart: jobs.ranks(self.run)}
         pids = self._pids[restart]
         return pids if len(pids) == 2 and all(os.path.exists(f"/proc/{pid}") for pid in pids.values()) else {}
+
+    def _interrupted(self, restart: int) -> bool:
+        """Whether a start has met its end: a stopped rank holds what it had open, which may be the files of a save."""
+        return any(fault.restart == restart and fault.kind not in ("fill disk", "slow link") for fault in self.faults)
 
     def _has_saved(self) -> bool:
         """Whether there are two checkpoints, and one since the last interruption: five starts without a new one end a job."""

@@ -78,7 +78,7 @@ def test_runs_go_on_or_end_cleanly_and_resume_bitwise(library: Path, corpus: Pat
     cases = drawn()
     command = [sys.executable, "-m", "tests.trainer.storage_run", str(tmp_path / "runs"), str(corpus), json.dumps(cases)]
     env = environment(library, tmp_path / "control")
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300 + 30 * len(cases), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line.removeprefix("FOUND ")) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert len(found) == len(cases)
