@@ -25,6 +25,7 @@ from ridgeline.rundir.skipped_batches import read_skipped_batches
 from ridgeline.trainer.failures import NumericalFailure
 from ridgeline.trainer.loss_spikes import ROLLBACK
 from ridgeline.trainer.run import train
+from tests.sampling import drawn
 from tests.trainer.test_run import LENGTH, ROOT, ROWS, command, environment, make_config, payload
 
 STEPS, BAD = 72, 48
@@ -126,7 +127,7 @@ def test_a_run_with_local_checkpoints_and_corruption_checks_goes_back_alike(
     assert not any(event.kind == "corruption" for event in events)
 
 
-@pytest.mark.parametrize("policy", ["rollback", "skip"])
+@pytest.mark.parametrize("policy", drawn(["rollback", "skip"], 1))
 def test_a_run_that_is_stopped_within_a_spike_goes_on_as_without_the_stop(
     corpus: Path, tmp_path: Path, rolled_back: tuple[Config, dict[int, float], list[Event]], policy: str
 ) -> None:

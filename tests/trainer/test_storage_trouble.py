@@ -57,7 +57,7 @@ def drawn() -> list[dict[str, Any]]:
         case | ({"begin": 0, "end": None} if case["at_start"] else {"begin": begin, "end": end})
         for case, (begin, end) in zip(CASES, moments, strict=True)
     ]
-    return sampling.drawn(cases, 6)
+    return sampling.drawn(cases, 4)
 
 
 @pytest.fixture(scope="module")
