@@ -228,7 +228,8 @@ def test_digests_are_those_of_numpy_and_show_every_bit() -> None:
 def test_each_device_digests_its_own_copy() -> None:
     digests = digests_of(2, 4)
     x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
-    leaves = [jax.device_put(x, leaf.sharding) for leaf in digests.state.values()]
+    # copies: the devices of a CPU may share NumPy's memory
+    leaves = [jnp.copy(jax.device_put(x, leaf.sharding)) for leaf in digests.state.values()]
     flip(leaves[0], 5, 3, 30)
     rows = np.asarray(jax.jit(partial(device_digests, digests.mesh, specs=[leaf.sharding.spec for leaf in leaves]))(leaves))
     [w, _] = [digests.groups()[name] for name in ("w", "z")]
