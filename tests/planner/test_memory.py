@@ -142,6 +142,19 @@ def test_the_peak_in_the_loss_is_planned_closely():
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.015, case["config"]
 
 
+EXPERTS = [case for case in DRAWN if case["config"] in {"models/mixtral-8x7b", "models/qwen3-30b-a3b", "models/qwen3-235b-a22b"}]
+
+
+def test_steps_with_experts_take_what_is_planned_where_the_first_layers_of_the_backward_pass_need_most():
+    """The weight gradients of two layers of experts are delayed there: without that point, 128 devices with large rows lack 13 %."""
+    planned = [(case, estimated(case | {"overlap": True, "combined": True})) for case in EXPERTS]
+    first = [case for case, estimate in planned if estimate.peak_at == "first layers of the backward pass"]
+    assert {case["mesh"]["fsdp"] for case in first} == {128} and len(first) == 2
+    for case, estimate in planned:
+        assert case["temp_bytes"] < 1.01 * estimate.temp_bytes
+        assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.03
+
+
 def test_the_compiled_steps_span_what_the_model_is_used_for():
     devices = [json_devices(case) for case in USUAL]
     assert len(USUAL) >= 12 and min(devices) <= 8 and max(devices) >= 1024
