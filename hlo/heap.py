@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from ridgeline.hlo.buffers import Buffer, described, grouped
 from ridgeline.hlo.module import Module, scope
@@ -150,7 +151,7 @@ def stretches_of(module: Module, schedule: Sequence[str]) -> dict[str, range]:
     last = max(in_layer, default=backward[-1])
     update = min((p for p, i, _ in names if scope(i.op_name) == "optimizer" and p > last), default=len(schedule))
     bounds = [0, loss[0], loss[-1] + 1, backward[0], backward[-1] + 1, last + 1, update, len(schedule)]
-    found = dict(zip(("forward pass", "loss", *POINTS[2:]), (range(*pair) for pair in zip(bounds, bounds[1:], strict=False)), strict=True))
+    found = dict(zip(("forward pass", "loss", *POINTS[2:]), (range(*pair) for pair in pairwise(bounds)), strict=True))
     return {name: positions for name, positions in found.items() if positions}
 
 

@@ -268,6 +268,7 @@ class StepMemory:
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
         copies += self.turn.kept_parameters()
+        waiting += self.turn.gradients_left_over()
         workspace += self.turn.zeroed_accumulators()
         # the block's input comes from host memory into a buffer of its own
         streams += local.cut_stream_bytes if offloads_inputs(local) else 0

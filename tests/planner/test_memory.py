@@ -287,6 +287,7 @@ CLOSE = {
     ("models/gemma3-12b", "full"): {START: 0.03, BACKWARD: 0.03},
     ("models/olmo3-7b", "dots"): {START: 0.012, BACKWARD: 0.012},
     ("models/gemma3-4b", "none"): {"loss": 0.012},
+    ("models/gemma3-4b", "dots"): {BACKWARD: 0.025},
     ("models/qwen3-8b", "none"): {"loss": 0.025, START: 0.012, BACKWARD: 0.012},
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
