@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes, saved_arrays
+from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.turn import Turn
@@ -292,7 +292,10 @@ class StepMemory:
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
         copies += self.turn.kept_parameters()
+        waiting += self.turn.gradients_left_over()
         workspace += self.turn.zeroed_accumulators()
+        # the block's input comes from host memory into a buffer of its own
+        streams += local.cut_stream_bytes if offloads_inputs(local) else 0
         hidden += self.turn.slices_of_kept(self.saved.bytes)
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
