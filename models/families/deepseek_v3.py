@@ -86,5 +86,6 @@ FAMILY = Family(
     config_to_hf=config_to_hf,
     tensor_map=tensor_map,
     ignored_tensors=prediction_layers,
+    stores_mtp=True,
     quantizations=("fp8",),
 )
