@@ -31,7 +31,9 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     text = f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}"
     if local.modules is None:
         return Component(kept, text)
-    return Component(kept + _modules_saved(local, local.modules, backend), f"{text}; {local.model.mtp_layers} modules of multi-token prediction")
+    return Component(
+        kept + _modules_saved(local, local.modules, backend), f"{text}; {local.model.mtp_layers} modules of multi-token prediction"
+    )
 
 
 def _modules_saved(local: LocalSizes, modules: LocalSizes, backend: str) -> int:

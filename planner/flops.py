@@ -86,14 +86,18 @@ class FlopCount:
         """Return component name -> FLOPs per token; they sum to `total`."""
         adapters = {"adapters": self.adapters} if self.adapters else {}
         modules = {"mtp": self.mtp} if self.mtp else {}
-        return adapters | modules | {
-            "qkv_projections": self.qkv_projections,
-            "query_key_products": self.attention_scores * self.query_key_share,
-            "attention_value_products": self.attention_scores * (1 - self.query_key_share),
-            "output_projection": self.output_projection,
-            "mlp": self.mlp,
-            "unembedding": self.unembedding,
-        }
+        return (
+            adapters
+            | modules
+            | {
+                "qkv_projections": self.qkv_projections,
+                "query_key_products": self.attention_scores * self.query_key_share,
+                "attention_value_products": self.attention_scores * (1 - self.query_key_share),
+                "output_projection": self.output_projection,
+                "mlp": self.mlp,
+                "unembedding": self.unembedding,
+            }
+        )
 
 
 def mean_keys_per_query(seq_len: int, window: int | None, chunk: int | None = None) -> float:

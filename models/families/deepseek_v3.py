@@ -60,12 +60,18 @@ def tensor_map(model: ModelConfig) -> list[TensorRule]:
 
     Published modules also have copies of the embedding and the unembedding, which are not read.
     """
-    rules = latent_tensors(model)
+    return with_modules(latent_tensors(model), model)
+
+
+def with_modules(rules: list[TensorRule], model: ModelConfig) -> list[TensorRule]:
+    """Return rules with those of modules of multi-token prediction, whose blocks are as the layers of `blocks`."""
     if not model.mtp_layers:
         return rules
     layers = tuple(range(model.num_layers, model.num_layers + model.mtp_layers))
     blocks = [rule for rule in rules if rule.params[0].startswith("blocks.")]
-    rules += [replace(rule, params=tuple(path.replace("blocks.", "mtp.block.", 1) for path in rule.params), layers=layers) for rule in blocks]
+    rules += [
+        replace(rule, params=tuple(path.replace("blocks.", "mtp.block.", 1) for path in rule.params), layers=layers) for rule in blocks
+    ]
     return rules + [
         TensorRule(f"model.layers.{{layer}}.{theirs}.weight", (f"mtp.{ours}",), "out_in" if theirs == "eh_proj" else "flat", layers=layers)
         for theirs, ours in MODULE.items()
