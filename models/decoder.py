@@ -116,9 +116,12 @@ class Decoder(nnx.Module):
         segments = self.visible_segments(segment_ids_BT, x_BTD.shape[:2], windowed=windowed)
         attend_with = self._attend_everywhere(positions_BT, segment_ids_BT) if self.model.local_span is not None and not windowed else None
 
-        def module(number: int) -> Callable[..., tuple[jax.Array, RouterSums | None]]:
+        def module(number: int, stacked: nnx.State) -> Any:
+            return nnx.merge(structure, jax.tree.map(lambda stack: stack[number], stacked))
+
+        def block_of(number: int) -> Callable[..., tuple[jax.Array, RouterSums | None]]:
             def run(hidden_BTD: jax.Array, embedded_BTD: jax.Array, stacked: nnx.State) -> tuple[jax.Array, RouterSums | None]:
-                one = nnx.merge(structure, jax.tree.map(lambda stack: stack[number], stacked))
+                one = module(number, stacked)
                 out_BTD = one(hidden_BTD, embedded_BTD, lambda block, x_BTD: block(x_BTD, rotary, segments, attend_with))
                 return out_BTD, router_sums(one.block)
 
@@ -126,8 +129,10 @@ class Decoder(nnx.Module):
 
         heads, found = [x_BTD], [] if sums is None else [sums]
         for number in range(self.model.mtp_layers):
-            hidden_BTD, of_router = module(number)(heads[-1], embedded_BMTD[:, number], stacked)
-            heads.append(hidden_BTD)
+            out_BTD, of_router = block_of(number)(heads[-1], embedded_BMTD[:, number], stacked)
+            # Not in what is recomputed, or the update of the MLP would be too.
+            out_BTD = module(number, stacked).final_norm(out_BTD)
+            heads.append(self.execution.partitioner.constrain(out_BTD, "batch", "residual_seq", "act_embed"))
             found += [] if of_router is None else [jax.tree.map(lambda each: each[None], of_router)]
         x_BHTD = self.execution.partitioner.constrain(jnp.stack(heads, axis=1), "batch", None, "residual_seq", "act_embed")
         joined = jax.tree.map(lambda *each: jnp.concatenate(each), *found) if found else None

@@ -45,7 +45,7 @@ class PredictionModule(nnx.Module):
         self.execution = execution
 
     def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, run_block: Callable[[Block, jax.Array], jax.Array]) -> jax.Array:
-        """Return the final-normed hidden states [B, T, D] from those of the module before, and the embeddings of the tokens k ahead.
+        """Return the hidden states [B, T, D] before the final norm, from those of the module before and the embeddings k tokens ahead.
 
         run_block: (block, residual stream) -> the residual stream after the block.
         """
@@ -60,7 +60,7 @@ class PredictionModule(nnx.Module):
 
         with jax.named_scope("mtp"):
             x_BTD = on_shards(self.execution.remat.wrap_matmuls(combine)(hidden_BTD, embedded_BTD))
-            return on_shards(self.final_norm(run_block(self.block, x_BTD)))
+            return on_shards(run_block(self.block, x_BTD))
 
 
 def future_tokens(batch: Mapping[str, jax.Array]) -> jax.Array | None:

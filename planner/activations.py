@@ -38,8 +38,8 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
 
 def _modules_saved(local: LocalSizes, modules: LocalSizes, backend: str) -> int:
     """Return the bytes that modules of multi-token prediction keep: those of a layer, the embedding and the hidden state that a module
-    combines (where the block is recomputed, in place of the input of the block), and else the input of the final norm."""
-    streams = 1 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
+    combines (where the block is recomputed, in place of the input of the block), and the input of the final norm."""
+    streams = 2 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
     of_block = sum(count * size for count, size in saved_arrays(modules, backend))
     return int(local.model.mtp_layers * (of_block + streams * local.cut_stream_bytes))
 

@@ -233,7 +233,7 @@ def test_experts_communicate_as_planned(mesh, experts, model, lora):
         [
             ({"data": 2, "fsdp": 2, "tensor": 2}, {"mtp_layers": 2}, "none"),
             ({"data": 2, "fsdp": 2, "tensor": 2}, {"mtp_layers": 1, **LATENT}, "full"),
-            ({"fsdp": 2, "tensor": 2, "context": 2}, {"mtp_layers": 1}, "none"),
+            ({"fsdp": 1, "tensor": 2, "context": 4}, {"mtp_layers": 1}, "none"),
             (
                 {"fsdp": 2, "tensor": 2, "expert": 2},
                 {"mtp_layers": 1, "moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=32)},
