@@ -25,7 +25,7 @@ from ridgeline.models.lora import set_dropout
 from ridgeline.models.matmul import set_amax
 from ridgeline.models.moe.layer import router_sums
 from ridgeline.models.moe.router import RouterSums, RouterTotals
-from ridgeline.models.mtp import PredictionModule, of_all_heads
+from ridgeline.models.mtp import PredictionModule, gradients_together, of_all_heads
 from ridgeline.models.norms import NORMS
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
             return nnx.merge(structure, jax.tree.map(lambda stack: stack[number], stacked))
 
         def block_of(number: int) -> Callable[..., tuple[jax.Array, RouterSums | None]]:
-            def run(hidden_BTD: jax.Array, embedded_BTD: jax.Array, stacked: nnx.State) -> tuple[jax.Array, RouterSums | None]:
+            def run(stacked: nnx.State, hidden_BTD: jax.Array, embedded_BTD: jax.Array) -> tuple[jax.Array, RouterSums | None]:
                 one = module(number, stacked)
                 out_BTD = one(hidden_BTD, embedded_BTD, lambda block, x_BTD: block(x_BTD, rotary, segments, attend_with))
                 return out_BTD, router_sums(one.block)
@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
 
         heads, found = [x_BTD], [] if sums is None else [sums]
         for number in range(self.model.mtp_layers):
-            out_BTD, of_router = block_of(number)(heads[-1], embedded_BMTD[:, number], stacked)
+            out_BTD, of_router = block_of(number)(*gradients_together(stacked, heads[-1], embedded_BMTD[:, number]))
             # Not in what is recomputed, or the update of the MLP would be too.
             out_BTD = module(number, stacked).final_norm(out_BTD)
             heads.append(self.execution.partitioner.constrain(out_BTD, "batch", "residual_seq", "act_embed"))

@@ -11,6 +11,7 @@ Legend: B batch, T sequence, D embed width, M modules, H = 1 + M heads: the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,19 @@ class PredictionModule(nnx.Module):
         with jax.named_scope("mtp"):
             x_BTD = on_shards(self.execution.remat.wrap_matmuls(combine)(hidden_BTD, embedded_BTD))
             return on_shards(run_block(self.block, x_BTD))
+
+
+@jax.custom_vjp
+def gradients_together(*inputs: Any) -> Any:
+    """Return the inputs of a module. Their gradients are all there before one is used.
+
+    XLA would compute those of the parameters at the end of the backward pass, and keep what they are computed from until then: 7.1 GB of a
+    module of Llama 3.2 1B with 65,536 tokens per device.
+    """
+    return inputs
+
+
+gradients_together.defvjp(lambda *inputs: (inputs, None), lambda _, gradients: tuple(jax.lax.optimization_barrier(gradients)))
 
 
 def future_tokens(batch: Mapping[str, jax.Array]) -> jax.Array | None:
