@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from ridgeline.configs.section import (
     Fraction,
@@ -272,7 +272,7 @@ class ModelConfig(Section):
     def mtp_blocks(self) -> ModelConfig:
         """The blocks of the modules of multi-token prediction as the layers of a model, all of the kind of the last layer."""
         last = self.num_layers - 1
-        alone = {"num_layers": self.mtp_layers, "mtp_layers": 0, "full_attention_every": None, "full_attention_rope": True}
+        alone: dict[str, Any] = {"num_layers": self.mtp_layers, "mtp_layers": 0, "full_attention_every": None, "full_attention_rope": True}
         if not self.windowed(last):
             alone |= {"sliding_window": None, "attention_chunk": None}
         if self.moe is not None:

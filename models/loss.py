@@ -67,8 +67,8 @@ class LossSums(NamedTuple):
     @classmethod
     def of(cls, value: jax.Array, *, teacher: bool = False, modules: bool = False) -> LossSums:
         """Return sums that all have one value."""
-        sums = cls(*[value] * (6 if teacher else 4))
-        return sums._replace(mtp=ModuleSums(*[value] * len(ModuleSums._fields))) if modules else sums
+        of_teacher = value if teacher else None
+        return cls(value, value, value, value, of_teacher, of_teacher, ModuleSums(value, value, value) if modules else None)
 
     @classmethod
     def names(cls, *, teacher: bool, modules: bool = False) -> tuple[str, ...]:
@@ -341,9 +341,9 @@ def _chunk_sums(
     logits, lse, target, top = _chunk_logits(settings, x_RBCD, used_DV, targets_RBC)
     nats = lse - target
     z = settings.z_loss * jnp.sum(weights_RBC * jnp.square(lse), axis=(1, 2))
-    of_heads = [_sums_of_heads(settings, values_RBC) for values_RBC in (weights_RBC * nats, weights_RBC, weights_RBC * (target >= top))]
-    (own_nats, own_weight, own_correct), modules = ([each[part] for each in of_heads] for part in (0, 1))
-    sums = LossSums(own_nats, z, own_weight, own_correct, mtp=ModuleSums(*modules) if settings.heads > 1 else None)
+    counted = weights_RBC, weights_RBC * nats, weights_RBC * (target >= top)
+    (weight, own_nats, correct), *modules = zip(*(_sums_of_heads(settings, values_RBC) for values_RBC in counted), strict=True)
+    sums = LossSums(own_nats, z, weight, correct, mtp=ModuleSums(modules[0][1], modules[0][0], modules[0][2]) if modules else None)
     if teacher is None:
         return _ChunkSums(sums, logits, lse, None)
     kl, slope = divergence(settings.partitioner, settings.temperature, logits, lse, teacher)
@@ -355,10 +355,10 @@ def _chunk_sums(
     return _ChunkSums(sums, logits, lse, slope)
 
 
-def _sums_of_heads(settings: _Settings, x_RBC: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Return the sums [R] over the tokens of the model's own head and of all modules (None: there are none)."""
+def _sums_of_heads(settings: _Settings, x_RBC: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the sums [R] over the tokens of the model's own head and, where there are modules, of all of these."""
     if settings.heads == 1:
-        return jnp.sum(x_RBC, axis=(1, 2)), None
+        return (jnp.sum(x_RBC, axis=(1, 2)),)
     sums_RH = jnp.sum(x_RBC.reshape(x_RBC.shape[0], -1, settings.heads, x_RBC.shape[-1]), axis=(1, 3))
     return sums_RH[:, 0], jnp.sum(sums_RH[:, 1:], axis=1)
 
