@@ -99,7 +99,7 @@ def optimizer(step: StepSizes) -> list[PlannedCollective]:
             size = sum(matrix.layers * matrix.embed_side for matrix in matrices) // step.fsdp * step.master
             return [PlannedCollective("updated adapters", "optimizer", "backward", "all-gather", step.over_mesh("data"), size, 1, 1, True)]
         positions = model.max_seq_len * model.embed_dim // step.fsdp if model.position == "learned" else 0
-        size = (local.layer_matrices + local.tables + positions) * step.master
+        size = (local.layer_matrices + local.mtp_matrices + local.tables + positions) * step.master
         return [PlannedCollective("updated parameters", "optimizer", "backward", "all-gather", step.over_mesh("data"), size, 1, 1, True)]
     if step.config.optimizer.kind != "muon":
         return []

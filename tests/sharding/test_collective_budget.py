@@ -278,20 +278,20 @@ def test_half_precision_compute_gathers_in_half_precision():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "precision", "zero"),
+    ("mesh", "precision", "zero", "model"),
     [
-        ((1, 8, 1), {"compute": "bfloat16", "gradients": "bfloat16"}, 0),
-        ((2, 2, 2), {"compute": "bfloat16", "matmul": "fp8"}, 0),
-        ((2, 2, 2), {}, 2),
+        ((1, 8, 1), {"compute": "bfloat16", "gradients": "bfloat16"}, 0, {}),
+        ((2, 2, 2), {"compute": "bfloat16", "matmul": "fp8"}, 0, {}),
+        *drawn([((2, 2, 2), {}, 2, {}), ((2, 2, 2), {}, 2, {"mtp_layers": 2})], 1),
     ],
 )
-def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_gradients(mesh, precision, zero):
+def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_gradients(mesh, precision, zero, model):
     """Clipping, AdamW, the skip of bad steps and the split into microbatches add single numbers only, and fp8 its few scales. With ZeRO
     stage 2 the updated parameters are gathered.
 
     In every dtype the plan has the bytes that the CPU backend moves, which has no bfloat16 or float8 collectives.
     """
-    config = make_config(*mesh, accumulation=2)
+    config = make_config(*mesh, accumulation=2, **model)
     sharding = config.mesh.model_copy(update={"zero_stage": zero})
     config = config.model_copy(update={"precision": PrecisionConfig(**precision), "mesh": sharding})
     text, mesh_shape = compile_step(config)
