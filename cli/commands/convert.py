@@ -214,6 +214,8 @@ def to_hf(
     if (lora.rank is None) != (not adapter and not merge) or (adapter and merge):
         has = "no adapters; leave out --adapter and --merge" if lora.rank is None else "adapters; choose one of --adapter and --merge"
         raise UserError(f"{run} has {has}")
+    if without_mtp and not source.config.model.mtp_layers:
+        raise UserError(f"{run} has no modules of multi-token prediction; leave out --without-mtp")
     tokenizer = source.tokenizer
     place = source.tokenizer_dir or source.files_dir
     kept = dtype or (source.config.precision.compute if merge or quantize else source.config.precision.params)
