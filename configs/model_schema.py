@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from ridgeline.configs.section import (
     Fraction,
@@ -212,6 +212,10 @@ class ModelConfig(Section):
     """Standard deviation of the normal initialization. Each family's file in models/ documents which parameters use it."""
     mup: MupConfig | None = None
     """Width scaling by muP; null: the standard parametrization."""
+    mtp_layers: NonNegativeInt = 0
+    """Modules of multi-token prediction, trained with loss.mtp_weight (DeepSeek V3, arXiv 2412.19437, section 2.2): module k predicts the
+    token k + 1 places ahead, with a block of its own and the model's embedding and unembedding. Evaluation and generation do not use them.
+    0: none."""
 
     @property
     def width_ratio(self) -> float:
@@ -263,6 +267,17 @@ class ModelConfig(Section):
         if self.moe is None:
             return 0
         return self.num_layers // self.moe.every if self.moe.every > 1 else self.num_layers - self.moe.dense_layers
+
+    @property
+    def mtp_blocks(self) -> ModelConfig:
+        """The blocks of the modules of multi-token prediction as the layers of a model, all of the kind of the last layer."""
+        last = self.num_layers - 1
+        alone: dict[str, Any] = {"num_layers": self.mtp_layers, "mtp_layers": 0, "full_attention_every": None, "full_attention_rope": True}
+        if not self.windowed(last):
+            alone |= {"sliding_window": None, "attention_chunk": None}
+        if self.moe is not None:
+            alone["moe"] = self.moe.model_copy(update={"dense_layers": 0, "every": 1}) if self.has_experts(last) else None
+        return self.model_copy(update=alone)
 
     def without_experts(self, mlp_dim: int | None = None) -> ModelConfig:
         """Return the model whose layers have an MLP of this width: the dense layers, or (with their width) the shared experts."""

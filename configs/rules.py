@@ -21,7 +21,7 @@ from ridgeline.configs.pipeline import pipeline_problems
 from ridgeline.configs.problem import Problem, divisors, multiples, nearest_text
 from ridgeline.configs.remat import remat_problems
 from ridgeline.configs.schema import MESH_AXES, Config, DataConfig
-from ridgeline.configs.tuning_rules import distillation_rules, lora_rules, policy_rules, preference_rules
+from ridgeline.configs.tuning_rules import distillation_rules, lora_rules, mtp_rules, policy_rules, preference_rules
 
 SHARDED_OVER = {
     "batch": ("data", "fsdp"),
@@ -44,6 +44,7 @@ def check_config(config: Config) -> list[Problem]:
         *_names(config),
         *model_rules(config),
         *experts_rules(config),
+        *mtp_rules(config),
         *lora_rules(config),
         *preference_rules(config),
         *distillation_rules(config),

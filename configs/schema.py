@@ -338,6 +338,9 @@ class LossConfig(Section):
     router_bias_rate: NonNegativeFloat = 1e-3
     """model.moe.choice_bias only: step by which each step raises the bias of experts with less than the mean load and lowers that of the
     others (arXiv 2408.15664)."""
+    mtp_weight: PositiveFloat = 0.3
+    """model.mtp_layers only: weight of the mean over the modules of their cross-entropy, each divided by the target tokens of the main loss
+    (arXiv 2412.19437, equations 24 and 25). DeepSeek V3: 0.3, and 0.1 after 10T of 14.8T tokens."""
 
 
 class DeadlinesConfig(Section):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ridgeline.configs.errors import unknown_name
 from ridgeline.configs.problem import Problem, multiples
-from ridgeline.configs.schema import Config
+from ridgeline.configs.schema import Config, LossConfig
 from ridgeline.configs.tuning_schema import DistillationConfig, LoraConfig, PreferenceConfig, adapter_targets, expert_targets
 
 
@@ -123,3 +123,29 @@ def policy_rules(config: Config) -> Iterator[Problem]:
         yield Problem(("init_from", "policy.loss"), "policy updates start from a trained model; set init_from")
     if config.init_optimizer:
         yield Problem(("init_optimizer", "policy.loss"), "policy updates start with a new optimizer state; set init_optimizer=false")
+
+
+def mtp_rules(config: Config) -> Iterator[Problem]:
+    """Yield the settings that do not work with modules of multi-token prediction, or only with them."""
+    name = "model.mtp_layers"
+    if not config.model.mtp_layers:
+        if config.loss.mtp_weight != LossConfig().mtp_weight:
+            yield Problem(("loss.mtp_weight", name), f"there are no modules of multi-token prediction; set {name}, such as {name}=1")
+        return
+    if config.model.mtp_layers >= config.data.seq_len:
+        most = config.data.seq_len - 1
+        yield Problem((name, "data.seq_len"), f"must be less than data.seq_len={most + 1}, got {config.model.mtp_layers} (at most {most})")
+    for key, works, wanted in (
+        ("model.mup", config.model.mup is None, "null"),
+        ("mesh.pipeline", config.mesh.pipeline == 1, "1"),
+        ("precision.matmul", config.precision.matmul == "compute", "compute"),
+        ("precision.moments", config.precision.moments != "int8", "bfloat16"),
+        ("compute.tensor_overlap", config.compute.tensor_overlap == "gather", "gather"),
+        ("optimizer.kind", config.optimizer.kind not in ("adafactor", "muon"), "adamw"),
+        ("preference.loss", config.preference.loss is None, "null"),
+        ("policy.loss", config.policy.loss is None, "null"),
+        ("distillation.weight", config.distillation.weight is None, "null"),
+        ("lora.rank", config.lora.rank is None, "null"),
+    ):
+        if not works:
+            yield Problem((key, name), f"does not support multi-token prediction; set {key}={wanted}, or {name}=0")

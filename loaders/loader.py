@@ -27,7 +27,7 @@ from ridgeline.configs.tuning_schema import DistillationConfig
 from ridgeline.loaders.documents import PairSource
 from ridgeline.loaders.manifest import CorpusError, Manifest, TokenizerInfo, check_tokenizer, read_manifest
 from ridgeline.loaders.mixture import Mixture
-from ridgeline.loaders.rows import Rows, RowSource
+from ridgeline.loaders.rows import Rows, RowSource, with_future_targets
 from ridgeline.loaders.shard_hashes import verify
 from ridgeline.loaders.teacher import open_teacher
 from ridgeline.loaders.workers import leave_signals_to_parent
@@ -90,11 +90,17 @@ class StepRows(grain.MapDataset):
     """Element s is this process's rows of step s, read with one call per shard."""
 
     def __init__(
-        self, sources: Sequence[Source], order: Order, batch_size: int, rows: np.ndarray, skipped: SkippedBatches = NOTHING_SKIPPED
+        self,
+        sources: Sequence[Source],
+        order: Order,
+        batch_size: int,
+        rows: np.ndarray,
+        skipped: SkippedBatches = NOTHING_SKIPPED,
+        mtp_layers: int = 0,
     ) -> None:
         """`order`: of the units of the sources: rows, or pairs of rows."""
         super().__init__()
-        self._skipped = skipped
+        self._skipped, self._mtp_layers = skipped, mtp_layers
         self.sources, self._order, self._unit = list(sources), order, sources[0].unit
         self._batch_size, self._rows = batch_size, np.asarray(rows, np.int64)
 
@@ -112,13 +118,13 @@ class StepRows(grain.MapDataset):
         corpora, units = self._order.lookup((self._skipped.batch_of(int(step)) * self._batch_size + self._rows) // self._unit)
         rows = units * self._unit + self._rows % self._unit
         if len(self.sources) == 1:
-            return self.sources[0].read(rows)
+            return with_future_targets(self.sources[0].read(rows), self._mtp_layers)
         batch: Rows = {}
         for corpus in np.unique(corpora):
             at = corpora == corpus
             for name, values in self.sources[corpus].read(rows[at]).items():
                 batch.setdefault(name, np.empty((len(rows), *values.shape[1:]), values.dtype))[at] = values
-        return batch
+        return with_future_targets(batch, self._mtp_layers)
 
 
 def _start_worker(index: int, count: int) -> None:
@@ -182,6 +188,7 @@ def build_loader(
     start_step: int = 0,
     pairs: Mapping[Path, PairSource] | None = None,
     distillation: DistillationConfig | None = None,
+    mtp_layers: int = 0,
     skipped: SkippedBatches = NOTHING_SKIPPED,
 ) -> Loader:
     """Open the mixture of `data.train` with its `data.curriculum`.
@@ -194,6 +201,7 @@ def build_loader(
       start_step: step of the first batch.
       pairs: path -> source of each corpus, to draw preference pairs: rows 2k and 2k + 1 of a batch are a pair. None: to draw rows.
       distillation: of the config; None: without the predictions of a teacher.
+      mtp_layers: of the model: with the targets of its modules of multi-token prediction.
       skipped: batches that are left out. A curriculum follows the batches.
 
     Raises UserError for missing data, different tokenizers or ids outside the vocabulary; CorpusError for missing or damaged shards, also
@@ -215,7 +223,7 @@ def build_loader(
     (_, weights), *later = phases(data)
     changes = [(step * data.batch_size // unit, changed) for step, changed in later]
     order = Order([source.num_rows // unit for source in sources], weights, seed=seed, shuffle=data.shuffle, changes=changes)
-    return Loader(StepRows(sources, order, data.batch_size, rows, skipped), tokenizer, data, start_step)
+    return Loader(StepRows(sources, order, data.batch_size, rows, skipped, mtp_layers), tokenizer, data, start_step)
 
 
 def read_manifests(data: DataConfig) -> list[tuple[Path, Manifest]]:

@@ -20,7 +20,7 @@ from ridgeline.loaders.token_reader import TokenReader, Windows
 
 Rows = dict[str, np.ndarray]
 """tokens, targets, positions, segment_ids (int32) and weights (float32), each [N, T]; of pairs also reference (float32) [N, 1]; with a
-teacher also its arrays (loaders/teacher.py)."""
+teacher also its arrays (loaders/teacher.py); for multi-token prediction those of `with_future_targets`."""
 
 
 class RowSource:
@@ -62,6 +62,24 @@ class RowSource:
         check_ids(self.directory, self.manifest, windows.ids)
         found = rows_of(windows, self.document_masking)
         return found if self.teacher is None else {**found, **self.teacher.read(rows)}
+
+
+def with_future_targets(rows: Rows, modules: int) -> Rows:
+    """Return rows with the targets of modules of multi-token prediction; the same rows for none.
+
+    mtp_targets int32 and mtp_weights float32, [N, T, modules]: of token i and module k (from 1) those of token i + k. The weight is 0 where
+    token i + k is not in the row, or in another document.
+    """
+    if not modules:
+        return rows
+
+    def ahead(x: np.ndarray) -> np.ndarray:
+        padded = np.pad(x, [(0, 0), (0, modules)])
+        return np.stack([padded[:, k : k + x.shape[1]] for k in range(1, modules + 1)], axis=-1)
+
+    segments = rows["segment_ids"]
+    same = (ahead(segments) == segments[..., None]) & (segments[..., None] > 0)
+    return {**rows, "mtp_targets": ahead(rows["targets"]), "mtp_weights": np.where(same, ahead(rows["weights"]), np.float32(0))}
 
 
 def check_ids(directory: Path, manifest: Manifest, ids: np.ndarray) -> None:

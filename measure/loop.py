@@ -95,8 +95,15 @@ def loop_round(session: Session, directory: Path) -> LoopTimes:
         stack.callback(writer.close)
         writer.flush()
         pairs = open_pairs(config, lambda line: None) or None
-        vocab_size, teacher = config.model.vocab_size, config.distillation
-        loader = build_loader(config.data, seed=data_seed(config), vocab_size=vocab_size, rows=rows, pairs=pairs, distillation=teacher)
+        loader = build_loader(
+            config.data,
+            seed=data_seed(config),
+            vocab_size=config.model.vocab_size,
+            rows=rows,
+            pairs=pairs,
+            distillation=config.distillation,
+            mtp_layers=config.model.mtp_layers,
+        )
         stack.callback(loader.close)
         watchdog = Watchdog(config.trainer.hang_timeout_s, directory / f"stacks.{process}.txt", HANG_EXIT_CODE, events.emit)
         stack.callback(watchdog.close)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from ridgeline.configs.schema import Config
+from ridgeline.loaders.rows import with_future_targets
 from ridgeline.measure.timer import agreed
 from ridgeline.models.distillation import IDS, LOG_PROBS
 from ridgeline.models.policy import ADVANTAGES, OLD
@@ -104,6 +105,7 @@ class Session:
             made[LOG_PROBS] = np.zeros((*shape, wanted.outcomes), np.float32)
         if self.config.policy.loss is not None:
             made |= {name: np.zeros(shape, np.float32) for name in (ADVANTAGES, OLD, *([OF_REFERENCE] if self.config.policy.kl else []))}
+        made = with_future_targets(made, self.config.model.mtp_layers)
         return jax.block_until_ready(to_global(made, self.parts.partitioner))
 
     def steps_per_round(self) -> int:

@@ -1,6 +1,6 @@
 """The decoder: embedding, scanned blocks, final norm. The unembedding belongs to the loss, which never forms the whole logits.
 
-Legend: B batch, T sequence, D embed width, V vocabulary rows (padded).
+Legend: B batch, T sequence, D embed width, V vocabulary rows (padded), M modules of multi-token prediction, H = 1 + M heads.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.models.attention.layer import AttendWith
 from ridgeline.models.attention.masks import chunk_segments, soft_cap
 from ridgeline.models.block import Block
 from ridgeline.models.family import Family
@@ -24,6 +25,7 @@ from ridgeline.models.lora import set_dropout
 from ridgeline.models.matmul import set_amax
 from ridgeline.models.moe.layer import router_sums
 from ridgeline.models.moe.router import RouterSums, RouterTotals
+from ridgeline.models.mtp import PredictionModule, gradients_together, of_all_heads
 from ridgeline.models.norms import NORMS
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
@@ -48,6 +50,10 @@ class Decoder(nnx.Module):
         self.blocks = family.block(model, execution, residual_std, make.stacked(model.num_layers - dense))
         self.final_norm = NORMS[model.norm](width, model.norm_eps, make, execution.partitioner)
         self.output = None if model.tie_embeddings else make.normal((width, vocab), ("embed", "vocab"), model.init_std)
+        # Created last: the values of the other parameters do not depend on it.
+        outside_scan = replace(execution, remat=replace(execution.remat, in_scan=False))
+        modules = model.mtp_layers
+        self.mtp = PredictionModule(family.block, model, outside_scan, residual_std, make.stacked(modules)) if modules else None
         self.model = model
         self.execution = execution
 
@@ -65,18 +71,72 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
+        future_BTM: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterTotals | None]:
         """Return the final-normed hidden states [B, T, D], and the totals of the routers (None: no experts); arguments as `__call__`.
 
-        dropout_key: for the dropout of adapters; None: no dropout.
+        dropout_key: for the dropout of adapters; None: no dropout. future: the tokens after each one, int32; with them the hidden states
+        are [B * H, T, D], those of the model and of the modules of multi-token prediction for one row after the other
+        (models/mtp.py: of_all_heads), and the totals are of their routers too.
         """
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        x_BTD, sums, layer = self.embed(tokens_BT, positions_BT), None, 0
+        if future_BTM is None:
+            x_BTD, embedded = self.embed(tokens_BT, positions_BT), None
+        else:  # one lookup, so that the table is gathered, and its gradient reduced, once
+            embedded = self._by_head(self.look_up(of_all_heads(tokens_BT, future_BTM)), len(tokens_BT))
+            x_BTD = self.add_positions(embedded[:, 0], positions_BT)
+        sums, layer = None, 0
         for stacks in self.runs:
             x_BTD, sums = self.run_blocks(stacks, layer, x_BTD, positions_BT, segment_ids_BT, dropout_key)
             layer += sum(map(num_layers_of, stacks))
-        return self.normalize(x_BTD), None if sums is None else RouterTotals.of(sums, tokens_BT.shape[1])
+        x_BTD = self.normalize(x_BTD)
+        if embedded is not None:
+            x_BTD, sums = self._predict(x_BTD, embedded[:, 1:], positions_BT, segment_ids_BT, sums)
+        return x_BTD, None if sums is None else RouterTotals.of(sums, tokens_BT.shape[1])
+
+    def _by_head(self, x: jax.Array, rows: int) -> jax.Array:
+        """Return [B * H, T, D] as [B, H, T, D]."""
+        split = x.reshape(rows, -1, *x.shape[1:])
+        return self.execution.partitioner.constrain(split, "batch", None, "residual_seq", "act_embed")
+
+    def _predict(
+        self,
+        x_BTD: jax.Array,
+        embedded_BMTD: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        sums: RouterSums | None,
+    ) -> tuple[jax.Array, RouterSums | None]:
+        """Return the final-normed hidden states of all heads [B * H, T, D], and the sums of the routers with those of the modules."""
+        assert self.mtp is not None
+        remat, (structure, stacked) = self.mtp.execution.remat, nnx.split(self.mtp)
+        windowed = self.model.windowed(self.model.num_layers - 1)
+        rotary = self.rotary(positions_BT, windowed=windowed)
+        segments = self.visible_segments(segment_ids_BT, x_BTD.shape[:2], windowed=windowed)
+        attend_with = self._attend_everywhere(positions_BT, segment_ids_BT) if self.model.local_span is not None and not windowed else None
+
+        def module(number: int, stacked: nnx.State) -> Any:
+            return nnx.merge(structure, jax.tree.map(lambda stack: stack[number], stacked))
+
+        def block_of(number: int) -> Callable[..., tuple[jax.Array, RouterSums | None]]:
+            def run(stacked: nnx.State, hidden_BTD: jax.Array, embedded_BTD: jax.Array) -> tuple[jax.Array, RouterSums | None]:
+                one = module(number, stacked)
+                out_BTD = one(hidden_BTD, embedded_BTD, lambda block, x_BTD: block(x_BTD, rotary, segments, attend_with))
+                return out_BTD, router_sums(one.block)
+
+            return remat.wrap_block(run)
+
+        heads, found = [x_BTD], [] if sums is None else [sums]
+        for number in range(self.model.mtp_layers):
+            out_BTD, of_router = block_of(number)(*gradients_together(stacked, heads[-1], embedded_BMTD[:, number]))
+            # Not in what is recomputed, or the update of the MLP would be too.
+            out_BTD = module(number, stacked).final_norm(out_BTD)
+            heads.append(self.execution.partitioner.constrain(out_BTD, "batch", "residual_seq", "act_embed"))
+            found += [] if of_router is None else [jax.tree.map(lambda each: each[None], of_router)]
+        x_BHTD = self.execution.partitioner.constrain(jnp.stack(heads, axis=1), "batch", None, "residual_seq", "act_embed")
+        joined = jax.tree.map(lambda *each: jnp.concatenate(each), *found) if found else None
+        return x_BHTD.reshape(-1, *x_BTD.shape[1:]), joined
 
     @property
     def runs(self) -> list[Stacks]:
@@ -87,13 +147,21 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Return the residual stream [B, T, D] before the first block."""
-        matmul = self.execution.matmul
+        return self.add_positions(self.look_up(tokens_BT), positions_BT)
+
+    def look_up(self, tokens_BT: jax.Array) -> jax.Array:
+        """Return the embeddings of tokens [B, T, D]."""
         with jax.named_scope("embed"):
-            x_BTD = matmul.look_up(self.embedding, tokens_BT)
+            x_BTD = self.execution.matmul.look_up(self.embedding, tokens_BT)
             if self.model.scale_embeddings:
                 x_BTD *= jnp.asarray(self.model.embedding_scale, x_BTD.dtype)
+            return x_BTD
+
+    def add_positions(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Return embeddings of tokens plus those of their positions, where these are learned."""
+        with jax.named_scope("embed"):
             if self.position_embedding is not None:
-                x_BTD += matmul.look_up(self.position_embedding, positions_BT)
+                x_BTD += self.execution.matmul.look_up(self.position_embedding, positions_BT)
             return self.execution.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
     def rotary(self, positions_BT: jax.Array, *, windowed: bool) -> RotaryTable | None:
@@ -145,14 +213,11 @@ class Decoder(nnx.Module):
         ]
         tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(places.windowed))}
         segments = {windowed: self.visible_segments(segment_ids_BT, x_BTD.shape[:2], windowed=windowed) for windowed in tables}
+        everywhere = self._attend_everywhere(positions_BT, segment_ids_BT)
 
         def block_of(windowed: bool, stack: int, at: int | None) -> Callable[[jax.Array, Any], tuple[jax.Array, RouterSums | None]]:
             """Return the function of a layer. `at`: its index in layers that are passed instead of it; it is chosen within what is
             recomputed, or a copy of its parameters would be kept for the backward pass."""
-
-            def attend_everywhere(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
-                q_BTNH = tempered(q_BTNH, positions_BT, model.attention_temperature)
-                return execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N, windowed=False)
 
             def block(
                 x_BTD: jax.Array, layer: tuple[nnx.State, dict[tuple[str, ...], jax.Array], jax.Array | None]
@@ -161,7 +226,7 @@ class Decoder(nnx.Module):
                 block = nnx.merge(structures[stack], parameters)
                 set_amax(block, amax)
                 set_dropout(block, key)
-                attend_with = attend_everywhere if model.local_span is not None and not windowed else None
+                attend_with = everywhere if model.local_span is not None and not windowed else None
                 out_BTD: jax.Array = block(x_BTD, tables[windowed], segments[windowed], attend_with)
                 return out_BTD, router_sums(block)
 
@@ -170,6 +235,16 @@ class Decoder(nnx.Module):
         return scan_layers(
             places, layers, functools.cache(block_of), x_BTD, unroll=execution.scan_unroll if execution.scan_layers else None
         )
+
+    def _attend_everywhere(self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None) -> AttendWith:
+        """Return the attention of layers without the window, in a model where others have it."""
+        model, execution = self.model, self.execution
+
+        def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
+            q_BTNH = tempered(q_BTNH, positions_BT, model.attention_temperature)
+            return execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N, windowed=False)
+
+        return attend
 
     def visible_segments(self, segment_ids_BT: jax.Array | None, shape: tuple[int, ...], *, windowed: bool) -> jax.Array | None:
         """Return the segment ids of layers with or without the window: those of the documents or of their chunks; shape: [B, T, ...]."""

@@ -59,6 +59,8 @@ class Family:
     """Every tensor of a Hugging Face checkpoint with the parameters it contains, each exactly once."""
     ignored_tensors: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
     """config.json -> beginnings of the names of tensors that are not read."""
+    stores_mtp: bool = False
+    """Checkpoints can have modules of multi-token prediction: `num_nextn_predict_layers` of config.json, which model.mtp_layers chooses."""
     quantizations: tuple[str, ...] = ()
     """`quantization_config.quant_method` of published checkpoints whose config.json can be planned; their weights are refused."""
 

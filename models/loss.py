@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ridgeline.models import mtp
 from ridgeline.models.attention.masks import soft_cap
 from ridgeline.models.distillation import METRICS, Teacher, divergence, top_tokens
 from ridgeline.models.matmul.dense import matmul
@@ -44,11 +45,14 @@ class LossSums(NamedTuple):
     """With a teacher: sum of weight * a (T^2 KL - nats), a is distillation.weight."""
     divergence: jax.Array | None = None
     """With a teacher: sum of weight * KL(teacher || student)."""
+    mtp: ModuleSums | None = None
+    """With modules of multi-token prediction: their sums; `z` is of all heads, the others are of the model's own."""
 
     @property
     def objective(self) -> jax.Array:
-        """What is differentiated: nats + z, with a teacher (1 - a) nats + a T^2 KL + z."""
-        return self.nats + self.z if self.distillation is None else self.nats + self.z + self.distillation
+        """What is differentiated: nats + z, with a teacher (1 - a) nats + a T^2 KL + z, with modules nats + z + their nats."""
+        value = self.nats + self.z if self.distillation is None else self.nats + self.z + self.distillation
+        return value if self.mtp is None else value + self.mtp.nats
 
     def means(self, total: jax.Array) -> dict[str, jax.Array]:
         """Return the metrics of a step. total: sum of the weights."""
@@ -56,17 +60,46 @@ class LossSums(NamedTuple):
         if self.distillation is not None:
             assert self.divergence is not None
             found |= {"loss": self.nats + self.distillation, METRICS + "divergence": self.divergence, METRICS + "cross_entropy": self.nats}
+        if self.mtp is not None:
+            found |= {MODULES + name: value for name, value in self.mtp._asdict().items()}
         return {name: value / total for name, value in found.items()}
 
     @classmethod
-    def of(cls, value: jax.Array, *, teacher: bool = False) -> LossSums:
+    def of(cls, value: jax.Array, *, teacher: bool = False, modules: bool = False) -> LossSums:
         """Return sums that all have one value."""
-        return cls(*[value] * (len(cls._fields) if teacher else 4))
+        of_teacher = value if teacher else None
+        return cls(value, value, value, value, of_teacher, of_teacher, ModuleSums(value, value, value) if modules else None)
 
     @classmethod
-    def names(cls, *, teacher: bool) -> tuple[str, ...]:
+    def names(cls, *, teacher: bool, modules: bool = False) -> tuple[str, ...]:
         """Return the names of `means`."""
-        return "loss", "z_loss", "accuracy", *((METRICS + "divergence", METRICS + "cross_entropy") if teacher else ())
+        of_teacher = (METRICS + "divergence", METRICS + "cross_entropy") if teacher else ()
+        return "loss", "z_loss", "accuracy", *of_teacher, *((MODULES + name for name in ModuleSums._fields) if modules else ())
+
+
+MODULES = "mtp_"
+"""Prefix of the means of the modules of multi-token prediction."""
+
+
+class ModuleSums(NamedTuple):
+    """Sums of the modules of multi-token prediction, float32 scalars. Their weights have the factor loss.mtp_weight / modules."""
+
+    nats: jax.Array
+    """Sum of weight * -log p(target)."""
+    weight: jax.Array
+    """Sum of the weights."""
+    correct: jax.Array
+    """Sum of the weights where the target has the largest logit."""
+
+
+def module_metrics(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the means of a step with the metrics of the modules in place of their sums; without modules the same means."""
+    rest = {name: value for name, value in means.items() if not name.startswith(MODULES)}
+    if len(rest) == len(means):
+        return means
+    sums = ModuleSums(*(means[MODULES + name] for name in ModuleSums._fields))
+    weight = jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
+    return {**rest, MODULES + "loss": sums.nats / weight, MODULES + "accuracy": sums.correct / weight}
 
 
 def loss_of(
@@ -74,13 +107,19 @@ def loss_of(
 ) -> LossSums:
     """Return the summed cross-entropy of `rows` (targets, weights [B, T]) from the normalized residual stream after the layers.
 
-    With the teacher's arrays in `rows` (models/distillation.py), also the divergence from it. `frozen`: the unembedding has no gradient.
+    With the teacher's arrays in `rows` (models/distillation.py), also the divergence from it. With those of modules of multi-token
+    prediction (models/mtp.py), x has all heads (`Decoder.forward`), and the sums too. `frozen`: the unembedding has no gradient.
     """
+    targets_BT, weights_BT, heads = rows["targets"], rows["weights"], 1
+    if mtp.TARGETS in rows:
+        heads += config.model.mtp_layers
+        factor = config.loss.mtp_weight / config.model.mtp_layers
+        targets_BT, weights_BT = mtp.of_all_heads(targets_BT, rows[mtp.TARGETS]), mtp.of_all_heads(weights_BT, factor * rows[mtp.WEIGHTS])
     return cross_entropy(
         x_BTD,
         model.unembedding(),
-        rows["targets"],
-        rows["weights"],
+        targets_BT,
+        weights_BT,
         vocab_size=config.model.vocab_size,
         chunk=config.compute.loss_chunk,
         z_loss=config.loss.z_loss,
@@ -91,6 +130,7 @@ def loss_of(
         teacher=Teacher.of(rows),
         teacher_weight=config.distillation.weight or 0.0,
         temperature=config.distillation.temperature,
+        heads=heads,
     )
 
 
@@ -104,6 +144,7 @@ class _Settings(NamedTuple):
     frozen: bool = False
     teacher_weight: float = 0.0
     temperature: float = 1.0
+    heads: int = 1
 
 
 def _split(
@@ -143,6 +184,7 @@ def cross_entropy(
     teacher: Teacher | None = None,
     teacher_weight: float = 0.0,
     temperature: float = 1.0,
+    heads: int = 1,
 ) -> LossSums:
     """Return the summed cross-entropy of targets under softmax(x w), in float32.
 
@@ -151,7 +193,7 @@ def cross_entropy(
     float32 [B, T]. Columns of w from vocab_size on are padding and get no probability. `chunk` tokens per device have logits at a time.
     `reduce_first`: w's gradient is reduced over devices before x's gradient is used, so that it is not whole in memory during the backward
     pass of the layers. `frozen`: w has no gradient. `teacher`: arrays [B, T, ...]; `teacher_weight` (distillation.weight), `temperature`:
-    models/distillation.py.
+    models/distillation.py. `heads`: of each row of tokens follow the model's own, then those of modules of multi-token prediction.
     z-loss: PaLM, arXiv 2204.02311, section 5. Differentiable in x and w through `LossSums.objective`, whose terms must have the same factor
     (anything else gives NaN gradients, never silently wrong ones).
     """
@@ -159,7 +201,7 @@ def cross_entropy(
         x_BTD = partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
         settings, split_rows = _split(partitioner, targets_BT.shape, chunk, vocab_size, softcap)
         settings = settings._replace(z_loss=z_loss, reduce_first=reduce_first, frozen=frozen)
-        settings = settings._replace(teacher_weight=teacher_weight, temperature=temperature)
+        settings = settings._replace(teacher_weight=teacher_weight, temperature=temperature, heads=heads)
         weights_RBT = split_rows(jax.lax.stop_gradient(weights_BT.astype(jnp.float32)))
         return _cross_entropy(settings, split_rows(x_BTD), w_DV, split_rows(targets_BT), weights_RBT, jax.tree.map(split_rows, teacher))
 
@@ -298,12 +340,10 @@ def _chunk_sums(
 ) -> _ChunkSums:
     logits, lse, target, top = _chunk_logits(settings, x_RBCD, used_DV, targets_RBC)
     nats = lse - target
-    sums = LossSums(
-        nats=jnp.sum(weights_RBC * nats, axis=(1, 2)),
-        z=settings.z_loss * jnp.sum(weights_RBC * jnp.square(lse), axis=(1, 2)),
-        weight=jnp.sum(weights_RBC, axis=(1, 2)),
-        correct=jnp.sum(weights_RBC * (target >= top), axis=(1, 2)),
-    )
+    z = settings.z_loss * jnp.sum(weights_RBC * jnp.square(lse), axis=(1, 2))
+    counted = weights_RBC, weights_RBC * nats, weights_RBC * (target >= top)
+    (weight, own_nats, correct), *modules = zip(*(_sums_of_heads(settings, values_RBC) for values_RBC in counted), strict=True)
+    sums = LossSums(own_nats, z, weight, correct, mtp=ModuleSums(modules[0][1], modules[0][0], modules[0][2]) if modules else None)
     if teacher is None:
         return _ChunkSums(sums, logits, lse, None)
     kl, slope = divergence(settings.partitioner, settings.temperature, logits, lse, teacher)
@@ -313,6 +353,14 @@ def _chunk_sums(
         divergence=jnp.sum(weights_RBC * kl, axis=(1, 2)),
     )
     return _ChunkSums(sums, logits, lse, slope)
+
+
+def _sums_of_heads(settings: _Settings, x_RBC: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the sums [R] over the tokens of the model's own head and, where there are modules, of all of these."""
+    if settings.heads == 1:
+        return (jnp.sum(x_RBC, axis=(1, 2)),)
+    sums_RH = jnp.sum(x_RBC.reshape(x_RBC.shape[0], -1, settings.heads, x_RBC.shape[-1]), axis=(1, 3))
+    return sums_RH[:, 0], jnp.sum(sums_RH[:, 1:], axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -337,7 +385,7 @@ def _chunk_of(settings: _Settings, index: jax.Array, teacher: Teacher | None) ->
 def _zeros(settings: _Settings, x_RBTD: jax.Array, teacher: Teacher | None) -> LossSums:
     """One sum per row shard: summing over shards inside the loop would communicate in every chunk."""
     zeros_R = settings.partitioner.constrain(jnp.zeros(x_RBTD.shape[:1], jnp.float32), TOKENS)
-    return LossSums.of(zeros_R, teacher=teacher is not None)
+    return LossSums.of(zeros_R, teacher=teacher is not None, modules=settings.heads > 1)
 
 
 def _forward(
@@ -390,6 +438,8 @@ def _backward(
         factor = jnp.where(cotangent.nats == cotangent.z, factor, jnp.nan)
     if cotangent.distillation is not None:
         factor = jnp.where(cotangent.nats == cotangent.distillation, factor, jnp.nan)
+    if cotangent.mtp is not None:
+        factor = jnp.where(cotangent.nats == cotangent.mtp.nats, factor, jnp.nan)
     dw_DV = None if dw_DV is None else (dw_DV * factor).astype(dw_DV.dtype)
     return (dx_RBTD * factor).astype(dx_RBTD.dtype), dw_DV, None, None, None
 

@@ -24,7 +24,7 @@ LAYERS = "layers"
 """Logical axis of the leading dim of stacked parameters."""
 
 
-STACKS = ("blocks.", "dense_blocks.")
+STACKS = ("blocks.", "dense_blocks.", "mtp.")
 """Beginnings of the paths of stacked parameters (models/decoder.py)."""
 
 

@@ -28,7 +28,20 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     policy, names = config.compute.remat.policy, config.compute.remat.names
     kept = sum(number * sum(count * size for count, size in saved_arrays(kind, backend)) for number, kind in local.kinds)
     kept += layers * sum(count * size for count, size in adapter_arrays(local))
-    return Component(kept, f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}")
+    text = f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}"
+    if local.modules is None:
+        return Component(kept, text)
+    return Component(
+        kept + _modules_saved(local, local.modules, backend), f"{text}; {local.model.mtp_layers} modules of multi-token prediction"
+    )
+
+
+def _modules_saved(local: LocalSizes, modules: LocalSizes, backend: str) -> int:
+    """Return the bytes that modules of multi-token prediction keep: those of a layer, the embedding and the hidden state that a module
+    combines (where the block is recomputed, in place of the input of the block), and the input of the final norm."""
+    streams = 2 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
+    of_block = sum(count * size for count, size in saved_arrays(modules, backend))
+    return int(local.model.mtp_layers * (of_block + streams * local.cut_stream_bytes))
 
 
 def adapter_arrays(local: LocalSizes) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import Config
 from ridgeline.planner.adapters import adapted_matrices
-from ridgeline.planner.parameters import all_mlp_matmul_parameters, attention_matmul_parameters, count_parameters
+from ridgeline.planner.parameters import all_mlp_matmul_parameters, attention_matmul_parameters, count_parameters, mtp_projection_parameters
 
 CONVENTION = (
     "training FLOPs: matmuls only, backward is twice forward, a multiply-add is 2 FLOPs; attention counts unmasked pairs only"
@@ -52,6 +52,10 @@ class FlopCount:
     """H / (H + U): share of query times key in the attention scores."""
     adapters: float = 0.0
     """6*Z*(I + O) per matrix with an adapter, of I inputs and O outputs."""
+    mtp: float = 0.0
+    """Modules of multi-token prediction: 12*D*D of the projection, 6*D*V of the unembedding, and a layer each."""
+    mtp_full: float = 0.0
+    """The same if masked pairs of attention counted too. Not part of the total."""
     frozen: bool = False
     """Only adapters are trained: the matmuls with other parameters count 4 per weight, without the gradient of the weight."""
 
@@ -63,7 +67,7 @@ class FlopCount:
     @property
     def total(self) -> float:
         """FLOPs per token of one training step (forward and backward)."""
-        return self.attention_projections + self.attention_scores + self.mlp + self.unembedding + self.adapters
+        return self.attention_projections + self.attention_scores + self.mlp + self.unembedding + self.adapters + self.mtp
 
     @property
     def forward(self) -> float:
@@ -76,19 +80,24 @@ class FlopCount:
     @property
     def total_full_attention(self) -> float:
         """Total in the convention that counts all keys, masked ones too (PaLM, nanoGPT)."""
-        return self.total - self.attention_scores + self.attention_scores_full
+        return self.total - self.attention_scores + self.attention_scores_full - self.mtp + self.mtp_full
 
     def components(self) -> dict[str, float]:
         """Return component name -> FLOPs per token; they sum to `total`."""
         adapters = {"adapters": self.adapters} if self.adapters else {}
-        return adapters | {
-            "qkv_projections": self.qkv_projections,
-            "query_key_products": self.attention_scores * self.query_key_share,
-            "attention_value_products": self.attention_scores * (1 - self.query_key_share),
-            "output_projection": self.output_projection,
-            "mlp": self.mlp,
-            "unembedding": self.unembedding,
-        }
+        modules = {"mtp": self.mtp} if self.mtp else {}
+        return (
+            adapters
+            | modules
+            | {
+                "qkv_projections": self.qkv_projections,
+                "query_key_products": self.attention_scores * self.query_key_share,
+                "attention_value_products": self.attention_scores * (1 - self.query_key_share),
+                "output_projection": self.output_projection,
+                "mlp": self.mlp,
+                "unembedding": self.unembedding,
+            }
+        )
 
 
 def mean_keys_per_query(seq_len: int, window: int | None, chunk: int | None = None) -> float:
@@ -136,12 +145,20 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> FlopCount:
     output = model.num_heads * model.value_width * model.embed_dim
     both = model.head_width + model.value_width
     per_key = 6 * layers * model.num_heads * both
+    unembedding = TRAIN_FLOPS_PER_WEIGHT * model.embed_dim * model.vocab_size
+    mtp = mtp_full = 0.0
+    if model.mtp_layers:
+        blocks = train_flops_per_token(model.mtp_blocks, seq_len)
+        more = TRAIN_FLOPS_PER_WEIGHT * mtp_projection_parameters(model) + (model.mtp_layers - 1) * unembedding
+        mtp, mtp_full = blocks.total + more, blocks.total_full_attention + more
     return FlopCount(
         qkv_projections=TRAIN_FLOPS_PER_WEIGHT * layers * (attention_matmul_parameters(model) - output),
         output_projection=TRAIN_FLOPS_PER_WEIGHT * layers * output,
         attention_scores=per_key * mean_keys_per_layer(model, seq_len),
         mlp=TRAIN_FLOPS_PER_WEIGHT * all_mlp_matmul_parameters(model, active=True),
-        unembedding=TRAIN_FLOPS_PER_WEIGHT * model.embed_dim * model.vocab_size,
+        unembedding=unembedding,
+        mtp=mtp,
+        mtp_full=mtp_full,
         attention_scores_full=per_key * seq_len,
         query_key_share=model.head_width / both,
     )

@@ -230,20 +230,38 @@ class Kernels:
         local = self.local
         if local.adapted:
             return Work(0.0, self.memory_s(2 * local.stream_bytes))
-        return Work(0.0, self.memory_s(2 * local.stream_bytes + 3 * 4 * local.tokens * local.model.embed_dim + 8 * local.table))
+        looked_up = local.heads * (2 * local.stream_bytes + 3 * 4 * local.tokens * local.model.embed_dim)
+        return Work(0.0, self.memory_s(looked_up + 8 * local.table))
+
+    def modules_forward(self) -> Work:
+        """Return the forward pass of the modules of multi-token prediction, without embedding and loss."""
+        return self._modules(Kernels._layer_forward, 1)
+
+    def modules_backward(self) -> Work:
+        """Return the backward pass of these modules."""
+        return self._modules(Kernels._layer_backward, 2)
+
+    def _modules(self, of_block: Callable[[Kernels], Work], matmuls: int) -> Work:
+        """Add up blocks, projections (matmuls of 2*D*D per token), and norms of embedding, hidden state and result (read, write each)."""
+        local = self.local
+        if local.modules is None:
+            return Work()
+        width, streams = local.model.embed_dim, 6 * local.cut_stream_bytes
+        projection = matmuls * self.matmul_s(local.tokens // local.tensor, width, 2 * width)
+        return (of_block(replace(self, local=local.modules)) + Work(projection, self.memory_s(matmuls * streams))) * local.model.mtp_layers
 
     def loss(self) -> Work:
         """Return logits, cross-entropy and both gradients of a microbatch, chunk by chunk."""
         local = self.local
         width, vocab, chunk = local.model.embed_dim, local.model.padded_vocab_size // local.tensor, local.loss_chunk_tokens
         stages = 1 if self.software.stages_hold_layers else local.pipeline
-        tokens = local.tokens // stages  # each stage has a part of the tokens
+        tokens = local.heads * local.tokens // stages  # each stage has a part of the tokens
         chunks = math.ceil(tokens / chunk)
         # The gradient of the weight is a float32 sum over chunks: every chunk reads and writes the whole table.
         weight = max(self.matmul_s(width, vocab, chunk), self.memory_s(8 * width * vocab))
         compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + (0.0 if local.adapted else weight)
         table = 2 * local.compute_itemsize if local.adapted else 12
-        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.stream_bytes // stages
+        memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.heads * local.stream_bytes // stages
         tuned = local.config.preference.loss is not None or local.config.policy.loss is not None
         if tuned:  # log-probabilities come first, in a pass of their own: logits without gradient
             compute += self.matmul_s(chunk, vocab, width)

@@ -26,6 +26,7 @@ from ridgeline.planner.parameters import (
     latent_width,
     mlp_matmul_parameters,
     moe_matmul_parameters,
+    mtp_projection_parameters,
 )
 from ridgeline.planner.pipeline import Schedule
 
@@ -277,6 +278,30 @@ class LocalSizes:
         """Elements of embedding and unembedding, sharded over fsdp and tensor."""
         return (1 if self.model.tie_embeddings else 2) * self.table // (self.fsdp * self.pipeline)
 
+    @property
+    def heads(self) -> int:
+        """Hidden states per token in the loss: that of the model, and one of each module of multi-token prediction."""
+        return 1 + self.model.mtp_layers
+
+    @cached_property
+    def modules(self) -> LocalSizes | None:
+        """Sizes of a model of the blocks of the modules of multi-token prediction alone; None: there are none."""
+        model = self.config.model
+        return replace(self, config=self.config.model_copy(update={"model": model.mtp_blocks})) if model.mtp_layers else None
+
+    @cached_property
+    def mtp_matrices(self) -> int:
+        """Elements of the matrices of these modules, sharded over fsdp, and but for the projections over tensor."""
+        return 0 if self.modules is None else self.modules.layer_matrices + mtp_projection_parameters(self.model) // self.fsdp
+
+    @cached_property
+    def mtp_parameters(self) -> int:
+        """Parameters of these modules on one device: the matrices, and vectors, which count as replicated."""
+        if self.modules is None:
+            return 0
+        vectors = count_parameters(self.model).mtp - self.modules._all_layer_weights - mtp_projection_parameters(self.model)
+        return self.mtp_matrices + vectors
+
     @cached_property
     def vectors(self) -> int:
         """Elements of norms, biases and learned positions (positions are sharded over fsdp; the rest counts as replicated)."""
@@ -286,7 +311,7 @@ class LocalSizes:
     @cached_property
     def parameters(self) -> int:
         """Parameters on one device."""
-        return self.layer_matrices + self.tables + self.vectors
+        return self.layer_matrices + self.tables + self.vectors + self.mtp_parameters
 
     @cached_property
     def adapted(self) -> list[AdaptedMatrix]:
@@ -326,8 +351,9 @@ class LocalSizes:
     def loss_chunk_tokens(self) -> int:
         """Tokens of one device in a chunk of logits (models/loss.py)."""
         length = self.length // self.pipeline  # each stage has the loss of a part of the tokens
-        chunks = math.ceil(length / max(1, self.config.compute.loss_chunk // self.rows))
-        return self.rows * math.ceil(length / chunks)
+        rows = self.rows * self.heads
+        chunks = math.ceil(length / max(1, self.config.compute.loss_chunk // rows))
+        return rows * math.ceil(length / chunks)
 
     @cached_property
     def schedule(self) -> Schedule:

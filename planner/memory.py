@@ -204,7 +204,7 @@ def _state(local: LocalSizes, sizes: Mapping[str, int], gpu: bool) -> dict[str, 
         ),
         "moments": _moments(local, gpu),
         "batch": Component(
-            rows * ((4 + predictions) * local.length + (arrays - 4) * config.data.seq_len) * 4,
+            rows * ((4 + predictions + 2 * local.model.mtp_layers) * local.length + (arrays - 4) * config.data.seq_len) * 4,
             f"{arrays} int32 or float32 arrays of the step's rows"
             + (f", and {predictions} numbers of the teacher per token" if predictions else ""),
         ),

@@ -14,7 +14,7 @@ from typing import Any
 from ridgeline.configs import plugins
 from ridgeline.configs.choices import OPTIMIZERS
 from ridgeline.planner.local import ITEMSIZE, LocalSizes
-from ridgeline.planner.parameters import attention_matmul_parameters, expert_parameters, mlp_matmul_parameters
+from ridgeline.planner.parameters import attention_matmul_parameters, expert_parameters, mlp_matmul_parameters, mtp_projection_parameters
 
 BLOCK = 128
 """Elements that share a scale, where that divides the dim into whole blocks per device."""
@@ -92,8 +92,10 @@ def offloaded_state_bytes(local: LocalSizes) -> int:
 def streamed_state_bytes(local: LocalSizes) -> int:
     """Return the bytes of offloaded optimizer state that are on the device at a time in the update: of the ON_DEVICE largest parameters."""
     of = local.of_state
-    largest = max(local.model.num_layers * local.mlp_matrix, local.table) // of.fsdp
-    return int(min(1.0, ON_DEVICE * largest / of.trained) * offloaded_state_bytes(local))
+    sizes = [local.model.num_layers * local.mlp_matrix, local.table]
+    if local.modules is not None:  # their blocks' MLP matrices are a stack of their own, as are their projections
+        sizes += [local.model.mtp_layers * local.modules.mlp_matrix, mtp_projection_parameters(local.model)]
+    return int(min(1.0, ON_DEVICE * max(sizes) // of.fsdp / of.trained) * offloaded_state_bytes(local))
 
 
 def _scales(local: LocalSizes) -> int:

@@ -31,12 +31,14 @@ class ParameterCount:
     vocab_padding: int
     """How many of embedding + unembedding belong to padded rows."""
     inactive: int = 0
-    """How many of mlp belong to experts that do not process a given token."""
+    """How many of mlp and mtp belong to experts that do not process a given token."""
+    mtp: int = 0
+    """The modules of multi-token prediction, without embedding and unembedding, which they share with the model."""
 
     @property
     def total(self) -> int:
         """All parameters a checkpoint holds."""
-        return self.embedding + self.positions + self.attention + self.mlp + self.norms + self.unembedding
+        return self.embedding + self.positions + self.attention + self.mlp + self.norms + self.unembedding + self.mtp
 
     @property
     def active(self) -> int:
@@ -46,13 +48,13 @@ class ParameterCount:
     @property
     def non_embedding(self) -> int:
         """Without the embedding and position tables and an untied unembedding (N of Kaplan et al., arXiv 2001.08361)."""
-        return self.attention + self.mlp + self.norms
+        return self.attention + self.mlp + self.norms + self.mtp
 
     def components(self) -> dict[str, int]:
         """Return component name -> count, in model order; they sum to `total`."""
         values = dataclasses.asdict(self)
         del values["vocab_padding"], values["inactive"]
-        return values
+        return values if self.mtp else {name: value for name, value in values.items() if name != "mtp"}
 
 
 def attention_weights(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -159,6 +161,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     inactive = mlp - active
     norm = (2 if model.norm == "layernorm" else 1) * d  # layernorm: scale and bias
     tables = 1 if model.tie_embeddings else 2
+    modules = count_parameters(model.mtp_blocks) if model.mtp_layers else None
     return ParameterCount(
         embedding=v * d,
         positions=model.max_seq_len * d if model.position == "learned" else 0,
@@ -167,8 +170,21 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         norms=(layers * layer_norms(model) + 1) * norm,
         unembedding=0 if model.tie_embeddings else d * v,
         vocab_padding=tables * (v - model.vocab_size) * d,
-        inactive=inactive,
+        inactive=inactive + (0 if modules is None else modules.inactive),
+        mtp=0 if modules is None else modules.attention + modules.mlp + modules.norms + mtp_rest_parameters(model),
     )
+
+
+def mtp_projection_parameters(model: ModelConfig) -> int:
+    """Return the weights of the projections of all modules of multi-token prediction, 2*D*D each."""
+    return 2 * model.mtp_layers * model.embed_dim**2
+
+
+def mtp_rest_parameters(model: ModelConfig) -> int:
+    """Return what modules of multi-token prediction have beside the norms of `mtp_blocks` with one final norm: projections, and two further
+    norms and a final one each."""
+    norm = (2 if model.norm == "layernorm" else 1) * model.embed_dim
+    return mtp_projection_parameters(model) + (3 * model.mtp_layers - 1) * norm
 
 
 def matmul_weights(model: ModelConfig) -> dict[str, int]:

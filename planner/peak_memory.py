@@ -125,7 +125,9 @@ class StepMemory:
     @property
     def layer_gradients(self) -> int:
         """Elements of the layers' gradients, sharded as the parameters."""
-        return self.sharded.trained if self.local.adapted else self.sharded.layer_matrices + self.local.vectors
+        if self.local.adapted:
+            return self.sharded.trained
+        return self.sharded.layer_matrices + self.local.vectors + self.sharded.mtp_parameters
 
     @property
     def delays_experts(self) -> bool:
@@ -269,7 +271,7 @@ class StepMemory:
                 "mask of packed documents",
             ),
             "working_activations": Component(
-                3 * local.stream_bytes + local.cut_stream_bytes + early,
+                3 * local.heads * local.stream_bytes + local.cut_stream_bytes + early,
                 "final hidden states, their gradient and the last block's output"
                 + ("; attention of the last layer, recomputed" if early else ""),
             ),
@@ -443,7 +445,7 @@ class StepMemory:
         local = self.local
         whole = 4 * local.table
         both = whole if local.model.tie_embeddings else whole // local.fsdp
-        gradients = (self.sharded.layer_matrices + local.vectors) * self.stack_itemsize
+        gradients = self.layer_gradients * self.stack_itemsize
         return {
             "gradients": Component(gradients + both, "of the layers and of the unembedding"),
             "accumulated_gradients": self.accumulated(),

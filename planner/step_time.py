@@ -210,8 +210,8 @@ def step_parts(
     return StepParts(
         config=config,
         devices=local.devices,
-        forward=(kernels.layer_forward() * layers + copies) * slowest,
-        backward=(kernels.layer_backward() * layers + again + copies) * slowest,
+        forward=(kernels.layer_forward() * layers + kernels.modules_forward() * repeats + copies) * slowest,
+        backward=(kernels.layer_backward() * layers + kernels.modules_backward() * repeats + again + copies) * slowest,
         rest=(_outside(kernels, empty) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
         bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layer_slots(config, local.pipeline),
         optimizer=(kernels.optimizer() + Work(0.0, kernels.memory_s(2 * state))) * slowest,

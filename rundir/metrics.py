@@ -45,6 +45,12 @@ METRICS: dict[str, Metric] = {
         "distillation.weight: (1 - weight) x cross-entropy + weight x temperature^2 x divergence.",
     ),
     "train/z_loss": Metric("nats/token", "Weighted z-loss term added to the objective (only when loss.z_loss > 0)."),
+    "train/mtp_loss": Metric(
+        "nats/token",
+        "Mean cross-entropy of the modules of multi-token prediction over their target tokens, not part of train/loss (only with "
+        "model.mtp_layers).",
+    ),
+    "train/mtp_accuracy": Metric("fraction", "Target tokens that these modules predicted (largest logit)."),
     "train/accuracy": Metric("fraction", "Target tokens that the model predicted (largest logit); absent with preference.loss."),
     "train/grad_norm": Metric("1", "Global L2 norm of the gradient before clipping."),
     "train/param_norm": Metric("1", "Global L2 norm of the parameters."),

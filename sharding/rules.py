@@ -41,6 +41,8 @@ class Rules:
     """Not sharded: the softmax needs the whole head."""
     latent: Axes = ()
     """Not sharded: every head reads the whole latent of latent attention, and its norm needs all of it."""
+    stream: Axes = ()
+    """Not sharded: projections of multi-token prediction are computed on shards of the residual stream, as norms are."""
     rank: Axes = ()
     """Not sharded: the rank of a low-rank adapter is small, and divides by nothing."""
     mlp: Axes = ("tensor",)
@@ -164,6 +166,7 @@ PARAMETER_AXES = frozenset(
         "kv_heads",
         "head_dim",
         "latent",
+        "stream",
         "rank",
         "mlp",
         "experts",

@@ -13,6 +13,7 @@ import jax
 from ridgeline.configs.format import format_seconds
 from ridgeline.configs.schema import Config
 from ridgeline.models.distillation import METRICS as DISTILLATION
+from ridgeline.models.loss import MODULES
 from ridgeline.models.moe.router import METRIC_PREFIX as ROUTER
 from ridgeline.models.preference import METRICS as PREFERENCE
 from ridgeline.observe.clocks import ClockWatch
@@ -180,6 +181,7 @@ class MetricLog(Hook):
             "train/skipped_steps": values["skipped"],
             **({} if self.count_spikes is None else {"train/loss_spikes": float(self.count_spikes())}),
             **({"train/z_loss": values["z_loss"]} if self.config.loss.z_loss else {}),
+            **{f"train/{name}": value for name, value in values.items() if name.startswith(MODULES)},
             **{f"train_router/{name.removeprefix(ROUTER)}": value for name, value in values.items() if name.startswith(ROUTER)},
             **{f"train_{name}": value for name, value in values.items() if name.startswith((PREFERENCE, DISTILLATION))},
             **self.recorder.timer.report(),

@@ -108,6 +108,7 @@ def find_nan(run: Path, step: int, *, mesh: Sequence[str] = (), log: Log = lambd
         rows=local_rows(config.data.batch_size, parts.partitioner),
         start_step=start,
         distillation=config.distillation,
+        mtp_layers=config.model.mtp_layers,
         skipped=read_skipped_batches(run),
     )
     not_applied = {event.fields.get("step") for event in read_events(event_file(run, 0)) if event.kind == "skipped_step"}

@@ -338,6 +338,7 @@ class _Session:
                 start_step=start_step,
                 pairs=self.pairs or None,
                 distillation=config.distillation,
+                mtp_layers=config.model.mtp_layers,
                 skipped=self.skipped,
             )
         try:

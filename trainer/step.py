@@ -20,10 +20,10 @@ import numpy as np
 import optax
 
 from ridgeline.configs.schema import Config
-from ridgeline.models import distillation
+from ridgeline.models import distillation, mtp
 from ridgeline.models import policy as rollouts
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.loss import LossSums, loss_of, row_log_probs, token_log_probs, top_predictions
+from ridgeline.models.loss import LossSums, loss_of, module_metrics, row_log_probs, token_log_probs, top_predictions
 from ridgeline.models.matmul import fp8
 from ridgeline.models.moe.router import RouterTotals, balanced_bias
 from ridgeline.models.policy import PolicySums, policy_of
@@ -49,11 +49,11 @@ ROUTER = "router"
 def _forward(
     spec: ModelSpec, config: Config, params: Tree, batch: Batch, recent: Tree | None = None, dropout_key: jax.Array | None = None
 ) -> tuple[Decoder, jax.Array, RouterTotals | None]:
-    """Return the model, the residual stream of a batch after its layers, and the totals of the routers."""
+    """Return the model, the residual stream of a batch after its layers, and the totals of the routers (as `Decoder.forward`)."""
     model: Decoder = spec.merge(params, recent)
     # Without segments attention uses its plain causal kernel; padding is at the end of a row.
     segment_ids = batch["segment_ids"] if config.data.document_masking else None
-    return model, *model.forward(batch["tokens"], batch["positions"], segment_ids, dropout_key)
+    return model, *model.forward(batch["tokens"], batch["positions"], segment_ids, dropout_key, mtp.future_tokens(batch))
 
 
 def loss_sums(
@@ -198,7 +198,7 @@ def make_train_step(
             rng=state.rng,
         )
         metrics = {
-            **means,
+            **module_metrics(means),
             **({} if router is None else router.metrics(rows, tokens)),
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
@@ -229,7 +229,7 @@ def _make_gradient(
         if pairs
         else PolicySums.names()
         if policy
-        else LossSums.names(teacher=config.distillation.weight is not None)
+        else LossSums.names(teacher=config.distillation.weight is not None, modules=config.model.mtp_layers > 0)
     )
 
     def divisor_of(weights: jax.Array, weight: jax.Array) -> jax.Array:
@@ -283,7 +283,8 @@ def _make_gradient(
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, grad_dtype), spec.split(params)[0])
         nothing: Tree = {name: jnp.zeros((), jnp.float32) for name in names}
         if config.model.moe is not None:
-            nothing[ROUTER] = RouterTotals.zeros(config.model.moe_layers, config.model.moe.experts)
+            modules = config.model.mtp_blocks
+            nothing[ROUTER] = RouterTotals.zeros(config.model.moe_layers + modules.moe_layers, config.model.moe.experts)
         least = jax.tree.map(jnp.zeros_like, recent)
         # XLA on GPUs unrolls a loop with a known trip count, which keeps the activations of two microbatches alive: hide the count.
         count = jax.lax.optimization_barrier(jnp.int32(accumulation))
@@ -298,9 +299,16 @@ def _with_router_bias(config: Config, params: Tree, before: Tree, router: Router
     assert config.model.moe is not None
     if not config.model.moe.choice_bias:
         return params
-    bias_LE = balanced_bias(before["blocks"]["mlp"]["router_bias"], router.load_LE, config.loss.router_bias_rate)
-    blocks = params["blocks"]
-    return {**params, "blocks": {**blocks, "mlp": {**blocks["mlp"], "router_bias": bias_LE}}}
+    rate, layers = config.loss.router_bias_rate, config.model.moe_layers
+
+    def with_bias(blocks: Tree, before: Tree, load_LE: jax.Array) -> Tree:
+        return {**blocks, "mlp": {**blocks["mlp"], "router_bias": balanced_bias(before["mlp"]["router_bias"], load_LE, rate)}}
+
+    changed = {"blocks": with_bias(params["blocks"], before["blocks"], router.load_LE[:layers])}
+    if config.model.mtp_blocks.moe_layers:
+        block = with_bias(params["mtp"]["block"], before["mtp"]["block"], router.load_LE[layers:])
+        changed["mtp"] = {**params["mtp"], "block": block}
+    return {**params, **changed}
 
 
 def recent_magnitudes(partitioner: Partitioner, steps: jax.Array) -> jax.Array:
@@ -371,6 +379,8 @@ def abstract_batch(config: Config, partitioner: Partitioner) -> dict[str, jax.Sh
     if config.distillation.weight is not None:
         shapes[distillation.IDS] = ((rows, length, config.distillation.top_k), "int32")
         shapes[distillation.LOG_PROBS] = ((rows, length, config.distillation.outcomes), "float32")
+    if modules := config.model.mtp_layers:
+        shapes |= {mtp.TARGETS: ((rows, length, modules), "int32"), mtp.WEIGHTS: ((rows, length, modules), "float32")}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.batch_sharding(name)) for name, (shape, dtype) in shapes.items()}
     if config.loss_spikes.policy == "skip":
         batch[LOSS_LIMIT] = jax.ShapeDtypeStruct((), "float32", sharding=partitioner.sharding(()))

@@ -149,6 +149,7 @@ def upcycle(
 @click.option("--max-shard-gb", type=float, default=5.0, show_default=True, help="Maximum size of a weights file, in GB (1e9 bytes).")
 @click.option("--adapter", is_flag=True, help="Write the adapters of a run (lora.rank) as an adapter directory of peft.")
 @click.option("--merge", is_flag=True, help="Write the model of a run (lora.rank) with its adapters added to the weights.")
+@click.option("--without-mtp", is_flag=True, help="Leave out the modules of multi-token prediction (model.mtp_layers).")
 @click.option("--quantize", type=click.Choice(["fp8", "int8"]), help="Store the layers' matrices in 8 bits (format: compressed-tensors).")
 @click.option(
     "--set",
@@ -167,6 +168,7 @@ def to_hf(
     max_shard_gb: float,
     adapter: bool,
     merge: bool,
+    without_mtp: bool,
     quantize: Quantization | None,
     sets: tuple[str, ...],
     no_loss: bool,
@@ -212,12 +214,15 @@ def to_hf(
     if (lora.rank is None) != (not adapter and not merge) or (adapter and merge):
         has = "no adapters; leave out --adapter and --merge" if lora.rank is None else "adapters; choose one of --adapter and --merge"
         raise UserError(f"{run} has {has}")
+    if without_mtp and not source.config.model.mtp_layers:
+        raise UserError(f"{run} has no modules of multi-token prediction; leave out --without-mtp")
     tokenizer = source.tokenizer
     place = source.tokenizer_dir or source.files_dir
     kept = dtype or (source.config.precision.compute if merge or quantize else source.config.precision.params)
-    description = hf_config(source.config.model, kept, special_ids(tokenizer, place))
+    model = source.config.model.model_copy(update={"mtp_layers": 0}) if without_mtp else source.config.model
+    description = hf_config(model, kept, special_ids(tokenizer, place))
     if quantize is not None:
-        description["quantization_config"] = quantization_config(source.config.model, quantize)
+        description["quantization_config"] = quantization_config(model, quantize)
     reader = ParamReader(run / "checkpoints", step)
     if note := identity.check_config(source.config, reader.metadata, run):
         click.echo(f"note: {note}", err=True)
@@ -236,7 +241,7 @@ def to_hf(
                 click.echo(f"note: {line}: set it in the base's config.json, or use --merge", err=True)
         else:
             read = merged(reader.read, source.config.model, lora) if merge else reader.read
-            count = export_weights(source.config.model, read, target, kept, int(max_shard_gb * 1e9), quantize)
+            count = export_weights(model, read, target, kept, int(max_shard_gb * 1e9), quantize)
             (target / CONFIG_NAME).write_text(json.dumps(description, indent=2) + "\n")
         written = write_tokenizer(tokenizer, place, target)
     if tokenizer is None:

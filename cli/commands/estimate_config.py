@@ -41,6 +41,7 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
         "output_projection": "6*L*N*H*D",
         "mlp": "18*L*D*F gated, 12*L*D*F otherwise; of experts those of one token, and the router 6*L*D*E",
         "unembedding": "6*D*V",
+        "mtp": "of each module of multi-token prediction: 12*D*D, 6*D*V, and a layer",
     }
     if adapters:
         less = " (with adapters 2/3 of it: frozen weights have no gradient)"

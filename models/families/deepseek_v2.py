@@ -82,14 +82,14 @@ def deepseek_moe(model: ModelConfig, architecture: str, needed: Mapping[str, Any
     return require_moe(model, architecture, {**own, **needed})
 
 
-def fields_of_deepseek(model: ModelConfig, architecture: str) -> dict[str, Any]:
-    """Return the config.json fields of DeepSeek V2 and V3."""
+def fields_of_deepseek(model: ModelConfig, architecture: str, **differs: Any) -> dict[str, Any]:
+    """Return the config.json fields of DeepSeek V2 and V3; `differs` as in `fields_to_hf`."""
     moe, latent = model.moe, model.latent_attention
     if latent is None:
         raise UserError(f"model.latent_attention = null is not supported by Hugging Face's {architecture}")
     require(model, architecture, FIXED)
     assert moe is not None
-    fields = fields_to_hf(model, architecture, rope_interleaved=model.rope_interleaved, latent_attention=latent)
+    fields = fields_to_hf(model, architecture, rope_interleaved=model.rope_interleaved, latent_attention=latent, **differs)
     del fields["head_dim"]
     return {
         **fields,

@@ -36,6 +36,7 @@ PLAIN = {
     "logit_softcap": None,
     "scale_embeddings": False,
     "latent_attention": None,
+    "mtp_layers": 0,
 }
 """What the oldest architectures have; their config.json has no fields for it."""
 

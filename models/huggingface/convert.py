@@ -285,6 +285,8 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
     described = model_from_hf(config)
     _refuse_quantized(config, except_for=_family_of(config).reads_quantized)
     if model is not None:
+        if model.mtp_layers and find_family(described.family).stores_mtp:
+            described = described.model_copy(update={"mtp_layers": _stored_modules(config, model.mtp_layers)})
         check_same_model(directory, described, model)
     model = model or described
     stored = read_directory(directory)
@@ -297,6 +299,11 @@ def open_hf(directory: Path, model: ModelConfig | None = None) -> HfCheckpoint:
     _check_tensors(directory, tensors, expected, skipped)
     _check_tied(directory, model, tensors, rules)
     return HfCheckpoint(directory, dict(config), model, tensors, rules, shapes)
+
+
+def _stored_modules(config: Mapping[str, Any], wanted: int) -> int:
+    """Return the number of modules of multi-token prediction to read: at most those of a checkpoint."""
+    return min(wanted, field(config, "num_nextn_predict_layers", int, 0))
 
 
 def quantization_config(model: ModelConfig, kind: Quantization) -> dict[str, Any]:

@@ -282,7 +282,7 @@ def _weight_gradient(matmul: Matmul, equation: str, axes: LogicalAxes, x: jax.Ar
     if matmul.block_format is not None:
         return block_scaled.weight_gradient(matmul.partitioner, block_scaled.GRADIENTS, equation, axes, x, dy, dtype)
     # a latent is computed where the residual stream is, and so are some of the narrow vectors of adapters
-    tokens = "residual_seq" if {"latent", "rank"} & set(axes) else "seq"
+    tokens = "residual_seq" if {"latent", "stream", "rank"} & set(axes) else "seq"
     dw = dense.weight_gradient(matmul.partitioner, equation, x, dy, dtype, tokens)
     if "rank" in axes:
         # Replicated over tensor: XLA would compute a part on each of its devices, and permute the parts to the shards of fsdp.

@@ -32,6 +32,7 @@ from dataclasses import replace
 
 from ridgeline.configs.schema import MESH_AXES, Config
 from ridgeline.planner.collectives.layers import in_layer, recomputed_in_layer
+from ridgeline.planner.collectives.mtp import modules
 from ridgeline.planner.collectives.outside_layers import embedding, loss, optimizer
 from ridgeline.planner.collectives.planned import Kind, PlannedCollective, StepSizes
 from ridgeline.planner.collectives.stages import stages
@@ -56,7 +57,7 @@ def planned_collectives(config: Config, sizes: Mapping[str, int], *, gpu: bool =
       gpu: whether the devices are GPUs; CPU devices move wider elements (CPU_ITEMSIZE).
     """
     step = StepSizes(config, sizes, gpu)
-    planned = [*in_layer(step), *recomputed_in_layer(step), *embedding(step), *loss(step), *optimizer(step), *stages(step)]
+    planned = [*in_layer(step), *recomputed_in_layer(step), *modules(step), *embedding(step), *loss(step), *optimizer(step), *stages(step)]
     return [item for item in planned if item.axes]
 
 

@@ -14,11 +14,12 @@ def embedding(step: StepSizes) -> list[PlannedCollective]:
     """Return the collectives of the token lookup."""
     table = step.model.padded_vocab_size * step.model.embed_dim
     planned = step.parameters("embedding", "embed", table, step.lookups, by_hand=True, backward_gather=False)
+    looked_up = step.heads * step.stream
     alone = not step.model.tie_embeddings  # with tied embeddings the gradient is first added to that of the unembedding
     planned = [replace(item, summed=alone) if item.kind == "all-reduce" else item for item in planned]
     planned += [
-        PlannedCollective("embedded tokens", "embed", "forward", "reduce-scatter", step.over("tensor"), step.stream, step.lookups, 1, True),
-        PlannedCollective("embedded tokens", "embed", "backward", "all-gather", step.over("tensor"), step.stream, step.lookups, 1, True),
+        PlannedCollective("embedded tokens", "embed", "forward", "reduce-scatter", step.over("tensor"), looked_up, step.lookups, 1, True),
+        PlannedCollective("embedded tokens", "embed", "backward", "all-gather", step.over("tensor"), looked_up, step.lookups, 1, True),
     ]
     if step.frozen:  # the gradient of the first layer's input is not needed
         planned = [item for item in planned if item.phase == "forward"]
@@ -47,7 +48,8 @@ def _positions(step: StepSizes) -> list[PlannedCollective]:
 def loss(step: StepSizes) -> list[PlannedCollective]:
     """Return the collectives of final norm, unembedding and cross-entropy, whose gradients are computed in the forward pass."""
     model, tensor = step.model, step.over("tensor")
-    tokens, stream = step.tokens // step.schedule.stages, step.stream // step.schedule.stages  # each stage has a part of the tokens
+    parts = step.schedule.stages  # each stage has a part of the tokens
+    tokens, stream = step.heads * step.tokens // parts, step.heads * step.stream // parts
     table = model.padded_vocab_size * model.embed_dim
     planned = step.parameters("unembedding", "loss", table, step.micro, by_hand=True, backward_gather=False, grad=4)
     planned = [replace(item, phase="forward") for item in planned]
@@ -97,7 +99,7 @@ def optimizer(step: StepSizes) -> list[PlannedCollective]:
             size = sum(matrix.layers * matrix.embed_side for matrix in matrices) // step.fsdp * step.master
             return [PlannedCollective("updated adapters", "optimizer", "backward", "all-gather", step.over_mesh("data"), size, 1, 1, True)]
         positions = model.max_seq_len * model.embed_dim // step.fsdp if model.position == "learned" else 0
-        size = (local.layer_matrices + local.tables + positions) * step.master
+        size = (local.layer_matrices + local.mtp_matrices + local.tables + positions) * step.master
         return [PlannedCollective("updated parameters", "optimizer", "backward", "all-gather", step.over_mesh("data"), size, 1, 1, True)]
     if step.config.optimizer.kind != "muon":
         return []

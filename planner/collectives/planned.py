@@ -82,6 +82,8 @@ class StepSizes:
         self.master = itemsize[config.precision.params]
         self.tokens = self.rows * config.data.seq_len // self.context
         self.stream = self.tokens * self.model.embed_dim * self.act
+        self.heads = 1 + self.model.mtp_layers
+        """Hidden states per token in the loss, and lookups of the embedding: of the model and of modules of multi-token prediction."""
         self.latents = self.tokens * latent_width(self.model) * self.act
         self.layers = self.model.num_layers * self.schedule.forward_ticks // self.schedule.chunks
         """Executions of a layer on a device, those of the bubble included."""

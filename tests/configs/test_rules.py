@@ -27,8 +27,31 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
+MODULES = [
+    ("model.mup={base_embed_dim: 64}", "model.mup", "null"),
+    ("mesh.pipeline=2", "mesh.pipeline", "1"),
+    ("precision.matmul=fp8", "precision.matmul", "compute"),
+    ("precision.moments=int8", "precision.moments", "bfloat16"),
+    ("compute.tensor_overlap=ring", "compute.tensor_overlap", "gather"),
+    ("optimizer.kind=muon", "optimizer.kind", "adamw"),
+    ("preference.loss=dpo", "preference.loss", "null"),
+    ("policy.loss=grpo", "policy.loss", "null"),
+    ("distillation.weight=0.5", "distillation.weight", "null"),
+    ("lora.rank=4", "lora.rank", "null"),
+]
+"""Settings that do not work with modules of multi-token prediction: override, key, what works."""
+
+
+@pytest.mark.parametrize(("override", "key", "works"), MODULES)
+def test_what_does_not_work_with_multi_token_prediction_is_refused_by_name(override: str, key: str, works: str) -> None:
+    refused = refusal("model.mtp_layers=1", override)
+    assert f"{key}: does not support multi-token prediction; set {key}={works}, or model.mtp_layers=0" in refused
+
+
 CASES = [
     # model
+    (["loss.mtp_weight=0.1"], "loss.mtp_weight: there are no modules of multi-token prediction; set model.mtp_layers"),
+    (["model.mtp_layers=512"], "model.mtp_layers: must be less than data.seq_len=512, got 512 (at most 511)"),
     (
         ["model.num_kv_heads=3"],
         "model.num_kv_heads: model.num_heads=8 must be a multiple of model.num_kv_heads=3 (num_kv_heads=2 or 4 works)",

@@ -200,6 +200,19 @@ def test_training_is_three_times_the_forward_dots(name, backend):
     assert seen == pytest.approx(train_flops_per_token(MODELS[name], T).total_full_attention * T, rel=1e-12)
 
 
+@pytest.mark.parametrize("modules", [1, 2])
+def test_modules_of_multi_token_prediction_count_the_dots_of_a_model_of_their_blocks(modules):
+    """Each has the dots of a model of its block alone, which XLA's dots are above; and the projection of two streams to one."""
+    model = family("llama", sliding_window=7, mtp_layers=modules)
+    plain, counted = (train_flops_per_token(each, T) for each in (model.model_copy(update={"mtp_layers": 0}), model))
+    alone = train_flops_per_token(model.model_copy(update={"mtp_layers": 0, "num_layers": 1}), T)
+    projection = 6 * 2 * D * D
+    assert counted.components() == plain.components() | {"mtp": pytest.approx(modules * (alone.total + projection))}
+    assert counted.total == pytest.approx(sum(counted.components().values()))
+    full = modules * (alone.total_full_attention + projection)
+    assert counted.total_full_attention - plain.total_full_attention == pytest.approx(full)
+
+
 def test_the_convention_differs_from_counting_every_pair_by_what_the_mask_hides():
     flops = train_flops_per_token(MODELS["llama windowed"], T)
     visible = sum(min(query + 1, 7) for query in range(T)) / T**2

@@ -18,6 +18,7 @@ from ridgeline.configs.schema import (
     ComputeConfig,
     Config,
     DataConfig,
+    OptimizerConfig,
     PrecisionConfig,
     RematConfig,
     TrainerConfig,
@@ -28,6 +29,7 @@ from ridgeline.planner.hardware import hardware
 from ridgeline.planner.host_memory import offloaded_per_device, refusal
 from ridgeline.planner.local import LocalSizes, attention_backend
 from ridgeline.planner.memory import memory_per_device
+from ridgeline.planner.optimizer_state import streamed_state_bytes
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.planner.peak_memory import StepMemory
 from ridgeline.planner.step_time import step_time
@@ -250,6 +252,14 @@ def test_a_larger_vocabulary_costs_in_the_loss_and_chunks_bound_the_logits():
     chunked = config("full", vocab_size=65536)
     finer = chunked.model_copy(update={"compute": chunked.compute.model_copy(update={"loss_chunk": 128})})
     assert memory_per_device(finer, sizes()).bytes_at["loss"] < memory_per_device(chunked, sizes()).bytes_at["loss"]
+
+
+@pytest.mark.parametrize(("settings", "largest"), [({"mlp_dim": 96}, 3 * 32 * 96), ({"mlp_dim": 24}, 3 * 2 * 32 * 32)])
+def test_the_largest_offloaded_states_may_be_those_of_modules_of_multi_token_prediction(settings, largest):
+    """The MLP matrices of their blocks are stacks of three, and so are their projections; both are larger than any other parameter."""
+    whole = config(vocab_size=64, num_layers=1, embed_dim=32, mtp_layers=3, **settings)
+    away = whole.model_copy(update={"optimizer": OptimizerConfig(offload=True)})
+    assert streamed_state_bytes(LocalSizes.of(away, sizes())) == pytest.approx(2 * largest * 8, abs=1)
 
 
 def test_offloaded_values_leave_the_device_and_named_ones_stay():

@@ -122,6 +122,16 @@ def test_active_parameters_are_as_published(preset, billions):
     assert count_parameters(load(f"models/{preset}").config.model).active == pytest.approx(billions * 1e9, rel=0.01)
 
 
+def test_the_module_of_deepseek_v3_has_the_published_parameters():
+    """README_WEIGHTS.md of deepseek-ai/DeepSeek-V3: the module has 11.5B parameters without embedding and unembedding, of which it has
+    copies in the checkpoint; 685B together with 671B of the model (README.md: 671B and 14B)."""
+    model = load("models/deepseek-v3-671b", ["model.mtp_layers=1"]).config.model
+    count = count_parameters(model)
+    assert count.mtp == pytest.approx(11.5e9, rel=0.01)
+    assert count.total + count.embedding + count.unembedding == pytest.approx(685e9, rel=1e-3)
+    assert count.total == sum(count.components().values()) == sum(built_sizes(model).values())
+
+
 BASE = {"vocab_size": 50, "num_layers": 3, "embed_dim": 16, "num_heads": 4, "mlp_dim": 24, "max_seq_len": 32}
 
 
@@ -148,6 +158,8 @@ BASE = {"vocab_size": 50, "num_layers": 3, "embed_dim": 16, "num_heads": 4, "mlp
         {"moe": {"experts": 6, "dense_layers": 1, "shared_experts": 2, "choice_bias": True}, "gated_mlp": False},
         {"moe": {"experts": 6, "logit_bias": True, "shared_experts": 1, "dense_layers": 1}, "mlp_bias": True, "attention_sinks": True},
         {"sliding_window": 8},
+        {"mtp_layers": 2, "moe": {"experts": 6, "expert_dim": 20, "dense_layers": 1, "shared_experts": 1, "choice_bias": True}},
+        {"mtp_layers": 1, "norm": "layernorm", "tie_embeddings": True},
         {"latent_attention": {"kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}},
         {"latent_attention": {"q_rank": 14, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}, "num_layers": 2},
         {
@@ -168,7 +180,8 @@ def test_every_architectural_choice_counts_as_built(change):
     count, built = count_parameters(model), built_sizes(model)
     assert count.total == sum(built.values())
     of = lambda word: sum(size for path, size in built.items() if word in path)  # noqa: E731
-    assert count.mlp == of("['mlp']")
+    assert count.mlp == of("['mlp']") - sum(size for path, size in built.items() if "mtp" in path and "['mlp']" in path)
+    assert count.mtp == of("['mtp']")
     tables = 1 if model.tie_embeddings else 2
     assert count.embedding + count.unembedding == tables * model.padded_vocab_size * 16
     assert count.vocab_padding == tables * (model.padded_vocab_size - 50) * 16

@@ -227,6 +227,39 @@ def test_experts_communicate_as_planned(mesh, experts, model, lora):
     )
 
 
+@pytest.mark.parametrize(
+    ("mesh", "model", "policy"),
+    drawn(
+        [
+            ({"data": 2, "fsdp": 2, "tensor": 2}, {"mtp_layers": 2}, "none"),
+            ({"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 2}, {"mtp_layers": 2}, "none"),
+            ({"data": 2, "fsdp": 2, "tensor": 2}, {"mtp_layers": 1, **LATENT}, "full"),
+            ({"fsdp": 1, "tensor": 2, "context": 4}, {"mtp_layers": 1}, "none"),
+            (
+                {"fsdp": 2, "tensor": 2, "expert": 2},
+                {"mtp_layers": 1, "moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=32)},
+                "none",
+            ),
+        ],
+        2,
+    ),
+    ids=str,
+)
+def test_modules_of_multi_token_prediction_communicate_as_planned(mesh, model, policy):
+    config = make_config(2, 2, 2, **model)
+    compute = config.compute.model_copy(update={"remat": RematConfig(policy=policy)})
+    config = config.model_copy(update={"mesh": MeshConfig(**mesh), "compute": compute})
+    if config.mesh.zero_stage:  # the update gathers the parameters
+        module, mesh_shape = compile_step(config)
+    else:
+        text, mesh_shape = compile_gradient(config)
+        module = parse(text)
+    found = [c for c in collectives(module, mesh_shape) if array_bytes(c)]
+    assert budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in found) == budget(
+        ((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, mesh_shape, gpu=False)
+    )
+
+
 def test_stages_communicate_as_planned():
     """With fsdp and tensor: tests/planner/test_collectives_gpu.py."""
     mesh = {"pipeline": 4, "data": 2}

@@ -22,6 +22,7 @@ from ridgeline.configs.schema import (
     TrainerConfig,
 )
 from ridgeline.configs.tuning_schema import LoraConfig
+from ridgeline.loaders.rows import with_future_targets
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.optimizers import build_optimizer
@@ -113,16 +114,17 @@ def run(config: Config, devices) -> tuple[list[float], dict]:
 def trained(config: Config, devices, steps: int) -> tuple[list[float], dict, Any]:
     """As `run`, of this many steps, and the compiled step."""
     partitioner, spec, optimizer, abstract = prepared(config, devices)
+    modules = config.model.mtp_layers
     first = first_state(config.model.model_dump_json(), config.optimizer.kind, config.lora.model_dump_json())
     state = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), first, abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = make_train_step(spec, config, optimizer, lambda s: jnp.float32(3e-3), partitioner)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    compiled = step.lower(state, to_global(make_batch(0), partitioner)).compile()
+    compiled = step.lower(state, to_global(with_future_targets(make_batch(0), modules), partitioner)).compile()
     losses = []
     for index in range(steps):
-        state, metrics = compiled(state, to_global(make_batch(index), partitioner))
-        losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
+        state, metrics = compiled(state, to_global(with_future_targets(make_batch(index), modules), partitioner))
+        losses += [float(metrics["loss"]), float(metrics["grad_norm"]), *([float(metrics["mtp_loss"])] if modules else [])]
         if index == 0:
             grads = jax.tree.map(np.asarray, state.opt_state[0])
     return losses, grads, compiled
@@ -188,6 +190,24 @@ GPT2 = {"tie_embeddings": True, "attention_bias": True, "mlp_bias": True, "outpu
 )
 def test_biases_tables_head_norms_latents_and_experts_equal_one_device(model):
     compare(run(make_config(2, 2, 2, **model), jax.devices()), reference(**model))
+
+
+MTP_MESHES = [
+    ({}, 2),
+    ({"data": 1, "context": 2}, 1),
+    ({"tensor": 1, "fsdp": 1, "expert": 4}, 1),
+    ({"data": 4, "tensor": 1}, 2),
+    ({"zero_stage": 2}, 2),
+]
+
+
+@pytest.mark.parametrize(("mesh", "accumulation"), drawn(MTP_MESHES, 2), ids=str)
+def test_modules_of_multi_token_prediction_equal_one_device(mesh, accumulation):
+    moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=16, dense_layers=1, shared_experts=1, choice_bias=True, score="sigmoid")
+    model = {"mtp_layers": 2, "moe": None if "zero_stage" in mesh else moe}
+    config = make_config(2, 2, 2, accumulation, **model)
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh)})
+    compare(run(config, jax.devices()), run(make_config(1, 1, 1, **model), jax.devices()[:1]))
 
 
 @pytest.mark.parametrize("mesh", drawn([(2, 1, 1, 4), (1, 2, 2, 2)], 1), ids=str)
