@@ -325,10 +325,10 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
 
     def local(x_BTD: jax.Array, plan: Plan, used: Operands, pairs: Pairs, dhidden: Matrices) -> tuple[jax.Array, Matrices, Pairs]:
         x_RD = experts._operand_rows(x_BTD, plan, fp8.VALUES)
-        operands = tuple(experts._operand(dh_RF, fp8.GRADIENTS) for dh_RF in dhidden)
+        exact_RD, operands = _exact(x_RD), tuple(experts._operand(dh_RF, fp8.GRADIENTS) for dh_RF in dhidden)
         dws = tuple(experts._reduced(outer(kernel, x_RD, dh_RF, plan.load_E, dtype)) for dh_RF in operands if not experts.matmul.frozen)
         dpairs = tuple(
-            None if pair is None else experts._reduced_pair(gradients(kernel, scale, _exact(x_RD), dh_RF, pair, plan.load_E, dtype), down=False)
+            None if pair is None else experts._reduced_pair(gradients(kernel, scale, exact_RD, dh_RF, pair, plan.load_E, dtype), down=False)
             for pair, dh_RF in zip(pairs, dhidden, strict=True)
         )
         # Each matrix's part of the gradient is added up in the slots, so that no sum of rows is stored.
@@ -376,9 +376,7 @@ def _narrow_forward(
     return y_BTD, (hidden_RF, plan, param, pair, gathered if experts.matmul.save_gathered else None)
 
 
-def _narrow_backward(
-    experts: Experts, residuals: Any, dy_BTD: jax.Array
-) -> tuple[jax.Array, jax.Array, None, Weight | None, Pair | None]:
+def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array, None, Weight | None, Pair | None]:
     hidden_RF, plan, param, pair, saved = residuals
     used, used_pair = experts._used(experts._gathered(param) if saved is None else saved), experts._used_pair(pair, down=True)
     kernel, dtype, scale = experts.kernel, experts.matmul.gradient_dtype, experts.adapter_scale

@@ -34,7 +34,9 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
 
 def quantize_experts(w_DEF: jax.Array, amax_E: jax.Array | None) -> Quantized:
     """Return matrices with one scale per expert; amax_E: over all devices, None where it is not known yet."""
-    return Quantized(*jax.vmap(lambda w, amax: fp8.quantize(w, fp8.VALUES, amax), (1, None if amax_E is None else 0), (1, 0))(w_DEF, amax_E))
+    return Quantized(
+        *jax.vmap(lambda w, amax: fp8.quantize(w, fp8.VALUES, amax), (1, None if amax_E is None else 0), (1, 0))(w_DEF, amax_E)
+    )
 
 
 def matmul(kernel: GroupedMatmul, x_RI: Operand, w_IEO: Operand, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
