@@ -1,11 +1,13 @@
 """Planned against compiled memory and planned against simulated step time, on configs drawn at random over every knob that changes memory.
 
-`python benchmarks/plan_vs_compile.py [--seed N] [--count N] [--near-capacity] [--experts] [--json FILE]`
+`python benchmarks/plan_vs_compile.py [--seed N] [--count N] [--near-capacity] [--experts | --long] [--json FILE]`
 
 Each config is compiled for its GPU on this machine (`ridge compile`, extra `aot`; 10 to 30 s each). The tables: per config the planned and
 compiled GB per device, the planned step and the compiled schedule simulated at the planner's rates; then the error by knob; then median,
 90th percentile and worst, and the configs that were planned to fit and do not. `--near-capacity` draws only configs that need 75 to 100 %
-of a device, `--experts` only models with experts, with mesh.expert, capacities and both exchanges.
+of a device, `--experts` only models with experts, half of them with packed rows, with mesh.expert, capacities, both exchanges and
+mesh.context; `--long` only rows of 131,072 to 1,048,576 tokens over mesh.context, half of them packed, of dense models and of models with
+experts.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ MODELS = [
     *("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b", "gpt2-xl"),
     *("gemma2-2b", "gemma2-9b", "gemma3-4b", "gemma3-12b", "olmo2-1b", "olmo2-7b", "olmo3-7b", "glm4-9b", "phi4-14b", "mistral-nemo-12b"),
 ]
-EXPERT_MODELS = ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-30b-a3b", "qwen3-235b-a22b"]
+EXPERT_MODELS = [
+    *("mixtral-8x7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-30b-a3b", "qwen3-235b-a22b"),
+    *("gpt-oss-20b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v2-lite", "llama-4-scout-17b-16e"),
+]
+LONG_MODELS = ["llama-3.1-8b", "llama-3.1-70b", "llama-3.2-3b", "qwen3-8b", "qwen3-32b", "mistral-nemo-12b", "qwen3-30b-a3b"]
 CLUSTERS = {"dgx-h100": 4, "dgx-h200": 2, "dgx-a100": 2, "dgx-b200": 1, "mn5-acc": 2, "gb200-nvl72": 1}
 """Cluster -> how often it is drawn."""
 MATMULS = {"fp8": 2, "fp8_delayed": 2, "mxfp8": 1, "nvfp4": 1}
@@ -71,6 +77,12 @@ EXPERT_KNOBS: dict[str, list[tuple[tuple[str, ...], int]]] = {
     "exchange": [((), 2), (("compute.experts.exchange=gather",), 1), (("compute.experts.exchange=all_to_all",), 1)],
 }
 """Further knobs of models with experts."""
+CONTEXT_KNOBS: dict[str, list[tuple[tuple[str, ...], int]]] = {
+    "context method": [((), 2), (("compute.attention.context=ring",), 1), (("compute.attention.context=all_to_all",), 1)],
+}
+"""Further knobs where rows are sharded over mesh.context."""
+HALF_PACKED = {"packing": [(("data.document_masking=false",), 1), ((), 1)]}
+"""The knob of packed rows of models with experts and of long rows."""
 NEAR = (0.75, 1.0)
 SENSIBLE = (0.3, 1.05)
 """Range of the planned bytes, as a share of the usable memory of a device, that is drawn."""
@@ -80,27 +92,31 @@ def chosen(rng: random.Random, options: dict[str, int]) -> str:
     return rng.choices(list(options), list(options.values()))[0]
 
 
-def draw(rng: random.Random, experts: bool) -> dict[str, Any] | None:
-    """Draw one config; None where the draw breaks a rule of the schema."""
+def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
+    """Draw one config of a kind: dense, experts or long; None where the draw breaks a rule of the schema."""
     cluster_name = chosen(rng, CLUSTERS)
     cluster = load_cluster(cluster_name).config
-    model, nodes = rng.choice(EXPERT_MODELS if experts else MODELS), 2 ** rng.randrange(0, 7)
+    model, nodes = rng.choice({"dense": MODELS, "experts": EXPERT_MODELS, "long": LONG_MODELS}[kind]), 2 ** rng.randrange(0, 7)
     devices = nodes * cluster.devices_per_node
     tensor = rng.choice([1, 1, 1, 1, 2, 4, 8])
     if devices % tensor or tensor > cluster.devices_per_node:
         return None
     data = 2 ** rng.randrange(0, 4) if rng.random() < 0.4 else 1
-    expert = rng.choice([1, 1, 2, 4, 8, 16]) if experts else 1
-    if devices // tensor % (data * expert):
+    expert = rng.choice([1, 1, 2, 4, 8, 16]) if kind == "experts" else 1
+    context = {"dense": lambda: 1, "experts": lambda: rng.choice([1, 1, 1, 2, 4]), "long": lambda: 2 ** rng.randrange(1, 6)}[kind]()
+    if devices // tensor % (data * expert * context):
         return None
-    fsdp = devices // tensor // data // expert
-    sizes = {"pipeline": 1, "data": data, "fsdp": fsdp, "context": 1, "tensor": tensor, "expert": expert}
+    fsdp = devices // tensor // data // expert // context
+    sizes = {"pipeline": 1, "data": data, "fsdp": fsdp, "context": context, "tensor": tensor, "expert": expert}
     seq_len, rows, micro = 2 ** rng.randrange(10, 16), 2 ** rng.randrange(0, 5), 2 ** rng.randrange(0, 3)
+    if kind == "long":
+        seq_len, rows = 2 ** rng.randrange(17, 21), 1
     batch = data * fsdp * expert * rows * micro
     settings: dict[str, str] = {}
     overrides = [f"data.seq_len={seq_len}", f"model.max_seq_len={max(seq_len, 1024)}", f"data.batch_size={batch}"]
     overrides += [f"trainer.accumulation={micro}", *(f"mesh.{axis}={size}" for axis, size in sizes.items())]
-    for knob, options in (KNOBS | (EXPERT_KNOBS if experts else {})).items():
+    knobs = KNOBS if kind == "dense" else KNOBS | HALF_PACKED | (EXPERT_KNOBS if kind == "experts" else {})
+    for knob, options in (knobs | (CONTEXT_KNOBS if context > 1 else {})).items():
         picked = rng.choices([given for given, _ in options], [weight for _, weight in options])[0]
         if knob == "optimizer" and any("moments=int8" in other for other in overrides):
             picked = ()
@@ -110,7 +126,7 @@ def draw(rng: random.Random, experts: bool) -> dict[str, Any] | None:
     zero_stage = 2 if data > 1 and "optimizer.kind=muon" not in overrides and random.Random(str(overrides)).random() < 0.5 else 0
     overrides.append(f"mesh.zero_stage={zero_stage}")
     row = {"model": model, "cluster": cluster_name, "nodes": nodes, "devices": devices, "overrides": overrides}
-    row |= {"knobs": {**settings, "expert": str(expert), "microbatches": str(micro), "tensor": str(tensor),
+    row |= {"knobs": {**settings, "expert": str(expert), "context": str(context), "microbatches": str(micro), "tensor": str(tensor),
                       "fsdp=1": str(fsdp == 1), "model": model,
                       "seq_len": str(seq_len), "device": cluster_name, "zero_stage": str(zero_stage)}}  # fmt: skip
     try:
@@ -119,7 +135,7 @@ def draw(rng: random.Random, experts: bool) -> dict[str, Any] | None:
         if config.precision.block_scaled is not None:
             check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
         machine = Machine(cluster, load_calibration(None), devices)
-        layout = Layout(data, fsdp, tensor, micro, config.compute.remat, zero_stage=zero_stage, expert=expert)
+        layout = Layout(data, fsdp, tensor, micro, config.compute.remat, context=context, zero_stage=zero_stage, expert=expert)
         memory = memory_per_device(config, sizes, gpu=True)
         candidate = evaluate(config, layout, memory, machine, 1e12, nodes)
     except (UserError, ValueError):
@@ -139,10 +155,10 @@ def draw(rng: random.Random, experts: bool) -> dict[str, Any] | None:
     }
 
 
-def drawn(seed: int, count: int, between: tuple[float, float], experts: bool = False) -> Iterator[dict[str, Any]]:
+def drawn(seed: int, count: int, between: tuple[float, float], kind: str = "dense") -> Iterator[dict[str, Any]]:
     rng, found = random.Random(seed), 0
     while found < count:
-        row = draw(rng, experts)
+        row = draw(rng, kind)
         if row is not None and between[0] <= row["share"] <= between[1]:
             found += 1
             yield row
@@ -181,12 +197,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--near-capacity", action="store_true")
-    parser.add_argument("--experts", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--experts", dest="kind", action="store_const", const="experts", default="dense")
+    kinds.add_argument("--long", dest="kind", action="store_const", const="long")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     rows, by_knob = [], defaultdict(list)
     print(f"{'config':64}{'planned GB':>11}{'compiled':>9}{'error':>8}{'planned s':>11}{'played':>9}{'error':>8}{'hidden':>8}")
-    for given in drawn(args.seed, args.count, NEAR if args.near_capacity else SENSIBLE, args.experts):
+    for given in drawn(args.seed, args.count, NEAR if args.near_capacity else SENSIBLE, args.kind):
         row = compiled(given)
         rows.append(row)
         name = f"{row['model']} {row['cluster']} x{row['devices']} {row['layout']} {row['knobs']['remat']}"

@@ -39,18 +39,24 @@ def live_at_peak(module: Module, live_ranges: str) -> list[Buffer]:
       live_ranges: text of XLA's live-range dump.
     """
     section = live_ranges.partition("(peak):\n")[2].partition("\n  Stack trace")[0]
+    values = [(name, index, int(size)) for name, index, size in re.findall(r"^\s+(\S+?)\{([\d,]*)\}: (\d+) bytes", section, re.M)]
+    return sorted(described(module, values), key=lambda buffer: -buffer.bytes)
+
+
+def described(module: Module, values: Sequence[tuple[str, str, int]]) -> list[Buffer]:
+    """Return values (name of the instruction, index of the tuple element or '', bytes) with their shapes and origins."""
     origin = _Origins(module)
     found = []
-    for name, index, size in re.findall(r"^\s+(\S+?)\{([\d,]*)\}: (\d+) bytes", section, re.M):
+    for name, index, size in values:
         instruction = origin.of(name, index)
         if instruction is None:
-            found.append(Buffer(f"{name}{{{index}}}" if index else name, int(size), "", (), "other", "", None))
+            found.append(Buffer(f"{name}{{{index}}}" if index else name, size, "", (), "other", "", None))
             continue
-        shape = _shape(instruction, index if instruction.name == name else "", int(size))
+        shape = _shape(instruction, index if instruction.name == name else "", size)
         found.append(
             Buffer(
                 name=f"{name}{{{index}}}" if index else name,
-                bytes=int(size),
+                bytes=size,
                 dtype=shape.dtype if shape else "",
                 dims=shape.dims if shape else (),
                 what=describe(instruction.op_name),
@@ -58,7 +64,7 @@ def live_at_peak(module: Module, live_ranges: str) -> list[Buffer]:
                 source=module.source(instruction),
             )
         )
-    return sorted(found, key=lambda buffer: -buffer.bytes)
+    return found
 
 
 def grouped(buffers: Sequence[Buffer]) -> list[Buffer]:

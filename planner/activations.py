@@ -92,7 +92,7 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         of_attention = ({"query", "key"}, {"attention_context", "value"})
     alike = ({"attention_out", "mlp_out"}, *of_attention, {"mlp_gate", "mlp_up"}, {"attention_lse"})
     listed = [(len(group & names), max(named[name] for name in group)) for group in alike]
-    inputs = 0 if _offloads_inputs(local) else 1
+    inputs = 0 if offloads_inputs(local) else 1
     return [(inputs + listed[0][0], cut), *listed[1:]]
 
 
@@ -134,7 +134,7 @@ def offloaded_bytes(local: LocalSizes) -> int:
     return sum(layers * _listed_bytes(kind) for layers, kind in local.kinds)
 
 
-def _offloads_inputs(local: LocalSizes) -> bool:
+def offloads_inputs(local: LocalSizes) -> bool:
     """Return whether the inputs of the blocks are kept in host memory."""
     remat = local.config.compute.remat
     return remat.offloads and "block_input" in remat.names
@@ -184,9 +184,12 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     relaid = 0
     between, ring = local.tensor > 1 and local.rows > 1, local.config.compute.tensor_overlap == "ring"
     if between and not ring and policy in ("none", "attention-only"):
-        relaid = layers * local.stream_bytes
-    elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not _offloads_inputs(local):
-        relaid = layers * local.cut_stream_bytes
+        # both gathered streams; with gathers of weights between them the first is free when the second is copied
+        relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
+    elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
+        # a ring scatters attention's result piece by piece: where it is kept, it is copied too
+        kept_result = ring and policy == "names" and "attention_out" in local.config.compute.remat.names
+        relaid = layers * local.cut_stream_bytes * (2 if kept_result else 1)
     if local.config.precision.block_scaled is not None and policy == "none" and backend == "cudnn":
         relaid += layers * local.query_bytes  # attention results, for blocks along the tokens; Pallas reads them in that layout too
     if backend in ("xla", "reference") and policy == "none":

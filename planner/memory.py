@@ -27,7 +27,7 @@ MARGINS = {
     "microbatches": 0.01,
     "8-bit matmuls": 0.02,
     "mesh.tensor": 0.02,
-    "mesh.expert": 0.25,
+    "mesh.expert": 0.10,
     "adapters of a model with experts": 0.13,
     "layers with and without a window": 0.10,
     "such layers with trained experts": 0.37,

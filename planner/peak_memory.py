@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, relaid_bytes, saved_arrays
+from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.turn import Turn
@@ -26,6 +26,8 @@ EXPERT_ROWS_IN_FLIGHT = 3
 """Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the inputs by gate and by up."""
 SLOTS_IN_FLIGHT = 2
 """Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
+DELAYED = 2
+"""Layers of experts whose weight gradients are computed together at the start of the backward pass."""
 
 
 Components = dict[str, Component]
@@ -60,6 +62,8 @@ class StepMemory:
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
             points["last layer of the backward pass"] = self.last_layer()
+        if self.delays_experts:
+            points["first layers of the backward pass"] = self.first_layers()
         if self.local.config.optimizer.kind == "muon":
             points["orthogonalization"] = self.orthogonalization()
         return points if self.local.pipeline == 1 else {name: self._with_stages(name, parts) for name, parts in points.items()}
@@ -123,6 +127,12 @@ class StepMemory:
         """Elements of the layers' gradients, sharded as the parameters."""
         return self.sharded.trained if self.local.adapted else self.sharded.layer_matrices + self.local.vectors
 
+    @property
+    def delays_experts(self) -> bool:
+        """Whether weight gradients of experts are delayed in the first layers of the backward pass, which are outside of the loop."""
+        model = self.local.model
+        return self.overlap and model.moe is not None and not self.local.adapted and model.layer_period == 1 and model.num_layers > DELAYED
+
     def layout_copies(self) -> int:
         """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
 
@@ -182,6 +192,20 @@ class StepMemory:
             "unsharded float32 gradient of the unembedding, reduced only after the layers"
             + ("; once more as fsdp shards it" if self.half_reduced_table() else ""),
         )
+
+    @property
+    def reduces_table_early(self) -> bool:
+        """Whether the unembedding's gradient is reduced before the loop over layers, with that of the first router.
+
+        So in the heaps of Mixtral and Qwen3 with one microbatch. Microbatches in a loop were not looked at. In DeepSeek it is so too, but
+        not planned: its zeroed accumulators of attention and the gathered weights of its dense layers are as large, and not counted.
+        """
+        return self.delays_experts and self.reduced and not self.in_loop and self.local.model.latent_attention is None
+
+    def reduced_early(self) -> Component:
+        """Return the gradient of the unembedding that has been reduced before the loop over layers."""
+        size = 4 * self.local.table // self.sharded.fsdp + self.half_reduced_table()
+        return Component(size, "float32 gradient of the unembedding, reduced before the other layers")
 
     def half_reduced_table(self) -> int:
         """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2)."""
@@ -268,7 +292,10 @@ class StepMemory:
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
         copies += self.turn.kept_parameters()
+        waiting += self.turn.gradients_left_over()
         workspace += self.turn.zeroed_accumulators()
+        # the block's input comes from host memory into a buffer of its own
+        streams += local.cut_stream_bytes if offloads_inputs(local) else 0
         hidden += self.turn.slices_of_kept(self.saved.bytes)
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
@@ -290,12 +317,34 @@ class StepMemory:
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
             "attention_workspace": Component(workspace, attention_workspace(local, self.backend).assumption),
-            "loss": self.unembedding_gradient(),
+            "loss": self.reduced_early() if late and self.reduces_table_early else self.unembedding_gradient(),
             "collective_buffers": Component(
                 waiting + reducing,
                 f"unsharded {local.config.precision.gradients} gradients of a layer before their reduction"
                 + (", and those of the previous layer" if reducing else ""),
             ),
+        }
+
+    def first_layers(self) -> Components:
+        """Return what is live in the backward pass of the last two layers of experts, which comes first.
+
+        They are not in the loop over layers. Nothing waits for their weight gradients, so the scheduler delays these: the inputs of both
+        layers' weight gradients are live when the gradient of the second layer's input is computed, two arrays in the rows of the experts
+        (inputs, and gradients of the results) for each layer, and the parts by gate and by up. The stacks of gradients are not yet zeroed.
+        """
+        local = self.local
+        delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
+        working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+            ),
+            "working_activations": Component(
+                working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
+            ),
+            "loss": self.unembedding_gradient(),
         }
 
     def last_layer(self) -> Components:

@@ -49,9 +49,20 @@ class Turn:
         return 0 if self.layers == 1 or self.in_loop else self.first
 
     def kept_parameters(self) -> int:
-        """Return the size of the parameters of each kind of layers, which are kept for the backward pass where no layer is recomputed."""
-        several = self.local.model.layer_period > 1 and not POLICIES[self.local.config.compute.remat.policy].recomputes_block
+        """Return the size of the parameters of each kind of layers, which are kept for the backward pass where no layer is recomputed.
+
+        Where layers are left after the last whole turn, those of the whole turns are cut out of the stack of all, by any policy.
+        """
+        model = self.local.model
+        recomputes = POLICIES[self.local.config.compute.remat.policy].recomputes_block
+        several = model.layer_period > 1 and (not recomputes or model.num_layers % model.layer_period > 0)
         return self.local.layer_matrices * self.local.weight_itemsize if several else 0
+
+    def gradients_left_over(self) -> int:
+        """Return the size of the unsharded gradients of the layers after the last whole turn, which wait while the turns run."""
+        local = self.local
+        left = local.model.num_layers % local.model.layer_period if self.layers > 1 and local.fsdp > 1 else 0
+        return left * local.gathered_trained_weights * local.gradient_itemsize
 
     def slices_of_kept(self, saved_bytes: int) -> int:
         """Return the size of the slices of what a turn kept, which are cut out of the stacks together where no layer is recomputed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import shlex
@@ -29,6 +30,8 @@ GRACE = "RIDGE_GRACE_S"
 """Environment variable set by the job script: seconds between the stop signal and the end of the job."""
 LINGER_S = 3.0
 """Process 0 runs the coordination service and exits last, so that peers do not mistake its exit for a crash."""
+_COLLECT = (700, 10, 10)
+"""Objects between two collections of garbage during a run, as Python sets it: what holds memory of devices is freed soon."""
 
 
 @click.command()
@@ -63,6 +66,8 @@ def train(
         from ridgeline.trainer.failures import CheckpointError, CorruptionFound, NumericalFailure, lost_peer
         from ridgeline.trainer.run import train as run_training
 
+        gc.freeze()  # the collections of a run need not traverse what was loaded: 0.06 s each
+        gc.set_threshold(*_COLLECT)  # cli/main.py raised it
         loaded_s = time.monotonic()
         try:
             outcome = run_training(

@@ -10,6 +10,7 @@ Q queries of one block, S keys of one block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -156,8 +157,28 @@ def _forward(
         total = jnp.where(total == 0, 1.0, total)  # a row without keys: output 0
         return (out / total[..., None]).astype(q_BKGTH.dtype), top + jnp.log(total)
 
-    out, lse = jax.lax.map(one_query_block, jnp.arange(plan.blocks))
+    out, lse = _scan_blocks(plan, lambda carry, i: (carry, one_query_block(i)), None)[1]
     return _join(out), _join(lse)
+
+
+def _scan_blocks(plan: Plan, run: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+    """Run (carry, block) -> (carry, result) for each block; return the last carry and the results, stacked on a leading dim.
+
+    As `jax.lax.scan`, but XLA does not know the count. Its pass loop-double-buffer-transformer unrolls the loop over layers, then two
+    copies of a layer call the same loop bodies, and it separates them only if the loop it looked at last was unrolled too. It skips loops
+    without a known count, so none of attention's is the last one; otherwise XLA ends with "Call graph must have been flattened".
+    """
+    like = jax.eval_shape(run, carry, jnp.int32(0))[1]
+    stacks = jax.tree.map(lambda each: jnp.zeros((plan.blocks, *each.shape), each.dtype), like)
+
+    def body(block: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        carry, result = run(state[0], block)
+        return carry, jax.tree.map(lambda stack, each: jax.lax.dynamic_update_index_in_dim(stack, each, block, 0), state[1], result)
+
+    # A loop with one turn is removed.
+    count = 1 if plan.blocks == 1 else jax.lax.optimization_barrier(jnp.int32(plan.blocks))
+    found: tuple[Any, Any] = jax.lax.fori_loop(0, count, body, (carry, stacks))
+    return found
 
 
 def _join(blocks: jax.Array) -> jax.Array:
@@ -206,7 +227,7 @@ def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple
         dq, dk, dv = jax.lax.fori_loop(plan.first_query_block(j), plan.end_query_block(j), one_query_block, start)
         return dq, tuple(x_BKHS.swapaxes(2, 3).astype(dtype) for x_BKHS in (dk, dv))
 
-    dq, (dk, dv) = jax.lax.scan(one_key_block, jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.arange(plan.blocks))
+    dq, (dk, dv) = _scan_blocks(plan, one_key_block, jnp.zeros(q_BKGTH.shape, jnp.float32))
     dk, dv = (jnp.moveaxis(blocks, 0, 2).reshape(like.shape) for blocks, like in ((dk, k_BKTH), (dv, v_BKTH)))
     dsinks_KG = sink_gradient(sinks_KG, jnp.moveaxis(lse_BKGT, 3, 1), jnp.moveaxis(delta_BKGT, 3, 1))
     return dq.astype(dtype), dk, dv, None, dsinks_KG

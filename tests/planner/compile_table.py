@@ -1,7 +1,8 @@
 """Compile rows of the tables of compiled steps again: `python tests/planner/compile_table.py TABLE.json [--having TEXT]`.
 
 Rows (config, overrides, mesh) whose text holds TEXT, all without it, are compiled for H100s (block-scaled matmuls: GB200s) on this machine
-and written back with what came out; add a row with these three keys to have it measured. A row takes 5 to 30 s.
+and written back with what came out; add a row with these three keys to have it measured, and `"heap_at": {}`
+for its heap at the points of the plan. A row takes 5 to 30 s.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
 from ridgeline.hlo.collectives import collectives
+from ridgeline.hlo.heap import read_heap
 from ridgeline.hlo.parse import parse
 from ridgeline.launch.environment import run_flags
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
@@ -59,9 +61,14 @@ def measured(case: dict[str, Any], compiled: Compiled) -> dict[str, Any]:
     for each in collectives(module, compiled.mesh):
         moved[f"{each.kind} {'+'.join(each.axes or ('?',))}"] += each.total_bytes
     rows = {name: int(size) for name, size in sorted(moved.items()) if size >= SMALL_BYTES}
+    heap_at = {}
+    if "heap_at" in case:
+        heap = read_heap(compiled.buffers_text or "", compiled.live_ranges_text or "")
+        heap_at = {"heap_at": {point: heap.live[position] for point, position in heap.peaks(module).items()}}
     return {
         **{key: case[key] for key in ("config", "overrides", "mesh")},
         **{name: getattr(compiled, name) for name in SIZES},
+        **heap_at,
         "collectives": rows,
     }
 

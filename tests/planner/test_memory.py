@@ -22,12 +22,14 @@ from ridgeline.configs.schema import (
     RematConfig,
     TrainerConfig,
 )
+from ridgeline.planner.activations import units_in_flight
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.host_memory import offloaded_per_device, refusal
 from ridgeline.planner.local import LocalSizes, attention_backend
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.parameters import count_parameters
+from ridgeline.planner.peak_memory import StepMemory
 from ridgeline.planner.step_time import step_time
 
 HERE = Path(__file__).parent
@@ -140,6 +142,19 @@ def test_the_peak_in_the_loss_is_planned_closely():
     assert len(AT_THE_LOSS) == 2
     for case in AT_THE_LOSS:
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.015, case["config"]
+
+
+EXPERTS = [case for case in DRAWN if case["config"] in {"models/mixtral-8x7b", "models/qwen3-30b-a3b", "models/qwen3-235b-a22b"}]
+
+
+def test_steps_with_experts_take_what_is_planned_where_the_first_layers_of_the_backward_pass_need_most():
+    """The weight gradients of two layers of experts are delayed there: without that point, 128 devices with large rows lack 13 %."""
+    planned = [(case, estimated(case | {"overlap": True, "combined": True})) for case in EXPERTS]
+    first = [case for case, estimate in planned if estimate.peak_at == "first layers of the backward pass"]
+    assert {case["mesh"]["fsdp"] for case in first} == {128} and len(first) == 2
+    for case, estimate in planned:
+        assert case["temp_bytes"] < 1.01 * estimate.temp_bytes
+        assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.03
 
 
 def test_the_compiled_steps_span_what_the_model_is_used_for():
@@ -275,3 +290,38 @@ def test_the_loss_chunk_is_that_of_the_loss():
     """models/loss.py cuts each row into equal chunks; R rows of one chunk exist at a time."""
     local = LocalSizes.of(config(rows=64, length=1000), sizes(data=2))
     assert local.rows == 32 and local.loss_chunk_tokens == 32 * 32  # 1024 // 32 rows: 32 tokens of each row, 1000 in 32 chunks of 32
+
+
+HEAPS = json.loads((HERE / "compiled_steps_heap.json").read_text())["cases"]
+"""Steps with the heap of their temporaries at the points of the plan."""
+START, BACKWARD = "start of the backward pass", "backward pass"
+CLOSE = {
+    ("models/gemma2-9b", "offload"): {START: 0.035},
+    ("models/gemma3-12b", "full"): {START: 0.03, BACKWARD: 0.03},
+    ("models/olmo3-7b", "dots"): {START: 0.012, BACKWARD: 0.012},
+    ("models/gemma3-4b", "none"): {"loss": 0.012},
+    ("models/gemma3-4b", "dots"): {BACKWARD: 0.025},
+    ("models/qwen3-8b", "none"): {"loss": 0.025, START: 0.012, BACKWARD: 0.012},
+    ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
+    ("models/qwen3-8b", "attention-only"): {START: 0.035},
+    ("models/llama-3.1-70b", "names"): {START: 0.035, BACKWARD: 0.02},
+    ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
+}
+"""Model and policy -> points whose sum of components is planned closely, and how closely; at other points of these steps less is live than
+planned, or the plan is known to be off."""
+
+
+def test_the_components_at_a_point_sum_to_the_heap_there():
+    """A missing term shows here where the tolerance of the peak, or another point that is the peak, hides it."""
+    seen = set()
+    for case in HEAPS:
+        resolved = load(case["config"], case["overrides"]).config
+        key = (case["config"], resolved.compute.remat.policy)
+        local = LocalSizes.of(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
+        backend = local.attention_backend()
+        planned = StepMemory(local, backend, True, True, units_in_flight(local, backend)).points()
+        for point, tolerance in CLOSE.get(key, {}).items():
+            total = sum(part.bytes for part in planned[point].values())
+            assert total == pytest.approx(case["heap_at"][point], rel=tolerance), (key, point)
+            seen.add(key)
+    assert seen == set(CLOSE)

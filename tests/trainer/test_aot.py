@@ -160,6 +160,18 @@ def test_attention_is_a_fused_kernel_where_one_exists_and_nothing_in_the_step_ha
     assert max(elements) < TOKENS**2 / 4
 
 
+@pytest.mark.slow
+def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls():
+    """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check."""
+    layers = ("model.num_layers=4", "data.seq_len=1024", "compute.remat.policy=full")
+    config = small("llama", "mesh.fsdp=8", "compute.attention.backend=chunked", *layers)
+    flags, level = run_flags(config, "h100-sxm")
+    result = compile_many([Request.on(config, cluster(), 1, xla_flags=(*flags, *QUICK), optimization_level=level)])[0]
+    assert isinstance(result, Compiled), result
+    loops = re.findall(r"body=%?([\w.-]+)", result.hlo_text)
+    assert len(loops) == len(set(loops)) > 3, "no two loops share a body"
+
+
 def narrow(matmul, device, *mesh):
     """The step with one kind of narrow products, compiled by the flags of a run, with its request."""
     config = small("llama", f"precision.matmul={matmul}", *mesh, "compute.attention.backend=auto")
