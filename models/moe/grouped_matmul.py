@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from ridgeline.models.moe.float8_dot import float8_dot
+from ridgeline.models.moe.float8_dot import float8_dot, lower_for_gpus
 from ridgeline.planner.experts import block_rows, padded_rows
 
 TILE = 64
@@ -144,7 +144,7 @@ class Blocks:
 
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """See `GroupedMatmul`."""
-        narrow = is_float8(x_RI)
+        narrow = self._narrow(x_RI)
         if narrow and not transposed:
             w_IEO, transposed = w_IEO.transpose((2, 1, 0)), True
         (rows, inputs), experts = x_RI.shape, w_IEO.shape[1]
@@ -190,7 +190,7 @@ class Blocks:
         """See `GroupedMatmul`."""
         (rows, inputs), outputs, experts = x_RI.shape, y_RO.shape[1], load_E.shape[0]
         block, height, width = self.block, TILE, _tile(outputs)
-        narrow = is_float8(x_RI)
+        narrow = self._narrow(x_RI)
         left, right = (x_RI.T, y_RO.T) if narrow else (x_RI, y_RO)
         blocks_E = self._blocks(load_E)
         ends_E = jnp.cumsum(blocks_E)
@@ -221,6 +221,12 @@ class Blocks:
             name="expert_weight_gradient",
             metadata={"flops": str(2 * rows * inputs * outputs)},
         )(range_E2, left, right)
+
+    def _narrow(self, x: jax.Array) -> bool:
+        """Whether the kernel multiplies float8."""
+        if is_float8(x) and not self.interpret:
+            lower_for_gpus()
+        return is_float8(x)
 
     @property
     def _parameters(self) -> triton.CompilerParams:

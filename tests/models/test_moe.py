@@ -286,12 +286,12 @@ def on_grid(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax
     return jnp.asarray(rng.integers(-8, 9, shape), jnp.float32).astype(dtype)
 
 
-@pytest.mark.parametrize("kernel", [Blocks(16, interpret=True), Ragged()], ids=["pallas", "ragged"])
+@pytest.mark.parametrize("kernel", [Blocks(16, interpret=True), Ragged(), Capacity()], ids=["pallas", "ragged", "capacity"])
 def test_products_of_float8_equal_those_of_their_values_times_their_scales(kernel: Any) -> None:
     """Of rows in e4m3 and gradients in e5m2, with a scale per expert."""
     rng, width, hidden, experts = np.random.default_rng(2), 64, 128, 5
-    loads = [5, 0, 20, 39, 0]
-    assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(experts), np.array(loads), total_repeat_length=64), experts, 64)
+    loads, most = [5, 0, 20, 39, 0], experts * 39 if isinstance(kernel, Capacity) else 64
+    assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(experts), np.array(loads), total_repeat_length=64), experts, most)
     x_SD, w_DEF = on_grid(rng, (64, width), fp8.VALUES), on_grid(rng, (width, experts, hidden), fp8.VALUES)
     dy_SF, expert_S = on_grid(rng, (64, hidden), fp8.GRADIENTS), np.repeat(np.arange(experts), loads)
     scale_E = 2.0 ** np.arange(-3, 2).astype(np.float32)
