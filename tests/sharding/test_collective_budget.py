@@ -220,9 +220,9 @@ def test_experts_communicate_as_planned(mesh, experts, model, lora):
 
 @pytest.mark.parametrize("exchange", drawn(["gather", "all_to_all"], 1))
 def test_experts_in_float8_communicate_as_planned(exchange):
-    """And scales of parameters, as in dense layers."""
+    """And the largest values of the experts' matrices, from which their scales are computed: a few numbers."""
     found, planned = experts_budgets({"fsdp": 2, "tensor": 2, "expert": 2}, {"exchange": exchange}, {}, {}, "fp8")
-    assert found == pytest.approx(planned, rel=0, abs=512)
+    assert found == pytest.approx(dict.fromkeys(found, 0) | planned, rel=0, abs=512)
 
 
 def experts_budgets(mesh, experts, model, lora, matmul="compute"):
