@@ -187,10 +187,8 @@ def experts_rules(config: Config) -> Iterator[Problem]:
         return
     if config.model.mlp_bias and config.compute.experts.capacity_factor is not None:
         yield Problem(("compute.experts.capacity_factor", "model.mlp_bias"), "experts with biases drop no tokens; set capacity_factor=null")
-    if config.precision.matmul != "compute":
-        yield Problem(
-            ("precision.matmul", "model.moe"), f"{config.precision.matmul} does not support experts; set precision.matmul=compute"
-        )
+    if config.precision.block_scaled is not None:
+        yield Problem(("precision.matmul", "model.moe"), f"{config.precision.matmul} does not support experts; set precision.matmul=fp8")
     if config.compute.tensor_overlap == "ring":
         yield Problem(("compute.tensor_overlap", "model.moe"), "ring does not support experts; set compute.tensor_overlap=gather")
     if config.mesh.zero_stage:

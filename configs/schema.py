@@ -118,7 +118,8 @@ class PrecisionConfig(Section):
     """Inputs of the layers' matmuls with parameters, forward and backward. compute: the compute dtype. fp8: float8 (e4m3, gradients e5m2)
     with one scale per tensor, computed from the tensor. fp8_delayed: the same with scales from the amax history of earlier steps. mxfp8:
     blocks of 32 e4m3 elements with one scale each; nvfp4: blocks of 16 e2m1 elements in the forward pass, else mxfp8 (both need NVIDIA
-    Blackwell or newer). Embedding, attention scores and unembedding stay in the compute dtype."""
+    Blackwell or newer). Embedding, attention scores and unembedding stay in the compute dtype. Experts: fp8 and fp8_delayed, with one
+    scale per expert's matrix, and in both with scales of their inputs and gradients computed from the tensor."""
     amax_history: PositiveInt = 16
     """fp8_delayed only: number of earlier steps whose amax (largest magnitude) determines the scale."""
     gradients: DType = "float32"

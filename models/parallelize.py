@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.configs.tuning_schema import LoraConfig
@@ -24,7 +25,7 @@ from ridgeline.models.matmul.block_scaled import check_mesh as check_block_scale
 from ridgeline.models.matmul.fp8 import check_mesh as check_fp8_mesh
 from ridgeline.models.moe.exchange import Exchange
 from ridgeline.models.moe.experts import Experts
-from ridgeline.models.moe.grouped_matmul import choose_kernel
+from ridgeline.models.moe.grouped_matmul import TILE, Ragged, choose_kernel
 from ridgeline.models.remat import Remat
 from ridgeline.planner.experts import exchange_method
 from ridgeline.sharding.partition import Partitioner
@@ -123,6 +124,11 @@ def parallelize(
     if model.moe is not None:
         widths = (model.embed_dim, model.expert_width // partitioner.axis_size("mlp"))
         kernel = choose_kernel(platform, compute_dtype, model.moe.experts, widths, compute.experts.capacity_factor)
+        if precision.eight_bit and platform != "cpu" and isinstance(kernel, Ragged):
+            raise UserError(
+                f"precision.matmul={precision.matmul}: 8-bit experts need NVIDIA GPUs and widths in multiples of {TILE}, not "
+                f"{' and '.join(map(str, widths))}; set precision.matmul=compute"
+            )
         count, per_token, factor = model.moe.experts, model.moe.experts_per_token, compute.experts.capacity_factor
         method = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) or "gather"
         exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))

@@ -78,7 +78,7 @@ class Matmul:
         scaling); its "gradient" is the amax of this pass. `adapters`: of each parameter (models/lora.py).
         """
         axes = tuple(logical_axes(param) for param in params)
-        weights = tuple(_weight(param) for param in params)
+        weights = tuple(weight_of(param) for param in params)
         ys = _matmuls(self, tuple(equations), axes, x, weights, None if amax is None else amax[...])
         if adapters is None:
             return ys
@@ -107,14 +107,20 @@ class Matmul:
         return self.partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
 
     def amax_of_layers(self, stacked: nnx.State) -> dict[Path, jax.Array]:
-        """Return the amax of every stacked matmul parameter by layer, float32 [layers]; empty unless parameters are quantized per tensor.
+        """Return the amax of every stacked matmul parameter by layer, float32 [layers], of experts by layer and expert [layers, E].
+
+        Empty unless parameters are quantized per tensor.
 
         All layers at once: the step has one small reduction over devices for all parameters, and no matmul waits for it.
         """
         if not self._quantizes_params:
             return {}
-        found = {path: leaf for path, leaf in nnx.to_flat_state(stacked) if "embed" in (leaf.get_metadata().get("axes") or ())}
-        amax = {path: jnp.max(jnp.abs(leaf[...]), range(1, leaf[...].ndim)).astype(jnp.float32) for path, leaf in found.items()}
+        amax = {}
+        for path, leaf in nnx.to_flat_state(stacked):
+            axes = leaf.get_metadata().get("axes") or ()
+            if {"embed", "expert_embed"} & set(axes):
+                dims = [dim for dim, axis in enumerate(axes) if dim and axis != "experts"]
+                amax[path] = jnp.max(jnp.abs(leaf[...]), dims).astype(jnp.float32)
         return jax.lax.stop_gradient(amax)
 
     @property
@@ -144,7 +150,8 @@ class Weight(NamedTuple):
     amax: jax.Array | None
 
 
-def _weight(param: Matrix) -> Weight:
+def weight_of(param: Matrix) -> Weight:
+    """Return the stored values of a parameter, and its amax if it is known."""
     return Weight(values_of(param), param.get_metadata().get(_AMAX) if isinstance(param, nnx.Param) else None)
 
 

@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ridgeline.models.int8 import Int8, Matrix, values_of
-from ridgeline.models.matmul import Matmul
+from ridgeline.models.int8 import Int8, Matrix
+from ridgeline.models.matmul import Matmul, Weight, fp8, weight_of
 from ridgeline.models.moe.adapters import A_AXES, B_AXES, ExpertAdapter, Pair, added, gradients, input_gradient
 from ridgeline.models.moe.exchange import Exchange, Route
+from ridgeline.models.moe.float8 import Operand, Quantized, matmul, outer, quantize, quantize_experts
 from ridgeline.models.moe.grouped_matmul import GroupedMatmul
 from ridgeline.planner.experts import capacity
 from ridgeline.sharding.manual import on_shards, reduce_gradient
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 MATRIX_AXES = ("expert_embed", "experts", "mlp")
 """Logical axes of the gate, up and down matrices, all [D, E, F]: XLA gathers and scatters leading dims without a copy."""
 _STREAM = ("batch", "residual_seq", "act_embed")
-Stored = jax.Array | Int8
-"""A parameter as it is stored."""
+Gathered = jax.Array | Int8 | Quantized
+"""A parameter as it is communicated."""
 
 
 class Plan(NamedTuple):
@@ -117,13 +118,13 @@ class Experts:
         x: the normalized residual stream, sharded along the sequence as between blocks; adapters: of each matrix.
         """
         pairs = tuple(None if adapter is None else adapter.pair for adapter in adapters or (None,) * len(params))
-        return list(_widen(self, x_BTD, plan, tuple(values_of(param) for param in params), pairs))
+        return list(_widen(self, x_BTD, plan, tuple(weight_of(param) for param in params), pairs))
 
     def narrow(
         self, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Matrix, adapter: ExpertAdapter | None = None
     ) -> jax.Array:
         """Return the weighted sum of each token's experts [B, T, D]: hidden rows times the matrix [D, E, F] of their expert."""
-        y_BTD: jax.Array = _narrow(self, hidden_RF, weights_BTK, plan, values_of(param), None if adapter is None else adapter.pair)
+        y_BTD: jax.Array = _narrow(self, hidden_RF, weights_BTK, plan, weight_of(param), None if adapter is None else adapter.pair)
         return y_BTD
 
     # What the local functions share.
@@ -163,18 +164,27 @@ class Experts:
         return PartitionSpec(self._token_axes, hidden or None)
 
     @property
-    def _used_spec(self) -> PartitionSpec:
-        return self.matmul.partitioner.rules.spec(MATRIX_AXES, without=("fsdp",))
+    def _used_spec(self) -> Any:
+        rules = self.matmul.partitioner.rules
+        spec = rules.spec(MATRIX_AXES, without=("fsdp",))
+        return Quantized(spec, rules.spec(("experts",))) if self.matmul.float8 else spec  # type: ignore[arg-type]
 
-    def _gathered(self, param: Stored) -> Stored:
-        """Cast and gather a stored parameter; one in 8 bits as it is."""
+    def _gathered(self, param: Weight) -> Gathered:
+        """Cast or quantize and gather a stored parameter; one in 8 bits as it is."""
         gather = self.matmul.partitioner.gather_param
-        if isinstance(param, Int8):
-            return Int8(gather(param.stored, *MATRIX_AXES), param.scale)
-        return gather(param.astype(self.matmul.compute_dtype), *MATRIX_AXES)
+        if isinstance(param.w, Int8):
+            return Int8(gather(param.w.stored, *MATRIX_AXES), param.w.scale)
+        if self.matmul.float8:
+            quantized = quantize_experts(param.w, param.amax)
+            return Quantized(gather(quantized.values, *MATRIX_AXES), quantized.scale)
+        return gather(param.w.astype(self.matmul.compute_dtype), *MATRIX_AXES)
 
-    def _used(self, gathered: Stored) -> jax.Array:
-        """Return a gathered parameter in the compute dtype."""
+    def _operand(self, x: jax.Array, dtype: jnp.dtype) -> Operand:
+        """Return what the kernel multiplies: x, or in float8 with one scale for this device."""
+        return quantize(x, dtype) if self.matmul.float8 else x
+
+    def _used(self, gathered: Gathered) -> Operand:
+        """Return a gathered parameter in the compute dtype, or quantized."""
         return gathered.dequantized(self.matmul.compute_dtype) if isinstance(gathered, Int8) else gathered
 
     def _used_pair(self, pair: Pair | None, *, down: bool) -> Pair | None:
@@ -200,8 +210,21 @@ class Experts:
 
     def _rows(self, x_BTD: jax.Array, plan: Plan) -> jax.Array:
         """Return the token in each row of the buffer; 0 in empty rows."""
-        x_GD = self.exchange.dispatch(x_BTD.reshape(-1, x_BTD.shape[-1]), plan.route)
+        return self._in_rows(self._received(x_BTD, plan), plan)
+
+    def _received(self, x_BTD: jax.Array, plan: Plan) -> jax.Array:
+        """Return the tokens in the slots of the group, [G, D]."""
+        return self.exchange.dispatch(x_BTD.reshape(-1, x_BTD.shape[-1]), plan.route)
+
+    def _in_rows(self, x_GD: jax.Array, plan: Plan) -> jax.Array:
         return x_GD.at[plan.assignment_R // self.per_token].get(mode="fill", fill_value=0)
+
+    def _operand_rows(self, x_BTD: jax.Array, plan: Plan, dtype: jnp.dtype) -> Operand:
+        """Return the operand of the token in each row of the buffer, quantized once per token; 0 in empty rows."""
+        if not self.matmul.float8:
+            return self._rows(x_BTD, plan)
+        x_GD = quantize(self._received(x_BTD, plan), dtype)
+        return x_GD._replace(values=self._in_rows(x_GD.values, plan))
 
     def _assigned(self, rows_Rx: jax.Array, plan: Plan) -> jax.Array:
         """Return the row of each assignment, [G, K, ...]; 0 for those that have none here."""
@@ -253,26 +276,39 @@ def _on_shards(experts: Experts, local: Callable[..., Any], in_specs: Any, out_s
 
 
 Matrices = tuple[jax.Array, ...]
+Weights = tuple[Weight, ...]
+Operands = tuple[Operand, ...]
 Pairs = tuple[Pair | None, ...]
 """Adapters of matrices."""
 
 
+def _exact(x: Operand) -> jax.Array:
+    """Return an operand as an array: float8 values in bfloat16 times their scale."""
+    return fp8.dequantize(x.values, x.scale, jnp.dtype(jnp.bfloat16)) if isinstance(x, Quantized) else x
+
+
+def _gradient_of(param: Weight, grad: jax.Array) -> Weight:
+    assert not isinstance(param.w, Int8), "only frozen matrices are stored in 8 bits"
+    return Weight(grad.astype(param.w.dtype), None)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _widen(experts: Experts, x_BTD: jax.Array, plan: Plan, params: tuple[Stored, ...], pairs: Pairs) -> Matrices:
+def _widen(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Weights, pairs: Pairs) -> Matrices:
     return _widen_forward(experts, x_BTD, plan, params, pairs)[0]
 
 
-def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: tuple[Stored, ...], pairs: Pairs) -> tuple[Matrices, Any]:
+def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Weights, pairs: Pairs) -> tuple[Matrices, Any]:
     gathered = tuple(experts._gathered(param) for param in params)
     used = tuple(map(experts._used, gathered))
     used_pairs = tuple(experts._used_pair(pair, down=False) for pair in pairs)
     kernel, scale = experts.kernel, experts.adapter_scale
 
-    def local(x_BTD: jax.Array, plan: Plan, used: Matrices, pairs: Pairs) -> Matrices:
-        x_RD = experts._rows(x_BTD, plan)
-        wide = [kernel.matmul(x_RD, w_DEF, plan.load_E) for w_DEF in used]
+    def local(x_BTD: jax.Array, plan: Plan, used: Operands, pairs: Pairs) -> Matrices:
+        x_RD = experts._operand_rows(x_BTD, plan, fp8.VALUES)
+        wide = [matmul(kernel, x_RD, w_DEF, plan.load_E) for w_DEF in used]
         return tuple(
-            h_RF if pair is None else h_RF + added(kernel, scale, x_RD, pair, plan.load_E) for h_RF, pair in zip(wide, pairs, strict=True)
+            h_RF if pair is None else h_RF + added(kernel, scale, _exact(x_RD), pair, plan.load_E)
+            for h_RF, pair in zip(wide, pairs, strict=True)
         )
 
     pair_specs = tuple(experts._pair_spec(pair, down=False) for pair in pairs)
@@ -281,21 +317,22 @@ def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: tuple
     return hidden, (x_BTD, plan, params, pairs, gathered if experts.matmul.save_gathered else None)
 
 
-def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tuple[jax.Array, None, Matrices | None, Pairs]:
+def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tuple[jax.Array, None, Weights | None, Pairs]:
     x_BTD, plan, params, pairs, saved = residuals
     used = tuple(map(experts._used, saved or tuple(experts._gathered(param) for param in params)))
     used_pairs = tuple(experts._used_pair(pair, down=False) for pair in pairs)
     kernel, dtype, scale = experts.kernel, experts.matmul.gradient_dtype, experts.adapter_scale
 
-    def local(x_BTD: jax.Array, plan: Plan, used: Matrices, pairs: Pairs, dhidden: Matrices) -> tuple[jax.Array, Matrices, Pairs]:
-        x_RD = experts._rows(x_BTD, plan)
-        dws = tuple(experts._reduced(kernel.outer(x_RD, dh_RF, plan.load_E, dtype)) for dh_RF in dhidden if not experts.matmul.frozen)
+    def local(x_BTD: jax.Array, plan: Plan, used: Operands, pairs: Pairs, dhidden: Matrices) -> tuple[jax.Array, Matrices, Pairs]:
+        x_RD = experts._operand_rows(x_BTD, plan, fp8.VALUES)
+        exact_RD, operands = _exact(x_RD), tuple(experts._operand(dh_RF, fp8.GRADIENTS) for dh_RF in dhidden)
+        dws = tuple(experts._reduced(outer(kernel, x_RD, dh_RF, plan.load_E, dtype)) for dh_RF in operands if not experts.matmul.frozen)
         dpairs = tuple(
-            None if pair is None else experts._reduced_pair(gradients(kernel, scale, x_RD, dh_RF, pair, plan.load_E, dtype), down=False)
+            None if pair is None else experts._reduced_pair(gradients(kernel, scale, exact_RD, dh_RF, pair, plan.load_E, dtype), down=False)
             for pair, dh_RF in zip(pairs, dhidden, strict=True)
         )
         # Each matrix's part of the gradient is added up in the slots, so that no sum of rows is stored.
-        parts_RD = [kernel.matmul(dh_RF, w_DEF, plan.load_E, transposed=True) for dh_RF, w_DEF in zip(dhidden, used, strict=True)]
+        parts_RD = [matmul(kernel, dh_RF, w_DEF, plan.load_E, transposed=True) for dh_RF, w_DEF in zip(operands, used, strict=True)]
         parts_RD += [
             input_gradient(kernel, scale, dh_RF, pair, plan.load_E) for dh_RF, pair in zip(dhidden, pairs, strict=True) if pair is not None
         ]
@@ -308,7 +345,7 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
     of_matrices = () if experts.matmul.frozen else (experts.matmul.partitioner.rules.spec(MATRIX_AXES),) * count
     run = _on_shards(experts, local, in_specs, (experts._stream_spec, of_matrices, stored))
     dx_BTD, dws, dpairs = run(x_BTD, plan, used, used_pairs, dhidden)
-    dparams = None if experts.matmul.frozen else tuple(dw.astype(param.dtype) for dw, param in zip(dws, params, strict=True))
+    dparams = None if experts.matmul.frozen else tuple(map(_gradient_of, params, dws))
     return dx_BTD, None, dparams, jax.tree.map(lambda grad, stored: grad.astype(stored.dtype), dpairs, pairs)
 
 
@@ -316,18 +353,18 @@ _widen.defvjp(_widen_forward, _widen_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _narrow(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Stored, pair: Pair | None) -> jax.Array:
+def _narrow(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Weight, pair: Pair | None) -> jax.Array:
     return _narrow_forward(experts, hidden_RF, weights_BTK, plan, param, pair)[0]
 
 
 def _narrow_forward(
-    experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Stored, pair: Pair | None
+    experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Weight, pair: Pair | None
 ) -> tuple[jax.Array, Any]:
     gathered, used_pair = experts._gathered(param), experts._used_pair(pair, down=True)
     used = experts._used(gathered)
 
-    def local(hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, w_DEF: jax.Array, pair: Pair | None) -> jax.Array:
-        y_RD = experts.kernel.matmul(hidden_RF, w_DEF, plan.load_E, transposed=True)
+    def local(hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, w_DEF: Operand, pair: Pair | None) -> jax.Array:
+        y_RD = matmul(experts.kernel, experts._operand(hidden_RF, fp8.VALUES), w_DEF, plan.load_E, transposed=True)
         if pair is not None:
             y_RD += added(experts.kernel, experts.adapter_scale, hidden_RF, pair, plan.load_E)
         y_GD = jnp.sum(experts._assigned(y_RD, plan) * plan.weights_GK[..., None], 1)
@@ -339,28 +376,30 @@ def _narrow_forward(
     return y_BTD, (hidden_RF, plan, param, pair, gathered if experts.matmul.save_gathered else None)
 
 
-def _narrow_backward(
-    experts: Experts, residuals: Any, dy_BTD: jax.Array
-) -> tuple[jax.Array, jax.Array, None, jax.Array | None, Pair | None]:
+def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array, None, Weight | None, Pair | None]:
     hidden_RF, plan, param, pair, saved = residuals
     used, used_pair = experts._used(experts._gathered(param) if saved is None else saved), experts._used_pair(pair, down=True)
     kernel, dtype, scale = experts.kernel, experts.matmul.gradient_dtype, experts.adapter_scale
 
     def local(
-        hidden_RF: jax.Array, plan: Plan, w_DEF: jax.Array, pair: Pair | None, dy_BTD: jax.Array
+        hidden_RF: jax.Array, plan: Plan, w_DEF: Operand, pair: Pair | None, dy_BTD: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, Pair | None]:
         weight_R = plan.row_weights[:, None]
-        dy_RD = experts._rows(dy_BTD, plan)
+        dy_operand_RD = experts._operand_rows(dy_BTD, plan, fp8.GRADIENTS)
         # The weight's gradient needs the expert's result times dy: hidden W dy, which is hidden times the gradient of hidden.
-        unweighted_RF = kernel.matmul(dy_RD, w_DEF, plan.load_E)
+        unweighted_RF = matmul(kernel, dy_operand_RD, w_DEF, plan.load_E)
+        dy_RD = _exact(dy_operand_RD)
         if pair is not None:
             unweighted_RF += input_gradient(kernel, scale, dy_RD, pair, plan.load_E)
         dweight_R = jnp.sum(unweighted_RF.astype(jnp.float32) * hidden_RF, -1)
         dweights_BTK = experts._back(experts._assigned(dweight_R, plan), plan, dy_BTD)
-        wide = dy_RD.shape[-1] > hidden_RF.shape[-1]  # the weights are multiplied into the smaller array
+        # The weights are multiplied into the smaller array, or into the one that is not quantized yet.
+        wide = experts.matmul.float8 or dy_RD.shape[-1] > hidden_RF.shape[-1]
         left_RD, right_RF = (dy_RD, hidden_RF * weight_R) if wide else (dy_RD * weight_R, hidden_RF)
         left_RD, right_RF = left_RD.astype(dy_RD.dtype), right_RF.astype(dy_RD.dtype)
-        dw_DEF = None if experts.matmul.frozen else experts._reduced(kernel.outer(left_RD, right_RF, plan.load_E, dtype))
+        left = dy_operand_RD if experts.matmul.float8 else left_RD
+        right = experts._operand(right_RF, fp8.VALUES)
+        dw_DEF = None if experts.matmul.frozen else experts._reduced(outer(kernel, left, right, plan.load_E, dtype))
         dpair = None
         if pair is not None:
             dpair = experts._reduced_pair(gradients(kernel, scale, right_RF, left_RD, pair, plan.load_E, dtype), down=True)
@@ -371,7 +410,7 @@ def _narrow_backward(
     of_matrix = None if experts.matmul.frozen else experts.matmul.partitioner.rules.spec(MATRIX_AXES)
     run = _on_shards(experts, local, in_specs, (experts._rows_spec, experts._choice_spec, of_matrix, stored))
     dhidden_RF, dweights_BTK, dw_DEF, dpair = run(hidden_RF, plan, used, used_pair, dy_BTD)
-    dparam = None if dw_DEF is None else dw_DEF.astype(param.dtype)
+    dparam = None if dw_DEF is None else _gradient_of(param, dw_DEF)
     return dhidden_RF, dweights_BTK, None, dparam, jax.tree.map(lambda grad, stored: grad.astype(stored.dtype), dpair, pair)
 
 

@@ -2,6 +2,8 @@
 
 A kernel also decides where the rows of the experts lie in one buffer: the kernel for GPUs aligns them to its blocks.
 
+Operands are in one dtype, or both in float8 of either kind; then results are in bfloat16.
+
 Legend: R rows of the buffer, E experts, I inputs, O outputs, A assignments of tokens to experts, C rows per expert, X blocks of rows.
 """
 
@@ -15,10 +17,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from ridgeline.models.moe.float8_dot import float8_dot, lower_for_gpus
 from ridgeline.planner.experts import block_rows, padded_rows
 
 TILE = 64
 """Inputs and outputs of a tile of the Pallas kernel: it needs multiples of it."""
+
+
+def is_float8(x: jax.Array) -> bool:
+    """Whether an operand has one of the 8-bit dtypes."""
+    return bool(x.dtype.itemsize == 1)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Return float8 values in bfloat16, exactly; others as they are. XLA multiplies them in 8 bits where it has such a kernel."""
+    return x.astype(jnp.bfloat16) if is_float8(x) else x
 
 
 class GroupedMatmul(Protocol):
@@ -63,11 +76,13 @@ class Ragged:
 
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """See `GroupedMatmul`."""
+        x_RI, w_IEO = _wide(x_RI), _wide(w_IEO)
         w_EIO = w_IEO.transpose((1, 2, 0) if transposed else (1, 0, 2))
         return jax.lax.ragged_dot(x_RI, w_EIO, load_E, preferred_element_type=jnp.float32).astype(x_RI.dtype)
 
     def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """See `GroupedMatmul`."""
+        x_RI, y_RO = _wide(x_RI), _wide(y_RO)
         numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
         return jax.lax.ragged_dot_general(x_RI, y_RO, load_E, numbers, preferred_element_type=dtype).swapaxes(0, 1)
 
@@ -88,12 +103,14 @@ class Capacity:
 
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """See `GroupedMatmul`."""
+        x_RI, w_IEO = _wide(x_RI), _wide(w_IEO)
         equation = "eci,oei->eco" if transposed else "eci,ieo->eco"
         y_ECO = jnp.einsum(equation, _split(x_RI, w_IEO.shape[1]), w_IEO, preferred_element_type=jnp.float32)
         return y_ECO.astype(x_RI.dtype).reshape(x_RI.shape[0], -1)
 
     def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """See `GroupedMatmul`."""
+        x_RI, y_RO = _wide(x_RI), _wide(y_RO)
         experts = load_E.shape[0]
         return jnp.einsum("eci,eco->ieo", _split(x_RI, experts), _split(y_RO, experts), preferred_element_type=dtype)
 
@@ -127,9 +144,13 @@ class Blocks:
 
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """See `GroupedMatmul`."""
+        narrow = self._narrow(x_RI)
+        if narrow and not transposed:
+            w_IEO, transposed = w_IEO.transpose((2, 1, 0)), True
         (rows, inputs), experts = x_RI.shape, w_IEO.shape[1]
         outputs = w_IEO.shape[0 if transposed else 2]
         block, tile = self.block, _tile(outputs)
+        depth = _tile(inputs) if narrow else TILE  # as many bytes
         ends_E = jnp.cumsum(self._blocks(load_E))
         expert_X = jnp.searchsorted(ends_E, jnp.arange(rows // block), side="right", method="compare_all").astype(jnp.int32)
 
@@ -138,12 +159,14 @@ class Blocks:
             columns = pl.ds(pl.program_id(1) * tile, tile)
 
             def add(step: jax.Array, total: jax.Array) -> jax.Array:
-                part = pl.ds(step * TILE, TILE)
+                part = pl.ds(step * depth, depth)
                 w = w_ref[columns, expert, part] if transposed else w_ref[part, expert, columns]
+                if narrow:
+                    return float8_dot(x_ref[:, part], w.T, total)
                 return total + triton.dot(x_ref[:, part], w, trans_b=transposed)
 
             # Blocks beyond the last expert's have no inputs, and results of 0.
-            steps = jnp.where(expert < experts, jnp.int32(inputs // TILE), jnp.int32(0))
+            steps = jnp.where(expert < experts, jnp.int32(inputs // depth), jnp.int32(0))
             total = jax.lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((block, tile), jnp.float32))
             y_ref[...] = total.astype(y_ref.dtype)
 
@@ -156,7 +179,7 @@ class Blocks:
                 pl.BlockSpec(w_IEO.shape, lambda i, j: (0, 0, 0)),
             ],
             out_specs=pl.BlockSpec((block, tile), lambda i, j: (i, j)),
-            out_shape=jax.ShapeDtypeStruct((rows, outputs), x_RI.dtype),
+            out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16 if narrow else x_RI.dtype),
             compiler_params=self._parameters,
             interpret=self.interpret,
             name="expert_matmul",
@@ -167,6 +190,8 @@ class Blocks:
         """See `GroupedMatmul`."""
         (rows, inputs), outputs, experts = x_RI.shape, y_RO.shape[1], load_E.shape[0]
         block, height, width = self.block, TILE, _tile(outputs)
+        narrow = self._narrow(x_RI)
+        left, right = (x_RI.T, y_RO.T) if narrow else (x_RI, y_RO)
         blocks_E = self._blocks(load_E)
         ends_E = jnp.cumsum(blocks_E)
         range_E2 = jnp.stack([ends_E - blocks_E, ends_E], -1).astype(jnp.int32)
@@ -174,6 +199,8 @@ class Blocks:
         def kernel(range_ref: Any, x_ref: Any, y_ref: Any, w_ref: Any) -> None:
             def add(index: jax.Array, total: jax.Array) -> jax.Array:
                 part = pl.ds(index * block, block)
+                if narrow:
+                    return float8_dot(x_ref[:, part], y_ref[:, part].T, total)
                 return total + triton.dot(x_ref[part, :], y_ref[part, :], trans_a=True)
 
             total = jax.lax.fori_loop(range_ref[0], range_ref[1], add, jnp.zeros((height, width), jnp.float32))
@@ -184,8 +211,8 @@ class Blocks:
             grid=(inputs // height, outputs // width, experts),
             in_specs=[
                 pl.BlockSpec((None, 2), lambda i, j, e: (e, 0)),
-                pl.BlockSpec((rows, height), lambda i, j, e: (0, i)),
-                pl.BlockSpec((rows, width), lambda i, j, e: (0, j)),
+                pl.BlockSpec((height, rows), lambda i, j, e: (i, 0)) if narrow else pl.BlockSpec((rows, height), lambda i, j, e: (0, i)),
+                pl.BlockSpec((width, rows), lambda i, j, e: (j, 0)) if narrow else pl.BlockSpec((rows, width), lambda i, j, e: (0, j)),
             ],
             out_specs=pl.BlockSpec((height, None, width), lambda i, j, e: (i, e, j)),
             out_shape=jax.ShapeDtypeStruct((inputs, experts, outputs), dtype),
@@ -193,7 +220,13 @@ class Blocks:
             interpret=self.interpret,
             name="expert_weight_gradient",
             metadata={"flops": str(2 * rows * inputs * outputs)},
-        )(range_E2, x_RI, y_RO)
+        )(range_E2, left, right)
+
+    def _narrow(self, x: jax.Array) -> bool:
+        """Whether the kernel multiplies float8."""
+        if is_float8(x) and not self.interpret:
+            lower_for_gpus()
+        return is_float8(x)
 
     @property
     def _parameters(self) -> triton.CompilerParams:

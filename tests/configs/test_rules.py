@@ -147,7 +147,7 @@ CASES = [
         "compute.experts.capacity_factor: experts with biases drop no tokens; set capacity_factor=null",
     ),
     (["compute.experts.capacity_factor=1.25"], "compute.experts.capacity_factor: there are no experts: set it to null, or set model.moe"),
-    (["model.moe={}", "precision.matmul=fp8"], "precision.matmul: fp8 does not support experts; set precision.matmul=compute"),
+    (["model.moe={}", "precision.matmul=mxfp8"], "precision.matmul: mxfp8 does not support experts; set precision.matmul=fp8"),
     (["model.moe={}", "optimizer.kind=muon"], "optimizer.kind: muon does not support experts; use adamw, lion or sgd"),
     (["model.moe={}", "compute.tensor_overlap=ring"], "compute.tensor_overlap: ring does not support experts"),
     (["model.moe={dense_layers: 1}", "compute.scan_unroll=2"], "compute.scan_unroll: must divide model.moe.dense_layers=1, got 2"),

@@ -12,6 +12,8 @@ from flax import nnx
 
 from ridgeline.configs.model_schema import MoEConfig
 from ridgeline.configs.schema import Config, LossConfig, MeshConfig
+from ridgeline.models.matmul import fp8
+from ridgeline.models.moe import float8
 from ridgeline.models.moe.adapters import Pair, added, gradients, input_gradient
 from ridgeline.models.moe.exchange import Exchange, Route, Slices, padded_ragged_all_to_all
 from ridgeline.models.moe.experts import _place, _within
@@ -277,3 +279,29 @@ def test_losses_of_the_router_are_1_at_balance_and_largest_where_all_tokens_choo
 def test_the_choice_bias_moves_against_the_load() -> None:
     bias = balanced_bias(jnp.zeros((1, 3)), jnp.asarray([[9.0, 3.0, 6.0]]), 0.01)
     np.testing.assert_allclose(bias, [[-0.01, 0.01, 0.0]])
+
+
+def on_grid(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Values of which float32 adds products exactly."""
+    return jnp.asarray(rng.integers(-8, 9, shape), jnp.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("kernel", [Blocks(16, interpret=True), Ragged(), Capacity()], ids=["pallas", "ragged", "capacity"])
+def test_products_of_float8_equal_those_of_their_values_times_their_scales(kernel: Any) -> None:
+    """Of rows in e4m3 and gradients in e5m2, with a scale per expert."""
+    rng, width, hidden, experts = np.random.default_rng(2), 64, 128, 5
+    loads, most = [5, 0, 20, 39, 0], experts * 39 if isinstance(kernel, Capacity) else 64
+    assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(experts), np.array(loads), total_repeat_length=64), experts, most)
+    x_SD, w_DEF = on_grid(rng, (64, width), fp8.VALUES), on_grid(rng, (width, experts, hidden), fp8.VALUES)
+    dy_SF, expert_S = on_grid(rng, (64, hidden), fp8.GRADIENTS), np.repeat(np.arange(experts), loads)
+    scale_E = 2.0 ** np.arange(-3, 2).astype(np.float32)
+    rows = [float8.Quantized(a.at[assignment_R].get(mode="fill", fill_value=0), jnp.float32(s)) for a, s in ((x_SD, 4), (dy_SF, 0.5))]
+    w = float8.Quantized(w_DEF, jnp.asarray(scale_E))
+    x, dy, exact = (np.asarray(a, np.float32) for a in (x_SD, dy_SF, w_DEF))
+    exact = exact * scale_E[:, None]
+    found = float8.matmul(kernel, rows[0], w, load_E)[row_A]
+    np.testing.assert_array_equal(found, jnp.asarray(4 * np.einsum("sd,dsf->sf", x, exact[:, expert_S])).astype(jnp.bfloat16))
+    found = float8.matmul(kernel, rows[1], w, load_E, transposed=True)[row_A]
+    np.testing.assert_array_equal(found, jnp.asarray(0.5 * np.einsum("sf,dsf->sd", dy, exact[:, expert_S])).astype(jnp.bfloat16))
+    wanted = 2 * np.stack([x[expert_S == e].T @ dy[expert_S == e] for e in range(experts)], 1)
+    np.testing.assert_array_equal(float8.outer(kernel, *rows, load_E, jnp.dtype("float32")), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,10 +22,10 @@ from ridgeline.sharding.rules import Rules
 from tests.models.tiny import BASE
 
 
-def execution(mesh: dict[str, int] | None = None, matmul: str = "compute", **compute) -> Execution:
+def execution(mesh: dict[str, int] | None = None, matmul: str = "compute", model: dict[str, Any] | None = None, **compute) -> Execution:
     config = MeshConfig(**{"fsdp": 1, **(mesh or {})})
     partitioner = Partitioner(build_mesh(config, jax.devices()[: int(np.prod(list(config.sizes.values())))]), Rules.from_config(config))
-    return parallelize(ModelConfig(**BASE), ComputeConfig(**compute), PrecisionConfig(matmul=matmul), partitioner)
+    return parallelize(ModelConfig(**BASE | (model or {})), ComputeConfig(**compute), PrecisionConfig(matmul=matmul), partitioner)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,16 @@ def test_rematerialization_depends_on_whether_the_blocks_run_in_a_compiled_loop(
 def test_an_unsupported_attention_backend_is_refused_before_anything_is_compiled() -> None:
     with pytest.raises(UserError, match=r"compute\.attention\.backend: cudnn .* cpu"):
         execution(attention=AttentionConfig(backend="cudnn"))
+
+
+@pytest.mark.parametrize(("platform", "width"), [("gpu", 96), ("rocm", 64), ("tpu", 64)])
+def test_8_bit_experts_without_a_kernel_are_refused(monkeypatch, platform: str, width: int) -> None:
+    """On other platforms than NVIDIA GPUs, and there for widths that are no multiples of 64; 16-bit experts are computed anywhere."""
+    monkeypatch.setitem(parallelize.__globals__, "platform_of", lambda _: platform)
+    model = {"embed_dim": 64, "moe": {"experts": 4, "experts_per_token": 2, "expert_dim": width}}
+    with pytest.raises(UserError, match=f"precision.matmul=fp8: 8-bit experts need NVIDIA GPUs .* multiples of 64, not 64 and {width};"):
+        execution(matmul="fp8", model=model, attention=AttentionConfig(backend="reference"))
+    assert execution(model=model, attention=AttentionConfig(backend="reference")).experts is not None
 
 
 def test_equal_configs_have_equal_executions() -> None:

@@ -26,6 +26,7 @@ MODEL = {"vocab_size": 256, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "n
 MODEL |= {"mlp_dim": 64, "max_seq_len": 32}
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 ROWS, LENGTH, STEPS, TAIL, SEEDS = 8, 32, 100, 30, (0, 1, 2)
+EXPERTS = MODEL | {"moe": {"experts": 4, "experts_per_token": 2, "expert_dim": 32}}
 TEXT = np.frombuffer(b"".join(Path(str(module.__file__)).read_bytes() for module in (argparse, ast)), np.uint8).astype(np.int32)
 
 
@@ -43,11 +44,12 @@ def batch(seed: int, step: int) -> dict[str, np.ndarray]:
 
 
 @cache
-def run_of(matmul: str, mesh: tuple[tuple[str, int], ...] = (), accumulation: int = 1) -> tuple[Prepared, Any]:
-    """A run on as many devices as its mesh needs, and its step, which leaves the state it is given alone."""
+def run_of(matmul: str, mesh: tuple[tuple[str, int], ...] = (), accumulation: int = 1, exchange: str | None = None) -> tuple[Prepared, Any]:
+    """A run on as many devices as its mesh needs, and its step, which leaves the state it is given alone; `exchange`: of experts."""
     config = Config.model_validate(
         {
-            "model": MODEL,
+            "model": EXPERTS if exchange else MODEL,
+            "compute": {"experts": {"exchange": exchange or "auto"}},
             "precision": {"compute": "bfloat16", "matmul": matmul, "amax_history": 4},
             "data": {"batch_size": ROWS, "seq_len": LENGTH},
             "mesh": {"fsdp": 1} | dict(mesh),
@@ -62,14 +64,14 @@ def run_of(matmul: str, mesh: tuple[tuple[str, int], ...] = (), accumulation: in
 
 
 @cache
-def initial(seed: int) -> Any:
+def initial(seed: int, experts: bool) -> Any:
     """Parameters of a seed, on the host."""
-    return jax.tree.map(np.asarray, build()(jax.random.key(seed)))
+    return jax.tree.map(np.asarray, build(experts)(jax.random.key(seed)))
 
 
 @cache
-def build() -> Any:
-    return jax.jit(run_of("compute")[0].spec.build)
+def build(experts: bool) -> Any:
+    return jax.jit(run_of("compute", exchange="gather" if experts else None)[0].spec.build)
 
 
 def train(run: tuple[Prepared, Any], steps: range, state: Any = None, seed: int = 0, spoil: bool = False) -> tuple[Any, np.ndarray]:
@@ -77,7 +79,8 @@ def train(run: tuple[Prepared, Any], steps: range, state: Any = None, seed: int 
     parts, step = run
     if state is None:
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), parts.abstract)
-        state = jax.device_put(replace(zeros, params=initial(seed)), jax.tree.map(lambda leaf: leaf.sharding, parts.abstract))
+        params = initial(seed, "router" in str(jax.tree.structure(zeros.params)))
+        state = jax.device_put(replace(zeros, params=params), jax.tree.map(lambda leaf: leaf.sharding, parts.abstract))
     losses = []
     for index in steps:
         given = batch(seed, index)
@@ -94,19 +97,22 @@ def tails(run: tuple[Prepared, Any]) -> np.ndarray:
 
 
 @cache
-def reference() -> np.ndarray:
-    return tails(run_of("compute"))
+def reference(exchange: str | None = None) -> np.ndarray:
+    return tails(run_of("compute", exchange=exchange))
 
 
-def excess(run: tuple[Prepared, Any]) -> float:
+def excess(run: tuple[Prepared, Any], exchange: str | None = None) -> float:
     """Loss above bfloat16 from the same seeds, in standard deviations of bfloat16's own over seeds; infinite where not finite."""
-    found = tails(run)
-    return float(np.mean(found - reference()) / np.std(reference(), ddof=1)) if np.isfinite(found).all() else np.inf
+    found, wanted = tails(run), reference(exchange)
+    return float(np.mean(found - wanted) / np.std(wanted, ddof=1)) if np.isfinite(found).all() else np.inf
 
 
-@pytest.mark.parametrize("matmul", drawn(["fp8", "fp8_delayed", "mxfp8", "nvfp4"], 2))
-def test_narrow_products_learn_as_well_as_16_bit_ones(matmul: str) -> None:
-    assert abs(excess(run_of(matmul))) < (1.0 if matmul == "nvfp4" else 0.5)
+@pytest.mark.parametrize(
+    ("matmul", "exchange"), drawn([("fp8", None), ("fp8_delayed", None), ("mxfp8", None), ("nvfp4", None), ("fp8", "gather")], 2)
+)
+def test_narrow_products_learn_as_well_as_16_bit_ones(matmul: str, exchange: str | None) -> None:
+    """With an exchange: of a model with experts."""
+    assert abs(excess(run_of(matmul, exchange=exchange), exchange)) < (1.0 if matmul == "nvfp4" else 0.5)
 
 
 def test_the_comparison_finds_gradients_that_are_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +130,14 @@ def test_every_mesh_and_microbatch_gives_the_losses_and_magnitudes_of_one_device
     np.testing.assert_allclose(found, losses, rtol=3e-3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.25), state.amax, one.amax)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.amax))
+
+
+@pytest.mark.parametrize("exchange", drawn(["gather", "all_to_all"], 1))
+def test_experts_in_float8_give_the_losses_of_one_device(exchange: str) -> None:
+    steps, mesh = range(8), (("data", 2), ("expert", 2), ("tensor", 2))
+    _, losses = train(run_of("fp8", exchange="gather"), steps)
+    _, found = train(run_of("fp8", mesh, accumulation=2, exchange=exchange), steps)
+    np.testing.assert_allclose(found, losses, rtol=3e-3)
 
 
 @pytest.mark.parametrize("matmul", drawn(["mxfp8", "nvfp4"], 1))
