@@ -26,8 +26,12 @@ CPUS_PER_NODE = 2
 GRACE_S = 60
 """Seconds between SIGTERM and SIGKILL: preemption grace of the partition, and KillWait."""
 
+PATIENT_S = {"TCPTimeout": 20, "MessageTimeout": 60, "BatchStartTimeout": 60}
+"""Limits that are long enough for an overloaded machine. A lost node is given up after one or two of these."""
+USUAL_S = {"TCPTimeout": 2, "MessageTimeout": 10, "BatchStartTimeout": 10}
+"""Slurm's defaults."""
+
 # A requeued job starts only after its old credentials expire: cred_expire makes that five seconds instead of two minutes.
-# TCPTimeout, MessageTimeout and BatchStartTimeout are long enough for an overloaded machine.
 CONF = """\
 ClusterName=ridgetest{pid}
 SlurmctldHost={host}(127.0.0.1)
@@ -56,9 +60,7 @@ PreemptMode=REQUEUE
 KillWait={grace}
 SlurmdTimeout=15
 SlurmctldTimeout=30
-TCPTimeout=20
-MessageTimeout=60
-BatchStartTimeout=60
+{limits}
 InactiveLimit=0
 MinJobAge=3600
 ReturnToService=2
@@ -75,9 +77,10 @@ PartitionName=high Nodes=ALL MaxTime=01:00:00 PriorityTier=10 PreemptMode=OFF St
 class SlurmCluster:
     """Four nodes `node01`..`node04` of two CPUs, partitions `low` (default, preemptible after GRACE_S) and `high`."""
 
-    def __init__(self, directory: Path, number: int = 0) -> None:
+    def __init__(self, directory: Path, number: int = 0, limits_s: Mapping[str, int] = PATIENT_S) -> None:
         self.directory = directory
         self.number = number
+        self.limits_s = limits_s
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         self.env["SLURM_CONF"] = str(directory / "slurm.conf")
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -107,6 +110,7 @@ class SlurmCluster:
                 munge=munge,
                 directory=self.directory,
                 grace=GRACE_S,
+                limits="\n".join(f"{name}={seconds}" for name, seconds in self.limits_s.items()),
                 nodes=nodes,
             )
         )
@@ -336,9 +340,14 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(directory: Path, number: int, starting: contextlib.AbstractContextManager[object]) -> Iterator[SlurmCluster]:
-    """Run a cluster for the length of a with block. `starting`: lock of the start: two clusters must not choose the same ports."""
-    cluster = SlurmCluster(directory, number)
+def running(
+    directory: Path, number: int, starting: contextlib.AbstractContextManager[object], limits_s: Mapping[str, int] = PATIENT_S
+) -> Iterator[SlurmCluster]:
+    """Run a cluster for the length of a with block.
+
+    starting: lock of the start: two clusters must not choose the same ports. limits_s: seconds of Slurm's limits, by name.
+    """
+    cluster = SlurmCluster(directory, number, limits_s)
     try:
         with starting:
             cluster.start()

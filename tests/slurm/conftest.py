@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.slurm import jobs
-from tests.slurm.cluster import SlurmCluster, running
+from tests.slurm.cluster import PATIENT_S, USUAL_S, SlurmCluster, running
 from tests.slurm.shared import Shared, worker, workers
+from tests.slurm.soak import MEASURE_MINUTES, MINUTES
 
 HERE = Path(__file__).parent
 LONGEST = (
@@ -49,7 +50,9 @@ def slurm_session(tmp_path_factory, shared):
         if os.environ.get("CI") == "true":
             pytest.fail(why)
         pytest.skip(why)
-    with running(tmp_path_factory.mktemp("slurm"), worker() or 0, shared.lock("ports")) as cluster:
+    # how long Slurm takes to give up a lost node decides the goodput of a long soak
+    limits_s = USUAL_S if MINUTES >= MEASURE_MINUTES else PATIENT_S
+    with running(tmp_path_factory.mktemp("slurm"), worker() or 0, shared.lock("ports"), limits_s) as cluster:
         yield cluster
 
 

@@ -26,6 +26,8 @@ from ridgeline.trainer.checkpoint import directories as dirs
 from tests.slurm import jobs
 from tests.trainer.storage_trouble import Trouble
 
+MINUTES, MEASURE_MINUTES = float(os.environ.get("SOAK_MINUTES", "1")), 20.0
+"""Length of the run; from `MEASURE_MINUTES` on the times of its prediction are measured first."""
 STEP_S, SAVE_EVERY, HANG_S, PHASE_S, WAIT_S = 0.2, 20, 8.0, 60.0, 5
 """Seconds of a step (a pause), steps between saves, the watchdog's limits of a step and of other phases, and how long srun waits for the
 other ranks."""

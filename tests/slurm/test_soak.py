@@ -22,15 +22,25 @@ from ridgeline.launch.exit_codes import DONE, PREEMPTED
 from ridgeline.planner.campaign.model import Outcome
 from ridgeline.rundir.goodput import Ledger
 from tests.slurm import jobs, soak
+from tests.slurm.soak import MEASURE_MINUTES, MINUTES
 from tests.trainer import storage_trouble
 
-MINUTES, GAP_S = float(os.environ.get("SOAK_MINUTES", "1")), float(os.environ.get("SOAK_GAP_S", "6"))
+GAP_S = float(os.environ.get("SOAK_GAP_S", "6"))
 SEED = int(os.environ.get("SOAK_SEED", "0"))
-MEASURE_MINUTES, LONG_MINUTES = 20.0, 30.0
-"""From this length on the times of a prediction are measured first; it must hold from this length on: a short run has few faults."""
+LONG_MINUTES = 30.0
+"""From this length on the prediction must hold: a short run has few faults."""
 MEASURED = [
     *((40, "kill"), (90, "stop"), (140, "node down"), (190, "preempt"), (240, "slow link"), (300, "node down")),
-    *((350, "kill"), (400, "node down"), (450, "stop"), (500, "node down"), (550, "preempt"), (600, "")),
+    *(
+        (350, "kill"),
+        (400, "node down"),
+        (450, "stop"),
+        (500, "node down"),
+        (550, "preempt"),
+        (600, "node down"),
+        (650, "node down"),
+        (700, ""),
+    ),
 ]
 """Steps after which the run that is measured for the prediction meets its faults; its last step."""
 

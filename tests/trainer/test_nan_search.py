@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ ALONE = {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1}
 Weights = dict[str, np.ndarray]
 
 
-def start(directory: Path, change: Callable[[Weights], None]) -> Path:
-    """A Hugging Face directory with changed weights."""
-    model = settings(Path("corpus"), Path("run"), directory).model
+def start(directory: Path, change: Callable[[Weights], None], model: Mapping[str, Any] | None = None) -> Path:
+    """A Hugging Face directory with changed weights. model: settings of the model."""
+    model = settings(Path("corpus"), Path("run"), directory, model).model
     decoder = models.build(model, ComputeConfig(), PrecisionConfig(), Partitioner.single(), nnx.Rngs(params=4))
     leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))[0]
     values = {jax.tree_util.keystr(path, simple=True, separator="."): np.array(leaf) for path, leaf in leaves}
@@ -47,9 +47,15 @@ def start(directory: Path, change: Callable[[Weights], None]) -> Path:
     return directory
 
 
-def settings(corpus: Path, run_dir: Path, init_from: Path, **trainer: Any) -> Config:  # noqa: F811
+def settings(
+    corpus: Path,  # noqa: F811
+    run_dir: Path,
+    init_from: Path,
+    model: Mapping[str, Any] | None = None,
+    **trainer: Any,
+) -> Config:
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
-    sections = {"mesh": mesh, "model": {"num_layers": LAYERS}, "evaluation": {"every": 0, "sets": {}}, "init_from": str(init_from)}
+    sections = {"mesh": mesh, "model": model or {"num_layers": LAYERS}, "evaluation": {"every": 0, "sets": {}}, "init_from": str(init_from)}
     return make_config(corpus, run_dir, trainer={"max_bad_steps": 2, **trainer}, **sections)
 
 
@@ -101,6 +107,29 @@ def test_the_layer_whose_forward_pass_overflows_is_named(
     assert (found["step"], found["from_step"], found["pass"], found["layers"]) == (1, 0, "forward", [layer, layer])
     assert found["origin"]["result"] in ("inf", "nan") and found["origin"]["source"]
     assert ("mlp" in found["origin"]["scope"]) == (".mlp." in module), (found, module)
+
+
+@pytest.mark.parametrize("stack", drawn(["dense_blocks", "blocks"], 1))
+def test_layers_with_experts_and_dense_ones_that_take_turns_are_named_by_their_turn(
+    stack: str,
+    corpus: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Llama 4 with experts in every second layer: a turn of the loop is two layers."""
+    turn = random.Random(stack).randrange(3)
+    moe = {"experts": 4, "experts_per_token": 1, "expert_dim": 24, "shared_experts": 1, "score": "sigmoid", "normalize": False}
+    attention = {"rope_interleaved": True, "attention_chunk": 16, "full_attention_every": 2, "full_attention_rope": False}
+    model = {"family": "llama4", "num_layers": 6, **attention, "moe": moe | {"scale_input": True, "every": 2}}
+
+    def change(values: Weights) -> None:
+        path = next(path for path in values if path.startswith(f"{stack}.") and "gate" in path)
+        values[path][turn] = LARGE * np.sign(values[path][turn])
+
+    directory = start(tmp_path / "base", change, model)
+    module = first_module(directory)
+    found = api.find_nan(failed(settings(corpus, tmp_path / "run", directory, model)), overrides=ALONE)
+    assert f"layers.{2 * turn + (stack == 'blocks')}." in module
+    assert found.layers == (2 * turn, 2 * turn + 1)
 
 
 def test_a_gradient_that_is_not_finite_is_traced_into_the_backward_pass(
