@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ridgeline.hlo.category import category
@@ -100,6 +100,11 @@ def _executed(module: Module) -> Iterator[Computation]:
             yield computation
 
 
+def _multiplied(operands: Sequence[Shape]) -> str:
+    """Return the dtype of the first array that is not of indices: custom kernels may take those first."""
+    return next((shape.dtype for shape in operands if shape.dtype[:1] in ("f", "b")), operands[0].dtype)
+
+
 def _kernel(module: Module, computation: Computation, instruction: Instruction, count: float, part: str) -> Kernel:
     fused = next((module.computations[name] for name in instruction.called if name in module.computations), None)
     if instruction.opcode in ("fusion", "fusion-start") and fused is not None:  # jaxlib 0.12 splits slices and updates of scans
@@ -113,7 +118,7 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
         elif instruction.opcode == "dynamic-update-slice":
             size = 2.0 * computation.operand_shapes(instruction)[1].bytes
     counted = [(where, product, flops_of(where, product)) for where, product in products]
-    dtype = next((where.operand_shapes(product)[0].dtype for where, product, flops in counted if flops), "")
+    dtype = next((_multiplied(where.operand_shapes(product)) for where, product, flops in counted if flops), "")
     shapes = [shape for where, product in products if (shape := matmul(where, product)) is not None]
     kind = category(module, instruction)
     return Kernel(

@@ -276,3 +276,22 @@ def test_kernels_of_triton_count_what_they_multiply_or_are_named_as_unknown():
     assert found["said"].flops == 103079215104
     assert found["sorted"].flops == 0
     assert without_flops(list(found.values())) == {"jit(step)/mlp/mine": 1.0}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "f8e4m3fn", "f8e5m2"])
+@pytest.mark.parametrize("indices", [0, 1, 2])
+def test_the_dtype_of_a_custom_kernel_is_that_of_its_first_array_of_numbers(dtype, indices):
+    """Kernels of experts take the starts of the experts' rows first."""
+    integers = [f"%i{n} = s32[9]{{0}} parameter({n})" for n in range(indices)]
+    operands = ", ".join([*(f"%i{n}" for n in range(indices)), "%x"])
+    text = "\n  ".join(
+        [
+            "HloModule jit_step, is_scheduled=true\n\nENTRY %main () -> bf16[64,32] {",
+            *integers,
+            f"%x = {dtype}[64,32]{{1,0}} parameter({indices})",
+            f'ROOT %call = bf16[64,32]{{1,0}} custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton", '
+            'backend_config={serialized_metadata = "{\\22flops\\22: \\2212\\22}"}',
+        ]
+    )
+    [kernel] = [kernel for kernel in kernels(parse(text + "\n}\n")) if kernel.flops]
+    assert (kernel.dtype, kernel.flops) == (dtype, 12)
