@@ -693,10 +693,24 @@ def call(command: Any, *arguments: Any) -> None:
         raise result.exception
 
 
+def suspend_between_saves(process: subprocess.Popen[str], run: Path) -> None:
+    """Stop a process while none of its saves is in flight: the threads of one go on, before any check, into a temporary directory."""
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        process.send_signal(signal.SIGSTOP)
+        events = read_events(event_file(run, 0))
+        begun = sum(event.kind == "phase_start" and event.fields["phase"] == "save" for event in events)
+        if begun and begun == sum(event.kind in ("checkpoint_saved", "checkpoint_failed") for event in events):
+            return
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.05)
+    raise AssertionError("no moment without a save")
+
+
 def test_two_runs_never_write_one_directory(corpus: Path, tmp_path: Path) -> None:
     """A second start is refused; a suspended holder is taken over, and ends without another write when it continues."""
     sections = {"evaluation": {"every": 0, "sets": {}}, "schedule": {"kind": "constant"}, "runtime": {"lease_timeout_s": 3}}
-    endless = make_config(corpus, tmp_path / "run", trainer={"steps": 10**8, "log_every": 1}, checkpoint={"every": 2}, **sections)
+    endless = make_config(corpus, tmp_path / "run", trainer={"steps": 10**8, "log_every": 1}, checkpoint={"every": 40}, **sections)
     words = command(endless, tmp_path)
     first = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT)
     try:
@@ -706,7 +720,7 @@ def test_two_runs_never_write_one_directory(corpus: Path, tmp_path: Path) -> Non
         with pytest.raises(UserError, match=rf"{tmp_path}/run is in use: process {first.pid} on ") as refused:
             train(endless, command=["test"])
         assert "\n" not in str(refused.value)
-        first.send_signal(signal.SIGSTOP)
+        suspend_between_saves(first, tmp_path / "run")
         second = subprocess.run(
             [*words, "trainer.stop_after_s=0.1"], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
         )
