@@ -20,6 +20,7 @@ from ridgeline.configs import compose, rules
 from ridgeline.configs.errors import UserError, first_of
 from ridgeline.configs.fields import env_keys, slot_at, split_key
 from ridgeline.configs.overrides import apply_overrides
+from ridgeline.configs.problem import Problem
 from ridgeline.configs.schema import Config
 from ridgeline.configs.validation_errors import validation_error
 from ridgeline.configs.yaml_tree import DEFAULT, Items, Mapping, Node, Scalar, Source, dotted, find, plain, read_file, source_of
@@ -82,7 +83,7 @@ def resolve(tree: Mapping, environment: Environment[str, str]) -> Resolved:
     config = _validated(interpolated)
     problems = rules.check_config(config)
     if problems:
-        first, *others = [(_place(interpolated, problem.keys), problem.message) for problem in problems]
+        first, *others = [(_place(interpolated, problem), problem.message) for problem in problems]
         raise first_of(f"{first[0]}: {first[1]}", [place for place, _ in others])
     sources = {dotted(path): _leaf_source(interpolated, path) for path, _ in leaves(config.model_dump(mode="json"))}
     return Resolved(config, sources)
@@ -128,16 +129,21 @@ def _validated(tree: Mapping) -> Config:
         raise validation_error(error, tree) from None
 
 
-def _place(tree: Mapping, keys: tuple[str, ...]) -> str:
-    """Return source and name of the key to report: one set by an override, else the first set in a file, else the first."""
+def _place(tree: Mapping, problem: Problem) -> str:
+    """Return source and name of the key to report: one set by an override, else the first set in a file, else the first.
+
+    Where the message is a predicate about the first key and another one is reported, the first is named too.
+    """
     written: list[tuple[Source, str]] = []
-    for key in keys:
+    for key in problem.keys:
         path = split_key(key)
         if find(tree, path) is not None:
             written.append((source_of(tree, path), key))
     written.sort(key=lambda place: place[0].kind != "override")
-    source, key = written[0] if written else (DEFAULT, keys[0])
-    return f"{source}: {key}"
+    source, key = written[0] if written else (DEFAULT, problem.keys[0])
+    if key == problem.keys[0] or not problem.is_predicate:
+        return f"{source}: {key}"
+    return f"{source}: {problem.keys[0]}" if source.kind == "override" else f"{source} ({key}): {problem.keys[0]}"
 
 
 def _leaf_source(tree: Mapping, path: KeyPath) -> Source:

@@ -13,6 +13,11 @@ class Problem:
     keys: tuple[str, ...]
     message: str
 
+    @property
+    def is_predicate(self) -> bool:
+        """Whether the message is about the first key without naming it: "must be at most 2", "does not support adapters"."""
+        return self.message.split(" ", 1)[0] in ("must", "does", "needs", "is", "has", "leaves", "there")
+
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""

@@ -31,6 +31,13 @@ class AdaptedMatrix:
     """Routed experts of a layer, each with such a matrix; 0: it is no matrix of routed experts."""
     per_token: int = 1
     """How many of a layer's matrices multiply a token."""
+    shared: bool = False
+    """It is a matrix of the shared experts."""
+
+    @property
+    def label(self) -> str:
+        """The name, unique among the matrices of a model."""
+        return f"shared experts' {self.name}" if self.shared else self.name
 
     @property
     def writes_stream(self) -> bool:
@@ -81,7 +88,11 @@ def adapted_matrices(config: Config) -> list[AdaptedMatrix]:
     if lora.rank is None:
         return []
     shapes = _matrices(model)
-    found = [AdaptedMatrix(name, layers, ins, outs, lora.rank, lora.dora) for name, layers, ins, outs in shapes if name in targets]
+    found = [
+        AdaptedMatrix(name, layers, ins, outs, lora.rank, lora.dora, shared=shared)
+        for name, layers, ins, outs, shared in shapes
+        if name in targets
+    ]
     if (moe := model.moe) is not None:
         sides = {"gate": (model.embed_dim, model.expert_width), "up": (model.embed_dim, model.expert_width)}
         sides["down"] = (model.expert_width, model.embed_dim)
@@ -93,21 +104,21 @@ def adapted_matrices(config: Config) -> list[AdaptedMatrix]:
     return found
 
 
-def _matrices(model: ModelConfig) -> list[tuple[str, int, int, int]]:
-    """Return name, layers, inputs and outputs of the matrices of attention, MLP and shared experts."""
-    shapes = [(name, model.num_layers, *shape) for name, shape in attention_weights(model).items()]
-    shared = 0 if model.moe is None else model.moe.shared_experts * model.expert_width
-    for layers, hidden in ((model.dense_layers, model.mlp_dim), (model.moe_layers if shared else 0, shared)):
+def _matrices(model: ModelConfig) -> list[tuple[str, int, int, int, bool]]:
+    """Return name, layers, inputs and outputs of the matrices of attention, MLP and shared experts, and whether it is one of the last."""
+    shapes = [(name, model.num_layers, *shape, False) for name, shape in attention_weights(model).items()]
+    width = 0 if model.moe is None else model.moe.shared_experts * model.expert_width
+    for layers, hidden, shared in ((model.dense_layers, model.mlp_dim, False), (model.moe_layers if width else 0, width, True)):
         gates = ("gate", "up") if model.gated_mlp else ("up",)
-        shapes += [(name, layers, model.embed_dim, hidden) for name in gates if layers]
-        shapes += [("down", layers, hidden, model.embed_dim)] if layers else []
+        shapes += [(name, layers, model.embed_dim, hidden, shared) for name in gates if layers]
+        shapes += [("down", layers, hidden, model.embed_dim, shared)] if layers else []
     return shapes
 
 
 def base_scales(model: ModelConfig, tensor: int, expert: int) -> int:
     """Return the scales of the matrices of all layers on one device (lora.base=int8): one per output channel, which tensor shards."""
     of_stream = {"out", "down", *DOWN}
-    scales = sum(layers * (outs if name in of_stream else outs // tensor) for name, layers, _, outs in _matrices(model))
+    scales = sum(layers * (outs if name in of_stream else outs // tensor) for name, layers, _, outs, _ in _matrices(model))
     if (moe := model.moe) is not None:
         gates = 2 if model.gated_mlp else 1
         scales += model.moe_layers * moe.experts // expert * (gates * model.expert_width // tensor + model.embed_dim)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import socket
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -48,7 +48,8 @@ class Agreement:
             self._publish(key, outcome)
         else:
             outcome = json.loads(_wait_for(key))
-        return _unwrap([outcome])[0]
+        _raise({"0": outcome} if "error" in outcome else {})
+        return cast(T, outcome["value"])
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """Run `work` in every process; return all results (JSON values) by process in process 0, and [] in the others."""
@@ -58,8 +59,7 @@ class Agreement:
         mine = _attempt(work)
         if self.process != 0:
             _client().key_value_set(f"{key}/{self.process}", json.dumps(mine))
-            failures = json.loads(_wait_for(key))
-            _unwrap(failures)
+            _raise(json.loads(_wait_for(key)))
             return []
         outcomes = [mine]
         for other in range(1, self.count):
@@ -68,8 +68,10 @@ class Agreement:
         for published in self._published:  # every process has reached this point, and so has read the earlier values
             _client().key_value_delete(published)
         self._published.clear()
-        self._publish(key, [outcome if "error" in outcome else {"value": None} for outcome in outcomes])
-        return _unwrap(outcomes)
+        failures = {str(process): outcome for process, outcome in enumerate(outcomes) if "error" in outcome}
+        self._publish(key, failures)
+        _raise(failures)
+        return [outcome["value"] for outcome in outcomes]
 
     def raise_alarm(self, name: str) -> None:
         """Signal to the other processes, which poll `alarmed(name)`, that they must not wait for this one."""
@@ -129,11 +131,10 @@ def _attempt(work: Callable[[], Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "user": False}
 
 
-def _unwrap(outcomes: list[dict[str, Any]]) -> list[Any]:
-    failed = [(process, outcome) for process, outcome in enumerate(outcomes) if "error" in outcome]
-    if not failed:
-        return [outcome["value"] for outcome in outcomes]
-    for _process, outcome in failed:
+def _raise(failures: Mapping[str, dict[str, Any]]) -> None:
+    """Raise the error of these processes, if any."""
+    for outcome in failures.values():
         if outcome["user"]:
             raise UserError(outcome["error"])
-    raise PeerError("; ".join(f"process {process}: {outcome['error']}" for process, outcome in failed))
+    if failures:
+        raise PeerError("; ".join(f"process {process}: {outcome['error']}" for process, outcome in failures.items()))

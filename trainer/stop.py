@@ -74,6 +74,9 @@ class Stop:
         self._shared = False
         self._end: Callable[[], None] = lambda: None
         self._vote: Callable[[str], None] = lambda vote: None
+        self._decided: Callable[[], str] = lambda: _GO
+        self._decide: Callable[[str], None] | None = None
+        """Process 0 of several: publishes what the votes say."""
         self._votes: Callable[[], list[str]] = list
 
     def __call__(self) -> bool:
@@ -133,7 +136,10 @@ class Stop:
 
         self._end = end
         self._vote = lambda vote: store.key_value_set(f"{prefix}/vote/{process}", vote)
-        self._votes = lambda: [store.blocking_key_value_get(f"{prefix}/vote/{other}", WAIT_MS) for other in range(processes)]
+        self._decided = lambda: store.blocking_key_value_get(f"{prefix}/begin", WAIT_MS)
+        if process == 0:  # it alone reads all votes: with thousands of processes, a vote read by each would be millions of messages
+            self._decide = lambda vote: store.key_value_set(f"{prefix}/begin", vote)
+            self._votes = lambda: [store.blocking_key_value_get(f"{prefix}/vote/{other}", WAIT_MS) for other in range(processes)]
         if self.requested is not None:
             os.write(self._pipe[1], b"!")
 
@@ -143,7 +149,9 @@ class Stop:
         Otherwise the others would wait in their first step for the process that ended. Every process calls either this or `abandon`.
         """
         self._vote(_GO if self.requested is None else _STOP)
-        if _STOP in self._votes():
+        if self._decide is not None:
+            self._decide(_STOP if _STOP in self._votes() else _GO)
+        if self._decided() == _STOP:
             raise StopRequested(self.requested or signal.SIGTERM)
         if not self._shared:
             self.check()
@@ -153,6 +161,8 @@ class Stop:
         """Announce that this process ends before the loop."""
         with contextlib.suppress(Exception):  # it has voted already, or the service is gone
             self._vote(_STOP)
+            if self._decide is not None:
+                self._decide(_STOP)
 
     def unshare(self) -> None:
         """Stop listening. Call it before the coordination service shuts down: a thread waiting in its C++ code would abort the process.

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from ridgeline.configs.fault_schema import StragglersConfig
 from ridgeline.observe.clocks import ClockWatch
@@ -45,44 +46,60 @@ PUBLISH_EVERY, PROBE_EVERY = 3, 2
 NAMED_SHARE, ENDED_SHARE = 0.8, 0.5
 """A rank is named from this part of the threshold on, so that one exactly at the threshold is named in spite of noise; it is no longer slow
 below the other part."""
-ERRORS = 4.0
-"""The median excess must be this many times its standard error above 0: noise does not name a rank."""
+ERRORS = 3.6
+"""The typical excess must be this many times its standard error above 0: noise does not name a rank."""
 PROBE_SHARE = 0.005
 """Most of the time of steps that the program on GPUs may take: before short steps it runs less often."""
 PROBE_DIM, PROBE_REPEATS = 2048, 8
 Times = Mapping[str, Mapping[int, float]]
 """Rank -> step -> its own time in seconds."""
+Values = NDArray[np.float64]
 
 
-def excesses(times: Times, window: int) -> dict[str, list[float]]:
+def excesses(times: Times, window: int) -> dict[str, Values]:
     """Return, for each rank, its own time over the median of the others minus 1, at the newest `window` steps that all ranks have.
 
     Empty where there are fewer such steps, or a single rank. The median of the others, at the same step, cancels what changes for all.
     """
     common = sorted(set.intersection(*(set(own) for own in times.values()))) if times else []
-    if len(times) < 2 or len(common) < window:
+    count, steps = len(times), common[-window:]
+    if count < 2 or len(common) < window:
         return {}
-    names, steps = list(times), common[-window:]
-    own = np.array([[times[name][step] for step in steps] for name in names])
-    found = {}
-    for index, name in enumerate(names):
-        others = np.median(np.delete(own, index, 0), 0)
-        found[name] = [float(x) for x in own[index] / np.maximum(others, 1e-9) - 1]
-    return found
+    own = np.array([[times[name][step] for step in steps] for name in times])
+    order = np.argsort(own, 0)
+    place, ordered = np.argsort(order, 0), np.take_along_axis(own, order, 0)
+
+    def without(index: int) -> Values:
+        """Return, for each rank, the time at this place of the order without it."""
+        return np.where(place <= index, ordered[index + 1], ordered[index])
+
+    others = (without((count - 2) // 2) + without((count - 1) // 2)) / 2
+    return dict(zip(times, own / np.maximum(others, 1e-9) - 1, strict=True))
 
 
-def slow_ranks(found: Mapping[str, Sequence[float]], threshold: float) -> dict[str, float]:
-    """Return rank -> median excess of those that are slower than the others by about `threshold` or more.
+def typical(values: Values) -> tuple[Values, Values]:
+    """Return the typical value of the last axis, the median of the means of all pairs, and its standard error.
 
-    The standard error of the median is that of normal noise with the same median absolute deviation: 1.2533 * 1.4826 * MAD / sqrt(n).
+    The median of pairs is as robust as is needed here against single slow steps, and of normal noise it needs two thirds of the values
+    that the plain median needs (Hodges and Lehmann, doi 10.1214/aoms/1177704172). Its standard error is that of normal noise whose pairs
+    have the same quartiles: sqrt(pi / 3) * sd / sqrt(n), sd = sqrt(2) * 1.4826 * half the distance of the quartiles.
     """
-    slow = {}
-    for name, values in found.items():
-        median = float(np.median(values))
-        error = 1.2533 * 1.4826 * float(np.median(np.abs(np.array(values) - median))) / math.sqrt(len(values))
-        if median >= NAMED_SHARE * threshold and median >= ERRORS * error:
-            slow[name] = median
-    return slow
+    first, second = np.triu_indices(values.shape[-1])
+    low, middle, high = np.quantile((values[..., first] + values[..., second]) / 2, (0.25, 0.5, 0.75), axis=-1)
+    return middle, math.sqrt(math.pi / 3) * math.sqrt(2) * 1.4826 * (high - low) / 2 / math.sqrt(values.shape[-1])
+
+
+def slow_ranks(found: Mapping[str, Values], threshold: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Return rank -> typical excess of all ranks, and of those that are slower than the others by about `threshold` or more.
+
+    Logarithms are averaged: as ratios, times that are twice and half of the others' would not cancel.
+    """
+    if not found:
+        return {}, {}
+    logs, error = typical(np.log(np.maximum(1 + np.array(list(found.values())), 1e-9)))
+    excess = dict(zip(found, np.expm1(logs).tolist(), strict=True))
+    slow = (logs >= math.log1p(NAMED_SHARE * threshold)) & (logs >= ERRORS * error)
+    return excess, {name: excess[name] for name, is_slow in zip(found, slow, strict=True) if is_slow}
 
 
 def probe_interval(probe_s: float, step_s: float) -> int:
@@ -149,7 +166,7 @@ class Stragglers(Hook):
     in_job: bool = field(default_factory=restarts_without_them)
     """Whether a job script starts the run again without bad nodes."""
     cpu_clock: Callable[[], float] = field(default_factory=ComputeClock)
-    _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=3 * WINDOW), init=False)
+    _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=2 * WINDOW), init=False)
     _last_s: float | None = field(default=None, init=False)
     _named: dict[str, float] = field(default_factory=dict, init=False)
     _since: dict[str, int] = field(default_factory=dict, init=False)
@@ -187,7 +204,7 @@ class Stragglers(Hook):
         self._last_s, self._probed, self._step_s = now_s, None, result.duration_s
         with self._changed:
             if own is not None:
-                self._own.append((result.step, own))
+                self._own.append((result.step, [float(f"{own_s:.5g}") for own_s in own]))
             if result.step % PUBLISH_EVERY == 0:
                 self._due = result.step
                 self._changed.notify()
@@ -246,8 +263,8 @@ class Stragglers(Hook):
         found = excesses(times, WINDOW if self.probe is None else WINDOW // PROBE_EVERY)
         if not found:
             return
-        slow = slow_ranks(found, self._threshold)
-        worst = max(float(np.median(values)) for values in found.values())
+        typical_excess, slow = slow_ranks(found, self._threshold)
+        worst = max(typical_excess.values())
         wait_s = self._step_s * max(0.0, worst) / (1 + max(0.0, worst))
         with self._changed:
             self._metrics = {"train_straggler/excess": max(0.0, worst), "train_straggler/wait_s": wait_s}
@@ -263,7 +280,7 @@ class Stragglers(Hook):
                     f"{', ' + state if state else ''}; they wait about {1e3 * wait_s:.3g} ms per step"
                 )
         for name in self._named.keys() - slow.keys():
-            if float(np.median(found[name])) < ENDED_SHARE * self._threshold:
+            if typical_excess[name] < ENDED_SHARE * self._threshold:
                 self.recorder.events.emit(END_EVENT, step=step, rank=name)
                 self.recorder.progress.note(f"step {step}: {name} is no longer slower than the others")
             else:

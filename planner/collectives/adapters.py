@@ -45,7 +45,7 @@ def _of_experts(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollectiv
 
 def _parameters(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollective]:
     """Return the gathers of the side that fsdp shards, and the reductions of both gradients, which are whole (models/matmul)."""
-    what, other = f"{matrix.name} adapter", matrix.other_side // (1 if matrix.writes_latent else step.tensor)
+    what, other = f"{matrix.label} adapter", matrix.other_side // (1 if matrix.writes_latent else step.tensor)
     return [
         *step.parameters(what, "layer", matrix.embed_side, step.layers, whole=True, gathered=step.act),
         *_replicated(step, what, matrix.embed_side * step.grad, over_tensor=matrix.on_shards),
@@ -62,7 +62,7 @@ def _replicated(step: StepSizes, what: str, size: int, *, over_tensor: bool) -> 
 
 def _narrow(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollective]:
     """Return the collectives of the vectors x A over tensor: those of an update are reduce-scattered as it is."""
-    what, size = f"narrow vectors of {matrix.name}", step.tokens * matrix.rank * step.act
+    what, size = f"narrow vectors of {matrix.label}", step.tokens * matrix.rank * step.act
     if matrix.writes_latent:
         return []
     if not matrix.writes_stream:
@@ -79,7 +79,7 @@ def _recomputed(step: StepSizes) -> bool:
 
 def _magnitudes(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollective]:
     """Return the sums over the inputs of the columns' squares, float32, and the gradient of the magnitudes."""
-    what, size = f"norms of {matrix.name}", 4 * matrix.local_magnitudes(step.tensor)
+    what, size = f"norms of {matrix.label}", 4 * matrix.local_magnitudes(step.tensor)
     fsdp = step.over("fsdp", "expert")
     if matrix.writes_stream:
         norms = [
@@ -93,4 +93,4 @@ def _magnitudes(step: StepSizes, matrix: AdaptedMatrix) -> list[PlannedCollectiv
         if POLICIES[step.config.compute.remat.policy].recomputes_block
         else []
     )
-    return [*norms, *again, *_replicated(step, f"magnitudes of {matrix.name}", size, over_tensor=matrix.on_shards)]
+    return [*norms, *again, *_replicated(step, f"magnitudes of {matrix.label}", size, over_tensor=matrix.on_shards)]

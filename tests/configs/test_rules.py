@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -344,6 +345,37 @@ def test_a_broken_rule_names_its_keys_and_what_works(overrides: list[str], expec
 )
 def test_what_is_allowed_is_not_refused(overrides: list[str]) -> None:
     load("x.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "expected"),
+    [
+        (
+            "model: {sliding_window: 2048, max_seq_len: 4096}",
+            ["model.max_seq_len=1024"],
+            "override 'model.max_seq_len=1024': model.sliding_window: must be at most model.max_seq_len=1024, got 2048",
+        ),
+        (
+            "mesh: {pipeline: 2}",
+            ["lora.rank=8"],
+            "override 'lora.rank=8': mesh.pipeline: does not support adapters; set mesh.pipeline=1",
+        ),
+        (
+            "optimizer: {kind: lion}",
+            ["precision.moments=int8"],
+            "override 'precision.moments=int8': precision.moments: int8 moments need AdamW",
+        ),
+        (
+            "model: {max_seq_len: 1024}",
+            ["model.sliding_window=2048"],
+            "override 'model.sliding_window=2048': model.sliding_window: must be at most model.max_seq_len=1024, got 2048",
+        ),
+    ],
+)
+def test_what_a_message_is_about_is_named_whichever_key_broke_the_rule(file: str, overrides: list[str], expected: str) -> None:
+    Path("y.yaml").write_text(f"{file}\n")
+    with pytest.raises(UserError, match=re.escape(expected)):
+        load("y.yaml", overrides)
 
 
 def test_a_rule_between_file_and_default_blames_the_line_in_the_file() -> None:

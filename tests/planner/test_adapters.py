@@ -12,6 +12,7 @@ from ridgeline.configs.model_schema import LatentAttention, MoEConfig
 from ridgeline.configs.schema import Config
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.planner.adapters import adapter_parameters
+from ridgeline.planner.collectives import compiled_collectives
 from ridgeline.planner.flops import config_flops_per_token, train_flops_per_token
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import memory_per_device
@@ -106,3 +107,17 @@ def test_policy_updates_with_a_divergence_keep_the_parameters_before_training(me
     assert kept.total_bytes - without.total_bytes == without.components["parameters"].bytes
     assert kept.compiled_bytes == without.compiled_bytes
     assert kept.temp_bytes == without.temp_bytes
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"fsdp": 8}, {"fsdp": 4, "context": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 2, "context": 2}]
+)
+@pytest.mark.parametrize("lora", ["all", "int8"])
+def test_adapters_of_dense_layers_and_of_shared_experts_are_planned_apart(lora: str, mesh: dict[str, int]) -> None:
+    """Both have matrices of the same names; on GPUs the reductions of one gradient over several axes are one all-reduce."""
+    config = make_config("latents and shared experts", lora, **mesh)
+    planned = compiled_collectives(config, dict(config.mesh.sizes), gpu=True)
+    gates = [item for item in planned if "gate adapter, other side" in item.what and item.kind == "all-reduce"]
+    assert {item.what for item in gates} == {"gate adapter, other side", "shared experts' gate adapter, other side"}
+    widths = {"gate adapter, other side": config.model.mlp_dim, "shared experts' gate adapter, other side": 32}
+    assert all(item.bytes == widths[item.what] // mesh.get("tensor", 1) * 4 * 4 for item in gates)

@@ -180,6 +180,31 @@ def test_all_processes_begin_or_none(leaver):
         one.unshare()
 
 
+def test_the_messages_of_a_begin_and_a_stop_grow_with_the_number_of_processes_not_its_square():
+    count = 40
+    store, stops, read = Store(), [Stop(log=lambda text: None) for _ in range(count)], []
+    get = store.blocking_key_value_get
+    store.blocking_key_value_get = lambda key, timeout_in_ms: read.append(key) or get(key, timeout_in_ms)
+    for process, one in enumerate(stops):
+        one.share(store, process, count, "test")
+    threads = [threading.Thread(target=one.begin_together) for one in stops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    for one in stops:
+        one.requested = signal.SIGTERM  # so that no listener signals this process
+    store.key_value_set("ridge/stop/test/asked", "SIGTERM")
+    waiting = time.monotonic()
+    while not all(one.agreed() for one in stops):
+        assert time.monotonic() - waiting < 60
+        time.sleep(0.005)
+    assert len(read) <= 6 * count
+    for one in stops:
+        one.unshare()
+
+
 def test_a_single_process_with_a_request_does_not_begin(stop):
     stop.begin_together()
     kill_self()
