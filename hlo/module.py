@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 
 BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c128": 128}
@@ -52,8 +53,8 @@ class Instruction:
     """Position of a `parameter`; None for other instructions."""
     constant: int | None = None
     """Value of a `constant` that is a single integer; None otherwise."""
-    derived_trip_count: int | None = None
-    """Iterations of a `while` without a recorded trip count, derived from its counter (hlo/parse.py)."""
+    derived_trip_count: Fraction | None = None
+    """Mean iterations of a `while` without a recorded trip count, derived from its counter (hlo/trip_counts.py)."""
     in_host_memory: bool = False
     """Whether part of the result is in host memory."""
 
@@ -78,10 +79,16 @@ class Instruction:
         return tuple(single) + tuple(name.strip().lstrip("%") for names in lists for name in names.split(",") if name.strip())
 
     @property
-    def trip_count(self) -> int | None:
-        """Iterations of a while: recorded by XLA, else derived from its counter; None when unknown."""
+    def trip_count(self) -> int | Fraction | None:
+        """Iterations of a while, on average per execution: recorded by XLA, else derived from its counter; None when unknown."""
         found = re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found.group(1)) if found else self.derived_trip_count
+
+    @property
+    def repeats(self) -> int | Fraction:
+        """How often the instruction runs what it calls: the trip count of a while, 1 where that is unknown or for other instructions."""
+        count = self.trip_count if self.opcode == "while" else None
+        return 1 if count is None else count
 
     def attribute(self, name: str) -> str | None:
         """Return the text of a simple attribute such as `channel_id` or `kind`; None when absent."""
@@ -120,17 +127,17 @@ class Module:
     def runs(self) -> dict[str, float]:
         """Computation name to how often it runs per call of the module.
 
-        A while with an unknown trip count counts once and is listed in `unknown_loops`. Every branch of a conditional counts once.
+        A loop whose count varies (over the blocks of keys of a block of queries) has the sum over its executions. A while with an unknown
+        trip count counts once and is listed in `unknown_loops`. Every branch of a conditional counts once.
         """
-        runs = dict.fromkeys(self.computations, 0.0)
+        runs = dict.fromkeys(self.computations, Fraction(0))
         for name in self.callers_first:
-            times = 1.0 if name == self.entry else runs[name]
+            times = Fraction(1) if name == self.entry else runs[name]
             runs[name] = times
             for instruction in self.computations[name].instructions:
                 for callee in instruction.called:
-                    loops = (instruction.trip_count or 1) if instruction.opcode == "while" else 1
-                    runs[callee] += times * loops
-        return runs
+                    runs[callee] += times * instruction.repeats
+        return {name: float(times) for name, times in runs.items()}
 
     @cached_property
     def certain(self) -> frozenset[str]:

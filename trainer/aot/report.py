@@ -148,7 +148,8 @@ def _simulate(
             rate = rates.attention_flops_per_s(device, dtype, request.config.data.seq_len, model.head_width)
             return rate * rates.software.attention_share(device) * rates.software.in_step_share(dtype, device)
         reads, side = arithmetic(kernel, dtype), max(1, round((kernel.flops / 2) ** (1 / 3)))
-        shape = (kernel.matmul.m, kernel.matmul.n, kernel.matmul.k) if kernel.matmul else (side, side, side)
+        # The tiles of a batch of matmuls fill the device together, as those of one with all their rows.
+        shape = (kernel.matmul.batch * kernel.matmul.m, kernel.matmul.n, kernel.matmul.k) if kernel.matmul else (side, side, side)
         return rates.matmul_flops_per_s(device, reads, *shape) * rates.software.in_step_share(reads, device)
 
     def kernel_s(kernel: Kernel) -> float:
