@@ -17,6 +17,14 @@ BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf
 """Bits per element of the dtypes whose name does not start with letters and then that number (as `f32`, `s8`, `f8e4m3fn` do)."""
 
 
+_STATED_TRIPS = re.compile(r"\btrips_(\d+(?:\.\d+)?)/while$")
+
+
+def trips_scope(mean: float) -> str:
+    """Return the `jax.named_scope` of a loop whose count depends on data: readers of the compiled program count its mean iterations."""
+    return f"trips_{mean:.6f}".rstrip("0").rstrip(".")
+
+
 @dataclass(frozen=True)
 class Shape:
     """One array: dtype as HLO writes it (`f32`, `bf16`, `s32`, `pred`) and dims."""
@@ -79,10 +87,16 @@ class Instruction:
         return tuple(single) + tuple(name.strip().lstrip("%") for names in lists for name in names.split(",") if name.strip())
 
     @property
-    def trip_count(self) -> int | Fraction | None:
+    def exact_trip_count(self) -> int | Fraction | None:
         """Iterations of a while, on average per execution: recorded by XLA, else derived from its counter; None when unknown."""
         found = re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found.group(1)) if found else self.derived_trip_count
+
+    @property
+    def trip_count(self) -> int | Fraction | None:
+        """As `exact_trip_count`; of a loop whose count depends on data, the mean that the program states (`trips_scope`)."""
+        stated = _STATED_TRIPS.search(self.op_name) if self.exact_trip_count is None else None
+        return Fraction(stated.group(1)) if stated else self.exact_trip_count
 
     @property
     def repeats(self) -> int | Fraction:
@@ -141,11 +155,11 @@ class Module:
 
     @cached_property
     def certain(self) -> frozenset[str]:
-        """Computations whose `runs` are certain: not inside a branch of a conditional or a while of unknown length."""
+        """Computations whose `runs` are certain: not inside a branch of a conditional or a while whose count depends on data."""
         uncertain: set[str] = set()
         for name in self.callers_first:
             for instruction in self.computations[name].instructions:
-                unknown = instruction.opcode == "conditional" or (instruction.opcode == "while" and instruction.trip_count is None)
+                unknown = instruction.opcode == "conditional" or (instruction.opcode == "while" and instruction.exact_trip_count is None)
                 if unknown or name in uncertain:
                     uncertain.update(instruction.called)
         return frozenset(name for name, runs in self.runs.items() if runs > 0 and name not in uncertain)

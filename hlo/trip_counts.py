@@ -4,7 +4,8 @@ A loop is counted when it runs while a counter is below a bound (or above it, se
 the counter in each iteration. Start and bound are integers that the module computes from constants and from the counters of the loops
 around it: a count behind an optimization barrier (trainer/step.py), or the blocks of keys that a block of queries attends to
 (models/attention/chunked.py). Where they depend on counters of loops around it, its count is the mean over all iterations of those, so
-that executions of its body per step are exact. Loops that depend on data have no derived count.
+that executions of its body per step are exact. Loops that depend on data have no derived count; the program
+can state their mean (`module.trips_scope`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def with_derived_trip_counts(computations: dict[str, Computation]) -> dict[str, 
         (computation, i)
         for computation in computations.values()
         for i in computation.instructions
-        if i.opcode == "while" and i.trip_count is None
+        if i.opcode == "while" and i.exact_trip_count is None
     ]
     reader = _Reader(computations) if uncounted else None
     result = dict(computations)
@@ -63,7 +64,7 @@ def with_derived_trip_counts(computations: dict[str, Computation]) -> dict[str, 
         result[computation.name] = Computation(
             computation.name,
             tuple(
-                replace(i, derived_trip_count=reader.mean_trips(i)) if i.opcode == "while" and i.trip_count is None else i
+                replace(i, derived_trip_count=reader.mean_trips(i)) if i.opcode == "while" and i.exact_trip_count is None else i
                 for i in computation.instructions
             ),
         )
@@ -139,8 +140,8 @@ class _Reader:
 
     def _trips(self, loop: Instruction, given: Mapping[str, int]) -> int | None:
         """Return the iterations of one execution of a loop. Raises _Depends."""
-        if loop.trip_count is not None:
-            return int(loop.trip_count)
+        if loop.exact_trip_count is not None:
+            return int(loop.exact_trip_count)
         test = self._comparison(loop)
         if test is None:
             return None

@@ -507,3 +507,29 @@ def test_kernels_of_the_ring_agree_with_the_reference(interpreted, context, wind
         np.testing.assert_allclose(got, want[:, order], rtol=2e-5, atol=2e-5, err_msg=name)
     if sinks:
         np.testing.assert_allclose(results[4], pullback(cotangent)[3], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("context", "window"), drawn([(2, None), (2, 9), (4, None), (4, 11)], 1))
+def test_loops_of_the_ring_are_counted_by_the_mean_over_devices(context, window) -> None:
+    """Forward and backward, FLOPs of the pairs of blocks that the devices visit, divided by the devices, in rows of one document."""
+    block, half, (heads, kv_heads), width = 4, random.Random(f"{seed()} ring").choice((8, 10, 12)), HEADS["grouped"], 8
+    length, mesh = 2 * context * half, MeshConfig(fsdp=1, context=context)
+    partitioner = Partitioner(build_mesh(mesh, jax.devices()[:context]), zigzag=True)
+    dims = {"vocab_size": 64, "num_layers": 1, "embed_dim": 32, "num_heads": heads, "num_kv_heads": kv_heads, "mlp_dim": 32}
+    model = ModelConfig(**dims, sliding_window=window)
+    config = AttentionConfig(backend="chunked", chunk=block)
+    attention = dispatch.SelfAttention.resolve(model, config, "cpu", jnp.dtype("float32"), partitioner)
+    gradient = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v, None)), (0, 1, 2))
+    shapes = [jax.ShapeDtypeStruct((2, length, n, width), jnp.float32) for n in (heads, kv_heads, kv_heads)]
+    module = parse(jax.jit(gradient, compiler_options=QUICK_COMPILE).lower(*shapes).compile().as_text())
+
+    index = jnp.arange(length)
+    seen = np.asarray(visible(index, index, causal=True, sliding_window=window)).reshape(2 * context, half, 2 * context, half)
+    whole = -(-half // block)
+    padded = np.pad(seen, ((0, 0), (0, whole * block - half)) * 2).reshape(2 * context, whole, block, 2 * context, whole, block)
+    visited = int(padded.any((2, 5)).sum())
+    assert module.unknown_loops == []
+    counted, expected = total_flops(kernels(module)), visited / context * (2 + 5) * 2 * 2 * heads * block**2 * width
+    assert counted == pytest.approx(expected, rel=1e-6)  # the stated means have six digits
+    loops = [i for _, i in module.instructions() if i.opcode == "while"]
+    assert any(loop.exact_trip_count is None for loop in loops), "executions of their bodies are not certain"

@@ -18,7 +18,7 @@ from ridgeline.planner.hardware import catalog, hardware
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.trainer.aot import compile as aot
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
-from ridgeline.trainer.aot.report import build_report
+from ridgeline.trainer.aot.report import build_report, matmul_shape
 from ridgeline.trainer.aot.target import compute_capability, target_config
 from tests.sampling import drawn
 from tests.trainer.gpu_models import QUICK, cluster, small
@@ -182,6 +182,7 @@ def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unro
     matmuls = [k for k in report.kernels if k.flops and re.search("attention/while/body/", k.op_name)]
     expected = layers * rows * visited * (2 + 2 + 5) * 2 * model.num_heads * block**2 * model.head_width
     assert total_flops(matmuls) == expected
+    assert all(2 * math.prod(matmul_shape(k)) == k.flops for k in matmuls), "heads and rows of a batch fill the device together"
 
 
 def narrow(matmul, device, *mesh):
