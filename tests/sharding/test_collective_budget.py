@@ -316,7 +316,7 @@ def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_grad
     In every dtype the plan has the bytes that the CPU backend moves, which has no bfloat16 or float8 collectives.
     """
     rng = random.Random(f"{seed()} {mesh} {precision} {zero}")
-    config = make_config(*mesh, accumulation=2, mtp_layers=rng.choice([0, 1, 2]))
+    config = make_config(*mesh, accumulation=2, mtp_layers=0 if "matmul" in precision else rng.choice([0, 1, 2]))
     policy = rng.choice(["none", "attention-only", "dots", "full"])
     sharding, compute = (
         config.mesh.model_copy(update={"zero_stage": zero}),
