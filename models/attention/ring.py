@@ -62,14 +62,12 @@ class Row(NamedTuple):
         half = self.length // (2 * self.devices)
         device, step, query = np.meshgrid(np.arange(self.devices), np.asarray(steps), np.arange(0, half, size), indexing="ij")
         holder = (device - step) % self.devices
-        query_start, key_start = (part if side == EARLY else 2 * self.devices - 1 - part for part, side in ((device, own), (holder, other)))
-        first = query_start * half + query
-        seen = (
-            (0 if self.window is None else first - self.window + 1) - key_start * half,
-            first + np.minimum(size, half - query) - key_start * half,
-        )
-        low, high = np.clip(seen[0], 0, half) // size, -(-np.clip(seen[1], 0, half) // size)
-        return float(np.where(np.clip(seen[0], 0, half) < np.clip(seen[1], 0, half), high - low, 0).mean())
+        queries, keys = (part if side == EARLY else 2 * self.devices - 1 - part for part, side in ((device, own), (holder, other)))
+        first_query = (queries - keys) * half + query  # in indices of the half of the keys
+        end = first_query + np.minimum(size, half - query)
+        first = np.zeros_like(end) if self.window is None else first_query - self.window + 1
+        first, end = np.clip(first, 0, half), np.clip(end, 0, half)
+        return float(np.where(first < end, -(-end // size) - first // size, 0).mean())
 
 
 class Kernel(Protocol):
