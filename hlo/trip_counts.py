@@ -215,7 +215,7 @@ class _Reader:
         return None if start is None else Affine(start.constant + added)
 
     def _frame(self, computation: Computation, given: Mapping[str, int]) -> _Frame:
-        """Return the frame of a computation that one instruction calls: the body of a loop, or a call."""
+        """Return the frame of a computation that one instruction calls: the body of a loop, a branch, or a call."""
 
         def parameter(number: int, element: int | None) -> Affine | None:
             found = self._caller(computation)
@@ -224,7 +224,9 @@ class _Reader:
             place, caller = found
             if caller.opcode == "while":
                 return None if element is None else self._element(caller, element, given)
-            if caller.opcode in ("call", "fusion"):
+            if caller.opcode == "conditional":  # (branch, argument of the first branch, of the second, ...)
+                number = 1 + caller.called.index(computation.name)
+            if caller.opcode in ("call", "fusion", "conditional"):
                 return self.value(self._frame(place, given), caller.operands[number], element)
             return None
 
