@@ -169,6 +169,12 @@ class Module:
         """Names of the while instructions with an unknown trip count."""
         return [i.name for _, i in self.instructions() if i.opcode == "while" and i.trip_count is None]
 
+    @property
+    def estimated_loops(self) -> list[str]:
+        """Names of the while instructions that count by the mean that the program states."""
+        loops = (i for _, i in self.instructions() if i.opcode == "while")
+        return [i.name for i in loops if i.trip_count is not None and i.exact_trip_count is None]
+
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
         """Every instruction with its computation."""
         for computation in self.computations.values():

@@ -64,6 +64,8 @@ class Report:
     """gather or all_to_all, where the experts are divided over devices."""
     uncounted_loops: tuple[str, ...] = ()
     """Loops with an unknown trip count; their bodies are counted once."""
+    estimated_loops: tuple[str, ...] = ()
+    """Loops whose trip count depends on documents and device; their bodies are counted by the mean for rows of one document."""
 
     @property
     def fits(self) -> bool:
@@ -123,6 +125,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         context_method=context_method(config, compiled.mesh),
         expert_exchange=exchange_method(config.model.moe, config.compute.experts, compiled.mesh),
         uncounted_loops=tuple(module.unknown_loops),
+        estimated_loops=tuple(module.estimated_loops),
     )
 
 
@@ -174,7 +177,7 @@ def _simulate(
 def matmul_shape(kernel: Kernel) -> tuple[int, int, int]:
     """Return the (m, n, k) whose rate a kernel's matmul has.
 
-    The tiles of a batch fill the device together, as those of one matmul with the rows of all. Several matmuls in one kernel count as a cube.
+    The tiles of a batch fill the device together, as those of one matmul with the rows of all. Several in one kernel count as a cube.
     """
     if kernel.matmul is None:
         side = max(1, round((kernel.flops / 2) ** (1 / 3)))
@@ -224,6 +227,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "versions": c.versions,
         "warnings": list(c.warnings),
         "uncounted_loops": list(report.uncounted_loops),
+        "estimated_loops": list(report.estimated_loops),
         "collectives": [compiled_collective(x).model_dump(mode="json") for x in report.collectives],
         "overlapped_share": report.overlapped_share,
         "unplanned": [compiled_collective(x).model_dump(mode="json") for x in report.unplanned],
