@@ -125,6 +125,10 @@ def policy_rules(config: Config) -> Iterator[Problem]:
         yield Problem(("init_optimizer", "policy.loss"), "policy updates start with a new optimizer state; set init_optimizer=false")
 
 
+WITHOUT_MTP = "of a run that has them: `ridge convert to-hf RUN DIR --without-mtp`, then init_from=DIR"
+"""How a model with modules of multi-token prediction is read without them; from a Hugging Face directory that needs nothing."""
+
+
 def mtp_rules(config: Config) -> Iterator[Problem]:
     """Yield the settings that do not work with modules of multi-token prediction, or only with them."""
     name = "model.mtp_layers"
@@ -142,10 +146,15 @@ def mtp_rules(config: Config) -> Iterator[Problem]:
         ("precision.moments", config.precision.moments != "int8", "bfloat16"),
         ("compute.tensor_overlap", config.compute.tensor_overlap == "gather", "gather"),
         ("optimizer.kind", config.optimizer.kind not in ("adafactor", "muon"), "adamw"),
-        ("preference.loss", config.preference.loss is None, "null"),
-        ("policy.loss", config.policy.loss is None, "null"),
-        ("distillation.weight", config.distillation.weight is None, "null"),
-        ("lora.rank", config.lora.rank is None, "null"),
     ):
         if not works:
             yield Problem((key, name), f"does not support multi-token prediction; set {key}={wanted}, or {name}=0")
+    for key, works in (
+        ("preference.loss", config.preference.loss is None),
+        ("policy.loss", config.policy.loss is None),
+        ("distillation.weight", config.distillation.weight is None),
+        ("lora.rank", config.lora.rank is None),
+    ):
+        if not works:
+            without = f"set {name}=0 to train the model without them ({WITHOUT_MTP})"
+            yield Problem((key, name), f"does not support modules of multi-token prediction; {without}, or {key}=null")

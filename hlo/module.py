@@ -10,10 +10,19 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 
 BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c128": 128}
 """Bits per element of the dtypes whose name does not start with letters and then that number (as `f32`, `s8`, `f8e4m3fn` do)."""
+
+
+_STATED_TRIPS = re.compile(r"\btrips_(\d+(?:\.\d+)?)/while$")
+
+
+def trips_scope(mean: float) -> str:
+    """Return the `jax.named_scope` of a loop whose count depends on data: readers of the compiled program count its mean iterations."""
+    return f"trips_{mean:.6f}".rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,8 @@ class Instruction:
     """Position of a `parameter`; None for other instructions."""
     constant: int | None = None
     """Value of a `constant` that is a single integer; None otherwise."""
-    derived_trip_count: int | None = None
-    """Iterations of a `while` without a recorded trip count, derived from its counter (hlo/parse.py)."""
+    derived_trip_count: Fraction | None = None
+    """Mean iterations of a `while` without a recorded trip count, derived from its counter (hlo/trip_counts.py)."""
     in_host_memory: bool = False
     """Whether part of the result is in host memory."""
 
@@ -78,10 +87,22 @@ class Instruction:
         return tuple(single) + tuple(name.strip().lstrip("%") for names in lists for name in names.split(",") if name.strip())
 
     @property
-    def trip_count(self) -> int | None:
-        """Iterations of a while: recorded by XLA, else derived from its counter; None when unknown."""
+    def exact_trip_count(self) -> int | Fraction | None:
+        """Iterations of a while, on average per execution: recorded by XLA, else derived from its counter; None when unknown."""
         found = re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found.group(1)) if found else self.derived_trip_count
+
+    @property
+    def trip_count(self) -> int | Fraction | None:
+        """As `exact_trip_count`; of a loop whose count depends on data, the mean that the program states (`trips_scope`)."""
+        stated = _STATED_TRIPS.search(self.op_name) if self.exact_trip_count is None else None
+        return Fraction(stated.group(1)) if stated else self.exact_trip_count
+
+    @property
+    def repeats(self) -> int | Fraction:
+        """How often the instruction runs what it calls: the trip count of a while, 1 where that is unknown or for other instructions."""
+        count = self.trip_count if self.opcode == "while" else None
+        return 1 if count is None else count
 
     def attribute(self, name: str) -> str | None:
         """Return the text of a simple attribute such as `channel_id` or `kind`; None when absent."""
@@ -120,25 +141,25 @@ class Module:
     def runs(self) -> dict[str, float]:
         """Computation name to how often it runs per call of the module.
 
-        A while with an unknown trip count counts once and is listed in `unknown_loops`. Every branch of a conditional counts once.
+        A loop whose count varies (over the blocks of keys of a block of queries) has the sum over its executions. A while with an unknown
+        trip count counts once and is listed in `unknown_loops`. Every branch of a conditional counts once.
         """
-        runs = dict.fromkeys(self.computations, 0.0)
+        runs = dict.fromkeys(self.computations, Fraction(0))
         for name in self.callers_first:
-            times = 1.0 if name == self.entry else runs[name]
+            times = Fraction(1) if name == self.entry else runs[name]
             runs[name] = times
             for instruction in self.computations[name].instructions:
                 for callee in instruction.called:
-                    loops = (instruction.trip_count or 1) if instruction.opcode == "while" else 1
-                    runs[callee] += times * loops
-        return runs
+                    runs[callee] += times * instruction.repeats
+        return {name: float(times) for name, times in runs.items()}
 
     @cached_property
     def certain(self) -> frozenset[str]:
-        """Computations whose `runs` are certain: not inside a branch of a conditional or a while of unknown length."""
+        """Computations whose `runs` are certain: not inside a branch of a conditional or a while whose count depends on data."""
         uncertain: set[str] = set()
         for name in self.callers_first:
             for instruction in self.computations[name].instructions:
-                unknown = instruction.opcode == "conditional" or (instruction.opcode == "while" and instruction.trip_count is None)
+                unknown = instruction.opcode == "conditional" or (instruction.opcode == "while" and instruction.exact_trip_count is None)
                 if unknown or name in uncertain:
                     uncertain.update(instruction.called)
         return frozenset(name for name, runs in self.runs.items() if runs > 0 and name not in uncertain)
@@ -147,6 +168,12 @@ class Module:
     def unknown_loops(self) -> list[str]:
         """Names of the while instructions with an unknown trip count."""
         return [i.name for _, i in self.instructions() if i.opcode == "while" and i.trip_count is None]
+
+    @property
+    def estimated_loops(self) -> list[str]:
+        """Names of the while instructions that count by the mean that the program states."""
+        loops = (i for _, i in self.instructions() if i.opcode == "while")
+        return [i.name for i in loops if i.trip_count is not None and i.exact_trip_count is None]
 
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
         """Every instruction with its computation."""

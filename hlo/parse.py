@@ -1,18 +1,11 @@
-"""Parse the text of a compiled HLO module (`compiled.as_text()`) of the CPU or GPU backend into `hlo.module.Module`.
-
-Some XLA passes (peeling, unrolling) drop the trip count of a loop. It is then derived from the loop's counter: the counter starts at a
-constant, a constant is added in each iteration, and the loop runs while the counter is below a bound. The bound is a constant, or an
-element of the loop's state that starts as a constant and never changes (a count kept behind an optimization barrier: trainer/step.py).
-Other loops have no derived trip count.
-"""
+"""Parse the text of a compiled HLO module (`compiled.as_text()`) of the CPU or GPU backend into `hlo.module.Module`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
 
 from ridgeline.hlo.module import Computation, Instruction, Module, Shape, Source
+from ridgeline.hlo.trip_counts import with_derived_trip_counts
 
 HOST_MEMORY = ":S(5)}"
 """Layout suffix of a shape in host memory, memory space 5 (xla/service/memory_annotations.h, xla/layout.h)."""
@@ -20,8 +13,6 @@ _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?
 _SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[((?:<?=?\d+,?)*)\]")
 _HEAD = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
-Affine = tuple[int | None, int]
-"""An integer as (index, constant): element `index` of the computation's tuple parameter plus the constant; index None: the constant."""
 
 
 def parse(text: str) -> Module:
@@ -45,23 +36,6 @@ def parse(text: str) -> Module:
         raise ValueError("no ENTRY computation: this is not the text of a compiled HLO module")
     title = re.match(r"HloModule ([^,\s]+)", text)
     return Module(title.group(1) if title else "", with_derived_trip_counts(computations), entry, _sources(text))
-
-
-def with_derived_trip_counts(computations: dict[str, Computation]) -> dict[str, Computation]:
-    """Add the trip counts that are derived from loop counters."""
-    result = dict(computations)
-    for computation in computations.values():
-        if any(i.opcode == "while" and i.trip_count is None for i in computation.instructions):
-            result[computation.name] = Computation(
-                computation.name,
-                tuple(
-                    replace(i, derived_trip_count=_derived_trip_count(computations, computation, i))
-                    if i.opcode == "while" and i.trip_count is None
-                    else i
-                    for i in computation.instructions
-                ),
-            )
-    return result
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -116,111 +90,3 @@ def _sources(text: str) -> dict[int, Source]:
 def _table(text: str, name: str) -> str:
     found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
     return found.group(1) if found else ""
-
-
-def _derived_trip_count(computations: Mapping[str, Computation], outside: Computation, loop: Instruction) -> int | None:
-    """Return the iterations of a counted `while` inside the computation `outside`; None when it is not a counted loop."""
-    condition, body = (_called(computations, loop, attribute) for attribute in ("condition", "body"))
-    if condition is None or body is None or not loop.operands:
-        return None
-    test = _comparison(computations, condition)
-    initial = outside.by_name.get(loop.operands[0])
-    if initial is not None and initial.opcode == "parameter":
-        outside, initial = _argument(computations, outside, initial)
-    update = body.instructions[-1]
-    if test is None or initial is None or initial.opcode != "tuple" or update.opcode != "tuple":
-        return None
-    counter, limit = test
-
-    def at_start(index: int) -> int | None:
-        value = _affine(computations, outside, initial.operands[index])
-        return value[1] if value is not None and value[0] is None else None
-
-    def after_iteration(index: int) -> Affine | None:
-        return _affine(computations, body, update.operands[index])
-
-    bound: int | None = limit[1]
-    if limit[0] is not None:
-        given = at_start(limit[0]) if after_iteration(limit[0]) == (limit[0], 0) else None
-        bound = None if given is None else given + limit[1]
-    start, after = at_start(counter), after_iteration(counter)
-    if start is None or bound is None or after is None or after[0] != counter or after[1] <= 0:
-        return None
-    return max(0, -((start - bound) // after[1]))
-
-
-def _argument(
-    computations: Mapping[str, Computation], called: Computation, parameter: Instruction
-) -> tuple[Computation, Instruction | None]:
-    """Return the argument that the only `call` of a computation passes for a parameter, and the calling computation.
-
-    XLA's CPU backend (jaxlib 0.12) moves small loops into calls.
-    """
-    calls = [
-        (place, each)
-        for place in computations.values()
-        for each in place.instructions
-        if each.opcode == "call" and _called(computations, each, "to_apply") is called
-    ]
-    if len(calls) != 1:
-        return called, None
-    place, call = calls[0]
-    return place, place.by_name.get(call.operands[parameter.parameter_number or 0])
-
-
-def _comparison(computations: Mapping[str, Computation], condition: Computation) -> tuple[int, Affine] | None:
-    """Return the index of the counter in the loop's state and the bound it stays below; None for any other condition."""
-    root, place = condition.instructions[-1], condition
-    arguments: dict[int, Affine | None] = {}
-    fused = _called(computations, root, "calls") if root.opcode == "fusion" else None
-    if fused is not None:
-        arguments = {number: _affine(computations, condition, name) for number, name in enumerate(root.operands)}
-        root, place = fused.instructions[-1], fused
-    if root.opcode != "compare" or len(root.operands) != 2:
-        return None
-    first, second = (_affine(computations, place, name, arguments) for name in root.operands)
-    if root.attribute("direction") == "GT":
-        first, second = second, first
-    elif root.attribute("direction") != "LT":
-        return None
-    if first is None or second is None or first[0] is None:
-        return None
-    return first[0], (second[0], second[1] - first[1])
-
-
-def _affine(
-    computations: Mapping[str, Computation], place: Computation, name: str, arguments: Mapping[int, Affine | None] | None = None
-) -> Affine | None:
-    """Return an integer value as `Affine`; None when it is not of that form.
-
-    arguments: values of the parameters of a fused computation. None: the computation has one tuple parameter, and its elements are indexed.
-    """
-    instruction = place.by_name.get(name)
-    if instruction is None:
-        return None
-    opcode = instruction.opcode
-    if opcode == "constant":
-        return None if instruction.constant is None else (None, instruction.constant)
-    if opcode == "parameter":
-        return arguments.get(instruction.parameter_number or 0) if arguments is not None else None
-    if opcode == "get-tuple-element":
-        source = place.by_name.get(instruction.operands[0])
-        index = instruction.attribute("index")
-        return (int(index), 0) if source is not None and source.opcode == "parameter" and index is not None else None
-    if opcode in ("copy", "bitcast"):
-        return _affine(computations, place, instruction.operands[0], arguments)
-    if opcode == "fusion":
-        fused = _called(computations, instruction, "calls")
-        given = {number: _affine(computations, place, operand, arguments) for number, operand in enumerate(instruction.operands)}
-        return None if fused is None else _affine(computations, fused, fused.instructions[-1].name, given)
-    if opcode == "add":
-        first, second = (_affine(computations, place, operand, arguments) for operand in instruction.operands)
-        if first is None or second is None or (first[0] is not None and second[0] is not None):
-            return None
-        return (first[0] if first[0] is not None else second[0], first[1] + second[1])
-    return None
-
-
-def _called(computations: Mapping[str, Computation], instruction: Instruction, attribute: str) -> Computation | None:
-    found = re.search(rf"\b{attribute}=%?([\w.\-]+)", instruction.attributes)
-    return computations.get(found.group(1)) if found else None

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ridgeline.hlo.module import Computation, Instruction, Module, Shape, Source
-from ridgeline.hlo.parse import with_derived_trip_counts
 from ridgeline.hlo.proto_attributes import RawInstruction, attribute_texts, called_text, metadata_text, read_raw
 from ridgeline.hlo.protobuf import decode_text, fields, integers, numbers, repeated, signed, varint
+from ridgeline.hlo.trip_counts import with_derived_trip_counts
 
 _NAMES = "pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4 f8e4m3b11fnuz f8e5m2fnuz"
 _NAMES += " f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu buffer"

@@ -113,8 +113,7 @@ class _Simulator:
         return schedule
 
     def _bodies(self, instruction: Instruction) -> list[tuple[str, float]]:
-        trips = float(instruction.trip_count or 1) if instruction.opcode == "while" else 1.0
-        return [(name, trips) for name in instruction.called if name in self.module.computations]
+        return [(name, float(instruction.repeats)) for name in instruction.called if name in self.module.computations]
 
     @staticmethod
     def _wait(schedule: Schedule, now_s: float, end_s: float, what: tuple[str, tuple[str, ...] | None]) -> float:

@@ -28,6 +28,8 @@ def print_report(report: Report, change: list[str] | None, name: str, cluster: s
         print(f"XLA: {warning}")
     if report.uncounted_loops:
         print(f"loops with an unknown number of iterations, counted once: {', '.join(report.uncounted_loops)}")
+    if report.estimated_loops:
+        print("ring attention in blocks: FLOPs, bytes and times are the mean over devices for rows of one document")
     if not report.fits:
         print(f"\nsmallest change that should fit: {' '.join(change) if change else 'none found; use more devices or a smaller model'}")
     print()

@@ -166,7 +166,8 @@ def _scan_blocks(plan: Plan, run: Callable[[Any, jax.Array], tuple[Any, Any]], c
 
     As `jax.lax.scan`, but XLA does not know the count. Its pass loop-double-buffer-transformer unrolls the loop over layers, then two
     copies of a layer call the same loop bodies, and it separates them only if the loop it looked at last was unrolled too. It skips loops
-    without a known count, so none of attention's is the last one; otherwise XLA ends with "Call graph must have been flattened".
+    without a known count, so none of attention's is the last one; otherwise XLA ends with "Call graph must have been flattened". Readers of
+    the compiled program derive the count (hlo/trip_counts.py).
     """
     like = jax.eval_shape(run, carry, jnp.int32(0))[1]
     stacks = jax.tree.map(lambda each: jnp.zeros((plan.blocks, *each.shape), each.dtype), like)

@@ -13,13 +13,16 @@ per key/value head, H head width, C devices of `context`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from ridgeline.hlo.module import trips_scope
 from ridgeline.models.attention.masks import sink_gradient
 from ridgeline.models.attention.pallas import key_ranges, query_ranges
 
@@ -36,6 +39,35 @@ class Spans(NamedTuple):
 
     keys_BQ2: jax.Array
     queries_BS2: jax.Array
+    visited: Callable[[int], float]
+    """Size of blocks -> blocks of keys that a block of queries visits in rows of one document, the mean over devices (`Row.visited`)."""
+
+
+class Row(NamedTuple):
+    """The static part of one call."""
+
+    devices: int
+    length: int
+    window: int | None
+
+    def visited(self, own: int, other: int, steps: Sequence[int], size: int) -> float:
+        """Return the blocks of keys that a block of queries visits, and as many the other way: the mean over devices and steps of a ring.
+
+        Args:
+          own: the half of the queries.
+          other: the half of the keys.
+          steps: of the ring.
+          size: tokens of a block.
+        """
+        half = self.length // (2 * self.devices)
+        device, step, query = np.meshgrid(np.arange(self.devices), np.asarray(steps), np.arange(0, half, size), indexing="ij")
+        holder = (device - step) % self.devices
+        queries, keys = (part if side == EARLY else 2 * self.devices - 1 - part for part, side in ((device, own), (holder, other)))
+        first_query = (queries - keys) * half + query  # in indices of the half of the keys
+        end = first_query + np.minimum(size, half - query)
+        first = np.zeros_like(end) if self.window is None else first_query - self.window + 1
+        first, end = np.clip(first, 0, half), np.clip(end, 0, half)
+        return float(np.where(first < end, -(-end // size) - first // size, 0).mean())
 
 
 class Kernel(Protocol):
@@ -67,20 +99,35 @@ def ring_attention(
     shape = (q_BLNH.shape[0], q_BLNH.shape[1] * jax.lax.axis_size(AXIS))
     keys_BT2 = jnp.stack(key_ranges(shape, segment_ids_BT, True, sliding_window), -1)
     queries_BT2 = jnp.stack(query_ranges(shape, segment_ids_BT, True, sliding_window), -1)
-    return _attend(kernel, q_BLNH, k_BLKH, v_BLKH, keys_BT2, queries_BT2, sinks_N)
+    row = Row(jax.lax.axis_size(AXIS), shape[1], sliding_window)
+    return _attend(kernel, row, q_BLNH, k_BLKH, v_BLKH, keys_BT2, queries_BT2, sinks_N)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, keys_BT2: jax.Array, queries_BT2: jax.Array, sinks_N: jax.Array | None
+    kernel: Kernel,
+    row: Row,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys_BT2: jax.Array,
+    queries_BT2: jax.Array,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
-    return _attend_forward(kernel, q, k, v, keys_BT2, queries_BT2, sinks_N)[0]
+    return _attend_forward(kernel, row, q, k, v, keys_BT2, queries_BT2, sinks_N)[0]
 
 
 def _attend_forward(
-    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, keys_BT2: jax.Array, queries_BT2: jax.Array, sinks_N: jax.Array | None
+    kernel: Kernel,
+    row: Row,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys_BT2: jax.Array,
+    queries_BT2: jax.Array,
+    sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    spans = partial(_spans, keys_BT2, queries_BT2, q.shape[1] // 2)
+    spans = partial(_spans, row, keys_BT2, queries_BT2)
     queries = _halves(q)
 
     def attend(step: jax.Array | int, kv: tuple[jax.Array, jax.Array], found: tuple[Partial, Partial]) -> tuple[Partial, Partial]:
@@ -106,11 +153,11 @@ def _attend_forward(
 
 
 def _attend_backward(
-    kernel: Kernel, residuals: Any, dout: jax.Array
+    kernel: Kernel, row: Row, residuals: Any, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None, jax.Array | None]:
     q, k, v, keys_BT2, queries_BT2, sinks_N, out, lse = residuals
     k, v = jax.lax.optimization_barrier((k, v))  # else XLA keeps a hop of the forward pass for this one, with its memory
-    spans = partial(_spans, keys_BT2, queries_BT2, q.shape[1] // 2)
+    spans = partial(_spans, row, keys_BT2, queries_BT2)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # A query without keys has lse = LOWEST; infinity makes its weights exactly 0.
     lse = jnp.where(lse <= LOWEST / 2, jnp.inf, lse)
@@ -163,14 +210,19 @@ def _start(half: int, device: jax.Array, size: int) -> jax.Array:
     return (device if half == EARLY else 2 * jax.lax.axis_size(AXIS) - 1 - device) * size
 
 
-def _spans(keys_BT2: jax.Array, queries_BT2: jax.Array, size: int, own: int, other: int, step: jax.Array | int) -> Spans:
-    """Return the mask of a half of this device's queries with a half of the keys that it holds in a step of the ring."""
-    device = jax.lax.axis_index(AXIS)
+def _spans(row: Row, keys_BT2: jax.Array, queries_BT2: jax.Array, own: int, other: int, step: jax.Array | int) -> Spans:
+    """Return the mask of a half of this device's queries with a half of the keys that it holds in a step of the ring.
+
+    A traced step is any but the last.
+    """
+    device, size = jax.lax.axis_index(AXIS), row.length // (2 * row.devices)
+    steps = (step,) if isinstance(step, int) else range(row.devices - 1)
     query_start = _start(own, device, size)
     key_start = _start(other, (device - step) % jax.lax.axis_size(AXIS), size)
     mine_BQ2 = jax.lax.dynamic_slice_in_dim(keys_BT2, query_start, size, 1)
     held_BS2 = jax.lax.dynamic_slice_in_dim(queries_BT2, key_start, size, 1)
-    return Spans(jnp.clip(mine_BQ2 - key_start, 0, size), jnp.clip(held_BS2 - query_start, 0, size))
+    visited = partial(row.visited, own, other, steps)
+    return Spans(jnp.clip(mine_BQ2 - key_start, 0, size), jnp.clip(held_BS2 - query_start, 0, size), visited)
 
 
 def _joined(one: Partial, other: Partial) -> Partial:
@@ -181,19 +233,23 @@ def _joined(one: Partial, other: Partial) -> Partial:
 
 
 class Blockwise(NamedTuple):
-    """The kernel in plain XLA, for any platform, dtype and width; blocks of queries and keys outside the mask are skipped."""
+    """The kernel in plain XLA, for any platform, dtype and width; blocks of queries and keys outside the mask are skipped.
+
+    How many are skipped depends on the documents of a row and on the device. The loops state the mean over devices for rows of one
+    document, of which readers of the compiled program count FLOPs and bytes; rows of several documents have less.
+    """
 
     block: int
 
     def forward(self, q_BQNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, spans: Spans) -> Partial:
         """See `Kernel`."""
         size, grouped = self._size(q_BQNH.shape[1]), _grouped(q_BQNH, k_BSKH)
-        spans = Spans(*(_padded(x, self._size(x.shape[1])) for x in spans))
+        keys_BQ2, trips = _padded(spans.keys_BQ2, size), trips_scope(spans.visited(size))
         q, k, v = (_padded(x, size) for x in (grouped, k_BSKH, v_BSKH))
-        ranges = _block_ranges(spans.keys_BQ2, size)
+        ranges = _block_ranges(keys_BQ2, size)
 
         def one_query_block(i: jax.Array) -> Partial:
-            q_BQKGH, span_BQ2 = _take(q, i, size), _take(spans.keys_BQ2, i, size)
+            q_BQKGH, span_BQ2 = _take(q, i, size), _take(keys_BQ2, i, size)
 
             def one_key_block(j: jax.Array, found: Partial) -> Partial:
                 scores = _scores(q_BQKGH, _take(k, j, size), span_BQ2, j * size)
@@ -205,7 +261,8 @@ class Blockwise(NamedTuple):
                 return _joined(found, (out / jnp.where(total == 0, 1.0, total)[..., None], lse))
 
             nothing = (jnp.zeros(q_BQKGH.shape, jnp.float32), jnp.full(q_BQKGH.shape[:4], LOWEST, jnp.float32))
-            return jax.lax.fori_loop(ranges[i, 0], ranges[i, 1], one_key_block, nothing)
+            with jax.named_scope(trips):
+                return jax.lax.fori_loop(ranges[i, 0], ranges[i, 1], one_key_block, nothing)
 
         out, lse = (_rows(x)[:, : q_BQNH.shape[1]] for x in jax.lax.map(one_query_block, jnp.arange(q.shape[1] // size)))
         return out.reshape(q_BQNH.shape), lse.reshape(q_BQNH.shape[:3])
@@ -215,10 +272,11 @@ class Blockwise(NamedTuple):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Kernel`."""
         size, shapes, dtype = self._size(q.shape[1]), (q.shape, k.shape, v.shape), q.dtype
-        spans = Spans(*(_padded(x, size) for x in spans))
+        keys_BQ2, queries_BS2 = (_padded(x, size) for x in (spans.keys_BQ2, spans.queries_BS2))
+        trips = trips_scope(spans.visited(size))
         mine = [_padded(_grouped(x, k), size) for x in (q, dout, lse_BQN, delta_BQN)]
         keys, values = (_padded(x, size) for x in (k, v))
-        ranges, scale = _block_ranges(spans.queries_BS2, size), q.shape[-1] ** -0.5
+        ranges, scale = _block_ranges(queries_BS2, size), q.shape[-1] ** -0.5
 
         def one_key_block(dq_BQKGH: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             k_BSKH, v_BSKH = _take(keys, j, size), _take(values, j, size)
@@ -226,7 +284,7 @@ class Blockwise(NamedTuple):
             def one_query_block(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
                 dq, dk_BSKH, dv_BSKH = carry
                 q_block, dout_block, lse, delta = (_take(x, i, size) for x in mine)
-                scores = _scores(q_block, k_BSKH, _take(spans.keys_BQ2, i, size), j * size)
+                scores = _scores(q_block, k_BSKH, _take(keys_BQ2, i, size), j * size)
                 weights = jnp.exp(scores - lse[..., None])
                 dweights = jnp.einsum("bqkgh,bskh->bqkgs", dout_block, v_BSKH, preferred_element_type=jnp.float32)
                 dscores = (weights * (dweights - delta[..., None]) * scale).astype(dtype)
@@ -236,7 +294,8 @@ class Blockwise(NamedTuple):
                 return jax.lax.dynamic_update_slice_in_dim(dq, dq_block, i * size, 1), dk_BSKH, dv_BSKH
 
             start = (dq_BQKGH, jnp.zeros(k_BSKH.shape, jnp.float32), jnp.zeros(v_BSKH.shape, jnp.float32))
-            dq, dk, dv = jax.lax.fori_loop(ranges[j, 0], ranges[j, 1], one_query_block, start)
+            with jax.named_scope(trips):
+                dq, dk, dv = jax.lax.fori_loop(ranges[j, 0], ranges[j, 1], one_query_block, start)
             return dq, (dk, dv)
 
         dq, gradients = jax.lax.scan(one_key_block, jnp.zeros(mine[0].shape, jnp.float32), jnp.arange(keys.shape[1] // size))

@@ -391,7 +391,9 @@ def check_same_model(directory: Path, described: ModelConfig, wanted: ModelConfi
     differ = [key for key in ours if ours[key] != theirs[key] and key not in rotary]
     if differ:
         listed = ", ".join(f"model.{key} = {ours[key]} (checkpoint: {theirs[key]})" for key in differ[:_MAX_LISTED])
-        raise UserError(f"the config differs from the model in {directory}: {listed}")
+        leave_out = differ == ["mtp_layers"] and not wanted.mtp_layers
+        way = f"; `ridge convert to-hf {directory} DIR --without-mtp` leaves the modules out, then init_from=DIR" if leave_out else ""
+        raise UserError(f"the config differs from the model in {directory}: {listed}{way}")
 
 
 def _check_layers(directory: Path, model: ModelConfig, tensors: Mapping[str, StoredTensor | Mxfp4Tensor | CompressedTensor]) -> None:

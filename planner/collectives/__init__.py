@@ -74,7 +74,7 @@ def _in_branch(item: PlannedCollective, schedule: Schedule) -> PlannedCollective
     if schedule.chunks == 1 or item.where not in ("embed", "loss"):
         return item
     ticks = schedule.forward_ticks - (schedule.first_backward if item.where == "loss" else 0)
-    return replace(item, count=ticks, summed=False, loop_invariant=False)
+    return replace(item, count=ticks, summed=False, invariant_count=None)
 
 
 def as_compiled_for_gpu(planned: Sequence[PlannedCollective]) -> list[PlannedCollective]:
@@ -102,7 +102,8 @@ def as_compiled_for_gpu(planned: Sequence[PlannedCollective]) -> list[PlannedCol
 def as_compiled_for_cpu(item: PlannedCollective) -> PlannedCollective:
     """Return the collective that XLA's CPU backend compiles a planned one to."""
     kind: Kind = "all-reduce" if item.kind == "reduce-scatter" and not item.by_hand else item.kind
-    return replace(item, kind=kind, bytes=item.bytes * item.parts, parts=1, count=1 if item.loop_invariant else item.count)
+    count = item.count if item.invariant_count is None else item.invariant_count
+    return replace(item, kind=kind, bytes=item.bytes * item.parts, parts=1, count=count)
 
 
 def bytes_per_step(planned: list[PlannedCollective]) -> dict[tuple[Kind, tuple[str, ...]], int]:

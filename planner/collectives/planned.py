@@ -41,8 +41,9 @@ class PlannedCollective:
     by_hand: bool = False
     """Written with shard_map, so that every backend has this kind. Otherwise XLA forms a reduce-scatter from an all-reduce and a slice,
     which its GPU backend does and its CPU backend does not."""
-    loop_invariant: bool = False
-    """The result is the same for every microbatch: XLA's CPU backend moves it out of their loop, the GPU backend does not."""
+    invariant_count: int | None = None
+    """Executions per step once those with the same result for every microbatch are moved out of their loop, as XLA's CPU backend does and
+    its GPU backend does not; None: each microbatch has its own result."""
     summed: bool = False
     """The result is only added to a sum over microbatches: XLA's GPU backend adds first and communicates once."""
     replicated: bool = False
@@ -61,10 +62,11 @@ class PlannedCollective:
 class StepSizes:
     """The sizes of one step that its collectives share, and collectives that several parts of it have."""
 
-    def __init__(self, config: Config, sizes: Mapping[str, int], gpu: bool) -> None:
+    def __init__(self, config: Config, sizes: Mapping[str, int], gpu: bool, *, scanned: bool = True) -> None:
+        """`scanned`: the layers run in a loop, which cuts each layer's parameters out of a stack."""
         itemsize = ITEMSIZE if gpu else CPU_ITEMSIZE
         self.config, self.model, self.sizes = config, of_stage(config, sizes).model, sizes
-        self.gpu = gpu
+        self.gpu, self.scanned = gpu, scanned
         self.frozen = config.lora.rank is not None
         """Only adapters are trained."""
         self.schedule = Schedule.of(config, sizes)
@@ -158,7 +160,7 @@ class StepSizes:
         data = self.over("data", *sequence)
         shards = self.fsdp // self.expert if of_experts else self.fsdp
         planned = [
-            PlannedCollective(what, where, "forward", "all-gather", fsdp, gathered, count, 1, by_hand, where != "layer"),
+            PlannedCollective(what, where, "forward", "all-gather", fsdp, gathered, count, 1, by_hand, self.invariant_count(where)),
             PlannedCollective(what, where, "backward", "all-gather", fsdp, gathered, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "reduce-scatter", fsdp, local * grad, count, 1, by_hand),
             PlannedCollective(what, where, "backward", "all-reduce", data, local // shards * grad, count, 1, by_hand),
@@ -172,6 +174,12 @@ class StepSizes:
             planned[3:] = [replace(planned[3], axes=axes, replicated=True) for axes in groups]
         gathers = planned[:2] if backward_gather else planned[:1]
         return gathers if self.frozen else [*gathers, *planned[2:]]
+
+    def invariant_count(self, where: Where) -> int | None:
+        """Return how many different parameters a forward pass gathers, the same for every microbatch; None: in a loop over layers."""
+        if where == "layer":
+            return None if self.scanned else self.model.num_layers
+        return 1
 
     def replicated_gradient(self, what: str, size: int) -> list[PlannedCollective]:
         """Return the reductions of the gradient of a replicated parameter; none with adapters."""

@@ -35,10 +35,6 @@ MODULES = [
     ("precision.moments=int8", "precision.moments", "bfloat16"),
     ("compute.tensor_overlap=ring", "compute.tensor_overlap", "gather"),
     ("optimizer.kind=muon", "optimizer.kind", "adamw"),
-    ("preference.loss=dpo", "preference.loss", "null"),
-    ("policy.loss=grpo", "policy.loss", "null"),
-    ("distillation.weight=0.5", "distillation.weight", "null"),
-    ("lora.rank=4", "lora.rank", "null"),
 ]
 """Settings that do not work with modules of multi-token prediction: override, key, what works."""
 
@@ -47,6 +43,14 @@ MODULES = [
 def test_what_does_not_work_with_multi_token_prediction_is_refused_by_name(override: str, key: str, works: str) -> None:
     refused = refusal("model.mtp_layers=1", override)
     assert f"{key}: does not support multi-token prediction; set {key}={works}, or model.mtp_layers=0" in refused
+
+
+@pytest.mark.parametrize("override", ["preference.loss=dpo", "policy.loss=grpo", "distillation.weight=0.5", "lora.rank=4"])
+def test_tuning_a_model_with_modules_of_multi_token_prediction_is_refused_with_the_way_to_leave_them_out(override: str) -> None:
+    key, way = override.split("=")[0], "`ridge convert to-hf RUN DIR --without-mtp`, then init_from=DIR"
+    refused = refusal("model.mtp_layers=1", override)
+    assert f"{key}: does not support modules of multi-token prediction; set model.mtp_layers=0" in refused
+    assert way in refused and f", or {key}=null" in refused
 
 
 CASES = [

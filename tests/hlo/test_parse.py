@@ -1,5 +1,6 @@
 """Reading compiled HLO text: of programs compiled here (CPU), and of one compiled for 8 GPUs."""
 
+import random
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ridgeline.hlo.collectives import collectives, group_axes, replica_groups
 from ridgeline.hlo.module import Shape, is_backward, scope
 from ridgeline.hlo.parse import parse
+from tests.sampling import seed
 
 MESH_SHAPE = {"a": 2, "b": 2, "c": 2}
 GPU_TEXT = Path(__file__).with_name("gpu_scan.hlo.txt")
@@ -106,6 +108,43 @@ def test_a_count_hidden_from_xla_is_read_from_what_the_loop_starts_with(mesh, hi
     assert "known_trip_count" not in outer, "XLA knows the count after all"
     module = parse(text)
     assert module.unknown_loops == [] and [c.count for c in collectives(module, MESH_SHAPE)] == [3 * hidden]
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_loops_whose_bounds_depend_on_the_loops_around_them_are_counted_exactly(case):
+    """Executions of the innermost body, for drawn bounds, equal those of the same loops in Python; so do those of a second loop, which
+    starts where a first one ended, and of one in a branch."""
+    rng = random.Random(f"{seed()} loops {case}")
+    outer, middle, width, step, shift = rng.randint(2, 9), rng.randint(3, 7), rng.randint(1, 20), rng.randint(1, 6), rng.randint(-5, 5)
+    share = rng.randint(0, 1)  # whether the innermost bounds depend on both counters
+
+    def first(i, low):
+        return low(0, i * step - width + shift) // 2
+
+    def end(i, j, low, high):
+        return high(4 * middle, low((i + share * j) % middle, (i * i + share * j * step) // width) + share * j + 1)
+
+    def program(x):
+        def innermost(_, c):
+            return jnp.sin(c @ x)
+
+        def around(i, c):
+            inside = lambda j, c: jax.lax.fori_loop(first(i, jnp.maximum), end(i, j, jnp.maximum, jnp.minimum), innermost, c)  # noqa: E731
+            return jax.lax.fori_loop(i // 3, jax.lax.optimization_barrier(jnp.int32(middle)), inside, c)
+
+        hidden = jax.lax.optimization_barrier(jnp.int32(outer))
+        whole = jax.lax.fori_loop(0, hidden, around, x)
+        half = jax.lax.while_loop(lambda c: c[0] < hidden, lambda c: (c[0] + 2, c[1] @ x), (0, whole))
+        last = jax.lax.while_loop(lambda c: c[0] <= 3 * outer, lambda c: (c[0] + 1, c[1] @ x.T), half)[1]
+        branch = lambda c: jax.lax.fori_loop(hidden, 4 * hidden, lambda _, c: c @ c, c)  # noqa: E731
+        return jax.lax.cond(last[0, 0] > 0, branch, jnp.sin, last)
+
+    module = parse(compile_text(program, (32, 32)))
+    runs = sorted(module.runs[c.name] for c, i in module.instructions() if i.opcode == "dot")
+    inner = sum(len(range(first(i, max), end(i, j, max, min))) for i in range(outer) for j in range(i // 3, middle))
+    start = 2 * -(-outer // 2)
+    assert runs == sorted([inner, start // 2, 3 * outer + 1 - start, 3 * outer]) and module.unknown_loops == []
+    assert len(module.certain.intersection(c.name for c, i in module.instructions() if i.opcode == "dot")) == 3, "all but the branch"
 
 
 def test_a_loop_of_unknown_length_is_named():

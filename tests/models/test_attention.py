@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
 from collections.abc import Callable
 from functools import cache, partial
@@ -20,6 +21,9 @@ from flax import nnx
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, PrecisionConfig
+from ridgeline.hlo.module import Module
+from ridgeline.hlo.parse import parse
+from ridgeline.hlo.roofline import kernels, total_flops
 from ridgeline.models.attention import AttentionRequest, attend, backend_names, dispatch, pallas, resolve_backend
 from ridgeline.models.attention.layer import Attention
 from ridgeline.models.attention.masks import chunk_segments, visible
@@ -28,6 +32,7 @@ from ridgeline.models.params import ParamFactory
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Rules
+from tests.sampling import drawn, seed
 
 CHUNK = 16
 MASKS = {"causal": (True, None), "causal window": (True, 10), "full": (False, None), "symmetric window": (False, 7)}
@@ -257,6 +262,50 @@ def test_huge_scores_stay_finite(backend) -> None:
         assert np.all(np.isfinite(result))
 
 
+def blocks_visited(length: int, mask: tuple[bool, int | None]) -> int:
+    """Pairs of blocks of queries and keys of which a query sees a key, by the mask of every pair of tokens of whole blocks."""
+    blocks = -(-length // CHUNK)
+    index = jnp.arange(blocks * CHUNK)
+    seen = visible(index, index, causal=mask[0], sliding_window=mask[1])
+    pairs = np.ones((blocks, blocks)) if seen is None else np.asarray(seen).reshape(blocks, CHUNK, blocks, CHUNK).any((1, 3))
+    return int(pairs.sum())
+
+
+@pytest.mark.parametrize("packed", drawn([False, True], 1), ids=str)
+@pytest.mark.parametrize("mask", drawn(list(MASKS.values()), 2), ids=str)
+def test_loops_over_blocks_are_counted_forward_recomputed_and_backward(mask, packed, monkeypatch) -> None:
+    """The FLOPs read from the compiled program equal those of the blocks that are visited, whether XLA knows a count or not."""
+    layers, batch, (heads, kv_heads), width = 3, 2, HEADS["grouped"], 8
+    length = CHUNK * random.Random(f"{seed()} {mask} {packed}").randint(2, 9) - 3
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            run = partial(attend, causal=mask[0], sliding_window=mask[1], backend="chunked", chunk=CHUNK)
+            return x + run(x, k, v, segment_ids=segment_ids), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), q, None, length=layers)[0])
+
+    shapes = [jax.ShapeDtypeStruct((batch, length, n, width), jnp.float32) for n in (heads, kv_heads, kv_heads)]
+    segments = jax.ShapeDtypeStruct((batch, length), jnp.int32) if packed else None
+
+    def compiled() -> Module:
+        step = jax.jit(lambda *arrays: jax.grad(loss, (0, 1, 2))(*arrays), compiler_options=QUICK_COMPILE)
+        return parse(step.lower(*shapes, segments).compile().as_text())
+
+    hidden = compiled()
+    monkeypatch.setattr(jax.lax, "optimization_barrier", lambda x: x)
+    known = compiled()
+    matmuls = 2 + 2 + 5  # scores and output, twice; scores, and the gradients of weights, values, keys and queries
+    expected = layers * matmuls * blocks_visited(length, mask) * 2 * batch * heads * CHUNK**2 * width
+    for module in (hidden, known):
+        assert module.unknown_loops == [] and total_flops(kernels(module)) == expected
+    loops = [[i for _, i in module.instructions() if i.opcode == "while"] for module in (hidden, known)]
+    unstated = [sum("known_trip_count" not in loop.attributes for loop in found) for found in loops]
+    inner = 0 if mask == MASKS["full"] else 3  # the loops inside of those over blocks, whose bounds vary
+    assert unstated == [3 + inner, inner], "the loops over blocks hide their count"
+    assert sorted(loop.trip_count for loop in loops[0]) == sorted(loop.trip_count for loop in loops[1])
+
+
 def test_chunked_keeps_no_scores() -> None:
     """Temporary memory grows with T, not with T squared as the reference's does."""
 
@@ -458,3 +507,29 @@ def test_kernels_of_the_ring_agree_with_the_reference(interpreted, context, wind
         np.testing.assert_allclose(got, want[:, order], rtol=2e-5, atol=2e-5, err_msg=name)
     if sinks:
         np.testing.assert_allclose(results[4], pullback(cotangent)[3], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("context", "window"), drawn([(2, None), (2, 9), (4, None), (4, 11)], 1))
+def test_loops_of_the_ring_are_counted_by_the_mean_over_devices(context, window) -> None:
+    """Forward and backward, FLOPs of the pairs of blocks that the devices visit, divided by the devices, in rows of one document."""
+    block, half, (heads, kv_heads), width = 4, random.Random(f"{seed()} ring").choice((8, 10, 12)), HEADS["grouped"], 8
+    length, mesh = 2 * context * half, MeshConfig(fsdp=1, context=context)
+    partitioner = Partitioner(build_mesh(mesh, jax.devices()[:context]), zigzag=True)
+    dims = {"vocab_size": 64, "num_layers": 1, "embed_dim": 32, "num_heads": heads, "num_kv_heads": kv_heads, "mlp_dim": 32}
+    model = ModelConfig(**dims, sliding_window=window)
+    config = AttentionConfig(backend="chunked", chunk=block)
+    attention = dispatch.SelfAttention.resolve(model, config, "cpu", jnp.dtype("float32"), partitioner)
+    gradient = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v, None)), (0, 1, 2))
+    shapes = [jax.ShapeDtypeStruct((2, length, n, width), jnp.float32) for n in (heads, kv_heads, kv_heads)]
+    module = parse(jax.jit(gradient, compiler_options=QUICK_COMPILE).lower(*shapes).compile().as_text())
+
+    index = jnp.arange(length)
+    seen = np.asarray(visible(index, index, causal=True, sliding_window=window)).reshape(2 * context, half, 2 * context, half)
+    whole = -(-half // block)
+    padded = np.pad(seen, ((0, 0), (0, whole * block - half)) * 2).reshape(2 * context, whole, block, 2 * context, whole, block)
+    visited = int(padded.any((2, 5)).sum())
+    assert module.unknown_loops == []
+    counted, expected = total_flops(kernels(module)), visited / context * (2 + 5) * 2 * 2 * heads * block**2 * width
+    assert counted == pytest.approx(expected, rel=1e-6)  # the stated means have six digits
+    inner = {name for _, i in module.instructions() if i.name in module.estimated_loops for name in i.called}
+    assert inner and not inner & module.certain, "executions of their bodies are not certain"

@@ -1,6 +1,7 @@
 """The compiled gradient holds exactly the planned collectives, with the planned bytes, and nothing else."""
 
 import math
+import random
 from collections import Counter
 from typing import Any
 
@@ -30,7 +31,7 @@ from ridgeline.sharding.partition import Partitioner, param_shardings
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.state import abstract_state, model_spec
 from ridgeline.trainer.step import abstract_batch, loss_sums, make_train_step, policy_sums, preference_sums
-from tests.sampling import drawn
+from tests.sampling import drawn, seed
 from tests.sharding.test_equality import LLAMA4
 
 LAYERS, BATCH, SEQ, VOCAB, D, F = 3, 16, 32, 640, 64, 160
@@ -309,13 +310,19 @@ def test_half_precision_compute_gathers_in_half_precision():
 )
 def test_a_whole_accumulated_step_communicates_nothing_but_its_microbatches_gradients(mesh, precision, zero):
     """Clipping, AdamW, the skip of bad steps and the split into microbatches add single numbers only, and fp8 its few scales. With ZeRO
-    stage 2 the updated parameters are gathered.
+    stage 2 the updated parameters are gathered. Modules of multi-token prediction, drawn with the policy of their blocks, have parameters
+    that no loop over layers cuts out of a stack: the CPU backend gathers them once for all microbatches.
 
     In every dtype the plan has the bytes that the CPU backend moves, which has no bfloat16 or float8 collectives.
     """
-    config = make_config(*mesh, accumulation=2)
-    sharding = config.mesh.model_copy(update={"zero_stage": zero})
-    config = config.model_copy(update={"precision": PrecisionConfig(**precision), "mesh": sharding})
+    rng = random.Random(f"{seed()} {mesh} {precision} {zero}")
+    config = make_config(*mesh, accumulation=2, mtp_layers=0 if "matmul" in precision else rng.choice([0, 1, 2]))
+    policy = rng.choice(["none", "attention-only", "dots", "full"])
+    sharding, compute = (
+        config.mesh.model_copy(update={"zero_stage": zero}),
+        config.compute.model_copy(update={"remat": RematConfig(policy=policy)}),
+    )
+    config = config.model_copy(update={"precision": PrecisionConfig(**precision), "mesh": sharding, "compute": compute})
     text, mesh_shape = compile_step(config)
     moved = budget(((c.kind, c.axes), array_bytes(c) * c.count) for c in collectives(text, mesh_shape) if array_bytes(c))
     planned = budget(((item.kind, item.axes), item.bytes * item.count) for item in compiled_collectives(config, mesh_shape, gpu=False))

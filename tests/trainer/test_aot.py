@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from ridgeline.configs.errors import UserError
+from ridgeline.hlo.roofline import total_flops
 from ridgeline.launch.environment import run_flags
 from ridgeline.planner.hardware import catalog, hardware
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.trainer.aot import compile as aot
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
-from ridgeline.trainer.aot.report import build_report
+from ridgeline.trainer.aot.report import build_report, matmul_shape
 from ridgeline.trainer.aot.target import compute_capability, target_config
 from tests.sampling import drawn
 from tests.trainer.gpu_models import QUICK, cluster, small
@@ -162,14 +163,26 @@ def test_attention_is_a_fused_kernel_where_one_exists_and_nothing_in_the_step_ha
 
 @pytest.mark.slow
 def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls():
-    """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check."""
-    layers = ("model.num_layers=4", "data.seq_len=1024", "compute.remat.policy=full")
-    config = small("llama", "mesh.fsdp=8", "compute.attention.backend=chunked", *layers)
+    """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check.
+
+    Readers of the compiled step count the blocks nevertheless: forward, recomputed and backward.
+    """
+    layers, blocks, block = 5, 8, 128
+    settings = (f"model.num_layers={layers}", f"data.seq_len={blocks * block}", "compute.remat.policy=full")
+    config = small("llama", "mesh.fsdp=8", "compute.attention.backend=chunked", f"compute.attention.chunk={block}", *settings)
     flags, level = run_flags(config, "h100-sxm")
-    result = compile_many([Request.on(config, cluster(), 1, xla_flags=(*flags, *QUICK), optimization_level=level)])[0]
+    request = Request.on(config, cluster(), 1, xla_flags=(*flags, *QUICK), optimization_level=level)
+    result = compile_many([request])[0]
     assert isinstance(result, Compiled), result
     loops = re.findall(r"body=%?([\w.-]+)", result.hlo_text)
     assert len(loops) == len(set(loops)) > 3, "no two loops share a body"
+    report = build_report(request, cluster(), result)
+    assert report.uncounted_loops == ()
+    model, rows, visited = config.model, config.data.batch_size // 8, blocks * (blocks + 1) / 2
+    matmuls = [k for k in report.kernels if k.flops and re.search("attention/while/body/", k.op_name)]
+    expected = layers * rows * visited * (2 + 2 + 5) * 2 * model.num_heads * block**2 * model.head_width
+    assert total_flops(matmuls) == expected
+    assert all(2 * math.prod(matmul_shape(k)) == k.flops for k in matmuls), "heads and rows of a batch fill the device together"
 
 
 def narrow(matmul, device, *mesh):

@@ -18,6 +18,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.launch.exit_codes import DONE
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.loaders.rows import with_future_targets
+from ridgeline.models.huggingface.convert import check_same_model
 from ridgeline.rundir.directory import read_metrics
 from ridgeline.trainer.checkpoint.payload import named_leaves
 from ridgeline.trainer.pretrained import load_model
@@ -121,8 +122,10 @@ def test_exported_modules_are_read_again_where_wanted(trained: Config, tmp_path:
     for name, value in read.items():
         np.testing.assert_array_equal(np.asarray(value), state[name], err_msg=name)
     assert load_model(tmp_path / "alone").config.model.mtp_layers == load_model(tmp_path / "whole").config.model.mtp_layers == 0
-    with pytest.raises(UserError, match=r"model\.mtp_layers = 1 \(checkpoint: 0\)"):
+    with pytest.raises(UserError, match=r"model\.mtp_layers = 1 \(checkpoint: 0\)$"):
         load_model(tmp_path / "alone", adapt=wanted)
+    with pytest.raises(UserError, match=r"model\.mtp_layers = 0 \(checkpoint: 1\); `ridge convert to-hf .* --without-mtp` leaves the mod"):
+        check_same_model(trained.directory, trained.model, trained.model.model_copy(update={"mtp_layers": 0}))  # of init_from
 
 
 def test_a_resumed_run_continues_bitwise(trained: Config) -> None:

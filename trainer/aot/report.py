@@ -64,6 +64,8 @@ class Report:
     """gather or all_to_all, where the experts are divided over devices."""
     uncounted_loops: tuple[str, ...] = ()
     """Loops with an unknown trip count; their bodies are counted once."""
+    estimated_loops: tuple[str, ...] = ()
+    """Loops whose trip count depends on documents and device; their bodies are counted by the mean for rows of one document."""
 
     @property
     def fits(self) -> bool:
@@ -123,6 +125,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         context_method=context_method(config, compiled.mesh),
         expert_exchange=exchange_method(config.model.moe, config.compute.experts, compiled.mesh),
         uncounted_loops=tuple(module.unknown_loops),
+        estimated_loops=tuple(module.estimated_loops),
     )
 
 
@@ -137,7 +140,7 @@ def _simulate(
 ) -> Schedule:
     """Simulate the schedule at the rates of the plan (planner/kernels.py), on the slowest of the devices.
 
-    Matmuls have their own shape, or several in one kernel that of a cube; collectives run over the links that their axes span.
+    Matmuls have their own shape (`matmul_shape`); collectives run over the links that their axes span.
     """
     fabric, device, model = Fabric.from_cluster(cluster, rates, num_devices=request.devices), request.device, request.config.model
     bandwidth = rates.memory_bytes_per_s(device)
@@ -147,9 +150,8 @@ def _simulate(
         if kernel.category == "attention":
             rate = rates.attention_flops_per_s(device, dtype, request.config.data.seq_len, model.head_width)
             return rate * rates.software.attention_share(device) * rates.software.in_step_share(dtype, device)
-        reads, side = arithmetic(kernel, dtype), max(1, round((kernel.flops / 2) ** (1 / 3)))
-        shape = (kernel.matmul.m, kernel.matmul.n, kernel.matmul.k) if kernel.matmul else (side, side, side)
-        return rates.matmul_flops_per_s(device, reads, *shape) * rates.software.in_step_share(reads, device)
+        reads = arithmetic(kernel, dtype)
+        return rates.matmul_flops_per_s(device, reads, *matmul_shape(kernel)) * rates.software.in_step_share(reads, device)
 
     def kernel_s(kernel: Kernel) -> float:
         if kernel.host_copy:
@@ -170,6 +172,17 @@ def _simulate(
     sent_bytes: dict[tuple[str, int], int] = {(item.kind, item.bytes): item.sent_bytes for item in planned if item.used_bytes is not None}
 
     return simulate(parse(compiled.hlo_text), launched, found, kernel_s, collective_s)
+
+
+def matmul_shape(kernel: Kernel) -> tuple[int, int, int]:
+    """Return the (m, n, k) whose rate a kernel's matmul has.
+
+    The tiles of a batch fill the device together, as those of one matmul with the rows of all. Several in one kernel count as a cube.
+    """
+    if kernel.matmul is None:
+        side = max(1, round((kernel.flops / 2) ** (1 / 3)))
+        return side, side, side
+    return kernel.matmul.batch * kernel.matmul.m, kernel.matmul.n, kernel.matmul.k
 
 
 def arithmetic(kernel: Kernel, dtype: str) -> str:
@@ -214,6 +227,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "versions": c.versions,
         "warnings": list(c.warnings),
         "uncounted_loops": list(report.uncounted_loops),
+        "estimated_loops": list(report.estimated_loops),
         "collectives": [compiled_collective(x).model_dump(mode="json") for x in report.collectives],
         "overlapped_share": report.overlapped_share,
         "unplanned": [compiled_collective(x).model_dump(mode="json") for x in report.unplanned],
