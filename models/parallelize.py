@@ -123,13 +123,14 @@ def parallelize(
     experts = None
     if model.moe is not None:
         widths = (model.embed_dim, model.expert_width // partitioner.axis_size("mlp"))
-        kernel = choose_kernel(platform, compute_dtype, model.moe.experts, widths, compute.experts.capacity_factor)
+        count, per_token, factor = model.moe.experts, model.moe.experts_per_token, compute.experts.capacity_factor
+        groups = partitioner.mesh.shape["expert"]
+        kernel = choose_kernel(platform, compute_dtype, count, per_token, groups, widths, factor)
         if precision.eight_bit and platform != "cpu" and isinstance(kernel, Ragged):
             raise UserError(
                 f"precision.matmul={precision.matmul}: 8-bit experts need NVIDIA GPUs and widths in multiples of {TILE}, not "
                 f"{' and '.join(map(str, widths))}; set precision.matmul=compute"
             )
-        count, per_token, factor = model.moe.experts, model.moe.experts_per_token, compute.experts.capacity_factor
         method = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) or "gather"
         exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))
         experts = Experts(matmul, kernel, count, per_token, exchange, factor, lora.scale if lora is not None and frozen else 1.0)

@@ -26,6 +26,16 @@ def padded_rows(assignments: int, experts: int, block: int) -> int:
     return (assignments + experts * (block - 1)) // block * block
 
 
+def filled_share(experts: int, per_token: int, groups: int) -> float:
+    """Return the assignments of a device with equal loads, as a share of the most that it has room for without a capacity.
+
+    The experts are sharded over `groups` devices, which share their tokens. A device has room for per_token assignments of each token, or
+    for one to each of its experts if these are fewer.
+    """
+    local = experts // groups
+    return per_token * local / (experts * min(per_token, local))
+
+
 def capacity(tokens: int, experts: int, per_token: int, factor: float) -> int:
     """Return the most tokens of a device that an expert processes with compute.experts.capacity_factor.
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ridgeline.models.moe.float8_dot import float8_dot, lower_for_gpus
-from ridgeline.planner.experts import block_rows, padded_rows
+from ridgeline.planner.experts import block_rows, filled_share, padded_rows
 
 TILE = 64
 """Inputs and outputs of a tile of the Pallas kernel: it needs multiples of it."""
@@ -125,13 +125,11 @@ class Blocks:
 
     multiple = TILE
     block: int
+    filled: float = 1.0
+    """Assignments of a device with equal loads, as a share of the most that it has room for. Blocks without rows are skipped: the FLOPs
+    that the kernels state, which readers of the compiled step use, are those of the others."""
     interpret: bool = False
     """Use Pallas's interpreter on any platform, for tests."""
-
-    @classmethod
-    def of(cls, experts: int) -> Blocks:
-        """Return the kernels for this number of experts."""
-        return cls(block_rows(experts))
 
     def rows(self, assignments: int, experts: int) -> int:
         """Return A + E * (block - 1), in whole blocks: more are never needed."""
@@ -183,7 +181,7 @@ class Blocks:
             compiler_params=self._parameters,
             interpret=self.interpret,
             name="expert_matmul",
-            metadata={"flops": str(2 * rows * inputs * outputs)},
+            metadata={"flops": str(2 * self._multiplied(rows, experts) * inputs * outputs)},
         )(expert_X, x_RI, w_IEO)
 
     def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -219,7 +217,7 @@ class Blocks:
             compiler_params=self._parameters,
             interpret=self.interpret,
             name="expert_weight_gradient",
-            metadata={"flops": str(2 * rows * inputs * outputs)},
+            metadata={"flops": str(2 * self._multiplied(rows, experts) * inputs * outputs)},
         )(range_E2, left, right)
 
     def _narrow(self, x: jax.Array) -> bool:
@@ -232,6 +230,12 @@ class Blocks:
     def _parameters(self) -> triton.CompilerParams:
         return triton.CompilerParams(num_warps=4 if self.block <= 64 else 8, num_stages=3)
 
+    def _multiplied(self, rows: int, experts: int) -> int:
+        """Return the rows of a buffer of `rows` that are multiplied with equal loads: each expert's last block is half full."""
+        padding = experts * (self.block - 1)
+        most = rows + (self.block - 1) / 2 - padding  # `rows` has whole blocks
+        return min(rows, round(self.filled * most + padding / 2))
+
     def _blocks(self, load_E: jax.Array) -> jax.Array:
         """Return the number of blocks of each expert."""
         return -(-load_E // self.block)
@@ -241,10 +245,22 @@ def _tile(outputs: int) -> int:
     return 2 * TILE if outputs % (2 * TILE) == 0 else TILE
 
 
-def choose_kernel(platform: str, dtype: jnp.dtype, experts: int, widths: tuple[int, ...], capacity_factor: float | None) -> GroupedMatmul:
-    """Return the kernel for experts of these widths on one device (embed width, hidden width)."""
+def choose_kernel(
+    platform: str, dtype: jnp.dtype, experts: int, per_token: int, groups: int, widths: tuple[int, ...], capacity_factor: float | None
+) -> GroupedMatmul:
+    """Return the kernel for experts of these widths on one device (embed width, hidden width).
+
+    Args:
+      platform: of the devices.
+      dtype: of the computation.
+      experts: of a layer.
+      per_token: experts per token.
+      groups: devices over which the experts are sharded (mesh.expert).
+      widths: embed width and hidden width of an expert on one device.
+      capacity_factor: compute.experts.capacity_factor.
+    """
     if capacity_factor is not None:
         return Capacity()
     if platform in ("gpu", "cuda") and dtype == jnp.bfloat16 and not any(width % TILE for width in widths):
-        return Blocks.of(experts)
+        return Blocks(block_rows(experts), filled=filled_share(experts, per_token, groups))
     return Ragged()

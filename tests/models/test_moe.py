@@ -17,7 +17,7 @@ from ridgeline.models.moe import float8
 from ridgeline.models.moe.adapters import Pair, added, gradients, input_gradient
 from ridgeline.models.moe.exchange import Exchange, Route, Slices, padded_ragged_all_to_all
 from ridgeline.models.moe.experts import _place, _within
-from ridgeline.models.moe.grouped_matmul import Blocks, Capacity, Ragged
+from ridgeline.models.moe.grouped_matmul import Blocks, Capacity, Ragged, choose_kernel
 from ridgeline.models.moe.router import Choice, RouterTotals, balanced_bias, choose, sums_of
 from ridgeline.planner.experts import capacity
 from ridgeline.sharding.mesh import build_mesh
@@ -92,6 +92,27 @@ def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(load
     np.testing.assert_allclose(found, np.einsum("sf,dsf->sd", y_SF, w_DEF[:, expert_S]), atol=1e-4)
     wanted = np.stack([np.asarray(x_SD)[expert_S == e].T @ np.asarray(y_SF)[expert_S == e] for e in range(5)], 1)
     np.testing.assert_allclose(kernel.outer(x_RD, y_RF, load_E, jnp.dtype("float32")), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(("experts", "per_token", "groups"), [(8, 2, 1), (8, 2, 8), (64, 6, 4), (128, 8, 16), (256, 8, 8), (8, 4, 4)])
+def test_the_flops_that_the_kernels_state_are_those_of_the_blocks_that_have_rows(experts: int, per_token: int, groups: int) -> None:
+    """Not of the room for the worst case: with experts over 8 devices that is 8 times as large. Tokens choose at random here."""
+    kernel = choose_kernel("gpu", jnp.dtype(jnp.bfloat16), experts, per_token, groups, (64, 128), None)
+    assert isinstance(kernel, Blocks)
+    rng, tokens, local = np.random.default_rng(experts), 2048 * groups, experts // groups
+    rows = kernel.rows(tokens * min(per_token, local), local)
+    w_DEF, x_RD, y_RF = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, local, 128), (rows, 64), (rows, 128)))
+    load_E = jax.ShapeDtypeStruct((local,), jnp.int32)
+    traced = [
+        jax.make_jaxpr(kernel.matmul)(x_RD, w_DEF, load_E),
+        jax.make_jaxpr(lambda *given: kernel.outer(*given, jnp.dtype("float32")))(x_RD, y_RF, load_E),
+    ]
+    stated = [int(eqn.params["metadata"]["flops"]) for jaxpr in traced for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+    chosen = [np.argsort(rng.random((tokens, experts)), 1)[:, :per_token] for _ in range(2)]
+    loads = [np.bincount(chosen_SK.ravel(), minlength=experts).reshape(groups, local) for chosen_SK in chosen]
+    multiplied = np.mean([np.sum(-(-load_GE // kernel.block), 1) * kernel.block for load_GE in loads])
+    assert len(stated) == 2
+    assert [flops / (2 * 64 * 128) for flops in stated] == pytest.approx([multiplied] * 2, rel=0.04)
 
 
 @pytest.mark.parametrize("kernel", [Blocks(16, interpret=True), Ragged()], ids=["pallas", "ragged"])
