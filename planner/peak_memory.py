@@ -135,6 +135,15 @@ class StepMemory:
         model = self.local.model
         return self.overlap and model.moe is not None and not self.local.adapted and model.layer_period == 1 and model.num_layers > DELAYED
 
+    @property
+    def reduces_in_turn(self) -> bool:
+        """Whether the gradients of a turn with experts are reduced before the next turn computes its own.
+
+        XLA moves a reduction into the next turn of the loop where only the write into the stack of gradients follows it. Where gradients
+        are summed over data or context too, that second sum follows. Gradients of layers without experts are not reduced like this.
+        """
+        return self.local.model.moe is not None and not self.local.adapted and self.data * self.local.context > 1
+
     def layout_copies(self) -> int:
         """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
 
@@ -300,6 +309,8 @@ class StepMemory:
         streams += local.cut_stream_bytes if offloads_inputs(local) else 0
         hidden += self.turn.slices_of_kept(self.saved.bytes)
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
+        if reducing and self.reduces_in_turn:
+            reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
