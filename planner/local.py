@@ -184,6 +184,16 @@ class LocalSizes:
         return expert * int(self.tensor) * slots * self.model.embed_dim * self.compute_itemsize
 
     @cached_property
+    def written_in_place(self) -> tuple[int, int]:
+        """Bytes of the zeros that all_to_all without a capacity writes into (models/moe/exchange.py): the slots of tokens that come, and the
+        rows of results that come back; 0 with any other exchange."""
+        moe, experts = self.model.moe, self.config.compute.experts
+        if experts.capacity_factor is not None or exchange_method(moe, experts, {"expert": self.expert}) != "all_to_all":
+            return 0, 0
+        assert moe is not None
+        return self.expert * self.cut_stream_bytes, min(moe.experts_per_token, self.expert) * self.cut_stream_bytes
+
+    @cached_property
     def busy_rows(self) -> int:
         """Rows of that buffer that hold tokens, or pad them to whole blocks, at balanced loads; the kernel skips the others."""
         moe = self.model.moe

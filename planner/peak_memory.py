@@ -52,7 +52,8 @@ class StepMemory:
         points = {
             "loss": self.loss(),
             "start of the backward pass": self.backward(
-                relaid=relaid_bytes(self.local, self.backend, self.overlap, self.combined), turns=self.turn.first
+                relaid=relaid_bytes(self.local, self.backend, self.overlap, self.combined) + self.turn.padded_gradients(),
+                turns=self.turn.first,
             ),
             "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
@@ -181,7 +182,7 @@ class StepMemory:
         if local.adapted:
             return 0
         if self.overlap:
-            first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
+            first = self.separate_table_gradients and not self.delayed_logits if self.in_loop else self.backend == "pallas"
             early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
         else:
             early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
@@ -198,11 +199,30 @@ class StepMemory:
             return Component(0, "frozen tables have no gradient")
         if self.local.config.compute.reduces_unembedding_first:
             return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
+        if self.delayed_logits:
+            return Component(self.delayed_logits, "gradient of the logits, from which the unembedding's is computed after the layers")
         return Component(
             4 * self.local.table + self.half_reduced_table(),
             "unsharded float32 gradient of the unembedding, reduced only after the layers"
             + ("; once more as fsdp shards it" if self.half_reduced_table() else ""),
         )
+
+    @property
+    def one_chunk(self) -> bool:
+        """Whether the loss has one chunk of logits, so that it is no loop."""
+        return self.local.loss_chunk_tokens >= self.local.tokens * self.local.heads
+
+    @property
+    def delayed_logits(self) -> int:
+        """Return the bytes of the gradient of the logits where it is kept during the backward pass, for the gradient of the unembedding.
+
+        With one chunk in a loop of microbatches the scheduler delays that matmul until the layers are done, where its input is the smaller.
+        """
+        local = self.local
+        size = local.tokens * local.heads * local.model.padded_vocab_size // local.tensor * local.compute_itemsize
+        reduced_first = local.config.compute.reduces_unembedding_first or local.adapted
+        delays = self.overlap and self.in_loop and self.one_chunk and not reduced_first
+        return size if delays and size < 4 * local.table else 0
 
     @property
     def reduces_table_early(self) -> bool:
@@ -239,8 +259,9 @@ class StepMemory:
         tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
         teacher = 0 if local.config.distillation.weight is None else 4  # the gradient of the divergence in float32
         logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
-        if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
-            logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
+        if self.one_chunk:  # the float32 logits are gone when the table's gradient is computed
+            later = tokens * vocab * local.compute_itemsize + (0 if self.delayed_logits else gradient)
+            logits, gradient = max(logits, later), 0
         zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
         zeroed = local.trained if local.adapted else zeroed
         policy = local.config.compute.remat.policy
@@ -307,7 +328,7 @@ class StepMemory:
         workspace += self.turn.zeroed_accumulators()
         # the block's input comes from host memory into a buffer of its own
         streams += local.cut_stream_bytes if offloads_inputs(local) else 0
-        hidden += self.turn.slices_of_kept(self.saved.bytes)
+        hidden += self.turn.slices_of_kept(self.saved.bytes) + self.turn.zeroed_slots()
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         if reducing and self.reduces_in_turn:
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
@@ -348,6 +369,7 @@ class StepMemory:
         local = self.local
         delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
+        working += self.turn.zeroed_slots()
         return {
             "activations": self.saved,
             "accumulated_gradients": self.accumulated(),
