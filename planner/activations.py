@@ -80,9 +80,11 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
     # experts: where each assignment goes, both ways, and its weight
     sorted_bytes, each = 0, 3 if local.model.mlp_bias else 2  # biases need the expert of each assignment too
     if local.model.moe is not None:
-        sorted_bytes = 4 * (local.expert_rows + each * local.tokens * local.model.moe.experts_per_token)
+        sorted_bytes = 4 * (local.expert_rows + each * local.slots * local.model.moe.experts_per_token)
     if policy in ("none", "attention-only"):
-        gathered = 2 if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
+        # inputs of attention and MLP, gathered along the sequence; routed experts gather them in their exchange, and keep none
+        gathers = 1 if local.model.moe is not None and not local.model.moe.shared_experts else 2
+        gathered = gathers if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
         normed = 1 if local.model.qk_norm else 0
         kept = [(2 + 2 * normed_after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
         if local.latent_bytes:

@@ -173,15 +173,20 @@ class LocalSizes:
         return self.expert_rows * self.model.embed_dim * self.compute_itemsize
 
     @cached_property
-    def slot_bytes(self) -> int:
-        """Bytes of the tokens that the routed experts of a device may process, its own and those of others; 0 without mesh.expert."""
+    def slots(self) -> int:
+        """Tokens that the routed experts of a device may process: its own, and with mesh.expert those of other devices."""
         moe, expert, experts = self.model.moe, int(self.expert), self.config.compute.experts
-        if moe is None or expert == 1:
-            return 0
         slots = tokens = int(self.tokens) // int(self.tensor)
-        if exchange_method(moe, experts, {"expert": expert}) == "all_to_all":
+        if moe is not None and exchange_method(moe, experts, {"expert": expert}) == "all_to_all":
             slots = peer_slots(tokens, moe.experts, moe.experts_per_token, expert, experts.capacity_factor)
-        return expert * int(self.tensor) * slots * self.model.embed_dim * self.compute_itemsize
+        return expert * int(self.tensor) * slots
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of these tokens where they come from several devices; 0 without mesh.expert."""
+        if self.model.moe is None or self.expert == 1:
+            return 0
+        return self.slots * self.model.embed_dim * self.compute_itemsize
 
     @cached_property
     def written_in_place(self) -> tuple[int, int]:

@@ -272,7 +272,8 @@ class StepMemory:
                 if self.combined or local.gradient_itemsize == self.stack_itemsize
                 else 0
             )
-            if policy == "offload" or (policy == "full" and local.fsdp == 1):
+            trains_experts = local.model.moe is not None and not local.adapted
+            if policy == "offload" or (policy == "full" and local.fsdp == 1) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
