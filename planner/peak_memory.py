@@ -432,11 +432,13 @@ class StepMemory:
             # gradients of gate and up, in blocks along both dims: twice in float32, transposed, and twice in one byte; the input of down,
             # transposed and twice in one byte
             quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
+        # masked for each expert, where every row is multiplied with every expert: rows and hidden rows of a matmul and of its gradients
+        expanded = local.rows_of_each_expert * (EXPERT_ROWS_IN_FLIGHT * local.row_bytes + at_mlp * hidden)
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         points = (
             (
                 "its MLP",
-                at_mlp * hidden + quantized + EXPERT_ROWS_IN_FLIGHT * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes,
+                at_mlp * hidden + quantized + expanded + EXPERT_ROWS_IN_FLIGHT * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes,
                 STREAMS_IN_FLIGHT * stream,
                 2 * local.mlp_matrix * local.compute_itemsize,
                 down,
