@@ -176,10 +176,10 @@ class StepMemory:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
 
         It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed,
-        in a loop of microbatches or before Pallas kernels. Else see `last_layer`.
+        in a loop of microbatches or before Pallas kernels, but not before experts. Else see `last_layer`.
         """
         local = self.local
-        if local.adapted:
+        if local.adapted or (self.overlap and local.model.moe is not None):
             return 0
         if self.overlap:
             first = self.separate_table_gradients and not self.delayed_logits if self.in_loop else self.backend == "pallas"
@@ -228,10 +228,13 @@ class StepMemory:
     def reduces_table_early(self) -> bool:
         """Whether the unembedding's gradient is reduced before the loop over layers, with that of the first router.
 
-        So in the heaps of Mixtral and Qwen3 with one microbatch. Microbatches in a loop were not looked at. In DeepSeek it is so too, but
-        not planned: its zeroed accumulators of attention and the gathered weights of its dense layers are as large, and not counted.
+        So in the heaps of Mixtral, Qwen3 and gpt-oss with one microbatch. Microbatches in a loop were not looked at. In DeepSeek it is so
+        too, but not planned: its zeroed accumulators of attention and the gathered weights of its dense layers are as large, and not
+        counted. Nor where turns of several layers reduce their gradients in the next turn: the two turns before the loop hold both their
+        gradients and this one.
         """
-        return self.delays_experts and self.reduced and not self.in_loop and self.local.model.latent_attention is None
+        several = self.turn.layers > 1 and self.reduces_in_turn
+        return (self.delays_experts or several) and self.reduced and not self.in_loop and self.local.model.latent_attention is None
 
     def reduced_early(self) -> Component:
         """Return the gradient of the unembedding that has been reduced before the loop over layers."""
