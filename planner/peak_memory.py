@@ -369,9 +369,13 @@ class StepMemory:
         They are not in the loop over layers. Nothing waits for their weight gradients, so the scheduler delays these: the inputs of both
         layers' weight gradients are live when the gradient of the second layer's input is computed, two arrays in the rows of the experts
         (inputs, and gradients of the results) for each layer, and the parts by gate and by up. The stacks of gradients are not yet zeroed.
+        Where the second layer waits for its input from host memory, the gradients of the down matrices, which are plain matmuls with a
+        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results.
         """
         local = self.local
         delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
+        if local.config.compute.experts.capacity_factor is not None and offloads_inputs(local):
+            delayed -= DELAYED * local.hidden_bytes + local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         working += self.turn.zeroed_slots()
         return {
