@@ -197,8 +197,8 @@ class LocalSizes:
 
     @cached_property
     def written_in_place(self) -> tuple[int, int]:
-        """Bytes of the zeros that all_to_all without a capacity writes into (models/moe/exchange.py): the slots of tokens that come, and the
-        rows of results that come back; 0 with any other exchange."""
+        """Bytes of the zeros that all_to_all without a capacity writes into (models/moe/exchange.py): slots of tokens that come, and rows
+        of results that come back; 0 with any other exchange."""
         moe, experts = self.model.moe, self.config.compute.experts
         if experts.capacity_factor is not None or exchange_method(moe, experts, {"expert": self.expert}) != "all_to_all":
             return 0, 0

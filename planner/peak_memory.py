@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
+from ridgeline.planner.optimizer_state import expert_scales
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.turn import Turn
 
@@ -26,6 +27,8 @@ EXPERT_ROWS_IN_FLIGHT = 3
 """Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the inputs by gate and by up."""
 SLOTS_IN_FLIGHT = 2
 """Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
+MOMENTS = 2
+"""Moments of AdamW, the optimizer whose moments can have 8 bits."""
 DELAYED = 2
 """Layers of experts whose weight gradients are computed together at the start of the backward pass."""
 
@@ -149,11 +152,28 @@ class StepMemory:
         """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
 
         These are the two matrices that fsdp shards along their last dim (MLP down, attention out), and, with microbatches in a loop, the
-        embedding, which is transposed once before the loop.
+        embedding, which is transposed once before the loop. Copied there are also the scales of experts' 8-bit moments, for the update.
         """
         local = self.local
         if local.fsdp == 1:
             return 0
+        if self.relays_scales:
+            return self._transposed() + MOMENTS * 4 * expert_scales(local)
+        return self._transposed()
+
+    @property
+    def relays_scales(self) -> bool:
+        """Whether the scales of experts' 8-bit moments are copied before the loop of microbatches.
+
+        So in the heaps of Qwen3 over data, fsdp and expert; not with a capacity, tensor or context.
+        """
+        local, precision = self.local, self.local.config.precision
+        plain = local.config.compute.experts.capacity_factor is None and local.tensor * local.context == 1
+        return self.overlap and self.in_loop and plain and precision.moments == "int8" and not local.adapted
+
+    def _transposed(self) -> int:
+        """Return the bytes of the transposed parameters."""
+        local = self.local
         copies = local.all_turned_matrices // local.fsdp * local.weight_itemsize
         return copies + (local.table // local.fsdp * local.weight_itemsize if self.in_loop else 0)
 
