@@ -55,8 +55,7 @@ class StepMemory:
         points = {
             "loss": self.loss(),
             "start of the backward pass": self.backward(
-                relaid=relaid_bytes(self.local, self.backend, self.overlap, self.combined) + self.turn.padded_gradients(),
-                turns=self.turn.first,
+                relaid=relaid_bytes(self.local, self.backend, self.overlap, self.combined), turns=self.turn.first
             ),
             "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
@@ -427,7 +426,8 @@ class StepMemory:
         )
         kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
         copies = point["parameter_copies"]
-        gradients = 0 if local.adapted else point["loss"].bytes + local.table * local.gradient_itemsize - self.zeroed_table()
+        unembedding = self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"]
+        gradients = 0 if local.adapted else unembedding.bytes + local.table * local.gradient_itemsize - self.zeroed_table()
         return point | {
             "activations": kept,
             "parameter_copies": Component(
@@ -461,7 +461,10 @@ class StepMemory:
             quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
         # masked for each expert, where every row is multiplied with every expert: rows and hidden rows of a matmul and of its gradients
         expanded = local.rows_of_each_expert * (EXPERT_ROWS_IN_FLIGHT * local.row_bytes + at_mlp * hidden)
+        expanded += self.turn.padded_gradients()
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
+        if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
+            down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         points = (
             (
                 "its MLP",
