@@ -366,6 +366,8 @@ CLOSE = {
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-70b", "names"): {START: 0.035, BACKWARD: 0.02},
+    ("models/gpt-oss-20b", "dots"): {START: 0.035, BACKWARD: 0.03},
+    ("models/gpt-oss-20b", "none"): {START: 0.03, BACKWARD: 0.035},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
 }
 """Model and policy -> points whose sum of components is planned closely, and how closely; at other points of these steps less is live than
