@@ -193,7 +193,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
     stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
     a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one; small
-    models copy both. Attention that stores scores transposes them.
+    models copy both. Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
@@ -209,6 +209,11 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         relaid += layers * local.query_bytes  # attention results, for blocks along the tokens; Pallas reads them in that layout too
     if backend in ("xla", "reference") and policy == "none":
         relaid += layers * score_bytes(local, 4)
+    experts = local.config.compute.experts
+    if local.model.moe is not None and experts.capacity_factor is None and local.config.precision.eight_bit:
+        # the kernel for 8-bit gradients of weights reads its inputs transposed: gate, then up
+        saves_hidden = any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
+        relaid += layers * local.hidden_bytes if saves_hidden else 0
     return relaid
 
 

@@ -146,7 +146,9 @@ def test_the_peak_in_the_loss_is_planned_closely():
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.015, case["config"]
 
 
-EXPERTS = [case for case in DRAWN if case["config"] in {"models/mixtral-8x7b", "models/qwen3-30b-a3b", "models/qwen3-235b-a22b"}]
+OF_EXPERTS = [case for case in DRAWN if case["config"] in {"models/mixtral-8x7b", "models/qwen3-30b-a3b", "models/qwen3-235b-a22b"}]
+IN_8_BITS = [case for case in OF_EXPERTS if any("precision.matmul=fp8" in item for item in case["overrides"])]
+EXPERTS = [case for case in OF_EXPERTS if case not in IN_8_BITS]
 
 
 def test_steps_with_experts_take_what_is_planned_where_the_first_layers_of_the_backward_pass_need_most():
@@ -160,6 +162,13 @@ def test_steps_with_experts_take_what_is_planned_where_the_first_layers_of_the_b
     for case, estimate in planned:
         assert case["temp_bytes"] < 1.01 * estimate.temp_bytes
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.03
+
+
+def test_experts_in_8_bits_transpose_what_they_saved():
+    """Without the copy of one of the two stacks, 30 GB of 100 are missing, more than the margin."""
+    (case,) = IN_8_BITS
+    estimate = estimated(case | {"overlap": True, "combined": True})
+    assert estimate.peak_at == "start of the backward pass" and 0.95 * estimate.temp_bytes < case["temp_bytes"] < estimate.temp_bytes
 
 
 def test_trained_experts_between_windows_take_what_is_planned():
