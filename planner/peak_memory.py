@@ -235,12 +235,13 @@ class StepMemory:
     def delayed_logits(self) -> int:
         """Return the bytes of the gradient of the logits where it is kept during the backward pass, for the gradient of the unembedding.
 
-        With one chunk in a loop of microbatches the scheduler delays that matmul until the layers are done, where its input is the smaller.
+        With one chunk in a loop of microbatches the scheduler delays that matmul until the layers are done, where its input is the smaller
+        and its result is summed over fsdp alone.
         """
         local = self.local
         size = local.tokens * local.heads * local.model.padded_vocab_size // local.tensor * local.compute_itemsize
         reduced_first = local.config.compute.reduces_unembedding_first or local.adapted
-        delays = self.overlap and self.in_loop and self.one_chunk and not reduced_first
+        delays = self.overlap and self.in_loop and self.one_chunk and self.data * local.context == 1 and not reduced_first
         return size if delays and size < 4 * local.table else 0
 
     @property

@@ -90,15 +90,16 @@ class Turn:
         turns: of the backward pass that are outside of the loop over layers and still to come.
 
         A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turns outside of
-        the loop at the start of the step, for each exchange its own; in a loop of microbatches it keeps one array to copy from. A turn of
-        several layers has another in the loop over layers.
+        the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In a
+        loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies.
         """
         moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
         if moe is None or not self.overlap:
             return 0
-        distinct = slots + (rows if rows != slots else 0)
-        outside = distinct if self.in_loop else turns * (self.layers // moe.every) * (2 * slots + rows)
-        return outside + (distinct if self.layers > 1 else 0)
+        distinct, of_turn = slots + (rows if rows != slots else 0), self.layers // moe.every * (2 * slots + rows)
+        if self.in_loop:
+            return distinct + (of_turn if self.layers > 1 else 0)
+        return turns * of_turn + (distinct if self.layers > 1 else 0)
 
     def padded_gradients(self) -> int:
         """Return the size of the gradients of gate and up that are copied to rows of whole tiles, for the gradients of experts' biases."""
