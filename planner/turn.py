@@ -90,8 +90,8 @@ class Turn:
         turns: of the backward pass that are outside of the loop over layers and still to come.
 
         A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turns outside of
-        the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In a
-        loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies.
+        the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In
+        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies.
         """
         moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
         if moe is None or not self.overlap:
