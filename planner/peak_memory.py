@@ -67,6 +67,7 @@ class StepMemory:
             points["last layer of the backward pass"] = self.last_layer()
         if self.delays_experts:
             points["first layers of the backward pass"] = self.first_layers()
+            points["gradients of the first layers"] = self.first_gradients()
         if self.local.config.optimizer.kind == "muon":
             points["orthogonalization"] = self.orthogonalization()
         return points if self.local.pipeline == 1 else {name: self._with_stages(name, parts) for name, parts in points.items()}
@@ -408,6 +409,22 @@ class StepMemory:
                 working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
             ),
             "loss": self.unembedding_gradient(),
+        }
+
+    def first_gradients(self) -> Components:
+        """Return what is live when these layers' weight gradients, and those of the first layer in the loop, wait for their reductions."""
+        local = self.local
+        layers = 0 if self.reduces_in_turn else DELAYED + 1
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(self.layout_copies(), "transposed parameters of attention out"),
+            "working_activations": Component(local.hidden_bytes + 3 * local.stream_bytes, "the end of a layer"),
+            "loss": self.unembedding_gradient(),
+            "collective_buffers": Component(
+                layers * local.gathered_trained_weights * local.gradient_itemsize,
+                f"unsharded {local.config.precision.gradients} gradients of {layers} layers before their reduction",
+            ),
         }
 
     def last_layer(self) -> Components:

@@ -172,12 +172,12 @@ def test_experts_in_8_bits_transpose_what_they_saved():
 
 
 def test_trained_experts_between_windows_take_what_is_planned():
-    """gpt-oss, 9 to 28 % off without the terms that are for it: gradients that are summed over context too are reduced within their turn,
-    exchanges write into zeros, the rows of biases' gradients are padded, and with tensor=8 every row is multiplied with every expert."""
+    """gpt-oss, all but one 11 to 175 % off without the terms that are for it: gradients that are summed over context too are reduced within
+    their turn, exchanges write into zeros, biases' gradients are padded, and over tensor every row is multiplied with every expert."""
     cases = [case for case in DRAWN if case["config"] == "models/gpt-oss-20b" and not any("lora" in item for item in case["overrides"])]
-    assert len(cases) == 7
+    assert len(cases) == 9
     for case in cases:
-        assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.03, (case["mesh"], case["overrides"])
+        assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.05, (case["mesh"], case["overrides"])
 
 
 def placed(*overrides, **mesh):
