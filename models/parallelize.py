@@ -25,9 +25,9 @@ from ridgeline.models.matmul.block_scaled import check_mesh as check_block_scale
 from ridgeline.models.matmul.fp8 import check_mesh as check_fp8_mesh
 from ridgeline.models.moe.exchange import Exchange
 from ridgeline.models.moe.experts import Experts
-from ridgeline.models.moe.grouped_matmul import TILE, Ragged, choose_kernel
+from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
-from ridgeline.planner.experts import exchange_method
+from ridgeline.planner.experts import TILE, exchange_method
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")

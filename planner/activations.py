@@ -80,9 +80,11 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
     # experts: where each assignment goes, both ways, and its weight
     sorted_bytes, each = 0, 3 if local.model.mlp_bias else 2  # biases need the expert of each assignment too
     if local.model.moe is not None:
-        sorted_bytes = 4 * (local.expert_rows + each * local.tokens * local.model.moe.experts_per_token)
+        sorted_bytes = 4 * (local.expert_rows + each * local.slots * local.model.moe.experts_per_token)
     if policy in ("none", "attention-only"):
-        gathered = 2 if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
+        # inputs of attention and MLP, gathered along the sequence; routed experts gather them in their exchange, and keep none
+        gathers = 1 if local.model.moe is not None and not local.model.moe.shared_experts else 2
+        gathered = gathers if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
         normed = 1 if local.model.qk_norm else 0
         kept = [(2 + 2 * normed_after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
         if local.latent_bytes:
@@ -191,7 +193,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
     stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
     a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one; small
-    models copy both. Attention that stores scores transposes them.
+    models copy both. Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
@@ -207,6 +209,11 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         relaid += layers * local.query_bytes  # attention results, for blocks along the tokens; Pallas reads them in that layout too
     if backend in ("xla", "reference") and policy == "none":
         relaid += layers * score_bytes(local, 4)
+    experts = local.config.compute.experts
+    if local.model.moe is not None and experts.capacity_factor is None and local.config.precision.eight_bit:
+        # the kernel for 8-bit gradients of weights reads its inputs transposed: gate, then up
+        saves_hidden = any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
+        relaid += layers * local.hidden_bytes if saves_hidden else 0
     return relaid
 
 

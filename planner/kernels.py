@@ -21,7 +21,7 @@ from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
 from ridgeline.planner.parameters import DOWN, attention_weights, layer_norms, matmul_weights
 from ridgeline.planner.recompute import Recomputed, recomputed_by
-from ridgeline.planner.software import Software
+from ridgeline.planner.software import DEFAULT_SOFTWARE, Software
 
 ATTENTION_FORWARD_SHARE = 0.25
 """Forward share of the time of fused attention: the backward kernel does 2.5 times the work at 0.85 of the rate."""
@@ -142,9 +142,19 @@ class Kernels:
                 continue
             other, rows = weights // width // tensor, tokens
             if moe is not None and name in EXPERT_MATMULS:
-                rows = round(self.local.busy_rows / self.software.grouped_rate) + moe.shared_experts * tokens
+                rows = self._routed_rows() + moe.shared_experts * tokens
             shapes[name] = (rows, width, other) if name == "down" else (rows, other, width)
         return shapes
+
+    def _routed_rows(self) -> int:
+        """Return the rows of a matmul of the routed experts that takes as long at the full rate.
+
+        Where this project has no grouped matmul for the width on a device, XLA multiplies each row with every expert's matrix.
+        """
+        local = self.local
+        if local.rows_of_each_expert and self.software.name == DEFAULT_SOFTWARE:
+            return local.rows_of_each_expert * local.expert_rows
+        return round(local.busy_rows / self.software.grouped_rate)
 
     def layer_forward(self) -> Work:
         """Return the forward pass of one layer, the mean where layers have different MLPs."""
@@ -191,7 +201,7 @@ class Kernels:
         local, seconds = self.local, 0.0
         for matrix in local.adapted:
             if matrix.experts:
-                rows, hidden = round(local.busy_rows / self.software.grouped_rate), local.model.expert_width // local.tensor
+                rows, hidden = self._routed_rows(), local.model.expert_width // local.tensor
                 both = self.matmul_s(rows, matrix.rank, local.model.embed_dim) + self.matmul_s(rows, matrix.rank, hidden)
                 seconds += matrix.layers / local.model.num_layers * both
                 continue

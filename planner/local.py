@@ -16,7 +16,7 @@ from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.pipeline import of_stage, stored_by_stage
 from ridgeline.configs.schema import Config
 from ridgeline.planner.adapters import AdaptedMatrix, adapted_matrices, base_scales
-from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, peer_slots
+from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, has_kernel, peer_slots
 from ridgeline.planner.parameters import (
     all_mlp_matmul_parameters,
     attention_matmul_parameters,
@@ -159,7 +159,14 @@ class LocalSizes:
         moe = self.model.moe
         if moe is None:
             return 0
-        return buffer_rows(self.tokens, moe, self.expert, self.config.compute.experts.capacity_factor, self.tensor)
+        factor = self.config.compute.experts.capacity_factor
+        return buffer_rows(self.tokens, moe, self.expert, factor, self.tensor, padded=not self.rows_of_each_expert)
+
+    @cached_property
+    def rows_of_each_expert(self) -> int:
+        """Experts of a device whose matrices multiply every row on a GPU, as XLA's ragged_dot computes; 0 with a grouped matmul."""
+        moe, widths = self.model.moe, (self.model.embed_dim, self.model.expert_width // self.tensor)
+        return 0 if moe is None or has_kernel(widths, self.config.compute.experts.capacity_factor) else moe.experts // self.expert
 
     @cached_property
     def hidden_rows(self) -> int:
@@ -173,15 +180,30 @@ class LocalSizes:
         return self.expert_rows * self.model.embed_dim * self.compute_itemsize
 
     @cached_property
-    def slot_bytes(self) -> int:
-        """Bytes of the tokens that the routed experts of a device may process, its own and those of others; 0 without mesh.expert."""
+    def slots(self) -> int:
+        """Tokens that the routed experts of a device may process: its own, and with mesh.expert those of other devices."""
         moe, expert, experts = self.model.moe, int(self.expert), self.config.compute.experts
-        if moe is None or expert == 1:
-            return 0
         slots = tokens = int(self.tokens) // int(self.tensor)
-        if exchange_method(moe, experts, {"expert": expert}) == "all_to_all":
+        if moe is not None and exchange_method(moe, experts, {"expert": expert}) == "all_to_all":
             slots = peer_slots(tokens, moe.experts, moe.experts_per_token, expert, experts.capacity_factor)
-        return expert * int(self.tensor) * slots * self.model.embed_dim * self.compute_itemsize
+        return expert * int(self.tensor) * slots
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of these tokens where they come from several devices; 0 without mesh.expert."""
+        if self.model.moe is None or self.expert == 1:
+            return 0
+        return self.slots * self.model.embed_dim * self.compute_itemsize
+
+    @cached_property
+    def written_in_place(self) -> tuple[int, int]:
+        """Bytes of the zeros that all_to_all without a capacity writes into (models/moe/exchange.py): slots of tokens that come, and rows
+        of results that come back; 0 with any other exchange."""
+        moe, experts = self.model.moe, self.config.compute.experts
+        if experts.capacity_factor is not None or exchange_method(moe, experts, {"expert": self.expert}) != "all_to_all":
+            return 0, 0
+        assert moe is not None
+        return self.expert * self.cut_stream_bytes, min(moe.experts_per_token, self.expert) * self.cut_stream_bytes
 
     @cached_property
     def busy_rows(self) -> int:

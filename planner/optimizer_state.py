@@ -100,17 +100,25 @@ def streamed_state_bytes(local: LocalSizes) -> int:
 
 def _scales(local: LocalSizes) -> int:
     """Return the number of blocks of the layers' matrices on one device; each has one scale."""
-    model = local.model
+    model, moe = local.model, local.model.moe
     in_heads = attention_matmul_parameters(model) // block_width(model.head_width, divided=False) // local.tensor
-
-    def in_hidden(weights: int, width: int) -> int:
-        blocks = width // block_width(width, divided=True)
-        return weights // width * blocks // (1 if blocks % local.tensor else local.tensor)
-
-    moe = model.moe
-    in_experts = 0 if moe is None else moe.experts * in_hidden(expert_parameters(model), model.expert_width)
+    in_others = 0  # of layers with experts
     if moe is not None:
-        in_experts += in_hidden(moe.shared_experts * expert_parameters(model), max(1, moe.shared_experts) * model.expert_width)
-        in_experts += model.embed_dim * moe.experts // block_width(moe.experts, divided=True)  # router
-    in_mlp = model.dense_layers * in_hidden(mlp_matmul_parameters(model), model.mlp_dim)
-    return (model.num_layers * in_heads + in_mlp + model.moe_layers * in_experts) // local.fsdp
+        in_others = _in_hidden(local, moe.shared_experts * expert_parameters(model), max(1, moe.shared_experts) * model.expert_width)
+        in_others += model.embed_dim * moe.experts // block_width(moe.experts, divided=True)  # router
+    in_mlp = model.dense_layers * _in_hidden(local, mlp_matmul_parameters(model), model.mlp_dim)
+    return (model.num_layers * in_heads + in_mlp + model.moe_layers * in_others) // local.fsdp + expert_scales(local)
+
+
+def expert_scales(local: LocalSizes) -> int:
+    """Return the number of these blocks that are of routed experts."""
+    model, moe = local.model, local.model.moe
+    if moe is None:
+        return 0
+    return model.moe_layers * moe.experts * _in_hidden(local, expert_parameters(model), model.expert_width) // local.fsdp
+
+
+def _in_hidden(local: LocalSizes, weights: int, width: int) -> int:
+    """Return the number of blocks of matrices with this hidden width, before fsdp shards them."""
+    blocks = width // block_width(width, divided=True)
+    return weights // width * blocks // (1 if blocks % local.tensor else local.tensor)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
+from ridgeline.planner.optimizer_state import expert_scales
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.turn import Turn
 
@@ -26,6 +27,8 @@ EXPERT_ROWS_IN_FLIGHT = 3
 """Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the inputs by gate and by up."""
 SLOTS_IN_FLIGHT = 2
 """Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
+MOMENTS = 2
+"""Moments of AdamW, the optimizer whose moments can have 8 bits."""
 DELAYED = 2
 """Layers of experts whose weight gradients are computed together at the start of the backward pass."""
 
@@ -64,6 +67,7 @@ class StepMemory:
             points["last layer of the backward pass"] = self.last_layer()
         if self.delays_experts:
             points["first layers of the backward pass"] = self.first_layers()
+            points["gradients of the first layers"] = self.first_gradients()
         if self.local.config.optimizer.kind == "muon":
             points["orthogonalization"] = self.orthogonalization()
         return points if self.local.pipeline == 1 else {name: self._with_stages(name, parts) for name, parts in points.items()}
@@ -135,15 +139,41 @@ class StepMemory:
         model = self.local.model
         return self.overlap and model.moe is not None and not self.local.adapted and model.layer_period == 1 and model.num_layers > DELAYED
 
+    @property
+    def reduces_in_turn(self) -> bool:
+        """Whether the gradients of a turn with experts are reduced before the next turn computes its own.
+
+        XLA moves a reduction into the next turn of the loop where only the write into the stack of gradients follows it. Where gradients
+        are summed over data or context too, that second sum follows. Gradients of layers without experts are not reduced like this.
+        """
+        return self.local.model.moe is not None and not self.local.adapted and self.data * self.local.context > 1
+
     def layout_copies(self) -> int:
         """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
 
         These are the two matrices that fsdp shards along their last dim (MLP down, attention out), and, with microbatches in a loop, the
-        embedding, which is transposed once before the loop.
+        embedding, which is transposed once before the loop. Copied there are also the scales of experts' 8-bit moments, for the update.
         """
         local = self.local
         if local.fsdp == 1:
             return 0
+        if self.relays_scales:
+            return self._transposed() + MOMENTS * 4 * expert_scales(local)
+        return self._transposed()
+
+    @property
+    def relays_scales(self) -> bool:
+        """Whether the scales of experts' 8-bit moments are copied before the loop of microbatches.
+
+        So in the heaps of Qwen3 over data, fsdp and expert; not with a capacity, tensor or context.
+        """
+        local, precision = self.local, self.local.config.precision
+        plain = local.config.compute.experts.capacity_factor is None and local.tensor * local.context == 1
+        return self.overlap and self.in_loop and plain and precision.moments == "int8" and not local.adapted
+
+    def _transposed(self) -> int:
+        """Return the bytes of the transposed parameters."""
+        local = self.local
         copies = local.all_turned_matrices // local.fsdp * local.weight_itemsize
         return copies + (local.table // local.fsdp * local.weight_itemsize if self.in_loop else 0)
 
@@ -166,13 +196,13 @@ class StepMemory:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
 
         It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed,
-        in a loop of microbatches or before Pallas kernels. Else see `last_layer`.
+        in a loop of microbatches or before Pallas kernels, but not before experts. Else see `last_layer`.
         """
         local = self.local
-        if local.adapted:
+        if local.adapted or (self.overlap and local.model.moe is not None):
             return 0
         if self.overlap:
-            first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
+            first = self.separate_table_gradients and not self.delayed_logits if self.in_loop else self.backend == "pallas"
             early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
         else:
             early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
@@ -189,6 +219,8 @@ class StepMemory:
             return Component(0, "frozen tables have no gradient")
         if self.local.config.compute.reduces_unembedding_first:
             return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
+        if self.delayed_logits:
+            return Component(self.delayed_logits, "gradient of the logits, from which the unembedding's is computed after the layers")
         return Component(
             4 * self.local.table + self.half_reduced_table(),
             "unsharded float32 gradient of the unembedding, reduced only after the layers"
@@ -196,13 +228,34 @@ class StepMemory:
         )
 
     @property
+    def one_chunk(self) -> bool:
+        """Whether the loss has one chunk of logits, so that it is no loop."""
+        return self.local.loss_chunk_tokens >= self.local.tokens * self.local.heads
+
+    @property
+    def delayed_logits(self) -> int:
+        """Return the bytes of the gradient of the logits where it is kept during the backward pass, for the gradient of the unembedding.
+
+        With one chunk in a loop of microbatches the scheduler delays that matmul until the layers are done, where its input is the smaller
+        and its result is summed over fsdp alone.
+        """
+        local = self.local
+        size = local.tokens * local.heads * local.model.padded_vocab_size // local.tensor * local.compute_itemsize
+        reduced_first = local.config.compute.reduces_unembedding_first or local.adapted
+        delays = self.overlap and self.in_loop and self.one_chunk and self.data * local.context == 1 and not reduced_first
+        return size if delays and size < 4 * local.table else 0
+
+    @property
     def reduces_table_early(self) -> bool:
         """Whether the unembedding's gradient is reduced before the loop over layers, with that of the first router.
 
-        So in the heaps of Mixtral and Qwen3 with one microbatch. Microbatches in a loop were not looked at. In DeepSeek it is so too, but
-        not planned: its zeroed accumulators of attention and the gathered weights of its dense layers are as large, and not counted.
+        So in the heaps of Mixtral, Qwen3 and gpt-oss with one microbatch. Microbatches in a loop were not looked at. In DeepSeek it is so
+        too, but not planned: its zeroed accumulators of attention and the gathered weights of its dense layers are as large, and not
+        counted. Nor where turns of several layers reduce their gradients in the next turn: the two turns before the loop hold both their
+        gradients and this one.
         """
-        return self.delays_experts and self.reduced and not self.in_loop and self.local.model.latent_attention is None
+        several = self.turn.layers > 1 and self.reduces_in_turn
+        return (self.delays_experts or several) and self.reduced and not self.in_loop and self.local.model.latent_attention is None
 
     def reduced_early(self) -> Component:
         """Return the gradient of the unembedding that has been reduced before the loop over layers."""
@@ -230,8 +283,9 @@ class StepMemory:
         tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
         teacher = 0 if local.config.distillation.weight is None else 4  # the gradient of the divergence in float32
         logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
-        if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
-            logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
+        if self.one_chunk:  # the float32 logits are gone when the table's gradient is computed
+            later = tokens * vocab * local.compute_itemsize + (0 if self.delayed_logits else gradient)
+            logits, gradient = max(logits, later), 0
         zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
         zeroed = local.trained if local.adapted else zeroed
         policy = local.config.compute.remat.policy
@@ -242,7 +296,8 @@ class StepMemory:
                 if self.combined or local.gradient_itemsize == self.stack_itemsize
                 else 0
             )
-            if policy == "offload" or (policy == "full" and local.fsdp == 1):
+            trains_experts = local.model.moe is not None and not local.adapted
+            if policy == "offload" or (policy == "full" and local.fsdp == 1) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
@@ -298,8 +353,10 @@ class StepMemory:
         workspace += self.turn.zeroed_accumulators()
         # the block's input comes from host memory into a buffer of its own
         streams += local.cut_stream_bytes if offloads_inputs(local) else 0
-        hidden += self.turn.slices_of_kept(self.saved.bytes)
+        hidden += self.turn.slices_of_kept(self.saved.bytes) + self.turn.zeroed_slots()
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
+        if reducing and self.reduces_in_turn:
+            reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing else 0
         return {
             "activations": self.saved,
@@ -333,10 +390,15 @@ class StepMemory:
         They are not in the loop over layers. Nothing waits for their weight gradients, so the scheduler delays these: the inputs of both
         layers' weight gradients are live when the gradient of the second layer's input is computed, two arrays in the rows of the experts
         (inputs, and gradients of the results) for each layer, and the parts by gate and by up. The stacks of gradients are not yet zeroed.
+        Where the second layer waits for its input from host memory, the gradients of the down matrices, which are plain matmuls with a
+        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results.
         """
         local = self.local
         delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
+        if local.config.compute.experts.capacity_factor is not None and offloads_inputs(local):
+            delayed -= DELAYED * local.hidden_bytes + local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
+        working += self.turn.zeroed_slots()
         return {
             "activations": self.saved,
             "accumulated_gradients": self.accumulated(),
@@ -347,6 +409,22 @@ class StepMemory:
                 working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
             ),
             "loss": self.unembedding_gradient(),
+        }
+
+    def first_gradients(self) -> Components:
+        """Return what is live when these layers' weight gradients, and those of the first layer in the loop, wait for their reductions."""
+        local = self.local
+        layers = 0 if self.reduces_in_turn else DELAYED + 1
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(self.layout_copies(), "transposed parameters of attention out"),
+            "working_activations": Component(local.hidden_bytes + 3 * local.stream_bytes, "the end of a layer"),
+            "loss": self.unembedding_gradient(),
+            "collective_buffers": Component(
+                layers * local.gathered_trained_weights * local.gradient_itemsize,
+                f"unsharded {local.config.precision.gradients} gradients of {layers} layers before their reduction",
+            ),
         }
 
     def last_layer(self) -> Components:
@@ -366,7 +444,8 @@ class StepMemory:
         )
         kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
         copies = point["parameter_copies"]
-        gradients = 0 if local.adapted else point["loss"].bytes + local.table * local.gradient_itemsize - self.zeroed_table()
+        unembedding = self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"]
+        gradients = 0 if local.adapted else unembedding.bytes + local.table * local.gradient_itemsize - self.zeroed_table()
         return point | {
             "activations": kept,
             "parameter_copies": Component(
@@ -398,11 +477,16 @@ class StepMemory:
             # gradients of gate and up, in blocks along both dims: twice in float32, transposed, and twice in one byte; the input of down,
             # transposed and twice in one byte
             quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
+        # masked for each expert, where every row is multiplied with every expert: rows and hidden rows of a matmul and of its gradients
+        expanded = local.rows_of_each_expert * (EXPERT_ROWS_IN_FLIGHT * local.row_bytes + at_mlp * hidden)
+        expanded += self.turn.padded_gradients()
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
+        if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
+            down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         points = (
             (
                 "its MLP",
-                at_mlp * hidden + quantized + EXPERT_ROWS_IN_FLIGHT * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes,
+                at_mlp * hidden + quantized + expanded + EXPERT_ROWS_IN_FLIGHT * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes,
                 STREAMS_IN_FLIGHT * stream,
                 2 * local.mlp_matrix * local.compute_itemsize,
                 down,

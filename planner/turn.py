@@ -14,6 +14,8 @@ from ridgeline.planner.local import LocalSizes
 
 NORMS = {"pre": 2, "post": 2, "both": 4}
 """Norms of residual streams in a layer, by model.norm_position."""
+WHOLE_TILES = 1024
+"""A matmul that sums over this many rows, or a multiple, is not padded."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,30 @@ class Turn:
         if self.layers == 1 or self.backend != "chunked":
             return 0
         return self.layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
+
+    def zeroed_slots(self, turns: int = 1) -> int:
+        """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.
+
+        turns: of the backward pass that are outside of the loop over layers and still to come.
+
+        A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turns outside of
+        the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In
+        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies.
+        """
+        moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
+        if moe is None or not self.overlap:
+            return 0
+        distinct, of_turn = slots + (rows if rows != slots else 0), self.layers // moe.every * (2 * slots + rows)
+        if self.in_loop:
+            return distinct + (of_turn if self.layers > 1 else 0)
+        return turns * of_turn + (distinct if self.layers > 1 else 0)
+
+    def padded_gradients(self) -> int:
+        """Return the size of the gradients of gate and up that are copied to rows of whole tiles, for the gradients of experts' biases."""
+        local = self.local
+        if local.model.moe is None or not local.model.mlp_bias or local.adapted or local.expert_rows % WHOLE_TILES == 0:
+            return 0
+        return (2 if local.model.gated_mlp else 1) * local.hidden_bytes
 
     def norm_gradients(self) -> int:
         """Return the size of the float32 gradients of the norms of a turn before their sums over tokens, which wait for its end."""

@@ -18,10 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ridgeline.models.moe.float8_dot import float8_dot, lower_for_gpus
-from ridgeline.planner.experts import block_rows, filled_share, padded_rows
-
-TILE = 64
-"""Inputs and outputs of a tile of the Pallas kernel: it needs multiples of it."""
+from ridgeline.planner.experts import TILE, block_rows, filled_share, has_kernel, padded_rows
 
 
 def is_float8(x: jax.Array) -> bool:
@@ -261,6 +258,6 @@ def choose_kernel(
     """
     if capacity_factor is not None:
         return Capacity()
-    if platform in ("gpu", "cuda") and dtype == jnp.bfloat16 and not any(width % TILE for width in widths):
+    if platform in ("gpu", "cuda") and dtype == jnp.bfloat16 and has_kernel(widths, capacity_factor):
         return Blocks(block_rows(experts), filled=filled_share(experts, per_token, groups))
     return Ragged()

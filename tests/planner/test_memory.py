@@ -146,17 +146,68 @@ def test_the_peak_in_the_loss_is_planned_closely():
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.015, case["config"]
 
 
-EXPERTS = [case for case in DRAWN if case["config"] in {"models/mixtral-8x7b", "models/qwen3-30b-a3b", "models/qwen3-235b-a22b"}]
+OF_EXPERTS = [case for case in DRAWN if case["config"] in {"models/mixtral-8x7b", "models/qwen3-30b-a3b", "models/qwen3-235b-a22b"}]
+IN_8_BITS = [case for case in OF_EXPERTS if any("precision.matmul=fp8" in item for item in case["overrides"])]
+EXPERTS = [case for case in OF_EXPERTS if case not in IN_8_BITS]
 
 
 def test_steps_with_experts_take_what_is_planned_where_the_first_layers_of_the_backward_pass_need_most():
-    """The weight gradients of two layers of experts are delayed there: without that point, 128 devices with large rows lack 13 %."""
+    """The weight gradients of two layers of experts are delayed there: without that point, 128 devices with large rows lack 13 %.
+
+    One of the steps keeps most activations over tensor: with a gathered input of its experts 7 % too many would be planned.
+    """
     planned = [(case, estimated(case | {"overlap": True, "combined": True})) for case in EXPERTS]
     first = [case for case, estimate in planned if estimate.peak_at == "first layers of the backward pass"]
-    assert {case["mesh"]["fsdp"] for case in first} == {128} and len(first) == 2
+    assert [case["mesh"]["fsdp"] for case in first] == [128, 128, 4]
     for case, estimate in planned:
         assert case["temp_bytes"] < 1.01 * estimate.temp_bytes
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.03
+
+
+def test_experts_in_8_bits_transpose_what_they_saved():
+    """Without the copy of one of the two stacks, 30 GB of 100 are missing, more than the margin."""
+    (case,) = IN_8_BITS
+    estimate = estimated(case | {"overlap": True, "combined": True})
+    assert estimate.peak_at == "start of the backward pass" and 0.95 * estimate.temp_bytes < case["temp_bytes"] < estimate.temp_bytes
+
+
+def test_trained_experts_between_windows_take_what_is_planned():
+    """gpt-oss, all but one 11 to 175 % off without the terms that are for it: gradients that are summed over context too are reduced within
+    their turn, exchanges write into zeros, biases' gradients are padded, and over tensor every row is multiplied with every expert."""
+    cases = [case for case in DRAWN if case["config"] == "models/gpt-oss-20b" and not any("lora" in item for item in case["overrides"])]
+    assert len(cases) == 9
+    for case in cases:
+        assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.05, (case["mesh"], case["overrides"])
+
+
+def placed(*overrides, **mesh):
+    """Sizes of Qwen3 30B, 8 of 128 experts per token, on a mesh."""
+    settings = ("data.seq_len=2048", "data.batch_size=64", "data.document_masking=false", *overrides)
+    return LocalSizes.of(load("models/qwen3-30b-a3b", settings).config, dict.fromkeys(MESH_AXES, 1) | mesh)
+
+
+def test_only_all_to_all_without_a_capacity_writes_into_zeros():
+    """With 16 devices a device has a slot for each token of all, and its own tokens' results come back from at most 8."""
+    exchange, factor = "compute.experts.exchange=", "compute.experts.capacity_factor=1.0"
+    sent = placed(exchange + "all_to_all", expert=16)
+    assert sent.written_in_place == (16 * sent.stream_bytes, 8 * sent.stream_bytes) and sent.slots == 16 * sent.tokens
+    assert placed(exchange + "gather", expert=16).written_in_place == (0, 0)
+    assert placed(exchange + "all_to_all", factor, expert=16).written_in_place == (0, 0)
+    assert placed(fsdp=16).written_in_place == (0, 0)
+
+
+def test_experts_whose_width_on_a_device_has_no_kernel_multiply_every_row():
+    """768 over 8 devices is no multiple of 64, for which the grouped matmul has no tiles (models/moe/grouped_matmul.py)."""
+    import jax.numpy as jnp
+
+    from ridgeline.models.moe.grouped_matmul import choose_kernel
+
+    assert [placed(fsdp=4, tensor=tensor).rows_of_each_expert for tensor in (1, 4, 8)] == [0, 0, 128]
+    assert placed("compute.experts.capacity_factor=1.0", fsdp=4, tensor=8).rows_of_each_expert == 0
+    for tensor in (1, 8):
+        cut = placed(fsdp=4, tensor=tensor)
+        kernel = choose_kernel("gpu", jnp.dtype("bfloat16"), 128, (cut.model.embed_dim, cut.model.expert_width // tensor), None)
+        assert kernel.rows(8 * cut.tokens, 128) == cut.expert_rows
 
 
 def test_the_compiled_steps_span_what_the_model_is_used_for():
@@ -324,6 +375,8 @@ CLOSE = {
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-70b", "names"): {START: 0.035, BACKWARD: 0.02},
+    ("models/gpt-oss-20b", "dots"): {START: 0.035, BACKWARD: 0.03},
+    ("models/gpt-oss-20b", "none"): {START: 0.03, BACKWARD: 0.035},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
 }
 """Model and policy -> points whose sum of components is planned closely, and how closely; at other points of these steps less is live than

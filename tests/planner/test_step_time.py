@@ -19,6 +19,7 @@ from ridgeline.planner.kernels import Kernels, update_bytes
 from ridgeline.planner.layouts import Layout
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.overlap import ETA, Communication, exposed_s
+from ridgeline.planner.software import software
 from ridgeline.planner.step_time import Machine, host_input_s, step_parts, step_time
 from tests.planner.clusters import CALIBRATION, cluster, config, links
 
@@ -216,3 +217,18 @@ def test_a_kept_attention_result_spares_its_computation_only_with_its_statistics
 def test_zero_stage_2_divides_the_update_over_data():
     plain, sharded = (estimate(Layout(8, 1, 1, zero_stage=stage)) for stage in (0, 2))
     assert sharded.breakdown_s["optimizer"] == pytest.approx(plain.breakdown_s["optimizer"] / 8)
+
+
+def test_experts_without_a_grouped_matmul_take_the_time_of_every_row_with_every_expert():
+    """gpt-oss: 2,880 hidden units are 360 on each of 8 devices, no multiple of 64, so that XLA's ragged_dot multiplies instead."""
+    overrides = ("data.seq_len=2048", "data.batch_size=64", "data.document_masking=false", "precision.compute=bfloat16")
+    made = load("models/gpt-oss-20b", overrides).config
+
+    def rows(tensor, name="ridgeline"):
+        local = LocalSizes.of(made, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "tensor": tensor})
+        return Kernels(local, hardware("h100-sxm"), replace(CALIBRATION, software=software(name))).matmuls()["gate"][0], local
+
+    whole, local = rows(1)
+    assert whole == round(local.busy_rows / software().grouped_rate)
+    every, local = rows(8)
+    assert every == 32 * 4 * local.tokens and rows(8, "megatron")[0] < every / 10
