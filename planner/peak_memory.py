@@ -9,7 +9,7 @@ Legend: R rows per device, T sequence, D width, F MLP width, N heads, L layers, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
@@ -28,6 +28,8 @@ SLOTS_IN_FLIGHT = 2
 """Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
 DELAYED = 2
 """Layers of experts whose weight gradients are computed together at the start of the backward pass."""
+FROM_BLOCK_INPUTS = ("full", "names", "offload")
+"""Policies with which the backward pass computes the inputs of MLP down again."""
 
 
 Components = dict[str, Component]
@@ -173,10 +175,21 @@ class StepMemory:
             return 0
         if self.overlap:
             first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
-            early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
+            first = first and local.tensor == 1 and local.config.compute.remat.policy == "none"
+            early = self.combined and local.fsdp > 1 and (first or self.turn.keeps_last_in_loop or self.zeroes_while_copying)
         else:
             early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
         return local.table * local.gradient_itemsize if early else 0
+
+    @property
+    def zeroes_while_copying(self) -> bool:
+        """Whether XLA may zero the embedding's gradient early because offloaded values are copied meanwhile.
+
+        It did in three of five compiled steps with tied tables. With several layers in a turn only where the embedding's gradient is an
+        array of its own; in the others the last layer, where it is counted anyway, is the peak.
+        """
+        tied = self.local.config.compute.remat.offloads and self.local.model.tie_embeddings
+        return self.in_loop and tied and (self.turn.layers == 1 or self.separate_table_gradients)
 
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""
@@ -219,8 +232,8 @@ class StepMemory:
         return self.local.gathered_layer_weights * self.local.matrix_itemsize if self.local.fsdp > 1 else 0
 
     def next_layer_weights(self) -> int:
-        """Return the bytes of the weights of the next turn's layers, which overlap gathers early."""
-        return self.turn.layers * self.gathered_layer()
+        """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer where turns do not overlap."""
+        return (1 if self.turn.keeps_last_in_loop else self.turn.layers) * self.gathered_layer()
 
     # The points.
 
@@ -250,19 +263,21 @@ class StepMemory:
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
-            early += (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
+            early += self.turn.of_offload_in_loss() if policy == "offload" else (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
+        if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
+            layers = 0  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap else 0
         return {
             "activations": self.saved,
             "parameter_copies": Component(
                 self.layout_copies() + self.turn.kept_parameters() + gathered,
                 "transposed parameters of MLP down and attention out"
-                + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if self.overlap else ""),
+                + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if gathered else ""),
             ),
             "gradients": Component(
-                zeroed * self.stack_itemsize + self.zeroed_table(),
+                zeroed * self.stack_itemsize + (0 if offloads_inputs(local) else self.zeroed_table()),
                 "gradient buffers that are zeroed before the loss, long before they are filled",
             ),
             "accumulated_gradients": self.accumulated(),
@@ -301,8 +316,9 @@ class StepMemory:
         hidden += self.turn.slices_of_kept(self.saved.bytes)
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
+        left_over = local.model.num_layers % self.turn.layers if late else 0  # their backward pass is over
         return {
-            "activations": self.saved,
+            "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
             "gradients": Component(
                 gradients + self.zeroed_table(),
                 f"of the layers, {local.config.precision.params}, sharded as the parameters",
@@ -388,33 +404,56 @@ class StepMemory:
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
-        at_mlp = 4 if local.config.compute.remat.policy in ("full", "names", "offload") else 3
+        at_mlp = 4 if local.config.compute.remat.policy in FROM_BLOCK_INPUTS else 3
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
-        # 8-bit matmuls: the gradient of a hidden activation in both layouts, one byte each
-        quantized = 2 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
+        # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
+        quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
         if local.config.precision.block_scaled is not None:
             # gradients of gate and up, in blocks along both dims: twice in float32, transposed, and twice in one byte; the input of down,
             # transposed and twice in one byte
             quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
+        # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
+        early = 1 if local.ring and offloads_inputs(local) else at_mlp
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         points = (
             (
                 "its MLP",
                 at_mlp * hidden + quantized + EXPERT_ROWS_IN_FLIGHT * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes,
                 STREAMS_IN_FLIGHT * stream,
-                2 * local.mlp_matrix * local.compute_itemsize,
+                2 * local.mlp_matrix * local.matrix_itemsize,
                 down,
                 mask,
             ),
-            ("its attention", 3 * hidden, 6 * stream, 0, 0, attention),
+            ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
-            ("its attention", at_mlp * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
+            ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", turns * self.turn.before_weight_gradients(), 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
+            *self._mlp_after_others(turns, at_mlp * hidden, down, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
+
+    def _mlp_after_others(self, turns: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in the MLP of the last layer of some turns, when the weight gradients of the others are still to be computed.
+
+        of_mlp, down, mask: the sizes of hidden activations, gradients and mask of a layer alone. Streams: inputs of attention and MLP,
+        attention's result, the gradient of that of the MLP, the final hidden states and their gradient.
+        """
+        local, model = self.local, self.local.model
+        layers = turns * self.turn.layers
+        if self.turn.layers == 1 or not layers or model.moe is not None or local.config.compute.remat.policy not in FROM_BLOCK_INPUTS:
+            return []
+        others = (layers - 1) * self.turn.before_weight_gradients() // self.turn.layers
+        streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
+        if local.config.precision.eight_bit:
+            # the gradient of gate or up, which is quantized next, and the input of down, one byte each
+            of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
+        else:
+            streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
+            of_mlp += 4 * local.hidden_bytes // local.compute_itemsize if model.activation == "gelu_tanh" else 0  # tanh, float32
+        return [("its MLP", others + of_mlp, streams, 2 * local.mlp_matrix * local.matrix_itemsize, down, mask)]
 
     def end_of_backward(self) -> Components:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
@@ -458,12 +497,19 @@ class StepMemory:
         copies = 0 if local.adapted else 2 * 4 * local.table // local.of_state.fsdp
         if local.fsdp > 1 and not local.adapted:
             copies += 4 * (2 * local.mlp_matrices + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
+        gathered = 0
+        if self.overlap and local.of_state.fsdp > local.fsdp:  # mesh.zero_stage=2: all gathers start before the first one is done
+            gathered = local.trained * local.parameter_itemsize
         return {
             "gradients": Component(
                 local.of_state.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
                 f"all, {local.config.precision.gradients if self.in_loop else local.config.precision.params}",
             ),
-            "parameter_copies": Component(copies, "transposes between the layouts of gradients and parameters"),
+            "parameter_copies": Component(
+                copies + gathered,
+                "transposes between the layouts of gradients and parameters"
+                + ("; updated parameters, gathered over data" if gathered else ""),
+            ),
         }
 
     def orthogonalization(self) -> Components:

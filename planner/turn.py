@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
+from ridgeline.planner.activations import offloaded_bytes
 from ridgeline.planner.local import LocalSizes
 
 NORMS = {"pre": 2, "post": 2, "both": 4}
@@ -40,8 +41,25 @@ class Turn:
 
     @property
     def first(self) -> int:
-        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two."""
-        return 1 + self.local.model.num_layers // self.local.model.layer_period % 2
+        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two.
+
+        The first and the last turn are taken out of the loop, but where layers are left over and blocks are recomputed neither is.
+        """
+        odd = self.local.model.num_layers // self.local.model.layer_period % 2
+        return odd if self.keeps_last_in_loop else 1 + odd
+
+    @property
+    def keeps_last_in_loop(self) -> bool:
+        """Whether the backward pass of the first layers is a turn of the loop: so where layers are left over and blocks are recomputed.
+
+        XLA takes the first and the last turn out of the loop to gather and reduce across turns, which it does not do there.
+        """
+        return self.layers > 1 and self.recomputes and self.local.model.num_layers % self.local.model.layer_period > 0
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass runs blocks again."""
+        return POLICIES[self.local.config.compute.remat.policy].recomputes_block
 
     @property
     def in_loss(self) -> int:
@@ -54,8 +72,7 @@ class Turn:
         Where layers are left after the last whole turn, those of the whole turns are cut out of the stack of all, by any policy.
         """
         model = self.local.model
-        recomputes = POLICIES[self.local.config.compute.remat.policy].recomputes_block
-        several = model.layer_period > 1 and (not recomputes or model.num_layers % model.layer_period > 0)
+        several = model.layer_period > 1 and (not self.recomputes or model.num_layers % model.layer_period > 0)
         return self.local.layer_matrices * self.local.weight_itemsize if several else 0
 
     def gradients_left_over(self) -> int:
@@ -69,8 +86,7 @@ class Turn:
 
         saved_bytes: of all layers.
         """
-        recomputes = POLICIES[self.local.config.compute.remat.policy].recomputes_block
-        return 0 if self.layers == 1 or recomputes else self.layers * saved_bytes // self.local.model.num_layers
+        return 0 if self.layers == 1 or self.recomputes else self.layers * saved_bytes // self.local.model.num_layers
 
     def zeroed_accumulators(self) -> int:
         """Return the size of the results and gradients of chunked attention, which start as zeros.
@@ -82,6 +98,21 @@ class Turn:
             return 0
         return self.layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
 
+    def of_offload_in_loss(self) -> int:
+        """Return the size of what offload has in the loss for a turn, whose last one is outside of the loop in both passes.
+
+        Offloaded values of a layer are back on the device; XLA merges the recomputation of a layer's gate and queries with the forward
+        pass. With one microbatch the zeros of gradients come later, but those of the attention results of the forward pass stay.
+        """
+        local = self.local
+        if self.keeps_last_in_loop:
+            return 0
+        merged = (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
+        zeros = (self.first + 1) * self.zeroed_accumulators()
+        if not self.in_loop:
+            zeros = self.first * self.layers * local.context_bytes if self.backend == "chunked" else 0
+        return offloaded_bytes(local) // local.model.num_layers + merged + zeros
+
     def norm_gradients(self) -> int:
         """Return the size of the float32 gradients of the norms of a turn before their sums over tokens, which wait for its end."""
         local = self.local
@@ -89,9 +120,18 @@ class Turn:
         return norms * local.tokens * local.model.embed_dim * 4 // local.tensor
 
     def before_weight_gradients(self) -> int:
-        """Return the size of what the weight gradients of a turn are computed from: inputs of matmuls and gradients of their results."""
+        """Return the size of what the weight gradients of a turn are computed from: inputs of matmuls and gradients of their results.
+
+        8-bit matmuls keep one byte of an element (of attention results, which are quantized later, all). The gradients of the norms, which
+        are computed together with those of the matrices, need the inputs of the norms too, and the residual stream: without 8-bit matmuls
+        the kernels of the norms' backward pass compute them.
+        """
         local = self.local
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
         attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
         normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # inputs, and gradients of the results
+        if local.config.precision.eight_bit and self.layers > 1 and local.model.moe is None:
+            operands = hidden + 4 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes
+            of_norms = (NORMS[local.model.norm_position] + 1) * local.stream_bytes + normed
+            return self.layers * (operands // local.compute_itemsize + local.context_bytes + of_norms)
         return self.layers * (hidden + 4 * local.stream_bytes + attention + normed)
