@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
+from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.turn import Turn
 
@@ -232,7 +233,7 @@ class StepMemory:
         return self.local.gathered_layer_weights * self.local.matrix_itemsize if self.local.fsdp > 1 else 0
 
     def next_layer_weights(self) -> int:
-        """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer where turns do not overlap."""
+        """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
         return (1 if self.turn.keeps_last_in_loop else self.turn.layers) * self.gathered_layer()
 
     # The points.
@@ -497,18 +498,22 @@ class StepMemory:
         copies = 0 if local.adapted else 2 * 4 * local.table // local.of_state.fsdp
         if local.fsdp > 1 and not local.adapted:
             copies += 4 * (2 * local.mlp_matrices + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
-        gathered = 0
+        gathered, moments = 0, 0
         if self.overlap and local.of_state.fsdp > local.fsdp:  # mesh.zero_stage=2: all gathers start before the first one is done
             gathered = local.trained * local.parameter_itemsize
+            if local.parameter_itemsize < 4 and not local.adapted and not local.config.optimizer.offload:
+                of_gates = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // local.of_state.fsdp
+                moments = optimizer_state(local.of_state)[0] * of_gates // local.of_state.trained
         return {
             "gradients": Component(
                 local.of_state.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
                 f"all, {local.config.precision.gradients if self.in_loop else local.config.precision.params}",
             ),
             "parameter_copies": Component(
-                copies + gathered,
+                copies + gathered + moments,
                 "transposes between the layouts of gradients and parameters"
-                + ("; updated parameters, gathered over data" if gathered else ""),
+                + ("; updated parameters, gathered over data" if gathered else "")
+                + ("; new moments of MLP gate and up, which one kernel computes" if moments else ""),
             ),
         }
 
