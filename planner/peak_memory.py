@@ -499,7 +499,9 @@ class StepMemory:
         if local.fsdp > 1 and not local.adapted:
             copies += 4 * (2 * local.mlp_matrices + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
         gathered, moments = 0, 0
-        if self.overlap and local.of_state.fsdp > local.fsdp:  # mesh.zero_stage=2: all gathers start before the first one is done
+        if self.overlap and local.of_state.fsdp > local.fsdp and local.config.optimizer.kind == "adamw":
+            # mesh.zero_stage=2: all gathers start while old parameters are still needed. Those of sgd, lion and adafactor start when these
+            # are not, and write into their buffers.
             gathered = local.trained * local.parameter_itemsize
             if local.parameter_itemsize < 4 and not local.adapted and not local.config.optimizer.offload:
                 of_gates = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // local.of_state.fsdp
