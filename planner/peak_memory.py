@@ -270,6 +270,7 @@ class StepMemory:
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = 0  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap else 0
+        zeroed_later = policy == "offload" and (offloads_inputs(local) or self.turn.keeps_last_in_loop)
         return {
             "activations": self.saved,
             "parameter_copies": Component(
@@ -278,7 +279,7 @@ class StepMemory:
                 + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if gathered else ""),
             ),
             "gradients": Component(
-                zeroed * self.stack_itemsize + (0 if offloads_inputs(local) else self.zeroed_table()),
+                zeroed * self.stack_itemsize + (0 if zeroed_later else self.zeroed_table()),
                 "gradient buffers that are zeroed before the loss, long before they are filled",
             ),
             "accumulated_gradients": self.accumulated(),
@@ -418,6 +419,7 @@ class StepMemory:
         # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
         early = 1 if local.ring and offloads_inputs(local) else at_mlp
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
+        delayed = self.turn.delayed(turns) * self.turn.before_weight_gradients() // self.turn.layers
         points = (
             (
                 "its MLP",
@@ -431,7 +433,7 @@ class StepMemory:
             # attention may run before the gradients of the MLP's weights
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
-            *([("its end", turns * self.turn.before_weight_gradients(), 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
+            *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(turns, at_mlp * hidden, down, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
@@ -443,7 +445,7 @@ class StepMemory:
         attention's result, the gradient of that of the MLP, the final hidden states and their gradient.
         """
         local, model = self.local, self.local.model
-        layers = turns * self.turn.layers
+        layers = self.turn.delayed(turns)
         if self.turn.layers == 1 or not layers or model.moe is not None or local.config.compute.remat.policy not in FROM_BLOCK_INPUTS:
             return []
         others = (layers - 1) * self.turn.before_weight_gradients() // self.turn.layers

@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner.activations import offloaded_bytes
+from ridgeline.planner.activations import offloaded_bytes, offloads_inputs
 from ridgeline.planner.local import LocalSizes
 
 NORMS = {"pre": 2, "post": 2, "both": 4}
 """Norms of residual streams in a layer, by model.norm_position."""
+NOT_REDUCED = 4
+"""Layers of a turn that is not pipelined whose weight gradients wait: they are reduced within it (heaps of Gemma 3 4B, 4 of 6)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Turn:
         """Whether the backward pass runs blocks again."""
         return POLICIES[self.local.config.compute.remat.policy].recomputes_block
 
+    def delayed(self, turns: int) -> int:
+        """Return the number of layers whose weight gradients are computed together, of some turns that are scheduled together."""
+        return min(self.layers, NOT_REDUCED) if self.keeps_last_in_loop else turns * self.layers
+
     @property
     def in_loss(self) -> int:
         """Turns of the backward pass whose gathers and recomputation may start in the loss; none in a loop of microbatches."""
@@ -99,19 +105,21 @@ class Turn:
         return self.layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
 
     def of_offload_in_loss(self) -> int:
-        """Return the size of what offload has in the loss for a turn, whose last one is outside of the loop in both passes.
+        """Return the size of what offload has in the loss for a turn.
 
-        Offloaded values of a layer are back on the device; XLA merges the recomputation of a layer's gate and queries with the forward
-        pass. With one microbatch the zeros of gradients come later, but those of the attention results of the forward pass stay.
+        Offloaded values of a layer are back on the device, without pipelined turns those of all whose weight gradients wait. The last turn
+        is outside of the loop in both passes, so XLA merges the recomputation of a layer's gate and queries with the forward pass. With one
+        microbatch the zeros of gradients come later, but those of the attention results of the forward pass stay.
         """
         local = self.local
-        if self.keeps_last_in_loop:
+        if self.keeps_last_in_loop and offloads_inputs(local):
             return 0
+        copied = offloaded_bytes(local) // local.model.num_layers
         merged = (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
         zeros = (self.first + 1) * self.zeroed_accumulators()
         if not self.in_loop:
             zeros = self.first * self.layers * local.context_bytes if self.backend == "chunked" else 0
-        return offloaded_bytes(local) // local.model.num_layers + merged + zeros
+        return copied * (self.delayed(1) if self.keeps_last_in_loop else 1) + merged + zeros
 
     def norm_gradients(self) -> int:
         """Return the size of the float32 gradients of the norms of a turn before their sums over tokens, which wait for its end."""
