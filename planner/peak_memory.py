@@ -186,11 +186,12 @@ class StepMemory:
     def zeroes_while_copying(self) -> bool:
         """Whether XLA may zero the embedding's gradient early because offloaded values are copied meanwhile.
 
-        It did in three of five compiled steps with tied tables. With several layers in a turn only where the embedding's gradient is an
-        array of its own; in the others the last layer, where it is counted anyway, is the peak.
+        It did in three of four compiled steps with tied tables; in the fourth the last layer is the peak, where it is counted anyway. In two
+        with several layers in a turn and 8-bit matmuls it did not.
         """
-        tied = self.local.config.compute.remat.offloads and self.local.model.tie_embeddings
-        return self.in_loop and tied and (self.turn.layers == 1 or self.separate_table_gradients)
+        local = self.local
+        tied = local.config.compute.remat.offloads and local.model.tie_embeddings
+        return self.in_loop and tied and (self.turn.layers == 1 or not local.config.precision.eight_bit)
 
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""

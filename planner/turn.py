@@ -97,12 +97,14 @@ class Turn:
     def zeroed_accumulators(self) -> int:
         """Return the size of the results and gradients of chunked attention, which start as zeros.
 
-        XLA zeroes those of each layer of a turn once, before the backward pass, and keeps the zeros.
+        XLA zeroes those of each layer of a turn once, before the backward pass, and keeps the zeros. With 8-bit matmuls in a loop of
+        microbatches it keeps those of two layers.
         """
         local = self.local
         if self.layers == 1 or self.backend != "chunked":
             return 0
-        return self.layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
+        layers = 2 if local.config.precision.eight_bit and self.in_loop else self.layers
+        return layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
 
     def of_offload_in_loss(self) -> int:
         """Return the size of what offload has in the loss for a turn.
@@ -131,8 +133,9 @@ class Turn:
         """Return the size of what the weight gradients of a turn are computed from: inputs of matmuls and gradients of their results.
 
         8-bit matmuls keep one byte of an element (of attention results, which are quantized later, all). The gradients of the norms, which
-        are computed together with those of the matrices, need the inputs of the norms too, and the residual stream: without 8-bit matmuls
-        the kernels of the norms' backward pass compute them.
+        are computed together with those of the matrices, need the inputs of the norms too, and the residual stream; with norms of queries
+        and keys also the gradients of attention's input by both, and an offloaded input of the block. Without 8-bit matmuls the kernels of
+        the norms' backward pass compute them.
         """
         local = self.local
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
@@ -140,6 +143,8 @@ class Turn:
         normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # inputs, and gradients of the results
         if local.config.precision.eight_bit and self.layers > 1 and local.model.moe is None:
             operands = hidden + 4 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes
-            of_norms = (NORMS[local.model.norm_position] + 1) * local.stream_bytes + normed
+            streams = NORMS[local.model.norm_position] + 1
+            streams += (3 if offloads_inputs(local) else 2) if local.model.qk_norm else 0
+            of_norms = streams * local.stream_bytes + normed
             return self.layers * (operands // local.compute_itemsize + local.context_bytes + of_norms)
         return self.layers * (hidden + 4 * local.stream_bytes + attention + normed)
