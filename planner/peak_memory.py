@@ -177,7 +177,7 @@ class StepMemory:
         if self.overlap:
             first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
             first = first and local.tensor == 1 and local.config.compute.remat.policy == "none"
-            early = self.combined and local.fsdp > 1 and (first or self.turn.keeps_last_in_loop or self.zeroes_while_copying)
+            early = self.combined and local.fsdp > 1 and (first or not self.turn.pipelined or self.zeroes_while_copying)
         else:
             early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
         return local.table * local.gradient_itemsize if early else 0
@@ -186,7 +186,7 @@ class StepMemory:
     def zeroes_while_copying(self) -> bool:
         """Whether XLA may zero the embedding's gradient early because offloaded values are copied meanwhile.
 
-        It did in three of four compiled steps with tied tables; in the fourth the last layer is the peak, where it is counted anyway. In two
+        It did in three of four compiled steps with tied tables; in the other the peak is the last layer, where it is counted anyway. In two
         with several layers in a turn and 8-bit matmuls it did not.
         """
         local = self.local
@@ -235,7 +235,7 @@ class StepMemory:
 
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
-        return (1 if self.turn.keeps_last_in_loop else self.turn.layers) * self.gathered_layer()
+        return (self.turn.layers if self.turn.pipelined else 1) * self.gathered_layer()
 
     # The points.
 
@@ -271,7 +271,7 @@ class StepMemory:
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = 0  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap else 0
-        zeroed_later = policy == "offload" and (offloads_inputs(local) or self.turn.keeps_last_in_loop)
+        zeroed_later = policy == "offload" and (offloads_inputs(local) or not self.turn.pipelined)
         return {
             "activations": self.saved,
             "parameter_copies": Component(

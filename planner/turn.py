@@ -43,20 +43,17 @@ class Turn:
 
     @property
     def first(self) -> int:
-        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two.
-
-        The first and the last turn are taken out of the loop, but where layers are left over and blocks are recomputed neither is.
-        """
+        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two."""
         odd = self.local.model.num_layers // self.local.model.layer_period % 2
-        return odd if self.keeps_last_in_loop else 1 + odd
+        return 1 + odd if self.pipelined else odd
 
     @property
-    def keeps_last_in_loop(self) -> bool:
-        """Whether the backward pass of the first layers is a turn of the loop: so where layers are left over and blocks are recomputed.
+    def pipelined(self) -> bool:
+        """Whether the loop of the backward pass gathers and reduces across turns, for which XLA takes its first and last turn out of it.
 
-        XLA takes the first and the last turn out of the loop to gather and reduce across turns, which it does not do there.
+        It does not where layers are left over and blocks are recomputed.
         """
-        return self.layers > 1 and self.recomputes and self.local.model.num_layers % self.local.model.layer_period > 0
+        return self.layers == 1 or not self.recomputes or self.local.model.num_layers % self.local.model.layer_period == 0
 
     @property
     def recomputes(self) -> bool:
@@ -65,7 +62,7 @@ class Turn:
 
     def delayed(self, turns: int) -> int:
         """Return the number of layers whose weight gradients are computed together, of some turns that are scheduled together."""
-        return min(self.layers, NOT_REDUCED) if self.keeps_last_in_loop else turns * self.layers
+        return turns * self.layers if self.pipelined else min(self.layers, NOT_REDUCED)
 
     @property
     def in_loss(self) -> int:
@@ -114,14 +111,14 @@ class Turn:
         microbatch the zeros of gradients come later, but those of the attention results of the forward pass stay.
         """
         local = self.local
-        if self.keeps_last_in_loop and offloads_inputs(local):
+        if not self.pipelined and offloads_inputs(local):
             return 0
         copied = offloaded_bytes(local) // local.model.num_layers
         merged = (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
         zeros = (self.first + 1) * self.zeroed_accumulators()
         if not self.in_loop:
             zeros = self.first * self.layers * local.context_bytes if self.backend == "chunked" else 0
-        return copied * (self.delayed(1) if self.keeps_last_in_loop else 1) + merged + zeros
+        return copied * (1 if self.pipelined else self.delayed(1)) + merged + zeros
 
     def norm_gradients(self) -> int:
         """Return the size of the float32 gradients of the norms of a turn before their sums over tokens, which wait for its end."""
