@@ -418,7 +418,7 @@ class StepMemory:
             # transposed and twice in one byte
             quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
         # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
-        early = 1 if local.ring and offloads_inputs(local) else at_mlp
+        early = 0 if local.ring and offloads_inputs(local) else at_mlp
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         delayed = self.turn.delayed(turns) * self.turn.before_weight_gradients() // self.turn.layers
         points = (
