@@ -245,7 +245,8 @@ class StepMemory:
         tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
         teacher = 0 if local.config.distillation.weight is None else 4  # the gradient of the divergence in float32
         logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
-        if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
+        one_chunk = tokens >= local.tokens and not self.in_loop
+        if one_chunk:  # the float32 logits are gone when the table's gradient is computed
             logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
         zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
         zeroed = local.trained if local.adapted else zeroed
@@ -265,11 +266,12 @@ class StepMemory:
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
-            early += self.turn.of_offload_in_loss() if policy == "offload" else (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
+            zeros = (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
+            early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else zeros
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
-            layers = 0  # the recomputation waits for the copies from host memory
+            layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap else 0
         zeroed_later = policy == "offload" and (offloads_inputs(local) or not self.turn.pipelined)
         return {

@@ -103,22 +103,26 @@ class Turn:
         layers = 2 if local.config.precision.eight_bit and self.in_loop else self.layers
         return layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
 
-    def of_offload_in_loss(self) -> int:
+    def of_offload_in_loss(self, one_chunk: bool) -> int:
         """Return the size of what offload has in the loss for a turn.
 
-        Offloaded values of a layer are back on the device, without pipelined turns those of all whose weight gradients wait. The last turn
-        is outside of the loop in both passes, so XLA merges the recomputation of a layer's gate and queries with the forward pass. With one
-        microbatch the zeros of gradients come later, but those of the attention results of the forward pass stay.
+        Offloaded values of a layer are back on the device; those of a whole turn where the loss is one chunk and thus no loop, and without
+        pipelined turns those of all layers whose weight gradients wait. The last turn is outside of the loop in both passes, so XLA merges
+        the recomputation of a layer's gate and queries with the forward pass. With one microbatch and several chunks the zeros of gradients
+        come later, but those of the attention results of the forward pass stay.
+
+        one_chunk: the only microbatch has one chunk of logits.
         """
         local = self.local
         if not self.pipelined and offloads_inputs(local):
             return 0
         copied = offloaded_bytes(local) // local.model.num_layers
+        copied *= self.delayed(1) if one_chunk or not self.pipelined else 1
         merged = (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
         zeros = (self.first + 1) * self.zeroed_accumulators()
-        if not self.in_loop:
+        if not self.in_loop and not one_chunk:
             zeros = self.first * self.layers * local.context_bytes if self.backend == "chunked" else 0
-        return copied * (1 if self.pipelined else self.delayed(1)) + merged + zeros
+        return copied + merged + zeros
 
     def norm_gradients(self) -> int:
         """Return the size of the float32 gradients of the norms of a turn before their sums over tokens, which wait for its end."""
