@@ -32,7 +32,7 @@ MARGINS = {
     "adapters of a model with experts": 0.13,
     "layers with and without a window": 0.10,
     "such layers with trained experts": 0.05,
-    "compute.remat.policy=offload": 0.10,
+    "compute.remat.policy=offload": 0.05,
     "mesh.zero_stage=2": 0.02,
 }
 """Setting -> further fraction of the temporary bytes that is kept free, where compiled steps exceeded the plan by more than MARGIN

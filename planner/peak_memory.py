@@ -9,12 +9,12 @@ Legend: R rows per device, T sequence, D width, F MLP width, N heads, L layers, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
-from ridgeline.planner.optimizer_state import expert_scales
+from ridgeline.planner.optimizer_state import expert_scales, optimizer_state
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.turn import Turn
 
@@ -31,6 +31,8 @@ MOMENTS = 2
 """Moments of AdamW, the optimizer whose moments can have 8 bits."""
 DELAYED = 2
 """Layers of experts whose weight gradients are computed together at the start of the backward pass."""
+FROM_BLOCK_INPUTS = ("full", "names", "offload")
+"""Policies with which the backward pass computes the inputs of MLP down again."""
 
 
 Components = dict[str, Component]
@@ -203,10 +205,22 @@ class StepMemory:
             return 0
         if self.overlap:
             first = self.separate_table_gradients and not self.delayed_logits if self.in_loop else self.backend == "pallas"
-            early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
+            first = first and local.tensor == 1 and local.config.compute.remat.policy == "none"
+            early = self.combined and local.fsdp > 1 and (first or not self.turn.pipelined or self.zeroes_while_copying)
         else:
             early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
         return local.table * local.gradient_itemsize if early else 0
+
+    @property
+    def zeroes_while_copying(self) -> bool:
+        """Whether XLA may zero the embedding's gradient early because offloaded values are copied meanwhile.
+
+        It did in three of four compiled steps with tied tables; in the other the peak is the last layer, where it is counted anyway. In two
+        with several layers in a turn and 8-bit matmuls it did not.
+        """
+        local = self.local
+        tied = local.config.compute.remat.offloads and local.model.tie_embeddings
+        return self.in_loop and tied and (self.turn.layers == 1 or not local.config.precision.eight_bit)
 
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""
@@ -272,8 +286,8 @@ class StepMemory:
         return self.local.gathered_layer_weights * self.local.matrix_itemsize if self.local.fsdp > 1 else 0
 
     def next_layer_weights(self) -> int:
-        """Return the bytes of the weights of the next turn's layers, which overlap gathers early."""
-        return self.turn.layers * self.gathered_layer()
+        """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
+        return (self.turn.layers if self.turn.pipelined else 1) * self.gathered_layer()
 
     # The points.
 
@@ -283,6 +297,7 @@ class StepMemory:
         tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
         teacher = 0 if local.config.distillation.weight is None else 4  # the gradient of the divergence in float32
         logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
+        one_chunk = self.one_chunk and not self.in_loop
         if self.one_chunk:  # the float32 logits are gone when the table's gradient is computed
             later = tokens * vocab * local.compute_itemsize + (0 if self.delayed_logits else gradient)
             logits, gradient = max(logits, later), 0
@@ -305,19 +320,23 @@ class StepMemory:
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
-            early += (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
+            zeros = (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
+            early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else zeros
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
+        if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
+            layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap else 0
+        zeroed_later = policy == "offload" and (offloads_inputs(local) or not self.turn.pipelined)
         return {
             "activations": self.saved,
             "parameter_copies": Component(
                 self.layout_copies() + self.turn.kept_parameters() + gathered,
                 "transposed parameters of MLP down and attention out"
-                + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if self.overlap else ""),
+                + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if gathered else ""),
             ),
             "gradients": Component(
-                zeroed * self.stack_itemsize + self.zeroed_table(),
+                zeroed * self.stack_itemsize + (0 if zeroed_later else self.zeroed_table()),
                 "gradient buffers that are zeroed before the loss, long before they are filled",
             ),
             "accumulated_gradients": self.accumulated(),
@@ -358,8 +377,9 @@ class StepMemory:
         if reducing and self.reduces_in_turn:
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing else 0
+        left_over = local.model.num_layers % self.turn.layers if late else 0  # their backward pass is over
         return {
-            "activations": self.saved,
+            "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
             "gradients": Component(
                 gradients + self.zeroed_table(),
                 f"of the layers, {local.config.precision.params}, sharded as the parameters",
@@ -467,12 +487,12 @@ class StepMemory:
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
-        at_mlp = 4 if local.config.compute.remat.policy in ("full", "names", "offload") else 3
+        at_mlp = 4 if local.config.compute.remat.policy in FROM_BLOCK_INPUTS else 3
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
-        # 8-bit matmuls: the gradient of a hidden activation in both layouts, one byte each
-        quantized = 2 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
+        # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
+        quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
         if local.config.precision.block_scaled is not None:
             # gradients of gate and up, in blocks along both dims: twice in float32, transposed, and twice in one byte; the input of down,
             # transposed and twice in one byte
@@ -483,22 +503,46 @@ class StepMemory:
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
+        # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
+        early = 0 if local.ring and offloads_inputs(local) else at_mlp
+        delayed = self.turn.delayed(turns) * self.turn.before_weight_gradients() // self.turn.layers
         points = (
             (
                 "its MLP",
                 at_mlp * hidden + quantized + expanded + EXPERT_ROWS_IN_FLIGHT * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes,
                 STREAMS_IN_FLIGHT * stream,
-                2 * local.mlp_matrix * local.compute_itemsize,
+                2 * local.mlp_matrix * local.matrix_itemsize,
                 down,
                 mask,
             ),
-            ("its attention", 3 * hidden, 6 * stream, 0, 0, attention),
+            ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
-            ("its attention", at_mlp * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
+            ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
-            *([("its end", turns * self.turn.before_weight_gradients(), 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
+            *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
+            *self._mlp_after_others(turns, at_mlp * hidden, down, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
+
+    def _mlp_after_others(self, turns: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in the MLP of the last layer of some turns, when the weight gradients of the others are still to be computed.
+
+        of_mlp, down, mask: the sizes of hidden activations, gradients and mask of a layer alone. Streams: inputs of attention and MLP,
+        attention's result, the gradient of that of the MLP, the final hidden states and their gradient.
+        """
+        local, model = self.local, self.local.model
+        layers = self.turn.delayed(turns)
+        if self.turn.layers == 1 or not layers or model.moe is not None or local.config.compute.remat.policy not in FROM_BLOCK_INPUTS:
+            return []
+        others = (layers - 1) * self.turn.before_weight_gradients() // self.turn.layers
+        streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
+        if local.config.precision.eight_bit:
+            # the gradient of gate or up, which is quantized next, and the input of down, one byte each
+            of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
+        else:
+            streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
+            of_mlp += 4 * local.hidden_bytes // local.compute_itemsize if model.activation == "gelu_tanh" else 0  # tanh, float32
+        return [("its MLP", others + of_mlp, streams, 2 * local.mlp_matrix * local.matrix_itemsize, down, mask)]
 
     def end_of_backward(self) -> Components:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
@@ -542,12 +586,25 @@ class StepMemory:
         copies = 0 if local.adapted else 2 * 4 * local.table // local.of_state.fsdp
         if local.fsdp > 1 and not local.adapted:
             copies += 4 * (2 * local.mlp_matrices + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
+        gathered, moments = 0, 0
+        if self.overlap and local.of_state.fsdp > local.fsdp and local.config.optimizer.kind == "adamw":
+            # mesh.zero_stage=2: all gathers start while old parameters are still needed. Those of sgd, lion and adafactor start when these
+            # are not, and write into their buffers.
+            gathered = local.trained * local.parameter_itemsize
+            if local.parameter_itemsize < 4 and not local.adapted and not local.config.optimizer.offload:
+                of_gates = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // local.of_state.fsdp
+                moments = optimizer_state(local.of_state)[0] * of_gates // local.of_state.trained
         return {
             "gradients": Component(
                 local.of_state.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
                 f"all, {local.config.precision.gradients if self.in_loop else local.config.precision.params}",
             ),
-            "parameter_copies": Component(copies, "transposes between the layouts of gradients and parameters"),
+            "parameter_copies": Component(
+                copies + gathered + moments,
+                "transposes between the layouts of gradients and parameters"
+                + ("; updated parameters, gathered over data" if gathered else "")
+                + ("; new moments of MLP gate and up, which one kernel computes" if moments else ""),
+            ),
         }
 
     def orthogonalization(self) -> Components:

@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
+from ridgeline.planner.activations import offloaded_bytes, offloads_inputs
 from ridgeline.planner.local import LocalSizes
 
 NORMS = {"pre": 2, "post": 2, "both": 4}
 """Norms of residual streams in a layer, by model.norm_position."""
 WHOLE_TILES = 1024
 """A matmul that sums over this many rows, or a multiple, is not padded."""
+NOT_REDUCED = 4
+"""Layers of a turn that is not pipelined whose weight gradients wait: they are reduced within it (heaps of Gemma 3 4B, 4 of 6)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,25 @@ class Turn:
     @property
     def first(self) -> int:
         """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two."""
-        return 1 + self.local.model.num_layers // self.local.model.layer_period % 2
+        odd = self.local.model.num_layers // self.local.model.layer_period % 2
+        return 1 + odd if self.pipelined else odd
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether the loop of the backward pass gathers and reduces across turns, for which XLA takes its first and last turn out of it.
+
+        It does not where layers are left over and blocks are recomputed.
+        """
+        return self.layers == 1 or not self.recomputes or self.local.model.num_layers % self.local.model.layer_period == 0
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass runs blocks again."""
+        return POLICIES[self.local.config.compute.remat.policy].recomputes_block
+
+    def delayed(self, turns: int) -> int:
+        """Return the number of layers whose weight gradients are computed together, of some turns that are scheduled together."""
+        return turns * self.layers if self.pipelined else min(self.layers, NOT_REDUCED)
 
     @property
     def in_loss(self) -> int:
@@ -56,8 +77,7 @@ class Turn:
         Where layers are left after the last whole turn, those of the whole turns are cut out of the stack of all, by any policy.
         """
         model = self.local.model
-        recomputes = POLICIES[self.local.config.compute.remat.policy].recomputes_block
-        several = model.layer_period > 1 and (not recomputes or model.num_layers % model.layer_period > 0)
+        several = model.layer_period > 1 and (not self.recomputes or model.num_layers % model.layer_period > 0)
         return self.local.layer_matrices * self.local.weight_itemsize if several else 0
 
     def gradients_left_over(self) -> int:
@@ -71,18 +91,40 @@ class Turn:
 
         saved_bytes: of all layers.
         """
-        recomputes = POLICIES[self.local.config.compute.remat.policy].recomputes_block
-        return 0 if self.layers == 1 or recomputes else self.layers * saved_bytes // self.local.model.num_layers
+        return 0 if self.layers == 1 or self.recomputes else self.layers * saved_bytes // self.local.model.num_layers
 
     def zeroed_accumulators(self) -> int:
         """Return the size of the results and gradients of chunked attention, which start as zeros.
 
-        XLA zeroes those of each layer of a turn once, before the backward pass, and keeps the zeros.
+        XLA zeroes those of each layer of a turn once, before the backward pass, and keeps the zeros. With 8-bit matmuls in a loop of
+        microbatches it keeps those of two layers.
         """
         local = self.local
         if self.layers == 1 or self.backend != "chunked":
             return 0
-        return self.layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
+        layers = 2 if local.config.precision.eight_bit and self.in_loop else self.layers
+        return layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
+
+    def of_offload_in_loss(self, one_chunk: bool) -> int:
+        """Return the size of what offload has in the loss for a turn.
+
+        Offloaded values of a layer are back on the device; those of a whole turn where the loss is one chunk and thus no loop, and without
+        pipelined turns those of all layers whose weight gradients wait. The last turn is outside of the loop in both passes, so XLA merges
+        the recomputation of a layer's gate and queries with the forward pass. With one microbatch and several chunks the zeros of gradients
+        come later, but those of the attention results of the forward pass stay.
+
+        one_chunk: the only microbatch has one chunk of logits.
+        """
+        local = self.local
+        if not self.pipelined and offloads_inputs(local):
+            return 0
+        copied = offloaded_bytes(local) // local.model.num_layers
+        copied *= self.delayed(1) if one_chunk or not self.pipelined else 1
+        merged = (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
+        zeros = (self.first + 1) * self.zeroed_accumulators()
+        if not self.in_loop and not one_chunk:
+            zeros = self.first * self.layers * local.context_bytes if self.backend == "chunked" else 0
+        return copied + merged + zeros
 
     def zeroed_slots(self, turns: int = 1) -> int:
         """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.
@@ -115,9 +157,21 @@ class Turn:
         return norms * local.tokens * local.model.embed_dim * 4 // local.tensor
 
     def before_weight_gradients(self) -> int:
-        """Return the size of what the weight gradients of a turn are computed from: inputs of matmuls and gradients of their results."""
+        """Return the size of what the weight gradients of a turn are computed from: inputs of matmuls and gradients of their results.
+
+        8-bit matmuls keep one byte of an element (of attention results, which are quantized later, all). The gradients of the norms, which
+        are computed together with those of the matrices, need the inputs of the norms too, and the residual stream; with norms of queries
+        and keys also the gradients of attention's input by both, and an offloaded input of the block. Without 8-bit matmuls the kernels of
+        the norms' backward pass compute them.
+        """
         local = self.local
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
         attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
         normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # inputs, and gradients of the results
+        if local.config.precision.eight_bit and self.layers > 1 and local.model.moe is None:
+            operands = hidden + 4 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes
+            streams = NORMS[local.model.norm_position] + 1
+            streams += (3 if offloads_inputs(local) else 2) if local.model.qk_norm else 0
+            of_norms = streams * local.stream_bytes + normed
+            return self.layers * (operands // local.compute_itemsize + local.context_bytes + of_norms)
         return self.layers * (hidden + 4 * local.stream_bytes + attention + normed)
