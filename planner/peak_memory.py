@@ -12,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
+from ridgeline.planner import eight_bits
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.parameters import matmul_weights
+from ridgeline.planner.recompute import recomputed
 from ridgeline.planner.turn import Turn
 
 COMBINED_BYTES = 30 * 2**20
@@ -51,9 +53,7 @@ class StepMemory:
         """Return the components at each point, in the order of the step."""
         points = {
             "loss": self.loss(),
-            "start of the backward pass": self.backward(
-                relaid=relaid_bytes(self.local, self.backend, self.overlap, self.combined), turns=self.turn.first
-            ),
+            "start of the backward pass": self.start_of_backward(),
             "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
@@ -160,7 +160,8 @@ class StepMemory:
         """Whether the embedding's gradient is an array of its own, not added into that of the unembedding."""
         if self.local.adapted:
             return False
-        return not self.local.model.tie_embeddings or (self.data > 1 and self.local.fsdp > 1)
+        first = self.local.config.compute.reduces_unembedding_first
+        return not self.local.model.tie_embeddings or first or (self.data > 1 and self.local.fsdp > 1)
 
     def zeroed_table(self) -> int:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
@@ -172,7 +173,7 @@ class StepMemory:
         if local.adapted:
             return 0
         if self.overlap:
-            first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
+            first = self.separate_table_gradients and not self.computes_unembedding_late if self.in_loop else self.backend == "pallas"
             early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
         else:
             early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
@@ -184,9 +185,11 @@ class StepMemory:
         return local.turned_matrices * local.gradient_itemsize if self.combined and local.fsdp > 1 and not local.adapted else 0
 
     def unembedding_gradient(self) -> Component:
-        """Return the gradient of the unembedding during the backward pass of the layers."""
+        """Return the gradient of the unembedding during the backward pass of the layers, or what it is computed from."""
         if self.local.adapted:
             return Component(0, "frozen tables have no gradient")
+        if self.computes_unembedding_late:
+            return Component(self.before_unembedding(), "gradient of the logits and hidden states, for the gradient of the unembedding")
         if self.local.config.compute.reduces_unembedding_first:
             return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
         return Component(
@@ -194,6 +197,20 @@ class StepMemory:
             "unsharded float32 gradient of the unembedding, reduced only after the layers"
             + ("; once more as fsdp shards it" if self.half_reduced_table() else ""),
         )
+
+    def before_unembedding(self) -> int:
+        """Return the bytes of the gradient of a chunk of logits and of the final hidden states."""
+        local = self.local
+        logits = local.loss_chunk_tokens * local.model.padded_vocab_size // local.tensor * local.compute_itemsize
+        return logits + local.heads * local.stream_bytes
+
+    @property
+    def computes_unembedding_late(self) -> bool:
+        """Whether the unembedding's gradient is computed after the layers: in a loop of microbatches, from one chunk of logits whose
+        gradient is smaller. With several chunks it is the state of a loop."""
+        local = self.local
+        one_chunk = self.combined and self.in_loop and local.pipeline == 1 and local.loss_chunk_tokens >= local.tokens
+        return one_chunk and not local.adapted and self.before_unembedding() < 4 * local.table
 
     @property
     def reduces_table_early(self) -> bool:
@@ -230,7 +247,9 @@ class StepMemory:
         tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
         teacher = 0 if local.config.distillation.weight is None else 4  # the gradient of the divergence in float32
         logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
-        if tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
+        if self.computes_unembedding_late:
+            gradient = 0
+        elif tokens >= local.tokens and not self.in_loop:  # one chunk: the float32 logits are gone when the table's gradient is computed
             logits, gradient = max(logits, tokens * vocab * local.compute_itemsize + gradient), 0
         zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
         zeroed = local.trained if local.adapted else zeroed
@@ -248,6 +267,8 @@ class StepMemory:
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
         if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
+        elif policy == "full" and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
+            early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
             early += (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
@@ -281,6 +302,27 @@ class StepMemory:
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
         }
+
+    def start_of_backward(self) -> Components:
+        """Return what is live in the backward pass of the last layer, which comes first, while XLA copies a stack that it kept.
+
+        With dots and rows that are sharded over tensor, the copy is made after attention's backward pass and is short: the MLP's weight
+        gradients still wait (three hidden activations), with the gathered gradients of both updates and that of attention's input before
+        its reduction, those of queries, keys and values, attention's result, and five streams between blocks.
+        """
+        local = self.local
+        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
+        again = recomputed(local.model, local.config.compute.remat)
+        narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
+        if relaid and narrow and not again.mlp_update:
+            relaid += eight_bits.while_copied(local, again)
+        if not relaid or self.turn.layers > 1 or not (again.mlp_update if narrow else dots):
+            return self.backward(relaid=relaid, turns=self.turn.first)
+        after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
+        after = relaid + (eight_bits.after_mlp(local) if narrow else after)
+        layer = self.backward(turns=self.turn.first)
+        text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
+        return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
 
     def backward(self, *, relaid: int = 0, late: bool = False, turns: int = 1, at_end: int = 0) -> Components:
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
@@ -367,6 +409,11 @@ class StepMemory:
         kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
         copies = point["parameter_copies"]
         gradients = 0 if local.adapted else point["loss"].bytes + local.table * local.gradient_itemsize - self.zeroed_table()
+        remat = local.config.compute.remat
+        if remat.policy == "names" and "attention_out" in remat.names:
+            # attention's update is read before the MLP, and is freed with those of the MLPs; the embedding's gradient is zeroed after it
+            kept = Component(kept.bytes - local.model.num_layers * local.cut_stream_bytes, kept.assumption)
+            gradients = point["loss"].bytes
         return point | {
             "activations": kept,
             "parameter_copies": Component(
@@ -388,7 +435,10 @@ class StepMemory:
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
-        at_mlp = 4 if local.config.compute.remat.policy in ("full", "names", "offload") else 3
+        again = recomputed(local.model, local.config.compute.remat)
+        gated = {"gate", "up"} & again.weights
+        at_mlp = 4 if gated or local.config.compute.remat.offloads else 3  # kept gate and up are read from the stacks
+        at_mlp += again.mlp_update  # the input of down, which is multiplied again for a norm of the result
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
@@ -399,6 +449,19 @@ class StepMemory:
             # transposed and twice in one byte
             quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
+        if eight_bits.applies(local):
+            matrices = 2 * local.mlp_matrix * local.compute_itemsize
+            return max(
+                (
+                    ("its MLP", *eight_bits.in_mlp(local, again), matrices, down, mask),
+                    ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
+                    ("its end", hidden, 5 * stream, 0, waiting + more, mask),
+                ),
+                key=lambda point: sum(point[1:]),
+            )
+        several = self.turn.layers > 1 and recomputes
+        # the hidden activations of the turn's last layer, of which the inputs of its weight gradients are float8 copies
+        at_last = at_mlp * hidden if local.config.precision.eight_bit else 0
         points = (
             (
                 "its MLP",
@@ -412,7 +475,7 @@ class StepMemory:
             # attention may run before the gradients of the MLP's weights
             ("its attention", at_mlp * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
-            *([("its end", turns * self.turn.before_weight_gradients(), 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
+            *([("its end", at_last + turns * self.turn.before_weight_gradients(), 0, 0, more, mask)] if several else []),
         )
         return max(points, key=lambda point: sum(point[1:]))
 
@@ -420,11 +483,11 @@ class StepMemory:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
 
         The embedding's gradient is zeroed while all others wait for their reductions. The gradients of the two layers that the loop is
-        unrolled by are live together when one reduction combines both.
+        unrolled by are live together when one reduction combines both, and those of the last two turns of several layers.
         """
         local = self.local
-        layer = local.gathered_trained_weights * local.gradient_itemsize
-        together = 2 if 2 * layer <= COMBINED_BYTES * local.fsdp else 1
+        layer = self.turn.trained_weights * local.gradient_itemsize
+        together = 2 if self.turn.layers > 1 or 2 * layer <= COMBINED_BYTES * local.fsdp else 1
         inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),

@@ -40,8 +40,9 @@ class Turn:
 
     @property
     def first(self) -> int:
-        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two."""
-        return 1 + self.local.model.num_layers // self.local.model.layer_period % 2
+        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two; 1 after layers that are left over."""
+        turns, left = divmod(self.local.model.num_layers, self.local.model.layer_period)
+        return 1 if left else 1 + turns % 2
 
     @property
     def in_loss(self) -> int:
@@ -93,5 +94,8 @@ class Turn:
         local = self.local
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
         attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
+        inputs = hidden + 4 * local.stream_bytes + attention
+        if local.config.precision.eight_bit and self.layers > 1:  # float8, computed long before; the inputs of norms are not
+            inputs = inputs // local.compute_itemsize + NORMS[local.model.norm_position] * local.stream_bytes
         normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # inputs, and gradients of the results
-        return self.layers * (hidden + 4 * local.stream_bytes + attention + normed)
+        return self.layers * (inputs + normed)
