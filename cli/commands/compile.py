@@ -105,8 +105,8 @@ def compile_command(
         comparison = compare_overlap(reports)
     if as_json:
         more = {"xla_flags": list(request.xla_flags), "optimization_level": request.optimization_level, "smallest_change": change}
-        more |= {"points": points} if heap else {}
-        print_json(report_json(report) | more | ({"compared": comparison} if comparison is not None else {}))
+        asked = ({"points": points} if heap else {}) | ({"compared": comparison} if comparison is not None else {})
+        print_json(report_json(report) | more | asked)
     else:
         print_report(report, change, resolved.name, place.name, nodes)
         if heap:
