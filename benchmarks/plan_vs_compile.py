@@ -24,11 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401  # before ridgeline
+import jax.numpy as jnp
 
 from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.rules import check_devices
+from ridgeline.configs.schema import Config
+from ridgeline.models.attention.dispatch import resolve_backend
+from ridgeline.models.attention.interface import AttentionRequest
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.hardware import check_block_scaled, hardware
 from ridgeline.planner.layouts import Layout
@@ -92,6 +96,23 @@ def chosen(rng: random.Random, options: dict[str, int]) -> str:
     return rng.choices(list(options), list(options.values()))[0]
 
 
+def check_attention(config: Config) -> None:
+    """Raise UserError where the attention backend does not support the model on NVIDIA GPUs."""
+    model, packed = config.model, config.data.document_masking
+    request = AttentionRequest(
+        platform="gpu",
+        dtype=jnp.dtype(config.precision.compute),
+        head_dim=model.head_width,
+        num_heads=model.num_heads,
+        num_kv_heads=model.kv_heads,
+        sliding_window=model.local_span,
+        packed=packed,
+        softcap=model.attention_softcap,
+        sinks=model.attention_sinks,
+    )
+    resolve_backend(config.compute.attention.backend, request)
+
+
 def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
     """Draw one config of a kind: dense, experts or long; None where the draw breaks a rule of the schema."""
     cluster_name = chosen(rng, CLUSTERS)
@@ -132,6 +153,7 @@ def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
     try:
         config = load(f"models/{model}", overrides).config
         check_devices(config, devices)
+        check_attention(config)
         if config.precision.block_scaled is not None:
             check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
         machine = Machine(cluster, load_calibration(None), devices)

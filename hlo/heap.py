@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from ridgeline.hlo.buffers import Buffer, described, grouped
 from ridgeline.hlo.module import Module, scope
 
@@ -60,23 +62,24 @@ class Heap:
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Bytes that are live at each instruction of the schedule."""
-        changes: list[list[Value]] = [[] for _ in range(len(self.schedule) + 1)]
-        ends: list[list[Value]] = [[] for _ in range(len(self.schedule) + 1)]
+        begins: list[list[slice]] = [[] for _ in self.schedule]
+        ends: list[list[slice]] = [[] for _ in self.schedule]
+        edges = np.unique([edge for value in self.values for edge in (value.offset, value.offset + value.bytes)])
+        # sizes of the places between two edges, and the number of values that are live in each
+        widths, users = np.diff(edges), np.zeros(max(len(edges) - 1, 0), np.int32)
         for value in self.values:
-            changes[value.begin].append(value)
-            ends[value.end].append(value)
-        places: dict[tuple[int, int], int] = {}
-        sizes = []
-        for now in range(len(self.schedule)):
-            for value in changes[now]:
-                place = (value.offset, value.offset + value.bytes)
-                places[place] = places.get(place, 0) + 1
-            sizes.append(_covered(places))
-            for value in ends[now]:
-                place = (value.offset, value.offset + value.bytes)
-                places[place] -= 1
-                if not places[place]:
-                    del places[place]
+            place = slice(*np.searchsorted(edges, (value.offset, value.offset + value.bytes)).tolist())
+            begins[value.begin].append(place)
+            ends[value.end].append(place)
+        covered, sizes = 0, []
+        for beginning, ending in zip(begins, ends, strict=True):
+            for place in beginning:
+                covered += int(widths[place][users[place] == 0].sum())
+                users[place] += 1
+            sizes.append(covered)
+            for place in ending:
+                users[place] -= 1
+                covered -= int(widths[place][users[place] == 0].sum())
         return tuple(sizes)
 
     def at(self, position: int) -> list[Value]:
@@ -118,15 +121,6 @@ def read_heap(buffer_assignment: str, live_ranges: str) -> Heap:
     return Heap(int(size), tuple(schedule), tuple(values))
 
 
-def _covered(places: dict[tuple[int, int], int]) -> int:
-    """Return the bytes that these places cover together."""
-    covered = reached = 0
-    for begin, end in sorted(places):
-        covered += max(0, end - max(begin, reached))
-        reached = max(reached, end)
-    return covered
-
-
 def stretches_of(module: Module, schedule: Sequence[str]) -> dict[str, range]:
     """Return the positions of each stretch of POINTS in a schedule of a train step.
 
@@ -139,7 +133,8 @@ def stretches_of(module: Module, schedule: Sequence[str]) -> dict[str, range]:
     loops = {body for _, i in module.instructions() if i.opcode == "while" for body in i.called}
     inside = _inside(module)
     layers = _innermost(inside, {c for _, i, c in names if c in loops and LAYER in i.op_name and scope(i.op_name) == "mlp"})
-    chunks = _innermost(inside, {c for _, i, c in names if c in loops and scope(i.op_name) == "loss"})
+    # not the loop over microbatches, which has the loss of one chunk in it
+    chunks = _innermost(inside, {c for _, i, c in names if c in loops and scope(i.op_name) == "loss" and not inside[c] & layers})
     backward = [position for position, _, computation in names if computation in layers]
     loss = [position for position, _, computation in names if computation in chunks]
     if not loss:

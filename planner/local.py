@@ -367,9 +367,9 @@ class LocalSizes:
     @property
     def matrix_itemsize(self) -> int:
         """Bytes of an element of the layers' matrices in a gather: of the compute dtype, or 1 where they are stored in 8 bits or quantized
-        before they are gathered."""
-        quantized = self.config.precision.eight_bit or self.config.precision.matmul == "mxfp8"
-        return 1 if self.int8_base or quantized else self.compute_itemsize
+        before they are gathered (planner/collectives/planned.py has the same rule)."""
+        precision = self.config.precision
+        return 1 if self.int8_base or precision.eight_bit or precision.matmul == "mxfp8" else self.compute_itemsize
 
     @cached_property
     def loss_chunk_tokens(self) -> int:

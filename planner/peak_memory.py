@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
+from ridgeline.planner import eight_bits
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import expert_scales, optimizer_state
 from ridgeline.planner.parameters import matmul_weights
+from ridgeline.planner.recompute import recomputed
 from ridgeline.planner.turn import Turn
 
 COMBINED_BYTES = 30 * 2**20
@@ -56,9 +58,7 @@ class StepMemory:
         """Return the components at each point, in the order of the step."""
         points = {
             "loss": self.loss(),
-            "start of the backward pass": self.backward(
-                relaid=relaid_bytes(self.local, self.backend, self.overlap, self.combined), turns=self.turn.first
-            ),
+            "start of the backward pass": self.start_of_backward(),
             "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
@@ -192,7 +192,8 @@ class StepMemory:
         """Whether the embedding's gradient is an array of its own, not added into that of the unembedding."""
         if self.local.adapted:
             return False
-        return not self.local.model.tie_embeddings or (self.data > 1 and self.local.fsdp > 1)
+        first = self.local.config.compute.reduces_unembedding_first
+        return not self.local.model.tie_embeddings or first or (self.data > 1 and self.local.fsdp > 1)
 
     def zeroed_table(self) -> int:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
@@ -228,13 +229,13 @@ class StepMemory:
         return local.turned_matrices * local.gradient_itemsize if self.combined and local.fsdp > 1 and not local.adapted else 0
 
     def unembedding_gradient(self) -> Component:
-        """Return the gradient of the unembedding during the backward pass of the layers."""
+        """Return the gradient of the unembedding during the backward pass of the layers, or what it is computed from."""
         if self.local.adapted:
             return Component(0, "frozen tables have no gradient")
         if self.local.config.compute.reduces_unembedding_first:
             return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
         if self.delayed_logits:
-            return Component(self.delayed_logits, "gradient of the logits, from which the unembedding's is computed after the layers")
+            return Component(self.delayed_logits, "gradient of the logits and hidden states, for the gradient of the unembedding")
         return Component(
             4 * self.local.table + self.half_reduced_table(),
             "unsharded float32 gradient of the unembedding, reduced only after the layers"
@@ -248,13 +249,16 @@ class StepMemory:
 
     @property
     def delayed_logits(self) -> int:
-        """Return the bytes of the gradient of the logits where it is kept during the backward pass, for the gradient of the unembedding.
+        """Return the bytes of what the unembedding's gradient is computed from where that is kept during the backward pass of the layers.
+
+        That is the gradient of the logits, and the final hidden states.
 
         With one chunk in a loop of microbatches the scheduler delays that matmul until the layers are done, where its input is the smaller
         and its result is summed over fsdp alone.
         """
         local = self.local
         size = local.tokens * local.heads * local.model.padded_vocab_size // local.tensor * local.compute_itemsize
+        size += local.heads * local.stream_bytes
         reduced_first = local.config.compute.reduces_unembedding_first or local.adapted
         delays = self.overlap and self.in_loop and self.one_chunk and self.data * local.context == 1 and not reduced_first
         return size if delays and size < 4 * local.table else 0
@@ -318,6 +322,8 @@ class StepMemory:
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
         if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
+        elif policy == "full" and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
+            early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
             zeros = (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
@@ -355,6 +361,27 @@ class StepMemory:
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
         }
+
+    def start_of_backward(self) -> Components:
+        """Return what is live in the backward pass of the last layer, which comes first, while XLA copies a stack that it kept.
+
+        With dots and rows that are sharded over tensor, the copy is made after attention's backward pass and is short: the MLP's weight
+        gradients still wait (three hidden activations), with the gathered gradients of both updates and that of attention's input before
+        its reduction, those of queries, keys and values, attention's result, and five streams between blocks.
+        """
+        local = self.local
+        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
+        again = recomputed(local.model, local.config.compute.remat)
+        narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
+        if relaid and narrow and not again.mlp_update:
+            relaid += eight_bits.while_copied(local, again)
+        if not relaid or self.turn.layers > 1 or not (again.mlp_update if narrow else dots):
+            return self.backward(relaid=relaid, turns=self.turn.first)
+        after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
+        after = relaid + (eight_bits.after_mlp(local) if narrow else after)
+        layer = self.backward(turns=self.turn.first)
+        text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
+        return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
 
     def backward(self, *, relaid: int = 0, late: bool = False, turns: int = 1, at_end: int = 0) -> Components:
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
@@ -466,6 +493,11 @@ class StepMemory:
         copies = point["parameter_copies"]
         unembedding = self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"]
         gradients = 0 if local.adapted else unembedding.bytes + local.table * local.gradient_itemsize - self.zeroed_table()
+        remat = local.config.compute.remat
+        if remat.policy == "names" and "attention_out" in remat.names:
+            # attention's update is read before the MLP, and is freed with those of the MLPs; the embedding's gradient is zeroed after it
+            kept = Component(kept.bytes - local.model.num_layers * local.cut_stream_bytes, kept.assumption)
+            gradients = unembedding.bytes
         return point | {
             "activations": kept,
             "parameter_copies": Component(
@@ -487,7 +519,12 @@ class StepMemory:
         mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
         recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
         gates = 2 if local.model.gated_mlp else 1
-        at_mlp = 4 if local.config.compute.remat.policy in FROM_BLOCK_INPUTS else 3
+        again = recomputed(local.model, local.config.compute.remat)
+        policy = local.config.compute.remat.policy
+        kept = policy == "names" and local.model.moe is None and not {"gate", "up"} & again.weights
+        at_mlp = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
+        if self.turn.layers == 1:
+            at_mlp += again.mlp_update  # the input of down, which is multiplied again for a norm of the result
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
@@ -503,6 +540,16 @@ class StepMemory:
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
+        if eight_bits.applies(local):
+            matrices = 2 * local.mlp_matrix * local.compute_itemsize
+            return max(
+                (
+                    ("its MLP", *eight_bits.in_mlp(local, again), matrices, down, mask),
+                    ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
+                    ("its end", hidden, 5 * stream, 0, waiting + more, mask),
+                ),
+                key=lambda point: sum(point[1:]),
+            )
         # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
         early = 0 if local.ring and offloads_inputs(local) else at_mlp
         delayed = self.turn.delayed(turns) * self.turn.before_weight_gradients() // self.turn.layers
@@ -548,11 +595,13 @@ class StepMemory:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
 
         The embedding's gradient is zeroed while all others wait for their reductions. The gradients of the two layers that the loop is
-        unrolled by are live together when one reduction combines both.
+        unrolled by are live together when one reduction combines both, and those of the last two turns of several layers, where a turn's
+        are reduced in the next one.
         """
         local = self.local
-        layer = local.gathered_trained_weights * local.gradient_itemsize
-        together = 2 if 2 * layer <= COMBINED_BYTES * local.fsdp else 1
+        layer = self.turn.trained_weights * local.gradient_itemsize
+        across_turns = self.turn.layers > 1 and not self.reduces_in_turn
+        together = 2 if across_turns or 2 * layer <= COMBINED_BYTES * local.fsdp else 1
         inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),

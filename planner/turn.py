@@ -45,9 +45,11 @@ class Turn:
 
     @property
     def first(self) -> int:
-        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two."""
-        odd = self.local.model.num_layers // self.local.model.layer_period % 2
-        return 1 + odd if self.pipelined else odd
+        """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two; 1 after layers that are left over."""
+        turns, left = divmod(self.local.model.num_layers, self.local.model.layer_period)
+        if not self.pipelined:
+            return turns % 2
+        return 1 if left else 1 + turns % 2
 
     @property
     def pipelined(self) -> bool:

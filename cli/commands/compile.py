@@ -47,6 +47,7 @@ GB = 1e9
     help="Also compile with the other value of this `compute` setting, and report which simulated schedule is shorter.",
 )
 @click.option("--hlo", type=click.Path(path_type=Path), help="Also write the compiled HLO module to this file.")
+@click.option("--heap", is_flag=True, help="Also report planned and compiled memory at each point of the step.")
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=1800.0, show_default=True, help="Time limit for one compilation.")
 @json_option
 def compile_command(
@@ -60,6 +61,7 @@ def compile_command(
     calibration: str | None,
     compare: str | None,
     hlo: Path | None,
+    heap: bool,
     timeout_s: float,
     as_json: bool,
 ) -> int:
@@ -69,13 +71,13 @@ def compile_command(
     whether the plan contains it; the largest buffers with their parameters, layers and source lines; and a roofline of all kernels. Needs
     the packages of `pip install 'ridgeline[aot]'`. Exit code 1 if the step needs more than --fail-if-memory-above.
     """
-    from ridgeline.cli.printing.compile import print_comparison, print_report
+    from ridgeline.cli.printing.compile import print_comparison, print_points, print_report
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.load import load
     from ridgeline.launch.environment import run_flags
     from ridgeline.planner.calibration import load_calibration
     from ridgeline.trainer.aot.compile import Request, compile_ahead
-    from ridgeline.trainer.aot.report import build_report, compare_overlap, other_overlap, report_json, smallest_change
+    from ridgeline.trainer.aot.report import build_report, bytes_at_points, compare_overlap, other_overlap, report_json, smallest_change
 
     resolved, place, rates = load(config, overrides).config, load_cluster(cluster).config, load_calibration(calibration)
 
@@ -95,6 +97,7 @@ def compile_command(
     change = None if report.fits else smallest_change(request, place, report)
     if hlo is not None:
         write_text(hlo, compiled.hlo_text)
+    points = bytes_at_points(report) if heap else []
     comparison = None
     if other is not None:
         reports: dict[str, Report] = {resolved.compute.tensor_overlap: report}
@@ -102,9 +105,12 @@ def compile_command(
         comparison = compare_overlap(reports)
     if as_json:
         more = {"xla_flags": list(request.xla_flags), "optimization_level": request.optimization_level, "smallest_change": change}
-        print_json(report_json(report) | more | ({"compared": comparison} if comparison is not None else {}))
+        asked = ({"points": points} if heap else {}) | ({"compared": comparison} if comparison is not None else {})
+        print_json(report_json(report) | more | asked)
     else:
         print_report(report, change, resolved.name, place.name, nodes)
+        if heap:
+            print_points(points)
         if comparison is not None:
             print_comparison(comparison)
     needed = (compiled.peak_bytes + report.reserve_bytes) / GB

@@ -12,6 +12,7 @@ from ridgeline.trainer.aot.report import Report, buffer_json, roofline_json
 from ridgeline.trainer.plan_comparison import memory_rows, traffic_rows
 
 GB = 1e9
+COLUMNS = ("planned", "compiled")
 
 
 def print_report(report: Report, change: list[str] | None, name: str, cluster: str, nodes: int) -> None:
@@ -53,6 +54,16 @@ def _print_memory(report: Report) -> None:
     needed = (c.peak_bytes + report.reserve_bytes) / GB
     verdict = "fits" if report.fits else f"DOES NOT FIT: {needed - report.capacity_bytes / GB:.2f} GB too much"
     print(f"needs {needed:.2f} GB of {report.capacity_bytes / GB:.2f} GB usable: {verdict}")
+
+
+def print_points(points: list[dict[str, Any]]) -> None:
+    """Print planned and compiled memory at each point of a step."""
+    rows = [
+        {"point": at["point"], **{name: "-" if at[f"{name}_bytes"] is None else f"{at[f'{name}_bytes'] / GB:.2f}" for name in COLUMNS}}
+        for at in points
+    ]
+    print()
+    print_table(["point", *COLUMNS], rows, title="memory per device at each point of the step, GB (planned: without margin)")
 
 
 def _in_gb(row: MemoryRow | TrafficRow) -> dict[str, object]:

@@ -39,7 +39,7 @@ def compiled(capsys: pytest.CaptureFixture[str], cluster: str, *arguments: str, 
 @pytest.mark.slow
 def test_json_keeps_its_contract_and_memory_above_the_limit_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hlo = tmp_path / "step.txt"
-    made = compiled(capsys, "dgx-h100", "--fail-if-memory-above", "0.5", "--hlo", str(hlo), code=1)
+    made = compiled(capsys, "dgx-h100", "--fail-if-memory-above", "0.5", "--hlo", str(hlo), "--heap", code=1)
     assert made.keys() >= CONTRACT
     assert made["fits"] and made["smallest_change"] is None and made["unplanned"] == []
     assert made["peak_bytes"] <= made["argument_bytes"] + made["temp_bytes"] * 1.01 + made["output_bytes"] - made["alias_bytes"]
@@ -50,6 +50,10 @@ def test_json_keeps_its_contract_and_memory_above_the_limit_fails(capsys: pytest
     assert all(row["explanation"] for row in made["memory"] + made["traffic"])
     assert made["optimization_level"] == "O1" and any("combine_threshold" in flag for flag in made["xla_flags"])
     assert hlo.read_text().startswith("HloModule")
+    points = {at["point"]: at for at in made["points"]}
+    needed, planned = made["argument_bytes"] + made["temp_bytes"], made["planned_memory"]["compiled_bytes"]
+    assert 0.9 * needed < points["peak"]["compiled_bytes"] <= needed and points["peak"]["planned_bytes"] == planned
+    assert max(at["planned_bytes"] or 0 for at in made["points"]) == pytest.approx(planned, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -63,7 +67,7 @@ def test_what_does_not_fit_comes_with_a_change_that_does_when_compiled(capsys: p
 
 @pytest.mark.slow
 def test_the_page_shows_memory_buffers_collectives_and_time_and_both_ways_around_products(capsys: pytest.CaptureFixture[str]) -> None:
-    cut = ("mesh.fsdp=4", "mesh.tensor=2", "--compare", "tensor_overlap")
+    cut = ("mesh.fsdp=4", "mesh.tensor=2", "--compare", "tensor_overlap", "--heap")
     assert cli.run([*COMMAND, *cut, "--cluster", "dgx-h100", "--optimization-level", "O0"]) == 0
     page = capsys.readouterr().out
     for words in (
@@ -73,6 +77,7 @@ def test_the_page_shows_memory_buffers_collectives_and_time_and_both_ways_around
         "as planned",
         "fits",
         "peak memory",
+        "memory per device at each point",
         "collectives per step",
         "roofline",
     ):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ridgeline.hlo.heap import read_heap
+from ridgeline.hlo.heap import read_heap, stretches_of
+from ridgeline.hlo.parse import parse
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 16, parameter 0, shape |f32[4]| at ShapeIndex {}:
@@ -40,3 +41,51 @@ def test_values_in_one_place_count_once_and_arguments_do_not_count():
 def test_texts_without_a_heap_are_refused():
     with pytest.raises(ValueError, match="no heap"):
         read_heap("BufferAssignment:\n", RANGES)
+
+
+STEP = """HloModule step, entry_computation_layout={(f32[4]{0})->f32[4]{0}}, is_scheduled=true
+
+%layer (in: (f32[4])) -> (f32[4]) {
+  %in = (f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%in), index=0
+  %mlp = f32[4]{0} negate(%x), metadata={op_name="jit(step)/while/body/transpose(jvp())/while/body/mlp/neg"}
+  ROOT %out = (f32[4]{0}) tuple(%mlp)
+}
+
+%more (c: (f32[4])) -> pred[] {
+  %c = (f32[4]{0}) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+%microbatch (min: (f32[4])) -> (f32[4]) {
+  %min = (f32[4]{0}) parameter(0)
+  %y = f32[4]{0} get-tuple-element(%min), index=0
+  %logits = f32[4]{0} negate(%y), metadata={op_name="jit(step)/while/body/jvp(loss)/neg"}
+  %start = (f32[4]{0}) tuple(%logits)
+  %layers = (f32[4]{0}) while(%start), condition=%more, body=%layer
+  %z = f32[4]{0} get-tuple-element(%layers), index=0
+  %table = f32[4]{0} negate(%z), metadata={op_name="jit(step)/while/body/jvp(loss)/dot"}
+  ROOT %mout = (f32[4]{0}) tuple(%table)
+}
+
+%cond (c2: (f32[4])) -> pred[] {
+  %c2 = (f32[4]{0}) parameter(0)
+  ROOT %p2 = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %first = f32[4]{0} negate(%a), metadata={op_name="jit(step)/embed/neg"}
+  %t = (f32[4]{0}) tuple(%first)
+  %steps = (f32[4]{0}) while(%t), condition=%cond, body=%microbatch
+  ROOT %r = f32[4]{0} get-tuple-element(%steps), index=0
+}
+"""
+
+
+def test_one_chunk_of_logits_in_a_loop_of_microbatches_is_the_loss_and_not_the_loop():
+    schedule = ("first", "y", "logits", "layers", "x", "mlp", "z", "table", "r")
+    found = stretches_of(parse(STEP), schedule)
+    names = {point: [schedule[position] for position in positions] for point, positions in found.items()}
+    assert names["loss"] == ["logits"] and names["forward pass"] == ["first", "y"]
+    assert "mlp" in names["backward pass"] and "table" in names["embedding gradient"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
@@ -74,6 +75,16 @@ def test_steps_drawn_over_every_knob_take_what_is_planned(monkeypatch):
         error = (result.argument_bytes + result.temp_bytes) / planned.compiled_bytes - 1
         assert abs(error) < 0.08, (error, config.compute, config.precision)
         assert result.peak_bytes <= planned.total_bytes
+
+
+def test_the_sampler_draws_only_attention_that_the_model_can_use(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    from plan_vs_compile import check_attention
+
+    pallas = ("compute.attention.backend=pallas", "precision.compute=bfloat16")
+    check_attention(load("models/llama-3.2-1b", pallas).config)
+    with pytest.raises(UserError, match="pallas"):
+        check_attention(load("models/gemma2-2b", pallas).config)
 
 
 NARROW = ("precision.params=bfloat16", "precision.stochastic_rounding=true", "precision.moments=int8", "precision.gradients=bfloat16")

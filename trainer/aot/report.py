@@ -15,6 +15,7 @@ from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
 from ridgeline.hlo.buffers import Buffer, grouped, live_at_peak
 from ridgeline.hlo.collectives import Collective, collectives
+from ridgeline.hlo.heap import read_heap
 from ridgeline.hlo.parse import parse
 from ridgeline.hlo.roofline import Kernel, kernels, total_flops, without_flops
 from ridgeline.hlo.schedule import Schedule, simulate
@@ -194,6 +195,24 @@ def _wide_gathers(config: Config, found: Sequence[Collective]) -> list[Collectiv
     if config.precision.compute == "float32":
         return []
     return [c for c in found if c.kind == "all-gather" and c.dtype == "f32" and c.bytes >= 4 * SMALL_BYTES]
+
+
+def bytes_at_points(report: Report) -> list[dict[str, Any]]:
+    """Return the bytes of one device at each point of the plan (planner/peak_memory.py), arguments included, planned and compiled; None for
+    a point that only one of them has (compiled: the peak alone where the layers are no loop).
+
+    Raises UserError where XLA wrote no buffer assignment.
+    """
+    c, estimate = report.compiled, report.estimate
+    if c.buffers_text is None or c.live_ranges_text is None:
+        raise UserError("--heap: XLA wrote no buffer assignment for this step; leave the option out")
+    heap = read_heap(c.buffers_text, c.live_ranges_text)
+    apart = estimate.total_bytes - estimate.compiled_bytes  # the margin, and what is outside of the step
+    planned = {"peak": estimate.compiled_bytes} | {point: size - apart for point, size in estimate.bytes_at.items()}
+    live = {"peak": max(heap.live)} | {point: heap.live[position] for point, position in heap.peaks(parse(c.hlo_text)).items()}
+    compiled = {point: c.argument_bytes + size for point, size in live.items()}
+    points = dict.fromkeys([*compiled, *planned])
+    return [{"point": point, "planned_bytes": planned.get(point), "compiled_bytes": compiled.get(point)} for point in points]
 
 
 def smallest_change(request: Request, cluster: ClusterConfig, report: Report) -> list[str] | None:
