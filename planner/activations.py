@@ -26,7 +26,9 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     """Return the activations of all layers that are kept for the backward pass, by rematerialization policy and attention backend."""
     config, layers = local.config, local.model.num_layers
     policy, names = config.compute.remat.policy, config.compute.remat.names
-    kept = sum(number * sum(count * size for count, size in saved_arrays(kind, backend)) for number, kind in local.kinds)
+    dense, of_dense = local.first_dense
+    kinds = [(layers - dense, local), (dense, of_dense)] if dense else local.kinds
+    kept = sum(number * sum(count * size for count, size in saved_arrays(kind, backend)) for number, kind in kinds)
     kept += layers * sum(count * size for count, size in adapter_arrays(local))
     text = f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}"
     if local.modules is None:
@@ -113,13 +115,16 @@ def _latent_attention_saved(local: LocalSizes, backend: str, gathered: int) -> l
     """Return what attention with latents keeps, with the inputs of the block and the MLP: the latents, before their norms on the shards of
     the sequence and (`gathered`: 1) after them; where queries have none, also the gathered stream.
 
-    Backends that need heads of one width keep padded values and results, and the results without padding.
+    Backends that need heads of one width keep padded values and results, and the results without padding; attention in blocks keeps the
+    results in its own layout too.
     """
     latent = local.model.latent_attention
     assert latent is not None
     streams = gathered * (1 if latent.q_rank else 2)
     own = backend in ("reference", "chunked")
     values, results = (local.value_bytes, local.context_bytes) if own else (local.key_bytes, local.query_bytes + local.context_bytes)
+    if backend == "chunked" and local.config.compute.remat.policy == "none":
+        results *= 2
     kept = [(2, local.cut_stream_bytes), (streams, local.stream_bytes), (1, local.latent_bytes // local.tensor)]
     return [*kept, (gathered, local.latent_bytes), (1, local.query_bytes), (1, local.key_bytes), (1, values), (1, results)]
 

@@ -28,9 +28,21 @@ SLOTS_IN_FLIGHT = 2
 """Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
 DELAYED = 2
 """Layers of experts whose weight gradients are computed together at the start of the backward pass."""
+LOOPED_LAYERS = 5
+"""Layers of experts from which the backward pass has a loop: XLA takes three out of it before it and one after it."""
 
 
 Components = dict[str, Component]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Bytes of layers outside of the loop over layers that are live while it runs."""
+
+    weights: int
+    """Gathered weights; where the first layer is not in a loop, also the gathered embedding, from which its input is looked up again."""
+    activations: int
+    """Recomputed early."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,8 @@ class StepMemory:
             points["last layer of the backward pass"] = self.last_layer()
         if self.delays_experts:
             points["first layers of the backward pass"] = self.first_layers()
+            if self.reduced:
+                points["reductions of the first layers"] = self.reductions_of_first_layers()
         if self.local.config.optimizer.kind == "muon":
             points["orthogonalization"] = self.orthogonalization()
         return points if self.local.pipeline == 1 else {name: self._with_stages(name, parts) for name, parts in points.items()}
@@ -172,6 +186,8 @@ class StepMemory:
         if local.adapted:
             return 0
         if self.overlap:
+            if self.delays_experts and local.model.moe_layers < LOOPED_LAYERS:
+                return local.table * local.gradient_itemsize  # no loop is between the loss and this gradient
             first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
             early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
         else:
@@ -222,6 +238,23 @@ class StepMemory:
         """Return the bytes of the weights of the next turn's layers, which overlap gathers early."""
         return self.turn.layers * self.gathered_layer()
 
+    @property
+    def outside(self) -> Outside:
+        """What is live through the backward pass because the layers before those with experts are not in the loop over layers."""
+        local, (layers, dense) = self.local, self.local.first_dense
+        if not (layers and self.overlap and local.fsdp > 1 and local.pipeline == 1):
+            return Outside(0, 0)
+        table = local.table * local.compute_itemsize if layers == 1 and local.tensor == 1 else 0
+        return Outside(layers * dense.gathered_layer_weights * local.matrix_itemsize + table, self.recomputed_attention())
+
+    def recomputed_attention(self) -> int:
+        """Return the bytes of one layer's attention that was recomputed before its backward pass: queries, keys, values, and the results
+        in two layouts. Layers outside of the loop over layers may recompute it as early as their inputs are there."""
+        local = self.local
+        if not local.latent_bytes or self.local.config.compute.remat.policy not in ("full", "offload"):
+            return 0
+        return local.query_bytes + local.key_bytes + local.value_bytes + 2 * local.context_bytes
+
     # The points.
 
     def loss(self) -> Components:
@@ -250,7 +283,6 @@ class StepMemory:
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
-            early += (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
         gathered = layers * self.gathered_layer() if self.overlap else 0
@@ -295,9 +327,8 @@ class StepMemory:
         next_layer = self.next_layer_weights() if self.overlap else 0
         copies += self.turn.kept_parameters()
         waiting += self.turn.gradients_left_over()
-        workspace += self.turn.zeroed_accumulators()
         # the block's input comes from host memory into a buffer of its own
-        streams += local.cut_stream_bytes if offloads_inputs(local) else 0
+        streams += (local.cut_stream_bytes if offloads_inputs(local) else 0) + self.outside.activations
         hidden += self.turn.slices_of_kept(self.saved.bytes)
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         reducing += self.turned_gradients() if reducing else 0
@@ -309,7 +340,7 @@ class StepMemory:
             ),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(
-                self.layout_copies() + copies + next_layer,
+                self.layout_copies() + copies + next_layer + self.outside.weights,
                 "transposed parameters of MLP down and attention out; gathered weights"
                 + (", also those of the next layer" if next_layer else ""),
             ),
@@ -337,16 +368,50 @@ class StepMemory:
         local = self.local
         delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
+        working += self.recomputed_attention() + self.outside.activations
         return {
             "activations": self.saved,
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(
-                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+                self.layout_copies() + self.gathered_layer() + self.outside.weights,
+                "transposed parameters of attention out; gathered weights of one layer",
             ),
             "working_activations": Component(
                 working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
             ),
+            "gradients": Component(self.zeroed_table(), "of the embedding, zeroed early"),
             "loss": self.unembedding_gradient(),
+        }
+
+    def reductions_of_first_layers(self) -> Components:
+        """Return what is live in the backward pass of the third layer of experts, the last one before the loop over layers.
+
+        Where the scheduler does not delay the weight gradients of the two layers before it (see `first_layers`), these wait for their
+        reduction meanwhile, with the gradients of the results of their attention's matmuls. In the MLP of the third layer its inputs, the
+        gradients of its results and the parts by gate and by up are live; at its end, its own weight gradients.
+        """
+        local = self.local
+        layer = local.gathered_trained_weights * local.gradient_itemsize
+        before = min(DELAYED, local.model.moe_layers - 1)
+        of_attention = local.query_bytes + (local.up_bytes or 2 * local.key_bytes) + local.stream_bytes
+        at_mlp = 4 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
+        in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
+        in_mlp += STREAMS_IN_FLIGHT * local.stream_bytes
+        at_end = layer + local.hidden_bytes + 5 * local.stream_bytes
+        working = max(in_mlp, at_end) + before * of_attention + self.recomputed_attention() + self.outside.activations
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + self.gathered_layer() + self.outside.weights,
+                "transposed parameters of attention out; gathered weights of one layer",
+            ),
+            "gradients": Component(self.zeroed_table(), "of the embedding, zeroed early"),
+            "working_activations": Component(working, "backward pass of the third layer"),
+            "loss": self.unembedding_gradient(),
+            "collective_buffers": Component(
+                before * layer, f"unsharded {local.config.precision.gradients} gradients of {before} layers before their reduction"
+            ),
         }
 
     def last_layer(self) -> Components:

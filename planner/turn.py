@@ -72,16 +72,6 @@ class Turn:
         recomputes = POLICIES[self.local.config.compute.remat.policy].recomputes_block
         return 0 if self.layers == 1 or recomputes else self.layers * saved_bytes // self.local.model.num_layers
 
-    def zeroed_accumulators(self) -> int:
-        """Return the size of the results and gradients of chunked attention, which start as zeros.
-
-        XLA zeroes those of each layer of a turn once, before the backward pass, and keeps the zeros.
-        """
-        local = self.local
-        if self.layers == 1 or self.backend != "chunked":
-            return 0
-        return self.layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
-
     def norm_gradients(self) -> int:
         """Return the size of the float32 gradients of the norms of a turn before their sums over tokens, which wait for its end."""
         local = self.local
