@@ -314,6 +314,8 @@ def test_the_loss_chunk_is_that_of_the_loss():
 HEAPS = json.loads((HERE / "compiled_steps_heap.json").read_text())["cases"]
 """Steps with the heap of their temporaries at the points of the plan."""
 START, BACKWARD = "start of the backward pass", "backward pass"
+AT_START = (START, "first layers of the backward pass", "reductions of the first layers")
+"""Points of the plan before the loop over layers."""
 CLOSE = {
     ("models/gemma2-9b", "offload"): {START: 0.035},
     ("models/gemma3-12b", "full"): {START: 0.03, BACKWARD: 0.03},
@@ -324,6 +326,8 @@ CLOSE = {
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-70b", "names"): {START: 0.035, BACKWARD: 0.02},
+    ("models/deepseek-v3-671b", "offload"): {START: 0.025},
+    ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
 }
 """Model and policy -> points whose sum of components is planned closely, and how closely; at other points of these steps less is live than
@@ -339,6 +343,7 @@ def test_the_components_at_a_point_sum_to_the_heap_there():
         local = LocalSizes.of(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
         backend = local.attention_backend()
         planned = StepMemory(local, backend, True, True, units_in_flight(local, backend)).points()
+        planned[START] = max((planned[point] for point in AT_START if point in planned), key=lambda parts: sum(p.bytes for p in parts.values()))
         for point, tolerance in CLOSE.get(key, {}).items():
             total = sum(part.bytes for part in planned[point].values())
             assert total == pytest.approx(case["heap_at"][point], rel=tolerance), (key, point)

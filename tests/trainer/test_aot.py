@@ -160,16 +160,32 @@ def test_attention_is_a_fused_kernel_where_one_exists_and_nothing_in_the_step_ha
     assert max(elements) < TOKENS**2 / 4
 
 
-@pytest.mark.slow
-def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls():
-    """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check."""
+@cache
+def in_blocks():
+    """Four layers whose attention runs in blocks, by the flags of a run."""
     layers = ("model.num_layers=4", "data.seq_len=1024", "compute.remat.policy=full")
     config = small("llama", "mesh.fsdp=8", "compute.attention.backend=chunked", *layers)
     flags, level = run_flags(config, "h100-sxm")
-    result = compile_many([Request.on(config, cluster(), 1, xla_flags=(*flags, *QUICK), optimization_level=level)])[0]
+    return compile_many([Request.on(config, cluster(), 1, xla_flags=(*flags, *QUICK), optimization_level=level)])[0]
+
+
+@pytest.mark.slow
+def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls():
+    """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check."""
+    result = in_blocks()
     assert isinstance(result, Compiled), result
     loops = re.findall(r"body=%?([\w.-]+)", result.hlo_text)
     assert len(loops) == len(set(loops)) > 3, "no two loops share a body"
+
+
+@pytest.mark.slow
+def test_the_zeros_of_attention_in_blocks_are_written_for_each_layer_apart():
+    """XLA made one operation of those of all layers outside of the loop over layers, and kept them from the first to the last layer."""
+    result = in_blocks()
+    assert isinstance(result, Compiled), result
+    written = re.findall(r" = \(([^=]*)\) fusion\(\), kind=kLoop", result.hlo_text)
+    stacks = [shapes for shapes in (re.findall(r"\w+\[(?:\d+,){4,}\d+\]", each) for each in written) if shapes]
+    assert all(len(shapes) == len(set(shapes)) for shapes in stacks), stacks
 
 
 def narrow(matmul, device, *mesh):
