@@ -89,7 +89,10 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         kept = [(2 + 2 * normed_after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
         if local.latent_bytes:
             kept = [*_latent_attention_saved(local, backend, gathered // 2), (gates, hidden), (1, sorted_bytes)]
-        return [*kept, (1, local.softmax_bytes), (1, _scores_saved(local, backend))] if policy == "none" else kept
+        if policy == "attention-only":
+            return kept
+        own_layout = local.context_bytes if backend == "chunked" else 0  # results, as attention in blocks computes them
+        return [*kept, (1, own_layout), (1, local.softmax_bytes), (1, _scores_saved(local, backend))]
     if policy == "dots":
         # a ring's matmul with a scattered result is one matmul per chunk, and each is kept
         scattered = local.tensor if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0
@@ -115,16 +118,13 @@ def _latent_attention_saved(local: LocalSizes, backend: str, gathered: int) -> l
     """Return what attention with latents keeps, with the inputs of the block and the MLP: the latents, before their norms on the shards of
     the sequence and (`gathered`: 1) after them; where queries have none, also the gathered stream.
 
-    Backends that need heads of one width keep padded values and results, and the results without padding; attention in blocks keeps the
-    results in its own layout too.
+    Backends that need heads of one width keep padded values and results, and the results without padding.
     """
     latent = local.model.latent_attention
     assert latent is not None
     streams = gathered * (1 if latent.q_rank else 2)
     own = backend in ("reference", "chunked")
     values, results = (local.value_bytes, local.context_bytes) if own else (local.key_bytes, local.query_bytes + local.context_bytes)
-    if backend == "chunked" and local.config.compute.remat.policy == "none":
-        results *= 2
     kept = [(2, local.cut_stream_bytes), (streams, local.stream_bytes), (1, local.latent_bytes // local.tensor)]
     return [*kept, (gathered, local.latent_bytes), (1, local.query_bytes), (1, local.key_bytes), (1, values), (1, results)]
 

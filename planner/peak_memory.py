@@ -180,7 +180,7 @@ class StepMemory:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
 
         It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed,
-        in a loop of microbatches or before Pallas kernels. Else see `last_layer`.
+        in a loop of microbatches (but for attention in blocks) or before Pallas kernels. Else see `last_layer`.
         """
         local = self.local
         if local.adapted:
@@ -188,7 +188,7 @@ class StepMemory:
         if self.overlap:
             if self.delays_experts and local.model.moe_layers < LOOPED_LAYERS:
                 return local.table * local.gradient_itemsize  # no loop is between the loss and this gradient
-            first = self.separate_table_gradients if self.in_loop else self.backend == "pallas"
+            first = self.separate_table_gradients and self.backend != "chunked" if self.in_loop else self.backend == "pallas"
             early = self.combined and local.fsdp > 1 and local.tensor == 1 and local.config.compute.remat.policy == "none" and first
         else:
             early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4

@@ -132,7 +132,7 @@ def _forward(
     """Return the output [B, K, G, T, H] in q's dtype and the log-sum-exp of each row (and its sink), float32 [B, K, G, T]."""
     lead, shape = q_BKGTH.shape[:3], (plan.blocks, *q_BKGTH.shape[:3], plan.block)
     stacks = jax.ShapeDtypeStruct((*shape, v_BKTH.shape[-1]), q_BKGTH.dtype), jax.ShapeDtypeStruct(shape, jnp.float32)
-    (q_BKGTH, k_BKTH, v_BKTH), zeros = _with_zeros((q_BKGTH, k_BKTH, v_BKTH), stacks)
+    (q_BKGTH, k_BKTH, v_BKTH), zeros = with_zeros((q_BKGTH, k_BKTH, v_BKTH), stacks)
     first: tuple[jax.Array | float, float] = (
         (LOWEST, 0.0) if sinks_KG is None else (sinks_KG[..., None], 1.0)
     )  # maximum and sum before the first key
@@ -159,11 +159,11 @@ def _forward(
         total = jnp.where(total == 0, 1.0, total)  # a row without keys: output 0
         return (out / total[..., None]).astype(q_BKGTH.dtype), top + jnp.log(total)
 
-    out, lse = _scan_blocks(plan, lambda carry, i: (carry, one_query_block(i)), None, zeros)[1]
+    out, lse = scan_blocks(plan.blocks, lambda carry, i: (carry, one_query_block(i)), None, zeros)[1]
     return _join(out), _join(lse)
 
 
-def _with_zeros(arrays: tuple[jax.Array, ...], like: Any) -> tuple[tuple[jax.Array, ...], Any]:
+def with_zeros(arrays: tuple[jax.Array, ...], like: Any) -> tuple[tuple[jax.Array, ...], Any]:
     """Return the arrays, and zeros of the given shapes and dtypes that XLA writes when the arrays are computed.
 
     XLA makes one operation of equal zeros: it wrote those of all layers that are not in the loop over layers before the first of them, and
@@ -175,8 +175,8 @@ def _with_zeros(arrays: tuple[jax.Array, ...], like: Any) -> tuple[tuple[jax.Arr
     return arrays, jax.tree.map(lambda each: jnp.broadcast_to(of[jnp.dtype(each.dtype)], each.shape), like)
 
 
-def _scan_blocks(plan: Plan, run: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any, zeros: Any) -> tuple[Any, Any]:
-    """Run (carry, block) -> (carry, result) for each block; return the last carry and the results, stacked on a leading dim.
+def scan_blocks(count: int, run: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any, zeros: Any) -> tuple[Any, Any]:
+    """Run (carry, block) -> (carry, result) for each of `count` blocks; return the last carry and the results, stacked on a leading dim.
 
     zeros: of the shapes of these stacks.
 
@@ -190,8 +190,8 @@ def _scan_blocks(plan: Plan, run: Callable[[Any, jax.Array], tuple[Any, Any]], c
         return carry, jax.tree.map(lambda stack, each: jax.lax.dynamic_update_index_in_dim(stack, each, block, 0), state[1], result)
 
     # A loop with one turn is removed.
-    count = 1 if plan.blocks == 1 else jax.lax.optimization_barrier(jnp.int32(plan.blocks))
-    found: tuple[Any, Any] = jax.lax.fori_loop(0, count, body, (carry, zeros))
+    hidden = 1 if count == 1 else jax.lax.optimization_barrier(jnp.int32(count))
+    found: tuple[Any, Any] = jax.lax.fori_loop(0, hidden, body, (carry, zeros))
     return found
 
 
@@ -213,7 +213,7 @@ def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple
     q_BKGTH, k_BKTH, v_BKTH, segments_BT, sinks_KG, out_BKGTH, lse_BKGT = residuals
     dtype = q_BKGTH.dtype
     blocks = [jax.ShapeDtypeStruct((plan.blocks, *x.shape[:2], plan.block, x.shape[-1]), dtype) for x in (k_BKTH, v_BKTH)]
-    (q_BKGTH, k_BKTH, v_BKTH, out_BKGTH, dout_BKGTH), (dq_zeros, zeros) = _with_zeros(
+    (q_BKGTH, k_BKTH, v_BKTH, out_BKGTH, dout_BKGTH), (dq_zeros, zeros) = with_zeros(
         (q_BKGTH, k_BKTH, v_BKTH, out_BKGTH, dout_BKGTH), (jax.ShapeDtypeStruct(q_BKGTH.shape, jnp.float32), tuple(blocks))
     )
     delta_BKGT = jnp.sum(dout_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
@@ -245,7 +245,7 @@ def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple
         dq, dk, dv = jax.lax.fori_loop(plan.first_query_block(j), plan.end_query_block(j), one_query_block, start)
         return dq, tuple(x_BKHS.swapaxes(2, 3).astype(dtype) for x_BKHS in (dk, dv))
 
-    dq, (dk, dv) = _scan_blocks(plan, one_key_block, dq_zeros, zeros)
+    dq, (dk, dv) = scan_blocks(plan.blocks, one_key_block, dq_zeros, zeros)
     dk, dv = (jnp.moveaxis(blocks, 0, 2).reshape(like.shape) for blocks, like in ((dk, k_BKTH), (dv, v_BKTH)))
     dsinks_KG = sink_gradient(sinks_KG, jnp.moveaxis(lse_BKGT, 3, 1), jnp.moveaxis(delta_BKGT, 3, 1))
     return dq.astype(dtype), dk, dv, None, dsinks_KG

@@ -318,9 +318,9 @@ AT_START = (START, "first layers of the backward pass", "reductions of the first
 """Points of the plan before the loop over layers."""
 CLOSE = {
     ("models/gemma2-9b", "offload"): {START: 0.035},
-    ("models/gemma3-12b", "full"): {START: 0.03, BACKWARD: 0.03},
+    ("models/gemma3-12b", "full"): {BACKWARD: 0.03},
     ("models/olmo3-7b", "dots"): {START: 0.012, BACKWARD: 0.012},
-    ("models/gemma3-4b", "none"): {"loss": 0.012},
+    ("models/gemma3-4b", "none"): {START: 0.012},
     ("models/gemma3-4b", "dots"): {BACKWARD: 0.025},
     ("models/qwen3-8b", "none"): {"loss": 0.025, START: 0.012, BACKWARD: 0.012},
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
@@ -343,7 +343,8 @@ def test_the_components_at_a_point_sum_to_the_heap_there():
         local = LocalSizes.of(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
         backend = local.attention_backend()
         planned = StepMemory(local, backend, True, True, units_in_flight(local, backend)).points()
-        planned[START] = max((planned[point] for point in AT_START if point in planned), key=lambda parts: sum(p.bytes for p in parts.values()))
+        at_start = (planned[point] for point in AT_START if point in planned)
+        planned[START] = max(at_start, key=lambda parts: sum(part.bytes for part in parts.values()))
         for point, tolerance in CLOSE.get(key, {}).items():
             total = sum(part.bytes for part in planned[point].values())
             assert total == pytest.approx(case["heap_at"][point], rel=tolerance), (key, point)
