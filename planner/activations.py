@@ -26,9 +26,7 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     """Return the activations of all layers that are kept for the backward pass, by rematerialization policy and attention backend."""
     config, layers = local.config, local.model.num_layers
     policy, names = config.compute.remat.policy, config.compute.remat.names
-    dense, of_dense = local.first_dense
-    kinds = [(layers - dense, local), (dense, of_dense)] if dense else local.kinds
-    kept = sum(number * sum(count * size for count, size in saved_arrays(kind, backend)) for number, kind in kinds)
+    kept = sum(number * sum(count * size for count, size in saved_arrays(kind, backend)) for number, kind in local.layer_kinds)
     kept += layers * sum(count * size for count, size in adapter_arrays(local))
     text = f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}"
     if local.modules is None:

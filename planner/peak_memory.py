@@ -106,7 +106,7 @@ class StepMemory:
     @property
     def turn(self) -> Turn:
         """One turn of the loop over layers."""
-        return Turn(self.local, self.backend, self.overlap, self.in_loop)
+        return Turn(self.local, self.overlap, self.in_loop)
 
     @property
     def sharded(self) -> LocalSizes:
@@ -425,7 +425,7 @@ class StepMemory:
         point = self.backward(at_end=self.turned_gradients() + tables)
         mlp = sum(
             layers * count * size
-            for layers, kind in local.kinds
+            for layers, kind in local.layer_kinds
             for count, size in saved_arrays(kind, self.backend)
             if size == kind.hidden_bytes
         )

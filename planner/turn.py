@@ -21,8 +21,6 @@ class Turn:
     """A turn of the loop over layers."""
 
     local: LocalSizes
-    backend: str
-    """Attention backend, with `auto` resolved."""
     overlap: bool
     """Compiled with the latency-hiding scheduler."""
     in_loop: bool
