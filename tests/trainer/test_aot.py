@@ -161,18 +161,19 @@ def test_attention_is_a_fused_kernel_where_one_exists_and_nothing_in_the_step_ha
 
 
 @cache
-def in_blocks():
+def in_blocks(*mesh):
     """Four layers whose attention runs in blocks, by the flags of a run."""
     layers = ("model.num_layers=4", "data.seq_len=1024", "compute.remat.policy=full")
-    config = small("llama", "mesh.fsdp=8", "compute.attention.backend=chunked", *layers)
+    config = small("llama", *mesh, "compute.attention.backend=chunked", *layers)
     flags, level = run_flags(config, "h100-sxm")
     return compile_many([Request.on(config, cluster(), 1, xla_flags=(*flags, *QUICK), optimization_level=level)])[0]
 
 
 @pytest.mark.slow
-def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls():
+@pytest.mark.parametrize("mesh", [("mesh.fsdp=8",), ("mesh.fsdp=4", "mesh.context=2", "compute.attention.context=ring")])
+def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls(mesh):
     """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check."""
-    result = in_blocks()
+    result = in_blocks(*mesh)
     assert isinstance(result, Compiled), result
     loops = re.findall(r"body=%?([\w.-]+)", result.hlo_text)
     assert len(loops) == len(set(loops)) > 3, "no two loops share a body"
@@ -181,7 +182,7 @@ def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unro
 @pytest.mark.slow
 def test_the_zeros_of_attention_in_blocks_are_written_for_each_layer_apart():
     """XLA made one operation of those of all layers outside of the loop over layers, and kept them from the first to the last layer."""
-    result = in_blocks()
+    result = in_blocks("mesh.fsdp=8")
     assert isinstance(result, Compiled), result
     written = re.findall(r" = \(([^=]*)\) fusion\(\), kind=kLoop", result.hlo_text)
     stacks = [shapes for shapes in (re.findall(r"\w+\[(?:\d+,){4,}\d+\]", each) for each in written) if shapes]
