@@ -170,7 +170,7 @@ def in_blocks(*mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [("mesh.fsdp=8",), ("mesh.fsdp=4", "mesh.context=2", "compute.attention.context=ring")])
+@pytest.mark.parametrize("mesh", drawn([("mesh.fsdp=8",), ("mesh.fsdp=4", "mesh.context=2", "compute.attention.context=ring")], 1))
 def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls(mesh):
     """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check."""
     result = in_blocks(*mesh)
