@@ -26,7 +26,7 @@ def saved_activations(local: LocalSizes, backend: str) -> Component:
     """Return the activations of all layers that are kept for the backward pass, by rematerialization policy and attention backend."""
     config, layers = local.config, local.model.num_layers
     policy, names = config.compute.remat.policy, config.compute.remat.names
-    kept = sum(number * sum(count * size for count, size in saved_arrays(kind, backend)) for number, kind in local.kinds)
+    kept = sum(number * sum(count * size for count, size in saved_arrays(kind, backend)) for number, kind in local.layer_kinds)
     kept += layers * sum(count * size for count, size in adapter_arrays(local))
     text = f"{policy}: {POLICIES[policy].kept(names)}; {layers} layers, {config.precision.compute}"
     if local.modules is None:
@@ -89,7 +89,10 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         kept = [(2 + 2 * normed_after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
         if local.latent_bytes:
             kept = [*_latent_attention_saved(local, backend, gathered // 2), (gates, hidden), (1, sorted_bytes)]
-        return [*kept, (1, local.softmax_bytes), (1, _scores_saved(local, backend))] if policy == "none" else kept
+        if policy == "attention-only":
+            return kept
+        own_layout = local.context_bytes if backend == "chunked" else 0  # results, as attention in blocks computes them
+        return [*kept, (1, own_layout), (1, local.softmax_bytes), (1, _scores_saved(local, backend))]
     if policy == "dots":
         # a ring's matmul with a scattered result is one matmul per chunk, and each is kept
         scattered = local.tensor if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0

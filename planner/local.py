@@ -244,6 +244,20 @@ class LocalSizes:
         return list(zip((self.model.moe_layers, self.model.dense_layers), sizes, strict=True))
 
     @cached_property
+    def first_dense(self) -> tuple[int, LocalSizes]:
+        """Number of the layers before those with experts, and the sizes of a model of such layers alone; (0, these sizes) without any."""
+        model = self.model
+        if model.moe is None or not model.moe.dense_layers:
+            return 0, self
+        return model.moe.dense_layers, replace(self, config=self.config.model_copy(update={"model": model.without_experts()}))
+
+    @cached_property
+    def layer_kinds(self) -> list[tuple[int, LocalSizes]]:
+        """As `kinds`, with the dense layers before those with experts apart."""
+        dense, of_dense = self.first_dense
+        return [(self.model.num_layers - dense, self), (dense, of_dense)] if dense else self.kinds
+
+    @cached_property
     def mlp_matrices(self) -> int:
         """Elements of one MLP matrix of every layer, or of its experts (`mlp_matrix`), gathered over fsdp."""
         return sum(layers * kind.mlp_matrix for layers, kind in self.kinds)

@@ -28,7 +28,7 @@ MARGINS = {
     "8-bit matmuls": 0.02,
     "mesh.tensor": 0.02,
     "mesh.expert": 0.05,
-    "latent attention": 0.25,
+    "latent attention": 0.03,
     "adapters of a model with experts": 0.13,
     "layers with and without a window": 0.10,
     "such layers with trained experts": 0.05,

@@ -35,9 +35,21 @@ DELAYED = 2
 """Layers of experts whose weight gradients are computed together at the start of the backward pass."""
 FROM_BLOCK_INPUTS = ("full", "names", "offload")
 """Policies with which the backward pass computes the inputs of MLP down again."""
+LOOPED_LAYERS = 5
+"""Layers of experts from which the backward pass has a loop: XLA takes three out of it before it and one after it."""
 
 
 Components = dict[str, Component]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Bytes of layers outside of the loop over layers that are live while it runs."""
+
+    weights: int
+    """Gathered weights; where the first layer is not in a loop, also the gathered embedding, from which its input is looked up again."""
+    activations: int
+    """Recomputed early."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,8 @@ class StepMemory:
             points["last layer of the backward pass"] = self.last_layer()
         if self.delays_experts:
             points["first layers of the backward pass"] = self.first_layers()
-            points["gradients of the first layers"] = self.first_gradients()
+            if self.reduced:
+                points["reductions of the first layers"] = self.reductions_of_first_layers()
         if self.local.config.optimizer.kind == "muon":
             points["orthogonalization"] = self.orthogonalization()
         return points if self.local.pipeline == 1 else {name: self._with_stages(name, parts) for name, parts in points.items()}
@@ -98,7 +111,7 @@ class StepMemory:
     @property
     def turn(self) -> Turn:
         """One turn of the loop over layers."""
-        return Turn(self.local, self.backend, self.overlap, self.in_loop)
+        return Turn(self.local, self.overlap, self.in_loop)
 
     @property
     def sharded(self) -> LocalSizes:
@@ -199,13 +212,18 @@ class StepMemory:
         """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
 
         It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed,
-        in a loop of microbatches or before Pallas kernels, but not before experts. Else see `last_layer`.
+        in a loop of microbatches (but for attention in blocks) or before Pallas kernels; before experts only where the layers' backward
+        pass has no loop. Else see `last_layer`.
         """
         local = self.local
-        if local.adapted or (self.overlap and local.model.moe is not None):
+        if local.adapted:
             return 0
+        if self.overlap and local.model.moe is not None:
+            looped = not self.delays_experts or local.model.moe_layers >= LOOPED_LAYERS
+            return 0 if looped else local.table * local.gradient_itemsize  # no loop is between the loss and this gradient
         if self.overlap:
-            first = self.separate_table_gradients and not self.delayed_logits if self.in_loop else self.backend == "pallas"
+            first = self.separate_table_gradients and self.backend != "chunked" and not self.delayed_logits
+            first = first if self.in_loop else self.backend == "pallas"
             first = first and local.tensor == 1 and local.config.compute.remat.policy == "none"
             early = self.combined and local.fsdp > 1 and (first or not self.turn.pipelined or self.zeroes_while_copying)
         else:
@@ -293,6 +311,23 @@ class StepMemory:
         """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
         return (self.turn.layers if self.turn.pipelined else 1) * self.gathered_layer()
 
+    @property
+    def outside(self) -> Outside:
+        """What is live through the backward pass because the layers before those with experts are not in the loop over layers."""
+        local, (layers, dense) = self.local, self.local.first_dense
+        if not (layers and self.overlap and local.fsdp > 1 and local.pipeline == 1):
+            return Outside(0, 0)
+        table = local.table * local.compute_itemsize if layers == 1 and local.tensor == 1 else 0
+        return Outside(layers * dense.gathered_layer_weights * local.matrix_itemsize + table, self.recomputed_attention())
+
+    def recomputed_attention(self) -> int:
+        """Return the bytes of one layer's attention that was recomputed before its backward pass: queries, keys, values, and the results
+        in two layouts. Layers outside of the loop over layers may recompute it as early as their inputs are there."""
+        local = self.local
+        if not local.latent_bytes or self.local.config.compute.remat.policy not in ("full", "offload"):
+            return 0
+        return local.query_bytes + local.key_bytes + local.value_bytes + 2 * local.context_bytes
+
     # The points.
 
     def loss(self) -> Components:
@@ -326,8 +361,7 @@ class StepMemory:
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks; zeros of all turns apart
             early += self.turn.layers * self.saved.bytes // local.model.num_layers
-            zeros = (self.turn.in_loss + 1) * self.turn.zeroed_accumulators()
-            early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else zeros
+            early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
@@ -396,9 +430,8 @@ class StepMemory:
         next_layer = self.next_layer_weights() if self.overlap else 0
         copies += self.turn.kept_parameters()
         waiting += self.turn.gradients_left_over()
-        workspace += self.turn.zeroed_accumulators()
         # the block's input comes from host memory into a buffer of its own
-        streams += local.cut_stream_bytes if offloads_inputs(local) else 0
+        streams += (local.cut_stream_bytes if offloads_inputs(local) else 0) + self.outside.activations
         hidden += self.turn.slices_of_kept(self.saved.bytes) + self.turn.zeroed_slots()
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         if reducing and self.reduces_in_turn:
@@ -413,7 +446,7 @@ class StepMemory:
             ),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(
-                self.layout_copies() + copies + next_layer,
+                self.layout_copies() + copies + next_layer + self.outside.weights,
                 "transposed parameters of MLP down and attention out; gathered weights"
                 + (", also those of the next layer" if next_layer else ""),
             ),
@@ -445,32 +478,57 @@ class StepMemory:
         if local.config.compute.experts.capacity_factor is not None and offloads_inputs(local):
             delayed -= DELAYED * local.hidden_bytes + local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
-        working += self.turn.zeroed_slots()
+        working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
+        working += self.recomputed_attention() + self.outside.activations
         return {
             "activations": self.saved,
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(
-                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+                self.layout_copies() + self.gathered_layer() + self.outside.weights,
+                "transposed parameters of attention out; gathered weights of one layer",
             ),
             "working_activations": Component(
                 working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
             ),
+            "gradients": Component(self.zeroed_table(), "of the embedding, zeroed early"),
             "loss": self.unembedding_gradient(),
         }
 
-    def first_gradients(self) -> Components:
-        """Return what is live when these layers' weight gradients, and those of the first layer in the loop, wait for their reductions."""
+    def reductions_of_first_layers(self) -> Components:
+        """Return what is live in the backward pass of the third layer of experts, the last one before the loop over layers.
+
+        Where the scheduler does not delay the weight gradients of the two layers before it (see `first_layers`), these wait for their
+        reduction meanwhile, with latent attention also the gradients of the results of their attention's matmuls. In the MLP of the third
+        layer its inputs, the gradients of its results and the parts by gate and by up are live; at its end, its own weight gradients.
+        """
         local = self.local
-        layers = 0 if self.reduces_in_turn else DELAYED + 1
+        layer = local.gathered_trained_weights * local.gradient_itemsize
+        before = 0 if self.reduces_in_turn else min(DELAYED, local.model.moe_layers - 1)
+        latent = local.model.latent_attention is not None
+        of_attention = local.query_bytes + local.up_bytes + local.stream_bytes if latent else 0
+        at_mlp = 4 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
+        in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
+        in_mlp += STREAMS_IN_FLIGHT * local.stream_bytes
+        # Latent attention of the next layer needs its weights while the gradients of this one wait.
+        gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
+        points = {
+            "its MLP": (in_mlp, gathered, 0),
+            "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if latent else 0, layer),
+        }
+        where, (working, copies, gradients) = max(points.items(), key=lambda point: sum(point[1]))
+        working += before * of_attention + self.recomputed_attention() + self.outside.activations
         return {
             "activations": self.saved,
             "accumulated_gradients": self.accumulated(),
-            "parameter_copies": Component(self.layout_copies(), "transposed parameters of attention out"),
-            "working_activations": Component(local.hidden_bytes + 3 * local.stream_bytes, "the end of a layer"),
+            "parameter_copies": Component(
+                self.layout_copies() + copies,
+                "transposed parameters of attention out" + ("; gathered weights of one layer" if copies else ""),
+            ),
+            "gradients": Component(self.zeroed_table(), "of the embedding, zeroed early"),
+            "working_activations": Component(working, f"backward pass of the third layer, at {where}"),
             "loss": self.unembedding_gradient(),
             "collective_buffers": Component(
-                layers * local.gathered_trained_weights * local.gradient_itemsize,
-                f"unsharded {local.config.precision.gradients} gradients of {layers} layers before their reduction",
+                before * layer + gradients, f"unsharded {local.config.precision.gradients} gradients of layers before their reduction"
             ),
         }
 
@@ -485,7 +543,7 @@ class StepMemory:
         point = self.backward(at_end=self.turned_gradients() + tables)
         mlp = sum(
             layers * count * size
-            for layers, kind in local.kinds
+            for layers, kind in local.layer_kinds
             for count, size in saved_arrays(kind, self.backend)
             if size == kind.hidden_bytes
         )
@@ -588,7 +646,8 @@ class StepMemory:
             of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
         else:
             streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
-            of_mlp += 4 * local.hidden_bytes // local.compute_itemsize if model.activation == "gelu_tanh" else 0  # tanh, float32
+            if model.activation == "gelu_tanh" and not self.in_loop:  # so in the heaps of Gemma 2 and 3
+                of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, 2 * local.mlp_matrix * local.matrix_itemsize, down, mask)]
 
     def end_of_backward(self) -> Components:

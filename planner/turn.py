@@ -26,8 +26,6 @@ class Turn:
     """A turn of the loop over layers."""
 
     local: LocalSizes
-    backend: str
-    """Attention backend, with `auto` resolved."""
     overlap: bool
     """Compiled with the latency-hiding scheduler."""
     in_loop: bool
@@ -95,25 +93,12 @@ class Turn:
         """
         return 0 if self.layers == 1 or self.recomputes else self.layers * saved_bytes // self.local.model.num_layers
 
-    def zeroed_accumulators(self) -> int:
-        """Return the size of the results and gradients of chunked attention, which start as zeros.
-
-        XLA zeroes those of each layer of a turn once, before the backward pass, and keeps the zeros. With 8-bit matmuls in a loop of
-        microbatches it keeps those of two layers.
-        """
-        local = self.local
-        if self.layers == 1 or self.backend != "chunked":
-            return 0
-        layers = 2 if local.config.precision.eight_bit and self.in_loop else self.layers
-        return layers * (local.query_bytes * 4 // local.compute_itemsize + local.query_bytes + 2 * local.key_bytes)
-
     def of_offload_in_loss(self, one_chunk: bool) -> int:
         """Return the size of what offload has in the loss for a turn.
 
         Offloaded values of a layer are back on the device; those of a whole turn where the loss is one chunk and thus no loop, and without
         pipelined turns those of all layers whose weight gradients wait. The last turn is outside of the loop in both passes, so XLA merges
-        the recomputation of a layer's gate and queries with the forward pass. With one microbatch and several chunks the zeros of gradients
-        come later, but those of the attention results of the forward pass stay.
+        the recomputation of a layer's gate and queries with the forward pass.
 
         one_chunk: the only microbatch has one chunk of logits.
         """
@@ -122,11 +107,7 @@ class Turn:
             return 0
         copied = offloaded_bytes(local) // local.model.num_layers
         copied *= self.delayed(1) if one_chunk or not self.pipelined else 1
-        merged = (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
-        zeros = (self.first + 1) * self.zeroed_accumulators()
-        if not self.in_loop and not one_chunk:
-            zeros = self.first * self.layers * local.context_bytes if self.backend == "chunked" else 0
-        return copied + merged + zeros
+        return copied + (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
 
     def zeroed_slots(self, turns: int = 1) -> int:
         """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.

@@ -130,7 +130,9 @@ def _forward(
     plan: Plan, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None, sinks_KG: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, K, G, T, H] in q's dtype and the log-sum-exp of each row (and its sink), float32 [B, K, G, T]."""
-    lead = q_BKGTH.shape[:3]
+    lead, shape = q_BKGTH.shape[:3], (plan.blocks, *q_BKGTH.shape[:3], plan.block)
+    stacks = jax.ShapeDtypeStruct((*shape, v_BKTH.shape[-1]), q_BKGTH.dtype), jax.ShapeDtypeStruct(shape, jnp.float32)
+    (q_BKGTH, k_BKTH, v_BKTH), zeros = with_zeros((q_BKGTH, k_BKTH, v_BKTH), stacks)
     first: tuple[jax.Array | float, float] = (
         (LOWEST, 0.0) if sinks_KG is None else (sinks_KG[..., None], 1.0)
     )  # maximum and sum before the first key
@@ -157,28 +159,40 @@ def _forward(
         total = jnp.where(total == 0, 1.0, total)  # a row without keys: output 0
         return (out / total[..., None]).astype(q_BKGTH.dtype), top + jnp.log(total)
 
-    out, lse = _scan_blocks(plan, lambda carry, i: (carry, one_query_block(i)), None)[1]
+    out, lse = scan_blocks(plan.blocks, lambda carry, i: (carry, one_query_block(i)), None, zeros)[1]
     return _join(out), _join(lse)
 
 
-def _scan_blocks(plan: Plan, run: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
-    """Run (carry, block) -> (carry, result) for each block; return the last carry and the results, stacked on a leading dim.
+def with_zeros(arrays: tuple[jax.Array, ...], like: Any) -> tuple[tuple[jax.Array, ...], Any]:
+    """Return the arrays, and zeros of the given shapes and dtypes that XLA writes when the arrays are computed.
+
+    XLA makes one operation of equal zeros: it wrote those of all layers that are not in the loop over layers before the first of them, and
+    kept them until the last had run.
+    """
+    dtypes = sorted({jnp.dtype(each.dtype) for each in jax.tree.leaves(like)}, key=str)
+    arrays, zeros = jax.lax.optimization_barrier((arrays, [jnp.zeros((), dtype) for dtype in dtypes]))
+    of = dict(zip(dtypes, zeros, strict=True))
+    return arrays, jax.tree.map(lambda each: jnp.broadcast_to(of[jnp.dtype(each.dtype)], each.shape), like)
+
+
+def scan_blocks(count: int, run: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any, zeros: Any) -> tuple[Any, Any]:
+    """Run (carry, block) -> (carry, result) for each of `count` blocks; return the last carry and the results, stacked on a leading dim.
+
+    zeros: of the shapes of these stacks.
 
     As `jax.lax.scan`, but XLA does not know the count. Its pass loop-double-buffer-transformer unrolls the loop over layers, then two
     copies of a layer call the same loop bodies, and it separates them only if the loop it looked at last was unrolled too. It skips loops
     without a known count, so none of attention's is the last one; otherwise XLA ends with "Call graph must have been flattened". Readers of
     the compiled program derive the count (hlo/trip_counts.py).
     """
-    like = jax.eval_shape(run, carry, jnp.int32(0))[1]
-    stacks = jax.tree.map(lambda each: jnp.zeros((plan.blocks, *each.shape), each.dtype), like)
 
     def body(block: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
         carry, result = run(state[0], block)
         return carry, jax.tree.map(lambda stack, each: jax.lax.dynamic_update_index_in_dim(stack, each, block, 0), state[1], result)
 
     # A loop with one turn is removed.
-    count = 1 if plan.blocks == 1 else jax.lax.optimization_barrier(jnp.int32(plan.blocks))
-    found: tuple[Any, Any] = jax.lax.fori_loop(0, count, body, (carry, stacks))
+    hidden = 1 if count == 1 else jax.lax.optimization_barrier(jnp.int32(count))
+    found: tuple[Any, Any] = jax.lax.fori_loop(0, hidden, body, (carry, zeros))
     return found
 
 
@@ -198,11 +212,15 @@ def _attend_forward(
 
 def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
     q_BKGTH, k_BKTH, v_BKTH, segments_BT, sinks_KG, out_BKGTH, lse_BKGT = residuals
+    dtype = q_BKGTH.dtype
+    blocks = [jax.ShapeDtypeStruct((plan.blocks, *x.shape[:2], plan.block, x.shape[-1]), dtype) for x in (k_BKTH, v_BKTH)]
+    (q_BKGTH, k_BKTH, v_BKTH, out_BKGTH, dout_BKGTH), (dq_zeros, zeros) = with_zeros(
+        (q_BKGTH, k_BKTH, v_BKTH, out_BKGTH, dout_BKGTH), (jax.ShapeDtypeStruct(q_BKGTH.shape, jnp.float32), tuple(blocks))
+    )
     delta_BKGT = jnp.sum(dout_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
     # A row without keys has lse = LOWEST; infinity makes its weights exactly 0.
     lse_BKGT = jnp.where(lse_BKGT <= LOWEST / 2, jnp.inf, lse_BKGT)
     scale = q_BKGTH.shape[-1] ** -0.5
-    dtype = q_BKGTH.dtype
 
     def one_key_block(dq_BKGTH: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         k_BKSH, v_BKSH = _take(k_BKTH, plan, j, 2), _take(v_BKTH, plan, j, 2)
@@ -228,7 +246,7 @@ def _attend_backward(plan: Plan, residuals: Any, dout_BKGTH: jax.Array) -> tuple
         dq, dk, dv = jax.lax.fori_loop(plan.first_query_block(j), plan.end_query_block(j), one_query_block, start)
         return dq, tuple(x_BKHS.swapaxes(2, 3).astype(dtype) for x_BKHS in (dk, dv))
 
-    dq, (dk, dv) = _scan_blocks(plan, one_key_block, jnp.zeros(q_BKGTH.shape, jnp.float32))
+    dq, (dk, dv) = scan_blocks(plan.blocks, one_key_block, dq_zeros, zeros)
     dk, dv = (jnp.moveaxis(blocks, 0, 2).reshape(like.shape) for blocks, like in ((dk, k_BKTH), (dv, v_BKTH)))
     dsinks_KG = sink_gradient(sinks_KG, jnp.moveaxis(lse_BKGT, 3, 1), jnp.moveaxis(delta_BKGT, 3, 1))
     return dq.astype(dtype), dk, dv, None, dsinks_KG

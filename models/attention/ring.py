@@ -23,6 +23,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.hlo.module import trips_scope
+from ridgeline.models.attention.chunked import scan_blocks, with_zeros
 from ridgeline.models.attention.masks import sink_gradient
 from ridgeline.models.attention.pallas import key_ranges, query_ranges
 
@@ -246,7 +247,9 @@ class Blockwise(NamedTuple):
         size, grouped = self._size(q_BQNH.shape[1]), _grouped(q_BQNH, k_BSKH)
         keys_BQ2, trips = _padded(spans.keys_BQ2, size), trips_scope(spans.visited(size))
         q, k, v = (_padded(x, size) for x in (grouped, k_BSKH, v_BSKH))
-        ranges = _block_ranges(keys_BQ2, size)
+        ranges, shape = _block_ranges(keys_BQ2, size), (q.shape[1] // size, q.shape[0], size, *q.shape[2:])
+        blocks = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+        (q, k, v), zeros = with_zeros((q, k, v), blocks)
 
         def one_query_block(i: jax.Array) -> Partial:
             q_BQKGH, span_BQ2 = _take(q, i, size), _take(keys_BQ2, i, size)
@@ -264,7 +267,8 @@ class Blockwise(NamedTuple):
             with jax.named_scope(trips):
                 return jax.lax.fori_loop(ranges[i, 0], ranges[i, 1], one_key_block, nothing)
 
-        out, lse = (_rows(x)[:, : q_BQNH.shape[1]] for x in jax.lax.map(one_query_block, jnp.arange(q.shape[1] // size)))
+        found = scan_blocks(shape[0], lambda carry, i: (carry, one_query_block(i)), None, zeros)[1]
+        out, lse = (_rows(x)[:, : q_BQNH.shape[1]] for x in found)
         return out.reshape(q_BQNH.shape), lse.reshape(q_BQNH.shape[:3])
 
     def backward(
@@ -277,6 +281,11 @@ class Blockwise(NamedTuple):
         mine = [_padded(_grouped(x, k), size) for x in (q, dout, lse_BQN, delta_BQN)]
         keys, values = (_padded(x, size) for x in (k, v))
         ranges, scale = _block_ranges(queries_BS2, size), q.shape[-1] ** -0.5
+        count = keys.shape[1] // size
+        blocks = tuple(jax.ShapeDtypeStruct((count, x.shape[0], size, *x.shape[2:]), jnp.float32) for x in (keys, values))
+        (*mine, keys, values), (dq_zeros, zeros) = with_zeros(
+            (*mine, keys, values), (jax.ShapeDtypeStruct(mine[0].shape, jnp.float32), blocks)
+        )
 
         def one_key_block(dq_BQKGH: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             k_BSKH, v_BSKH = _take(keys, j, size), _take(values, j, size)
@@ -298,7 +307,7 @@ class Blockwise(NamedTuple):
                 dq, dk, dv = jax.lax.fori_loop(ranges[j, 0], ranges[j, 1], one_query_block, start)
             return dq, (dk, dv)
 
-        dq, gradients = jax.lax.scan(one_key_block, jnp.zeros(mine[0].shape, jnp.float32), jnp.arange(keys.shape[1] // size))
+        dq, gradients = scan_blocks(count, one_key_block, dq_zeros, zeros)
         dk, dv = (_rows(x)[:, : k.shape[1]] for x in gradients)
         return dq[:, : q.shape[1]].reshape(shapes[0]), dk, dv
 

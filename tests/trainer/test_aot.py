@@ -161,28 +161,52 @@ def test_attention_is_a_fused_kernel_where_one_exists_and_nothing_in_the_step_ha
     assert max(elements) < TOKENS**2 / 4
 
 
-@pytest.mark.slow
-def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls():
-    """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check.
+LAYERS_IN_BLOCKS, BLOCKS, BLOCK = 5, 8, 128
+"""Of the model whose attention runs in blocks; blocks of a row, and tokens of a block."""
 
-    Readers of the compiled step count the blocks nevertheless: forward, recomputed and backward.
-    """
-    layers, blocks, block = 5, 8, 128
-    settings = (f"model.num_layers={layers}", f"data.seq_len={blocks * block}", "compute.remat.policy=full")
-    config = small("llama", "mesh.fsdp=8", "compute.attention.backend=chunked", f"compute.attention.chunk={block}", *settings)
+
+@cache
+def in_blocks(*mesh):
+    """A model whose attention runs in blocks, by the flags of a run: what to compile, and the compiled step."""
+    settings = (f"model.num_layers={LAYERS_IN_BLOCKS}", f"data.seq_len={BLOCKS * BLOCK}", "compute.remat.policy=full")
+    config = small("llama", *mesh, "compute.attention.backend=chunked", f"compute.attention.chunk={BLOCK}", *settings)
     flags, level = run_flags(config, "h100-sxm")
     request = Request.on(config, cluster(), 1, xla_flags=(*flags, *QUICK), optimization_level=level)
-    result = compile_many([request])[0]
+    return request, compile_many([request])[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", drawn([("mesh.fsdp=8",), ("mesh.fsdp=4", "mesh.context=2", "compute.attention.context=ring")], 1))
+def test_attention_in_blocks_compiles_inside_of_a_loop_over_layers_that_xla_unrolls(mesh):
+    """By the flags of a run XLA runs two layers per turn; their loops over blocks then share bodies, and it ended with a failed check."""
+    _, result = in_blocks(*mesh)
     assert isinstance(result, Compiled), result
     loops = re.findall(r"body=%?([\w.-]+)", result.hlo_text)
     assert len(loops) == len(set(loops)) > 3, "no two loops share a body"
+
+
+@pytest.mark.slow
+def test_readers_of_a_compiled_step_count_the_blocks_of_attention():
+    """Forward, recomputed and backward."""
+    request, result = in_blocks("mesh.fsdp=8")
+    assert isinstance(result, Compiled), result
     report = build_report(request, cluster(), result)
     assert report.uncounted_loops == ()
-    model, rows, visited = config.model, config.data.batch_size // 8, blocks * (blocks + 1) / 2
+    model, rows, visited = request.config.model, request.config.data.batch_size // 8, BLOCKS * (BLOCKS + 1) / 2
     matmuls = [k for k in report.kernels if k.flops and re.search("attention/while/body/", k.op_name)]
-    expected = layers * rows * visited * (2 + 2 + 5) * 2 * model.num_heads * block**2 * model.head_width
+    expected = LAYERS_IN_BLOCKS * rows * visited * (2 + 2 + 5) * 2 * model.num_heads * BLOCK**2 * model.head_width
     assert total_flops(matmuls) == expected
     assert all(2 * math.prod(matmul_shape(k)) == k.flops for k in matmuls), "heads and rows of a batch fill the device together"
+
+
+@pytest.mark.slow
+def test_the_zeros_of_attention_in_blocks_are_written_for_each_layer_apart():
+    """XLA made one operation of those of all layers outside of the loop over layers, and kept them from the first to the last layer."""
+    _, result = in_blocks("mesh.fsdp=8")
+    assert isinstance(result, Compiled), result
+    written = re.findall(r" = \(([^=]*)\) fusion\(\), kind=kLoop", result.hlo_text)
+    stacks = [shapes for shapes in (re.findall(r"\w+\[(?:\d+,){4,}\d+\]", each) for each in written) if shapes]
+    assert all(len(shapes) == len(set(shapes)) for shapes in stacks), stacks
 
 
 def narrow(matmul, device, *mesh):
