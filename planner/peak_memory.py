@@ -350,7 +350,8 @@ class StepMemory:
                 if self.combined or local.gradient_itemsize == self.stack_itemsize
                 else 0
             )
-            trains_experts = local.model.moe is not None and not local.adapted
+            # so in the heaps of Mixtral, Qwen3 and gpt-oss, not in those of DeepSeek
+            trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
             if policy == "offload" or (policy == "full" and local.fsdp == 1) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
