@@ -26,12 +26,14 @@ MARGIN = 0.02
 MARGINS = {
     "microbatches": 0.01,
     "8-bit matmuls": 0.02,
+    "8-bit matmuls of experts": 0.08,
     "mesh.tensor": 0.02,
     "mesh.expert": 0.05,
     "latent attention": 0.03,
     "adapters of a model with experts": 0.13,
     "layers with and without a window": 0.10,
     "such layers with trained experts": 0.05,
+    "such layers with block-scaled matmuls": 0.50,
     "compute.remat.policy=offload": 0.05,
     "mesh.zero_stage=2": 0.02,
 }
@@ -139,11 +141,13 @@ def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
     uses = {
         "microbatches": config.trainer.accumulation > 1,
         "8-bit matmuls": config.precision.matmul != "compute",
+        "8-bit matmuls of experts": config.precision.eight_bit and local.model.moe is not None,
         "mesh.tensor": local.tensor > 1,
         "mesh.expert": local.expert > 1,
         "latent attention": local.model.latent_attention is not None,
         "layers with and without a window": local.model.layer_period > 1,
         "such layers with trained experts": local.model.layer_period > 1 and local.model.moe is not None and not local.adapted,
+        "such layers with block-scaled matmuls": local.model.layer_period > 1 and config.precision.block_scaled is not None,
         "adapters of a model with experts": bool(local.adapted) and local.model.moe is not None,
         "compute.remat.policy=offload": config.compute.remat.offloads,
         "mesh.zero_stage=2": config.mesh.zero_stage == 2,
