@@ -97,15 +97,14 @@ def test_a_run_under_faults_ends_bitwise_equal_explained_and_flat(slurm: Any, tm
     print("\n".join(table(long)))
     print("\n".join(compared(predicted, ledger)))
 
-    undisturbed = jobs.submit(
-        slurm, tmp_path, corpus, "reference", steps=steps, programs=programs, overrides=[f"checkpoint.every={steps}", "evaluation.every=0"]
-    )
-    undisturbed.finishes()
-    jobs.assert_bitwise_equal(long.run.arrays(), undisturbed.arrays())
     assert long.run.codes()[-1] == DONE
     assert long.faults
     explained(ledger, took_s)
     flat(long)
+    overrides = [f"checkpoint.every={steps}", "evaluation.every=0", "trainer.log_every=100"]
+    undisturbed = jobs.submit(slurm, tmp_path, corpus, "reference", steps=steps, programs=programs, overrides=overrides)
+    undisturbed.finishes(timeout_s=900 + steps * times.step_s)
+    jobs.assert_bitwise_equal(long.run.arrays(), undisturbed.arrays())
     if MINUTES >= LONG_MINUTES:
         assert PREEMPTED in long.run.codes()
         assert abs(ledger.goodput - predicted.goodput[0]) < 0.03
