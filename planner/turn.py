@@ -109,12 +109,10 @@ class Turn:
         copied *= self.delayed(1) if one_chunk or not self.pipelined else 1
         return copied + (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
 
-    def zeroed_slots(self, turns: int = 1) -> int:
+    def zeroed_slots(self) -> int:
         """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.
 
-        turns: of the backward pass that are outside of the loop over layers and still to come.
-
-        A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turns outside of
+        A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turn outside of
         the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In
         a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies.
         """
@@ -124,7 +122,7 @@ class Turn:
         distinct, of_turn = slots + (rows if rows != slots else 0), self.layers // moe.every * (2 * slots + rows)
         if self.in_loop:
             return distinct + (of_turn if self.layers > 1 else 0)
-        return turns * of_turn + (distinct if self.layers > 1 else 0)
+        return of_turn + (distinct if self.layers > 1 else 0)
 
     def padded_gradients(self) -> int:
         """Return the size of the gradients of gate and up that are copied to rows of whole tiles, for the gradients of experts' biases."""

@@ -1,0 +1,264 @@
+"""Buffers of a training step on one device that are live at several of its points: gradients of tables, gathered weights, copies.
+
+Sizes are bytes of one device; legend and points: planner/peak_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.planner.activations import Component
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.optimizer_state import expert_scales
+from ridgeline.planner.turn import Turn
+
+MOMENTS = 2
+"""Moments of AdamW, the optimizer whose moments can have 8 bits."""
+DELAYED = 2
+"""Layers of experts whose weight gradients are computed together at the start of the backward pass."""
+LOOPED_LAYERS = 5
+"""Layers of experts from which the backward pass has a loop: XLA takes three out of it before it and one after it."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Bytes of layers outside of the loop over layers that are live while it runs."""
+
+    weights: int
+    """Gathered weights; where the first layer is not in a loop, also the gathered embedding, from which its input is looked up again."""
+    activations: int
+    """Recomputed early."""
+
+
+@dataclass(frozen=True)
+class LiveBuffers:
+    """The buffers of a step of these sizes."""
+
+    local: LocalSizes
+    backend: str
+    """Attention backend, with `auto` resolved."""
+    overlap: bool
+    """Compiled with the latency-hiding scheduler."""
+    combined: bool
+    """Collectives are combined, and several run at once, as in a run (launch/environment.py)."""
+    saved: Component
+    """Activations kept from the forward to the backward pass."""
+
+    @property
+    def turn(self) -> Turn:
+        """One turn of the loop over layers."""
+        return Turn(self.local, self.overlap, self.in_loop)
+
+    @property
+    def sharded(self) -> LocalSizes:
+        """Sizes of the gradients of a microbatch: as the parameters', with mesh.zero_stage=2 also sharded over data, but of stages."""
+        return self.local if self.local.pipeline > 1 else self.local.of_state
+
+    @property
+    def reduced(self) -> bool:
+        """Whether gradients of layers are reduced over devices."""
+        return self.local.fsdp * self.data > 1
+
+    @property
+    def data(self) -> int:
+        """Devices over which the gradients of a microbatch are summed: stages sum over data once per step."""
+        return 1 if self.local.pipeline > 1 else self.local.data
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether microbatches run in a loop."""
+        return self.local.config.trainer.accumulation > 1 or self.local.pipeline > 1
+
+    @property
+    def stack_itemsize(self) -> int:
+        """Bytes of an element of the gradients that the backward pass stacks over layers.
+
+        A gradient leaves the scan over layers in its parameter's dtype (models/matmul), and is converted to precision.gradients after.
+        """
+        return self.local.parameter_itemsize
+
+    @property
+    def layer_gradients(self) -> int:
+        """Elements of the layers' gradients, sharded as the parameters."""
+        if self.local.adapted:
+            return self.sharded.trained
+        return self.sharded.layer_matrices + self.local.vectors + self.sharded.mtp_parameters
+
+    @property
+    def delays_experts(self) -> bool:
+        """Whether weight gradients of experts are delayed in the first layers of the backward pass, which are outside of the loop."""
+        model = self.local.model
+        return self.overlap and model.moe is not None and not self.local.adapted and model.layer_period == 1 and model.num_layers > DELAYED
+
+    @property
+    def reduces_in_turn(self) -> bool:
+        """Whether the gradients of a turn with experts are reduced before the next turn computes its own.
+
+        XLA moves a reduction into the next turn of the loop where only the write into the stack of gradients follows it. Where gradients
+        are summed over data or context too, that second sum follows. Gradients of layers without experts are not reduced like this.
+        """
+        return self.local.model.moe is not None and not self.local.adapted and self.data * self.local.context > 1
+
+    def layout_copies(self) -> int:
+        """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
+
+        These are the two matrices that fsdp shards along their last dim (MLP down, attention out), and, with microbatches in a loop, the
+        embedding, which is transposed once before the loop. Copied there are also the scales of experts' 8-bit moments, for the update.
+        """
+        local = self.local
+        if local.fsdp == 1:
+            return 0
+        if self.relays_scales:
+            return self._transposed() + MOMENTS * 4 * expert_scales(local)
+        return self._transposed()
+
+    @property
+    def relays_scales(self) -> bool:
+        """Whether the scales of experts' 8-bit moments are copied before the loop of microbatches.
+
+        So in the heaps of Qwen3 over data, fsdp and expert; not with a capacity, tensor or context.
+        """
+        local, precision = self.local, self.local.config.precision
+        plain = local.config.compute.experts.capacity_factor is None and local.tensor * local.context == 1
+        return self.overlap and self.in_loop and plain and precision.moments == "int8" and not local.adapted
+
+    def _transposed(self) -> int:
+        """Return the bytes of the transposed parameters."""
+        local = self.local
+        copies = local.all_turned_matrices // local.fsdp * local.weight_itemsize
+        return copies + (local.table // local.fsdp * local.weight_itemsize if self.in_loop else 0)
+
+    def accumulated(self) -> Component:
+        """Return the sum of gradients over microbatches."""
+        if not self.in_loop:
+            return Component(0, "one microbatch: no sum is kept")
+        size = self.sharded.trained * self.local.gradient_itemsize
+        assumption = f"sum over {self.local.config.trainer.accumulation} microbatches, {self.local.config.precision.gradients}"
+        return Component(size, assumption)
+
+    @property
+    def separate_table_gradients(self) -> bool:
+        """Whether the embedding's gradient is an array of its own, not added into that of the unembedding."""
+        if self.local.adapted:
+            return False
+        first = self.local.config.compute.reduces_unembedding_first
+        return not self.local.model.tie_embeddings or first or (self.data > 1 and self.local.fsdp > 1)
+
+    def zeroed_table(self) -> int:
+        """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
+
+        It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed,
+        in a loop of microbatches (but for attention in blocks) or before Pallas kernels; before experts only where the layers' backward
+        pass has no loop. Else see `last_layer`.
+        """
+        local = self.local
+        if local.adapted:
+            return 0
+        if self.overlap and local.model.moe is not None:
+            looped = not self.delays_experts or local.model.moe_layers >= LOOPED_LAYERS
+            return 0 if looped else local.table * local.gradient_itemsize  # no loop is between the loss and this gradient
+        if self.overlap:
+            first = self.separate_table_gradients and self.backend != "chunked" and not self.delayed_logits
+            first = first if self.in_loop else self.backend == "pallas"
+            first = first and local.tensor == 1 and local.config.compute.remat.policy == "none"
+            early = self.combined and local.fsdp > 1 and (first or not self.turn.pipelined or self.zeroes_while_copying)
+        else:
+            early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
+        return local.table * local.gradient_itemsize if early else 0
+
+    @property
+    def zeroes_while_copying(self) -> bool:
+        """Whether XLA may zero the embedding's gradient early because offloaded values are copied meanwhile.
+
+        It did in three of four compiled steps with tied tables; in the other the peak is the last layer, where it is counted anyway. In two
+        with several layers in a turn and 8-bit matmuls it did not.
+        """
+        local = self.local
+        tied = local.config.compute.remat.offloads and local.model.tie_embeddings
+        return self.in_loop and tied and (self.turn.layers == 1 or not local.config.precision.eight_bit)
+
+    def turned_gradients(self) -> int:
+        """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""
+        local = self.local
+        return local.turned_matrices * local.gradient_itemsize if self.combined and local.fsdp > 1 and not local.adapted else 0
+
+    def unembedding_gradient(self) -> Component:
+        """Return the gradient of the unembedding during the backward pass of the layers, or what it is computed from."""
+        if self.local.adapted:
+            return Component(0, "frozen tables have no gradient")
+        if self.local.config.compute.reduces_unembedding_first:
+            return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
+        if self.delayed_logits:
+            return Component(self.delayed_logits, "gradient of the logits and hidden states, for the gradient of the unembedding")
+        return Component(
+            4 * self.local.table + self.half_reduced_table(),
+            "unsharded float32 gradient of the unembedding, reduced only after the layers"
+            + ("; once more as fsdp shards it" if self.half_reduced_table() else ""),
+        )
+
+    @property
+    def one_chunk(self) -> bool:
+        """Whether the loss has one chunk of logits, so that it is no loop."""
+        return self.local.loss_chunk_tokens >= self.local.tokens * self.local.heads
+
+    @property
+    def delayed_logits(self) -> int:
+        """Return the bytes of what the unembedding's gradient is computed from where that is kept during the backward pass of the layers.
+
+        That is the gradient of the logits, and the final hidden states.
+
+        With one chunk in a loop of microbatches the scheduler delays that matmul until the layers are done, where its input is the smaller
+        and its result is summed over fsdp alone.
+        """
+        local = self.local
+        size = local.tokens * local.heads * local.model.padded_vocab_size // local.tensor * local.compute_itemsize
+        size += local.heads * local.stream_bytes
+        reduced_first = local.config.compute.reduces_unembedding_first or local.adapted
+        delays = self.overlap and self.in_loop and self.one_chunk and self.data * local.context == 1 and not reduced_first
+        return size if delays and size < 4 * local.table else 0
+
+    @property
+    def reduces_table_early(self) -> bool:
+        """Whether the unembedding's gradient is reduced before the loop over layers, with that of the first router.
+
+        So in the heaps of Mixtral, Qwen3 and gpt-oss with one microbatch; microbatches in a loop were not looked at. In DeepSeek it is so
+        too, but its compiled steps are planned without it. Nor where turns of several layers reduce their gradients in the next turn: the
+        two turns before the loop hold both their gradients and this one.
+        """
+        several = self.turn.layers > 1 and self.reduces_in_turn
+        return (self.delays_experts or several) and self.reduced and not self.in_loop and self.local.model.latent_attention is None
+
+    def reduced_early(self) -> Component:
+        """Return the gradient of the unembedding that has been reduced before the loop over layers."""
+        size = 4 * self.local.table // self.sharded.fsdp + self.half_reduced_table()
+        return Component(size, "float32 gradient of the unembedding, reduced before the other layers")
+
+    def half_reduced_table(self) -> int:
+        """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2)."""
+        zero = self.local.config.mesh.zero_stage and self.local.pipeline == 1
+        return 4 * self.local.table // self.local.fsdp if zero and not self.local.adapted else 0
+
+    def gathered_layer(self) -> int:
+        """Return the bytes of the gathered weights of a layer."""
+        return self.local.gathered_layer_weights * self.local.matrix_itemsize if self.local.fsdp > 1 else 0
+
+    def next_layer_weights(self) -> int:
+        """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
+        return (self.turn.layers if self.turn.pipelined else 1) * self.gathered_layer()
+
+    @property
+    def outside(self) -> Outside:
+        """What is live through the backward pass because the layers before those with experts are not in the loop over layers."""
+        local, (layers, dense) = self.local, self.local.first_dense
+        if not (layers and self.overlap and local.fsdp > 1 and local.pipeline == 1):
+            return Outside(0, 0)
+        table = local.table * local.compute_itemsize if layers == 1 and local.tensor == 1 else 0
+        return Outside(layers * dense.gathered_layer_weights * local.matrix_itemsize + table, self.recomputed_attention())
+
+    def recomputed_attention(self) -> int:
+        """Return the bytes of one layer's attention that was recomputed before its backward pass: queries, keys, values, and the results
+        in two layouts. Layers outside of the loop over layers may recompute it as early as their inputs are there."""
+        local = self.local
+        if not local.latent_bytes or self.local.config.compute.remat.policy not in ("full", "offload"):
+            return 0
+        return local.query_bytes + local.key_bytes + local.value_bytes + 2 * local.context_bytes
