@@ -38,6 +38,15 @@ def activated(activation: str, clamp: float | None, up_F: jax.Array, *gate_F: ja
     return act(jnp.minimum(gate_F[0], clamp)) * (jnp.clip(up_F, -clamp, clamp) + 1)
 
 
+@jax.custom_vjp
+def materialized(x: jax.Array) -> jax.Array:
+    """Return x, which XLA must have in memory: it fuses nothing after it into the operation that computes it. Its gradient is as it is."""
+    return jax.lax.optimization_barrier(x)
+
+
+materialized.defvjp(lambda x: (jax.lax.optimization_barrier(x), None), lambda _, gradient: (gradient,))
+
+
 class MLP(nnx.Module):
     """Gated: down(act(gate(x)) * up(x)) (arXiv 2002.05202); plain: down(act(up(x)))."""
 
@@ -78,4 +87,6 @@ class MLP(nnx.Module):
         return matmul.add_bias(self.execution.remat.wrap_matmuls(narrow)(*wide_BTF), self.down_bias)
 
     def _hidden(self, h_BTF: jax.Array, bias: nnx.Param | None) -> jax.Array:
-        return self.execution.partitioner.constrain(self.execution.matmul.add_bias(h_BTF, bias), "batch", "seq", "act_mlp")
+        h_BTF = self.execution.partitioner.constrain(self.execution.matmul.add_bias(h_BTF, bias), "batch", "seq", "act_mlp")
+        # XLA makes a kernel with two results of a float8 matmul, this activation and its input, which it cannot compile (jaxlib 0.10.2).
+        return materialized(h_BTF) if self.execution.matmul.float8 and self.activation == "gelu_tanh" else h_BTF
