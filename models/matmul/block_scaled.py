@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from ridgeline.configs.errors import UserError
@@ -72,13 +73,15 @@ class TensorScaled(NamedTuple):
     scale: jax.Array
 
 
-def quantize(x: jax.Array, format: Format, over: Axes = ()) -> BlockScaled:
-    """Return x [..., K] in blocks along K, a multiple of the block. `over`: mesh axes whose devices hold other shards of x.
+def quantize(x: jax.Array, format: Format, over: Axes = (), axis: int = -1) -> BlockScaled:
+    """Return x in blocks along an axis, whose length is a multiple of the block. `over`: mesh axes whose devices hold other shards of x.
 
-    A value that is not finite makes its block's scale NaN, and with it the result of the matmul.
+    The scales have the dims of x, with the axis as long as it has blocks. A value that is not finite makes its block's scale NaN, and with
+    it the result of the matmul.
     """
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, format.block)
-    amax = jnp.max(jnp.abs(blocks), axis=-1)
+    axis %= x.ndim
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:axis], -1, format.block, *x.shape[axis + 1 :])
+    amax = jnp.max(jnp.abs(blocks), axis=axis + 1)
     if format.scales == jnp.float8_e8m0fnu:
         scales, tensor_scale = power_of_two(amax / format.largest), jnp.float32(1)
     else:
@@ -87,7 +90,7 @@ def quantize(x: jax.Array, format: Format, over: Axes = ()) -> BlockScaled:
         tensor_scale = jnp.where(top > 0, top / (format.largest * float(jnp.finfo(format.scales).max)), 1.0)
         scales = amax / format.largest / tensor_scale
     stored = jnp.where(jnp.isfinite(amax), scales, jnp.nan).astype(format.scales)
-    unit = stored.astype(jnp.float32)[..., None] * tensor_scale
+    unit = jnp.expand_dims(stored.astype(jnp.float32), axis + 1) * tensor_scale
     values = jnp.clip(blocks / jnp.where(unit > 0, unit, 1.0), -format.largest, format.largest)
     return BlockScaled(values.reshape(x.shape).astype(format.values), stored, tensor_scale)
 
@@ -162,8 +165,17 @@ def _local(
         ordered = jnp.transpose(x, [dims.index(dim) for dim in (*kept, *contracted)])
         return ordered.reshape(math.prod(sizes[dim] for dim in kept), -1)
 
-    left, b_NK = quantize(rows(a, a_dims, free[0]), format, over[0]), rows(b_values, b_dims, free[1])
-    right = _in_blocks(TensorScaled(b_NK, b.scale), format) if isinstance(b, TensorScaled) else quantize(b_NK, format, over[1])
+    def blocks(x: jax.Array | TensorScaled, dims: str, kept: list[str], over: Axes) -> BlockScaled:
+        if isinstance(x, TensorScaled):
+            return _in_blocks(TensorScaled(rows(x.values, dims, kept), x.scale), format)
+        if format is not MXFP8 or [*contracted, *kept] != list(dims):
+            return quantize(rows(x, dims, kept), format, over)
+        # Quantized before it is transposed: XLA otherwise keeps a transposed copy in float32 until the matmul.
+        q = quantize(x.reshape(-1, math.prod(sizes[dim] for dim in kept)), format, over, axis=0)
+        values, scales = (with_layout_constraint(each, Layout(major_to_minor=(0, 1))) for each in (q.values, q.scales))
+        return BlockScaled(values.T, scales.T, q.tensor_scale)
+
+    left, right = blocks(a, a_dims, free[0], over[0]), blocks(b, b_dims, free[1], over[1])
     wide = dtype if format is MXFP8 else jnp.dtype(jnp.float32)
     y = multiply(platform, left, right, wide)
     if format is not MXFP8:
