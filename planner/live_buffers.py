@@ -16,8 +16,6 @@ MOMENTS = 2
 """Moments of AdamW, the optimizer whose moments can have 8 bits."""
 DELAYED = 2
 """Layers of experts whose weight gradients are computed together at the start of the backward pass."""
-LOOPED_LAYERS = 5
-"""Layers of experts from which the backward pass has a loop: XLA takes three out of it before it and one after it."""
 
 
 @dataclass(frozen=True)
@@ -143,39 +141,6 @@ class LiveBuffers:
             return False
         first = self.local.config.compute.reduces_unembedding_first
         return not self.local.model.tie_embeddings or first or (self.data > 1 and self.local.fsdp > 1)
-
-    def zeroed_table(self) -> int:
-        """Return the bytes of the embedding's unsharded gradient where XLA allocates (zeroes) it before the loss.
-
-        It does so without overlap, in a loop of microbatches or when the gradient is not float32; with overlap where nothing is recomputed,
-        in a loop of microbatches (but for attention in blocks) or before Pallas kernels; before experts only where the layers' backward
-        pass has no loop. Else see `last_layer`.
-        """
-        local = self.local
-        if local.adapted:
-            return 0
-        if self.overlap and local.model.moe is not None:
-            looped = not self.delays_experts or local.model.moe_layers >= LOOPED_LAYERS
-            return 0 if looped else local.table * local.gradient_itemsize  # no loop is between the loss and this gradient
-        if self.overlap:
-            first = self.separate_table_gradients and self.backend != "chunked" and not self.delayed_logits
-            first = first if self.in_loop else self.backend == "pallas"
-            first = first and local.tensor == 1 and local.config.compute.remat.policy == "none"
-            early = self.combined and local.fsdp > 1 and (first or not self.turn.pipelined or self.zeroes_while_copying)
-        else:
-            early = (self.in_loop and local.tensor == 1 and self.separate_table_gradients) or local.gradient_itemsize != 4
-        return local.table * local.gradient_itemsize if early else 0
-
-    @property
-    def zeroes_while_copying(self) -> bool:
-        """Whether XLA may zero the embedding's gradient early because offloaded values are copied meanwhile.
-
-        It did in three of four compiled steps with tied tables; in the other the peak is the last layer, where it is counted anyway. In two
-        with several layers in a turn and 8-bit matmuls it did not.
-        """
-        local = self.local
-        tied = local.config.compute.remat.offloads and local.model.tie_embeddings
-        return self.in_loop and tied and (self.turn.layers == 1 or not local.config.precision.eight_bit)
 
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""

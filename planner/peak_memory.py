@@ -54,7 +54,8 @@ class StepMemory(LiveBuffers):
         if self.combined and self.local.fsdp > 1:
             points["last layer of the backward pass"] = self.last_layer()
         if self.delays_experts:
-            points["first layers of the backward pass"] = self.first_layers()
+            if self.local.context == 1:  # their gradients are summed over context too, and are not delayed
+                points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
         if self.local.config.optimizer.kind == "muon":
@@ -118,7 +119,6 @@ class StepMemory(LiveBuffers):
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap else 0
-        zeroed_later = policy == "offload" and (offloads_inputs(local) or not self.turn.pipelined)
         return {
             "activations": self.saved,
             "parameter_copies": Component(
@@ -127,7 +127,7 @@ class StepMemory(LiveBuffers):
                 + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if gathered else ""),
             ),
             "gradients": Component(
-                zeroed * self.stack_itemsize + (0 if zeroed_later else self.zeroed_table()),
+                zeroed * self.stack_itemsize,
                 "gradient buffers that are zeroed before the loss, long before they are filled",
             ),
             "accumulated_gradients": self.accumulated(),
@@ -192,7 +192,7 @@ class StepMemory(LiveBuffers):
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
             "gradients": Component(
-                gradients + self.zeroed_table(),
+                gradients,
                 f"of the layers, {local.config.precision.params}, sharded as the parameters",
             ),
             "accumulated_gradients": self.accumulated(),
@@ -241,7 +241,6 @@ class StepMemory(LiveBuffers):
             "working_activations": Component(
                 working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
             ),
-            "gradients": Component(self.zeroed_table(), "of the embedding, zeroed early"),
             "loss": self.unembedding_gradient(),
         }
 
@@ -275,7 +274,6 @@ class StepMemory(LiveBuffers):
                 self.layout_copies() + copies,
                 "transposed parameters of attention out" + ("; gathered weights of one layer" if copies else ""),
             ),
-            "gradients": Component(self.zeroed_table(), "of the embedding, zeroed early"),
             "working_activations": Component(working, f"backward pass of the third layer, at {where}"),
             "loss": self.unembedding_gradient(),
             "collective_buffers": Component(
@@ -286,8 +284,8 @@ class StepMemory(LiveBuffers):
     def last_layer(self) -> Components:
         """Return what is live in the backward pass of the first layer, which comes last.
 
-        XLA takes it out of the loop over layers, gathers nothing for a next one, and zeroes the embedding's unsharded gradient in its MLP.
-        What the MLPs saved is freed before. At its end the gradients of both tables have been reduced.
+        XLA takes it out of the loop over layers and gathers nothing for a next one. What the MLPs saved is freed before. At its end the
+        gradients of both tables have been reduced.
         """
         local = self.local
         tables = 0 if local.adapted else 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
@@ -300,19 +298,16 @@ class StepMemory(LiveBuffers):
         )
         kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
         copies = point["parameter_copies"]
-        unembedding = self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"]
-        gradients = 0 if local.adapted else unembedding.bytes + local.table * local.gradient_itemsize - self.zeroed_table()
         remat = local.config.compute.remat
         if remat.policy == "names" and "attention_out" in remat.names:
-            # attention's update is read before the MLP, and is freed with those of the MLPs; the embedding's gradient is zeroed after it
+            # attention's update is read before the MLP, and is freed with those of the MLPs
             kept = Component(kept.bytes - local.model.num_layers * local.cut_stream_bytes, kept.assumption)
-            gradients = unembedding.bytes
         return point | {
             "activations": kept,
             "parameter_copies": Component(
                 copies.bytes - self.next_layer_weights(), copies.assumption.replace(", also those of the next layer", "")
             ),
-            "loss": Component(gradients, "unsharded gradients of unembedding and embedding"),
+            "loss": self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"],
         }
 
     def _peak_in_layer(self, turns: int, more: int) -> tuple[str, int, int, int, int, int]:

@@ -106,7 +106,9 @@ def look_up_gradient(
         pieces = partitioner.axis_size(rows_axis)
         row, mine = _local_rows(vocab, rows // pieces, tokens)
         row = jnp.where(mine, row, rows // pieces)  # one past the end, so that it is dropped
-        grad = jnp.zeros((rows // pieces, dx.shape[-1]), dtype).at[row].add(dx.astype(dtype), mode="drop")
+        # Tied to the gradient: XLA may write the zeros, which need nothing, before the layers, and keep the table's size until after them.
+        dx, zero = jax.lax.optimization_barrier((dx, jnp.zeros((), dtype)))
+        grad = jnp.full((rows // pieces, dx.shape[-1]), zero).at[row].add(dx.astype(dtype), mode="drop")
         return reduce_gradient(partitioner, grad, table_axes, summed)
 
     dx_spec = partitioner.spec(("batch", "residual_seq", "act_embed"))
