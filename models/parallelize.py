@@ -27,7 +27,7 @@ from ridgeline.models.moe.exchange import Exchange
 from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
-from ridgeline.planner.experts import TILE, exchange_method
+from ridgeline.planner.experts import exchange_method
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")
@@ -122,14 +122,13 @@ def parallelize(
     # 6. Experts: tokens sorted by expert on each device, and a grouped matmul.
     experts = None
     if model.moe is not None:
-        widths = (model.embed_dim, model.expert_width // partitioner.axis_size("mlp"))
         count, per_token, factor = model.moe.experts, model.moe.experts_per_token, compute.experts.capacity_factor
         groups = partitioner.mesh.shape["expert"]
-        kernel = choose_kernel(platform, compute_dtype, count, per_token, groups, widths, factor)
+        kernel = choose_kernel(platform, compute_dtype, count, per_token, groups, factor)
         if precision.eight_bit and platform != "cpu" and isinstance(kernel, Ragged):
             raise UserError(
-                f"precision.matmul={precision.matmul}: 8-bit experts need NVIDIA GPUs and widths in multiples of {TILE}, not "
-                f"{' and '.join(map(str, widths))}; set precision.matmul=compute"
+                f"precision.matmul={precision.matmul}: 8-bit experts need NVIDIA GPUs and precision.compute=bfloat16; "
+                "set precision.matmul=compute"
             )
         method = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) or "gather"
         exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))

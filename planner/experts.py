@@ -15,7 +15,7 @@ from ridgeline.configs.schema import ExpertsConfig
 MANY_EXPERTS = 32
 """Number of experts from which a block has 64 rows, not 128: each expert's rows are padded to whole blocks."""
 TILE = 64
-"""Inputs and outputs of a tile of the kernel for GPUs: it needs widths in multiples of it."""
+"""Inputs and outputs of a tile of the kernel for GPUs: widths are padded to multiples of it."""
 
 
 def block_rows(experts: int) -> int:
@@ -84,15 +84,7 @@ def peers_per_token(moe: MoEConfig, expert: int) -> float:
     return expert * (1 - max(0.0, elsewhere))
 
 
-def has_kernel(widths: tuple[int, ...], factor: float | None) -> bool:
-    """Return whether experts of these widths on one device (embed width, hidden width) are multiplied group by group on a GPU, in bfloat16.
-
-    With a capacity (`factor`) the matmuls are plain ones. Else, without the kernel, XLA multiplies each row with every expert's matrix.
-    """
-    return factor is not None or not any(width % TILE for width in widths)
-
-
-def buffer_rows(tokens: int, moe: MoEConfig, expert: int, factor: float | None, tensor: int = 1, *, padded: bool = True) -> int:
+def buffer_rows(tokens: int, moe: MoEConfig, expert: int, factor: float | None, tensor: int = 1) -> int:
     """Return the rows of the buffer of the experts of a GPU.
 
     Args:
@@ -102,10 +94,9 @@ def buffer_rows(tokens: int, moe: MoEConfig, expert: int, factor: float | None, 
         experts.
       factor: compute.experts.capacity_factor.
       tensor: size of the mesh axis, whose devices drop tokens of their parts of the sequence.
-      padded: the rows of each expert are padded to blocks of the kernel.
     """
     experts = moe.experts // expert
     if factor is not None:
         return experts * expert * tensor * capacity(tokens // tensor, moe.experts, moe.experts_per_token, factor)
     most = tokens * expert * min(moe.experts_per_token, experts)
-    return padded_rows(most, experts, block_rows(moe.experts)) if padded else most
+    return padded_rows(most, experts, block_rows(moe.experts))

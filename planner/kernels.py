@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
 from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.experts import TILE
 from ridgeline.planner.flops import mean_keys_per_layer
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
@@ -143,18 +144,14 @@ class Kernels:
             other, rows = weights // width // tensor, tokens
             if moe is not None and name in EXPERT_MATMULS:
                 rows = self._routed_rows() + moe.shared_experts * tokens
+                if self.local.config.compute.experts.capacity_factor is None and self.software.name == DEFAULT_SOFTWARE:
+                    other += -other % TILE  # models/moe/grouped_matmul.py
             shapes[name] = (rows, width, other) if name == "down" else (rows, other, width)
         return shapes
 
     def _routed_rows(self) -> int:
-        """Return the rows of a matmul of the routed experts that takes as long at the full rate.
-
-        Where this project has no grouped matmul for the width on a device, XLA multiplies each row with every expert's matrix.
-        """
-        local = self.local
-        if local.rows_of_each_expert and self.software.name == DEFAULT_SOFTWARE:
-            return local.rows_of_each_expert * local.expert_rows
-        return round(local.busy_rows / self.software.grouped_rate)
+        """Return the rows of a matmul of the routed experts that takes as long at the full rate."""
+        return round(self.local.busy_rows / self.software.grouped_rate)
 
     def layer_forward(self) -> Work:
         """Return the forward pass of one layer, the mean where layers have different MLPs."""

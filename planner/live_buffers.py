@@ -15,7 +15,7 @@ from ridgeline.planner.turn import Turn
 MOMENTS = 2
 """Moments of AdamW, the optimizer whose moments can have 8 bits."""
 DELAYED = 2
-"""Layers of experts whose weight gradients are computed together at the start of the backward pass."""
+"""Layers of experts, or with block-scaled matmuls, whose weight gradients are computed together at the start of the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,19 @@ class LiveBuffers:
             return False
         first = self.local.config.compute.reduces_unembedding_first
         return not self.local.model.tie_embeddings or first or (self.data > 1 and self.local.fsdp > 1)
+
+    def delayed_block_scaled(self) -> int:
+        """Return the bytes that the weight gradients of two layers are computed from, where their operands are block-scaled.
+
+        These layers are outside of the loop over layers, and nothing waits for their weight gradients: the scheduler delays them, and the
+        operands are quantized along the tokens as late. Those of a layer's MLP are the gradients of gate and up, the input of down and its
+        gradient; with nvfp4 also one result in float32. Turns of several layers have a term for it (`Turn.before_weight_gradients`).
+        """
+        local, precision = self.local, self.local.config.precision
+        if precision.block_scaled is None or not self.overlap or self.turn.layers > 1:
+            return 0
+        wide = local.hidden_bytes if precision.block_scaled == "nvfp4" else 0
+        return DELAYED * ((2 if local.model.gated_mlp else 1) + 2) * local.hidden_bytes + wide
 
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""

@@ -16,7 +16,7 @@ from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.pipeline import of_stage, stored_by_stage
 from ridgeline.configs.schema import Config
 from ridgeline.planner.adapters import AdaptedMatrix, adapted_matrices, base_scales
-from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, has_kernel, peer_slots
+from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, peer_slots
 from ridgeline.planner.parameters import (
     all_mlp_matmul_parameters,
     attention_matmul_parameters,
@@ -160,13 +160,7 @@ class LocalSizes:
         if moe is None:
             return 0
         factor = self.config.compute.experts.capacity_factor
-        return buffer_rows(self.tokens, moe, self.expert, factor, self.tensor, padded=not self.rows_of_each_expert)
-
-    @cached_property
-    def rows_of_each_expert(self) -> int:
-        """Experts of a device whose matrices multiply every row on a GPU, as XLA's ragged_dot computes; 0 with a grouped matmul."""
-        moe, widths = self.model.moe, (self.model.embed_dim, self.model.expert_width // self.tensor)
-        return 0 if moe is None or has_kernel(widths, self.config.compute.experts.capacity_factor) else moe.experts // self.expert
+        return buffer_rows(self.tokens, moe, self.expert, factor, self.tensor)
 
     @cached_property
     def hidden_rows(self) -> int:

@@ -161,18 +161,19 @@ class StepMemory(LiveBuffers):
         if relaid and narrow and not again.mlp_update:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not (again.mlp_update if narrow else dots):
-            return self.backward(relaid=relaid, turns=self.turn.first)
+            return self.backward(relaid=relaid, turns=self.turn.first, delayed=self.delayed_block_scaled())
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         after = relaid + (eight_bits.after_mlp(local) if narrow else after)
         layer = self.backward(turns=self.turn.first)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
         return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
 
-    def backward(self, *, relaid: int = 0, late: bool = False, turns: int = 1, at_end: int = 0) -> Components:
+    def backward(self, *, relaid: int = 0, late: bool = False, turns: int = 1, at_end: int = 0, delayed: int = 0) -> Components:
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
 
         relaid: bytes of a saved value that is copied to another layout. late: gradients of the previous layer are still being reduced.
-        turns: whose weight gradients may be computed together. at_end: further bytes at the end of the layer.
+        turns: whose weight gradients may be computed together. at_end: further bytes at the end of the layer. delayed: from which weight
+        gradients of other layers are computed later.
         """
         local = self.local
         where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(turns, at_end)
@@ -202,7 +203,7 @@ class StepMemory(LiveBuffers):
                 + (", also those of the next layer" if next_layer else ""),
             ),
             "working_activations": Component(
-                hidden + streams + relaid + cotangent,
+                hidden + streams + relaid + cotangent + delayed,
                 f"backward pass of one layer, with its peak in {where}"
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
@@ -333,14 +334,9 @@ class StepMemory(LiveBuffers):
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
-        quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
-        if local.config.precision.block_scaled is not None:
-            # gradients of gate and up, in blocks along both dims: twice in float32, transposed, and twice in one byte; the input of down,
-            # transposed and twice in one byte
-            quantized = (8 * gates // local.compute_itemsize + 2 * gates + 2) * hidden
-        # masked for each expert, where every row is multiplied with every expert: rows and hidden rows of a matmul and of its gradients
-        expanded = local.rows_of_each_expert * (EXPERT_ROWS_IN_FLIGHT * local.row_bytes + at_mlp * hidden)
-        expanded += self.turn.padded_gradients()
+        narrow = local.config.precision.eight_bit and local.config.precision.block_scaled is None
+        quantized = 3 * hidden // local.compute_itemsize if recomputes and narrow else 0
+        expanded = self.turn.padded_gradients()
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize

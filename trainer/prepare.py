@@ -18,7 +18,6 @@ from ridgeline.loaders.overlap import Sample, overlap, sample
 from ridgeline.loaders.shard_hashes import verify
 from ridgeline.loaders.teacher import open_teacher
 from ridgeline.models.parallelize import parallelize
-from ridgeline.planner.experts import TILE, has_kernel
 from ridgeline.sharding.mesh import NodeOf, build_mesh, node_of
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
@@ -130,27 +129,6 @@ def start_warnings(config: Config) -> list[str]:
             if reason is not None:
                 lines.append(f"warning: evaluation.sets.{name} {reason}: its loss does not measure unseen text")
     return lines
-
-
-def device_warnings(config: Config, sizes: Mapping[str, int], platform: str) -> list[str]:
-    """Return a line for each setting that is probably a mistake on these devices.
-
-    Args:
-      config: of the run.
-      sizes: mesh axis -> devices.
-      platform: of the devices.
-    """
-    moe, tensor = config.model.moe, sizes["tensor"]
-    if moe is None or platform not in ("gpu", "cuda") or config.precision.compute != "bfloat16":
-        return []
-    widths = config.model.embed_dim, config.model.expert_width // tensor
-    if has_kernel(widths, config.compute.experts.capacity_factor):
-        return []
-    way_out = "set mesh.tensor=1 and use mesh.expert, or set" if tensor > 1 else "set"
-    return [
-        f"warning: experts of {widths[0]} x {widths[1]} on a device have no grouped matmul (multiples of {TILE} have): every token is "
-        f"multiplied with every expert; {way_out} compute.experts.capacity_factor"
-    ]
 
 
 def _random_start(config: Config) -> list[str]:

@@ -59,7 +59,7 @@ from ridgeline.trainer.loop import Hook, Loader, Loop, Outcome
 from ridgeline.trainer.loss_spikes import LossSpikes, watch_loss_spikes
 from ridgeline.trainer.monitoring import Monitoring
 from ridgeline.trainer.plan_record import record_plan
-from ridgeline.trainer.prepare import Prepared, check_data, data_seed, device_warnings, prepare, start_warnings
+from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare, start_warnings
 from ridgeline.trainer.pretrained import changed_positions, holds_only_params, merged_tokenizer, open_source, start_from
 from ridgeline.trainer.program_cache import open_program_cache
 from ridgeline.trainer.start import StartedRun, check_restored, check_start, complete_step, keep_tokenizer, start_run
@@ -129,8 +129,6 @@ def train(
                 progress.note(line)
             Agreement("writers").first(lambda: check_writers(config.logging))
             parts = prepare(config)
-            for line in device_warnings(config, dict(parts.mesh.shape), jax.default_backend()) if process == 0 else ():
-                progress.note(line)
             opened: list[TextModel] = []
             Agreement("texts").each(lambda: opened.append(TextModel(config, parts.mesh)))
             [texts] = opened

@@ -62,22 +62,14 @@ def make_expert_adapters(make: ParamFactory, width: int, experts: int, hidden: i
     return Adapters(found) if found else None
 
 
-def padded(kernel: GroupedMatmul, pair: Pair) -> Pair:
-    """Return A and B with the rank that the kernel needs: the added columns and rows are 0."""
-    more = -pair.a.shape[2] % kernel.multiple
-    return Pair(jnp.pad(pair.a, ((0, 0), (0, 0), (0, more))), jnp.pad(pair.b, ((0, more), (0, 0), (0, 0)))) if more else pair
-
-
 def added(kernel: GroupedMatmul, scale: float, x_RI: jax.Array, pair: Pair, load_E: jax.Array) -> jax.Array:
     """Return scale * x A B, [R, O] in x's dtype."""
-    pair = padded(kernel, pair)
     low_RZ = kernel.matmul(x_RI, pair.a, load_E)
     return (scale * kernel.matmul(low_RZ, pair.b, load_E)).astype(x_RI.dtype)
 
 
 def input_gradient(kernel: GroupedMatmul, scale: float, dy_RO: jax.Array, pair: Pair, load_E: jax.Array) -> jax.Array:
     """Return the gradient of x, [R, I]: scale * dy B^T A^T."""
-    pair = padded(kernel, pair)
     dlow_RZ = (scale * kernel.matmul(dy_RO, pair.b, load_E, transposed=True)).astype(dy_RO.dtype)
     return kernel.matmul(dlow_RZ, pair.a, load_E, transposed=True)
 
@@ -86,7 +78,6 @@ def gradients(
     kernel: GroupedMatmul, scale: float, x_RI: jax.Array, dy_RO: jax.Array, pair: Pair, load_E: jax.Array, dtype: jnp.dtype
 ) -> Pair:
     """Return the gradients of A and B in `dtype`."""
-    rank, wide = pair.a.shape[2], padded(kernel, pair)
-    low_RZ = kernel.matmul(x_RI, wide.a, load_E)
-    dlow_RZ = (scale * kernel.matmul(dy_RO, wide.b, load_E, transposed=True)).astype(dy_RO.dtype)
-    return Pair(kernel.outer(x_RI, dlow_RZ, load_E, dtype)[:, :, :rank], scale * kernel.outer(low_RZ, dy_RO, load_E, dtype)[:rank])
+    low_RZ = kernel.matmul(x_RI, pair.a, load_E)
+    dlow_RZ = (scale * kernel.matmul(dy_RO, pair.b, load_E, transposed=True)).astype(dy_RO.dtype)
+    return Pair(kernel.outer(x_RI, dlow_RZ, load_E, dtype), scale * kernel.outer(low_RZ, dy_RO, load_E, dtype))

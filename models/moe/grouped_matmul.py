@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ridgeline.models.moe.float8_dot import float8_dot, lower_for_gpus
-from ridgeline.planner.experts import TILE, block_rows, filled_share, has_kernel, padded_rows
+from ridgeline.planner.experts import TILE, block_rows, filled_share, padded_rows
 
 
 def is_float8(x: jax.Array) -> bool:
@@ -33,10 +33,6 @@ def _wide(x: jax.Array) -> jax.Array:
 
 class GroupedMatmul(Protocol):
     """A kernel. Hashable."""
-
-    @property
-    def multiple(self) -> int:
-        """Inputs and outputs must be multiples of it."""
 
     def rows(self, assignments: int, experts: int) -> int:
         """Return R: enough for the worst case of loads; A: most assignments to these experts."""
@@ -60,8 +56,6 @@ class Ragged:
 
     XLA's backends for CPUs and GPUs (jax 0.10) multiply every row with every expert's matrix: it is for CPUs and small models.
     """
-
-    multiple = 1
 
     def rows(self, assignments: int, experts: int) -> int:
         """Return one row per assignment."""
@@ -87,8 +81,6 @@ class Ragged:
 @dataclass(frozen=True)
 class Capacity:
     """Plain batched matmuls: each expert has as many rows."""
-
-    multiple = 1
 
     def rows(self, assignments: int, experts: int) -> int:
         """Return one row per assignment."""
@@ -118,9 +110,11 @@ def _split(x_RI: jax.Array, experts: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Pallas kernels (Triton) for NVIDIA GPUs: the rows of each expert are padded to whole blocks, so that a block has one expert."""
+    """Pallas kernels (Triton) for NVIDIA GPUs: the rows of each expert are padded to whole blocks, so that a block has one expert.
 
-    multiple = TILE
+    Inputs and outputs are padded to whole tiles: of gpt-oss over tensor=8, whose experts have 360 outputs on a device, to 384.
+    """
+
     block: int
     filled: float = 1.0
     """Assignments of a device with equal loads, as a share of the most that it has room for. Blocks without rows are skipped: the FLOPs
@@ -139,7 +133,8 @@ class Blocks:
 
     def matmul(self, x_RI: jax.Array, w_IEO: jax.Array, load_E: jax.Array, *, transposed: bool = False) -> jax.Array:
         """See `GroupedMatmul`."""
-        narrow = self._narrow(x_RI)
+        narrow, wanted = self._narrow(x_RI), w_IEO.shape[0 if transposed else 2]
+        x_RI, w_IEO = _whole_tiles(x_RI, 1), _whole_tiles(w_IEO, 0, 2)
         if narrow and not transposed:
             w_IEO, transposed = w_IEO.transpose((2, 1, 0)), True
         (rows, inputs), experts = x_RI.shape, w_IEO.shape[1]
@@ -165,7 +160,7 @@ class Blocks:
             total = jax.lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((block, tile), jnp.float32))
             y_ref[...] = total.astype(y_ref.dtype)
 
-        return pl.pallas_call(
+        y_RO = pl.pallas_call(
             kernel,
             grid=(rows // block, outputs // tile),
             in_specs=[
@@ -180,9 +175,12 @@ class Blocks:
             name="expert_matmul",
             metadata={"flops": str(2 * self._multiplied(rows, experts) * inputs * outputs)},
         )(expert_X, x_RI, w_IEO)
+        return y_RO[:, :wanted]
 
     def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """See `GroupedMatmul`."""
+        wanted = x_RI.shape[1], y_RO.shape[1]
+        x_RI, y_RO = _whole_tiles(x_RI, 1), _whole_tiles(y_RO, 1)
         (rows, inputs), outputs, experts = x_RI.shape, y_RO.shape[1], load_E.shape[0]
         block, height, width = self.block, TILE, _tile(outputs)
         narrow = self._narrow(x_RI)
@@ -201,7 +199,7 @@ class Blocks:
             total = jax.lax.fori_loop(range_ref[0], range_ref[1], add, jnp.zeros((height, width), jnp.float32))
             w_ref[...] = total.astype(w_ref.dtype)
 
-        return pl.pallas_call(
+        w_IEO = pl.pallas_call(
             kernel,
             grid=(inputs // height, outputs // width, experts),
             in_specs=[
@@ -216,6 +214,7 @@ class Blocks:
             name="expert_weight_gradient",
             metadata={"flops": str(2 * self._multiplied(rows, experts) * inputs * outputs)},
         )(range_E2, left, right)
+        return w_IEO[: wanted[0], :, : wanted[1]]
 
     def _narrow(self, x: jax.Array) -> bool:
         """Whether the kernel multiplies float8."""
@@ -238,14 +237,19 @@ class Blocks:
         return -(-load_E // self.block)
 
 
+def _whole_tiles(x: jax.Array, *axes: int) -> jax.Array:
+    """Return x with zeros after its values along these axes, up to a multiple of TILE."""
+    return jnp.pad(x, [(0, -size % TILE if axis in axes else 0) for axis, size in enumerate(x.shape)])
+
+
 def _tile(outputs: int) -> int:
     return 2 * TILE if outputs % (2 * TILE) == 0 else TILE
 
 
 def choose_kernel(
-    platform: str, dtype: jnp.dtype, experts: int, per_token: int, groups: int, widths: tuple[int, ...], capacity_factor: float | None
+    platform: str, dtype: jnp.dtype, experts: int, per_token: int, groups: int, capacity_factor: float | None
 ) -> GroupedMatmul:
-    """Return the kernel for experts of these widths on one device (embed width, hidden width).
+    """Return the kernel for experts.
 
     Args:
       platform: of the devices.
@@ -253,11 +257,10 @@ def choose_kernel(
       experts: of a layer.
       per_token: experts per token.
       groups: devices over which the experts are sharded (mesh.expert).
-      widths: embed width and hidden width of an expert on one device.
       capacity_factor: compute.experts.capacity_factor.
     """
     if capacity_factor is not None:
         return Capacity()
-    if platform in ("gpu", "cuda") and dtype == jnp.bfloat16 and has_kernel(widths, capacity_factor):
+    if platform in ("gpu", "cuda") and dtype == jnp.bfloat16:
         return Blocks(block_rows(experts), filled=filled_share(experts, per_token, groups))
     return Ragged()

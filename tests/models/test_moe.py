@@ -79,9 +79,10 @@ def test_every_assignment_has_one_row_of_its_expert_or_is_dropped(kernel: Any) -
             assert mine.tolist() == sorted(mine, reverse=True)
 
 
+@pytest.mark.parametrize(("width", "hidden"), [(64, 128), (90, 45), (64, 200)])
 @pytest.mark.parametrize("loads", [[5, 0, 20, 39, 0], [0, 0, 0, 64, 0], [16, 16, 16, 0, 16]])
-def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(loads: list[int]) -> None:
-    kernel, rng, width, hidden = Blocks(16, interpret=True), np.random.default_rng(0), 64, 128
+def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(loads: list[int], width: int, hidden: int) -> None:
+    kernel, rng = Blocks(16, interpret=True), np.random.default_rng(0)
     assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(5), np.array(loads), total_repeat_length=64), 5, 64)
     x_SD, w_DEF, y_SF = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((64, width), (width, 5, hidden), (64, hidden)))
     expert_S = np.repeat(np.arange(5), loads)
@@ -97,7 +98,7 @@ def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(load
 @pytest.mark.parametrize(("experts", "per_token", "groups"), [(8, 2, 1), (8, 2, 8), (64, 6, 4), (128, 8, 16), (256, 8, 8), (8, 4, 4)])
 def test_the_flops_that_the_kernels_state_are_those_of_the_blocks_that_have_rows(experts: int, per_token: int, groups: int) -> None:
     """Not of the room for the worst case: with experts over 8 devices that is 8 times as large. Tokens choose at random here."""
-    kernel = choose_kernel("gpu", jnp.dtype(jnp.bfloat16), experts, per_token, groups, (64, 128), None)
+    kernel = choose_kernel("gpu", jnp.dtype(jnp.bfloat16), experts, per_token, groups, None)
     assert isinstance(kernel, Blocks)
     rng, tokens, local = np.random.default_rng(experts), 2048 * groups, experts // groups
     rows = kernel.rows(tokens * min(per_token, local), local)

@@ -17,7 +17,7 @@ from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.observe.writers import check_writers
 from ridgeline.trainer.checkpoint.directories import step_dir
 from ridgeline.trainer.checkpoint.integrity import MANIFEST
-from ridgeline.trainer.prepare import device_warnings, start_warnings
+from ridgeline.trainer.prepare import start_warnings
 from tests.loaders.token_corpora import random_docs, write_corpus
 
 
@@ -74,29 +74,6 @@ def test_adapting_random_parameters_gets_a_hint(corpora: Path, tmp_path: Path, k
     step.mkdir(parents=True)
     (step / MANIFEST).touch()
     assert start_warnings(Config.model_validate(tree)) == []
-
-
-@pytest.mark.parametrize(
-    ("width", "tensor", "platform", "factor", "advice"),
-    [
-        (2880, 1, "gpu", None, None),  # gpt-oss
-        (2880, 2, "gpu", None, "set mesh.tensor=1 and use mesh.expert, or set compute.experts.capacity_factor"),
-        (2880, 2, "gpu", 1.25, None),
-        (2880, 2, "cpu", None, None),
-        (768, 8, "gpu", None, "set mesh.tensor=1"),  # Qwen3-30B-A3B
-        (768, 4, "gpu", None, None),
-        (100, 1, "gpu", None, "every token is multiplied with every expert; set compute.experts.capacity_factor"),
-    ],
-)
-def test_experts_without_a_grouped_matmul_get_a_hint(
-    width: int, tensor: int, platform: str, factor: float | None, advice: str | None
-) -> None:
-    model = {"embed_dim": 256, "num_heads": 8, "moe": {"experts": 8, "expert_dim": width}}
-    config = Config.model_validate(
-        {"model": model, "compute": {"experts": {"capacity_factor": factor}}, "precision": {"compute": "bfloat16"}}
-    )
-    lines = device_warnings(config, {"tensor": tensor}, platform)
-    assert [(advice or "") in line for line in lines] == [True] * (advice is not None)
 
 
 def raises(**_: Any) -> bool:
