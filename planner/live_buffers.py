@@ -14,6 +14,8 @@ from ridgeline.planner.turn import Turn
 
 MOMENTS = 2
 """Moments of AdamW, the optimizer whose moments can have 8 bits."""
+EXPERT_ROWS_IN_FLIGHT = 3
+"""Residual streams in the rows of the experts [R, D] that are live in a layer: inputs, gradients of the inputs by gate and by up."""
 DELAYED = 2
 """Layers of experts, or with block-scaled matmuls, whose weight gradients are computed together at the start of the backward pass."""
 
@@ -154,6 +156,15 @@ class LiveBuffers:
             return 0
         wide = local.hidden_bytes if precision.block_scaled == "nvfp4" else 0
         return DELAYED * ((2 if local.model.gated_mlp else 1) + 2) * local.hidden_bytes + wide
+
+    def expert_rows_in_flight(self) -> int:
+        """Return the size of the residual streams in the rows of the experts that are live in the backward pass of a layer.
+
+        These are the inputs and the gradients of the inputs by gate and by up. Over tensor, where hidden rows are smaller than they, those
+        of two layers of a turn are live (heap of gpt-oss, tensor=8).
+        """
+        layers = min(DELAYED, self.turn.layers) if self.local.tensor > 1 else 1
+        return layers * EXPERT_ROWS_IN_FLIGHT * self.local.row_bytes
 
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""

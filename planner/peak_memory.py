@@ -25,8 +25,6 @@ COMBINED_BYTES = 30 * 2**20
 STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
 
-EXPERT_ROWS_IN_FLIGHT = 3
-"""Residual streams in the rows of the experts [R, D] that are live there: inputs, gradients of the inputs by gate and by up."""
 SLOTS_IN_FLIGHT = 2
 """Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
 FROM_BLOCK_INPUTS = ("full", "names", "offload")
@@ -336,7 +334,6 @@ class StepMemory(LiveBuffers):
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
         narrow = local.config.precision.eight_bit and local.config.precision.block_scaled is None
         quantized = 3 * hidden // local.compute_itemsize if recomputes and narrow else 0
-        expanded = self.turn.padded_gradients()
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
@@ -356,7 +353,7 @@ class StepMemory(LiveBuffers):
         points = (
             (
                 "its MLP",
-                at_mlp * hidden + quantized + expanded + EXPERT_ROWS_IN_FLIGHT * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes,
+                at_mlp * hidden + quantized + self.turn.padded_gradients() + self.expert_rows_in_flight() + SLOTS_IN_FLIGHT * local.slot_bytes,
                 STREAMS_IN_FLIGHT * stream,
                 2 * local.mlp_matrix * local.matrix_itemsize,
                 down,
@@ -435,7 +432,9 @@ class StepMemory(LiveBuffers):
         local = self.local
         copies = 0 if local.adapted else 2 * 4 * local.table // local.of_state.fsdp
         if local.fsdp > 1 and not local.adapted:
-            copies += 4 * (2 * local.mlp_matrices + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
+            # those of experts, whose gradients are scattered along their first dim, have the parameters' layout
+            of_mlp = 2 * local.mlp_matrices if local.model.moe is None else 0
+            copies += 4 * (of_mlp + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
         gathered, moments = 0, 0
         if self.overlap and local.of_state.fsdp > local.fsdp and local.config.optimizer.kind == "adamw":
             # mesh.zero_stage=2: all gathers start while old parameters are still needed. Those of sgd, lion and adafactor start when these
