@@ -65,7 +65,7 @@ def compile_row(row: Row, place: ClusterConfig, timeout_s: float) -> dict[str, A
         return found | {"error": str(error)}
     report = build_report(request, place, compiled, rates)
     return found | {
-        "compiled_bytes": compiled.peak_bytes + report.reserve_bytes, "capacity_bytes": capacity_bytes(Machine(place, rates, 1)),
+        "compiled_bytes": report.needed_bytes, "capacity_bytes": capacity_bytes(Machine(place, rates, 1)),
         "fits": report.fits, "compile_s": compiled.compile_s, "versions": compiled.versions, "flags": list(flags),
         "scatters": compiled.hlo_text.count(" scatter("), "sorts": compiled.hlo_text.count(" sort("),
         "eight_bit_kernels": compiled.hlo_text.count(EIGHT_BIT_KERNEL) if config.precision.eight_bit else None,

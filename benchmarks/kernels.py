@@ -119,8 +119,8 @@ def table(config: Config, compiled: Compiled, device: Hardware) -> dict[str, Any
          "share": seconds(k, device) / step_s, "op": k.op_name[-60:]}
         for k in sorted(found, key=lambda k: -seconds(k, device))
     ]  # fmt: skip
-    return {"step_s": step_s, "bytes": math.fsum(k.bytes * k.count for k in found), "peak_bytes": compiled.peak_bytes, "parts": parts,
-            "kernels": listed}  # fmt: skip
+    return {"step_s": step_s, "bytes": math.fsum(k.bytes * k.count for k in found), "allocated_bytes": compiled.allocated_bytes,
+            "parts": parts, "kernels": listed}  # fmt: skip
 
 
 def gigabytes(size: float | None) -> str:
@@ -130,7 +130,7 @@ def gigabytes(size: float | None) -> str:
 
 def show(name: str, found: dict[str, Any], most: int) -> None:
     """Print one step."""
-    step = f"{found['step_s'] * 1e3:.0f} ms, {gigabytes(found['bytes'])} GB moved, {gigabytes(found['peak_bytes'])} GB of memory"
+    step = f"{found['step_s'] * 1e3:.0f} ms, {gigabytes(found['bytes'])} GB moved, {gigabytes(found['allocated_bytes'])} GB of memory"
     share = Column("share", "of the step", lambda value: "" if value is None else f"{value:.1%}")
     columns: list[Column | str] = [
         "part",

@@ -101,7 +101,7 @@ def measure(model: str, devices: int) -> dict[str, Any]:
         "least_per_layer": least_per_layer(best),
         "exposed": roofline["exposed"][:6],
         "unhidden": [c for c in found["collectives"] if not c.get("overlapped", True)][:8],
-        "peak_gb": found["peak_bytes"] / 1e9,
+        "needed_gb": found["needed_bytes"] / 1e9,
         "compile_s": found["compile_s"],
         "lower_s": found["trace_s"] + found["lower_s"],
     }
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
             hidden = f"{row['overlapped_share']:>13.1%}{row['exposed_bytes'] / GB:>11.1f}"
             waits = f"{row['exposed_s'] * 1e3:>10.0f}{row['exposed_s'] / row['played_step_s']:>9.1%}{row['played_step_s']:>8.2f}"
             counts = (
-                f"{row['per_layer']:>10.1f}{row['least_per_layer']:>6.0f}{row['peak_gb']:>6.0f}{row['compile_s'] + row['lower_s']:>10.1f}"
+                f"{row['per_layer']:>10.1f}{row['least_per_layer']:>6.0f}{row['needed_gb']:>6.0f}{row['compile_s'] + row['lower_s']:>10.1f}"
             )
             chosen = f"{row['layout']:34}{row['remat']:>10}{row['accumulation']:>6}"
             print(f"{row['model']:6}{devices:>6}  {chosen}{hidden}{waits}{counts}", flush=True)

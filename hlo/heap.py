@@ -82,6 +82,11 @@ class Heap:
                 covered -= int(widths[place][users[place] == 0].sum())
         return tuple(sizes)
 
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes that no value has when most are live: XLA gives each value one place for its whole life, and places leave gaps."""
+        return self.bytes - max(self.live)
+
     def at(self, position: int) -> list[Value]:
         """Return the values that are live at a position of the schedule, largest first; of values in one place the first."""
         found: dict[tuple[int, int], Value] = {}

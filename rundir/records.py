@@ -173,8 +173,6 @@ class CompileRecord(StepSizes):
     """compile.json: figures of the compiled step at the newest start, or the output of `ridge compile --json`."""
 
     flops: float | None = None
-    peak_bytes: int | None = None
-    """Only of `ridge compile --json`."""
     mesh: dict[str, int] = {}
     versions: dict[str, str] = {}
     device: str | None = None

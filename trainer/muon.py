@@ -68,7 +68,12 @@ def orthogonalized(coefficients: jax.Array, partitioner: Partitioner | None, axe
 def _each_layer(one: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Apply `one` to each layer of a stack, in place: XLA zeroes the results of a map, and may do so long before."""
     update = lambda i, x: jax.lax.dynamic_update_index_in_dim(x, one(x[i]), i, 0)  # noqa: E731
-    return jax.lax.fori_loop(0, x.shape[0], update, x)
+    layers = x.shape[0]
+    # XLA on GPUs ends with "Call graph must have been flattened" where the last loop with a known count is not one that it unrolls, and
+    # layers have loops of their own (scan_blocks in models/attention/chunked.py). With microbatches this would be the last: hide its count.
+    count = 1 if layers == 1 else jax.lax.optimization_barrier(jnp.int32(layers))
+    result: jax.Array = jax.lax.fori_loop(0, count, update, x)
+    return result
 
 
 def _by_layers(each: Callable[[jax.Array], jax.Array], sharded: list[tuple[int, Axes]], x: jax.Array) -> jax.Array:

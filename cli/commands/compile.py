@@ -113,7 +113,7 @@ def compile_command(
             print_points(points)
         if comparison is not None:
             print_comparison(comparison)
-    needed = (compiled.peak_bytes + report.reserve_bytes) / GB
+    needed = report.needed_bytes / GB
     if fail_if_memory_above is not None and needed > fail_if_memory_above:
         click.echo(f"ridge: {needed:.2f} GB per device exceed the limit of {fail_if_memory_above:g} GB", err=True)
         return FAILED_CHECK

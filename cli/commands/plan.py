@@ -195,7 +195,7 @@ def layout_compiler(config: Config, cluster: ClusterConfig, *, required: bool) -
         chosen = layout.apply(config)
         flags, level = run_flags(chosen, cluster.device)
         compiled = compile_ahead(replace(Request.on(chosen, cluster, candidate.nodes), xla_flags=flags, optimization_level=level))
-        return compiled.peak_bytes + memory.reserve_bytes
+        return compiled.allocated_bytes + memory.reserve_bytes
 
     return needed_bytes
 

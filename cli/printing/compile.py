@@ -51,9 +51,11 @@ def _print_memory(report: Report) -> None:
     number = "{:.2f}".format
     columns: list[Column | str] = ["what", Column("planned", format=number), Column("compiled", format=number), "explanation"]
     print_table(columns, rows, title="memory per device, GB")
-    needed = (c.peak_bytes + report.reserve_bytes) / GB
+    needed = report.needed_bytes / GB
     verdict = "fits" if report.fits else f"DOES NOT FIT: {needed - report.capacity_bytes / GB:.2f} GB too much"
     print(f"needs {needed:.2f} GB of {report.capacity_bytes / GB:.2f} GB usable: {verdict}")
+    peak, share = c.allocated_bytes - c.gap_bytes, c.gap_bytes / c.temp_bytes if c.temp_bytes else 0.0
+    print(f"of the step, {peak / GB:.2f} GB are in use at the peak; {c.gap_bytes / GB:.2f} GB are gaps in XLA's heap ({share:.1%} of it)")
 
 
 def print_points(points: list[dict[str, Any]]) -> None:

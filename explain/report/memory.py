@@ -24,7 +24,7 @@ def memory_section(analysis: Analysis) -> list[str]:
 def _programs(programs: Sequence[ProgramMemory]) -> list[str]:
     first = programs[0]
     at = f" at {_place(first.peak_at)}" if first.timeline else ""
-    summary = f"{first.module} takes {format_bytes(first.peak_bytes)} per device{at}"
+    summary = f"{first.module} has at most {format_bytes(first.peak_bytes)} in use per device{at}"
     fixed = first.peak_bytes - first.peak_at.bytes
     curve = Series("all", [(float(n), (fixed + live.bytes) / 1e9) for n, live in enumerate(first.timeline)])
     chart = line_chart(f"Memory of {first.module}", "position in its schedule", "GB", [curve], from_zero=True)

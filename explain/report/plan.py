@@ -57,7 +57,7 @@ def _memory(facts: Facts, plan: PlanRecord) -> list[str]:
     ]
     if rows:
         parts.append(table(["MB", "planned", "compiled", "difference", "why"], rows))
-    total = plan.memory_bytes or (None if facts.compiled is None else facts.compiled.peak_bytes)
+    total = plan.memory_bytes or (None if facts.compiled is None else facts.compiled.step_bytes)
     if total:
         measured = "not reported by this device" if peak is None else f"{_mb(peak)} MB ({_change(float(total), peak)})"
         parts.append(f"<p>Whole device: {_mb(float(total))} MB predicted; measured peak: {measured}.</p>")

@@ -262,7 +262,7 @@ def test_the_memory_of_a_program_is_drawn_over_its_schedule_with_its_peak():
     one = {"module": "jit_<f>", "arguments_bytes": 2e9, "outputs_bytes": 0.5e9, "constants_bytes": 0.0, "temporaries_bytes": 6e9}
     program = ProgramMemory(**one, peak_bytes=7.5e9, peak_at=live[1], largest=live[1:2], timeline=live)
     page = "".join(memory_section(replace(EMPTY, memory=[program])))
-    assert "<summary>jit_&lt;f&gt; takes 7.5 GB per device at fusion.1 (mlp forward)</summary>" in page
+    assert "<summary>jit_&lt;f&gt; has at most 7.5 GB in use per device at fusion.1 (mlp forward)</summary>" in page
     assert len(re.findall(r'polyline points="([^"]*)"', page)[0].split()) == 3
     assert rows_of(page, "<svg")[1] == ["jit_&lt;f&gt;", "2", "0.5", "6", "7.5", "fusion.1 (mlp forward)"]
     assert memory_section(EMPTY) == []

@@ -33,7 +33,7 @@ RANGES = """HloLiveRange (max 4):
 def test_values_in_one_place_count_once_and_arguments_do_not_count():
     heap = read_heap(ASSIGNMENT, RANGES)
     assert heap.bytes == 160 and heap.schedule == ("x", "first", "second", "loop", "last")
-    assert heap.live == (0, 64, 128, 128, 96)
+    assert heap.live == (0, 64, 128, 128, 96) and heap.gap_bytes == 160 - 128
     assert [(value.name, value.index) for value in heap.at(3)] == [("first", ""), ("second", "1")]
     assert [value.name for value in heap.at(4)] == ["loop", "last"]
 

@@ -74,7 +74,7 @@ def test_steps_drawn_over_every_knob_take_what_is_planned(monkeypatch):
         assert planned.argument_bytes == pytest.approx(result.argument_bytes, rel=1e-3)
         error = (result.argument_bytes + result.temp_bytes) / planned.compiled_bytes - 1
         assert abs(error) < 0.08, (error, config.compute, config.precision)
-        assert result.peak_bytes <= planned.total_bytes
+        assert result.allocated_bytes <= planned.total_bytes
 
 
 def test_the_sampler_draws_only_attention_that_the_model_can_use(monkeypatch):

@@ -15,7 +15,7 @@ from ridgeline.trainer.aot.report import compare_overlap, other_overlap
 def report(step_s: float, *, fits: bool = True) -> Any:
     """What is read of a report."""
     schedule = SimpleNamespace(step_s=step_s, exposed_s=step_s / 10)
-    return SimpleNamespace(schedule=schedule, overlapped_share=0.9, compiled=SimpleNamespace(peak_bytes=7), reserve_bytes=3, fits=fits)
+    return SimpleNamespace(schedule=schedule, overlapped_share=0.9, needed_bytes=10, fits=fits)
 
 
 @pytest.mark.parametrize(

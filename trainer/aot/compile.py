@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
+from ridgeline.hlo.heap import Heap, read_heap
 from ridgeline.planner.hardware import Hardware, hardware
 from ridgeline.trainer.aot.target import target_config
 
@@ -84,7 +86,7 @@ class Compiled:
     temp_bytes: int
     """Buffers that exist only during the step."""
     peak_bytes: int
-    """Peak memory, arguments and outputs included."""
+    """In use at the peak, arguments and outputs included, by XLA: without gaps in the heap of temporaries."""
     trace_s: float
     lower_s: float
     compile_s: float
@@ -99,6 +101,32 @@ class Compiled:
     live_ranges_text: str | None
     warnings: tuple[str, ...] = ()
     """XLA's warnings about memory that rematerialization could not reduce."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What a device allocates for the step: arguments, outputs that reuse none of them, and the heap of temporaries with its gaps.
+
+        XLA's own definition of the least memory that a program needs (CompiledMemoryStats, xla/pjrt/pjrt_executable.h), without its code.
+        The heap is one allocation, made before the step begins (GpuExecutable::GenerateBufferAllocations), so its gaps are taken too.
+        """
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+    @cached_property
+    def heap(self) -> Heap | None:
+        """The heap of temporaries; None where XLA wrote no buffer assignment, or one without temporaries."""
+        if self.buffers_text is None or self.live_ranges_text is None:
+            return None
+        try:
+            return read_heap(self.buffers_text, self.live_ranges_text)
+        except ValueError:
+            return None
+
+    @property
+    def gap_bytes(self) -> int:
+        """Part of the heap of temporaries that is not in use at the peak: gaps between buffers of different sizes and lifetimes."""
+        if self.heap is not None:
+            return self.heap.gap_bytes
+        return max(0, self.allocated_bytes - self.peak_bytes)
 
 
 def compile_ahead(request: Request, *, timeout_s: float = TIMEOUT_S) -> Compiled:

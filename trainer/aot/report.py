@@ -15,7 +15,6 @@ from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
 from ridgeline.hlo.buffers import Buffer, grouped, live_at_peak
 from ridgeline.hlo.collectives import Collective, collectives
-from ridgeline.hlo.heap import read_heap
 from ridgeline.hlo.parse import parse
 from ridgeline.hlo.roofline import Kernel, kernels, total_flops, without_flops
 from ridgeline.hlo.schedule import Schedule, simulate
@@ -71,7 +70,12 @@ class Report:
     @property
     def fits(self) -> bool:
         """Whether the step and the runtime fit into the usable memory."""
-        return self.compiled.peak_bytes + self.reserve_bytes <= self.capacity_bytes
+        return self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a device that the step and the runtime need; gaps in XLA's heap count, since a device allocates them."""
+        return self.compiled.allocated_bytes + self.reserve_bytes
 
     @property
     def kernels_s(self) -> float:
@@ -204,9 +208,9 @@ def bytes_at_points(report: Report) -> list[dict[str, Any]]:
     Raises UserError where XLA wrote no buffer assignment.
     """
     c, estimate = report.compiled, report.estimate
-    if c.buffers_text is None or c.live_ranges_text is None:
+    heap = c.heap
+    if heap is None:
         raise UserError("--heap: XLA wrote no buffer assignment for this step; leave the option out")
-    heap = read_heap(c.buffers_text, c.live_ranges_text)
     apart = estimate.total_bytes - estimate.compiled_bytes  # the margin, and what is outside of the step
     planned = {"peak": estimate.compiled_bytes} | {point: size - apart for point, size in estimate.bytes_at.items()}
     live = {"peak": max(heap.live)} | {point: heap.live[position] for point, position in heap.peaks(parse(c.hlo_text)).items()}
@@ -219,7 +223,7 @@ def smallest_change(request: Request, cluster: ClusterConfig, report: Report) ->
     """Return the overrides of the smallest config change that should fit, by the memory model corrected with this compile; else None."""
     from ridgeline.planner.config_changes import fitting_changes
 
-    correction = report.compiled.peak_bytes - report.estimate.compiled_bytes
+    correction = report.compiled.allocated_bytes - report.estimate.compiled_bytes
     return fitting_changes(request.config, report.compiled.mesh, report.capacity_bytes - correction)
 
 
@@ -232,8 +236,10 @@ def report_json(report: Report) -> dict[str, Any]:
         "output_bytes": c.output_bytes,
         "alias_bytes": c.alias_bytes,
         "temp_bytes": c.temp_bytes,
-        "peak_bytes": c.peak_bytes,
+        "peak_bytes": c.allocated_bytes - c.gap_bytes,
+        "gap_bytes": c.gap_bytes,
         "reserve_bytes": report.reserve_bytes,
+        "needed_bytes": report.needed_bytes,
         "capacity_bytes": report.capacity_bytes,
         "fits": report.fits,
         "trace_s": c.trace_s,
@@ -331,7 +337,7 @@ def compare_overlap(reports: Mapping[str, Report]) -> dict[str, Any]:
             "step_s": report.schedule.step_s,
             "exposed_communication_s": report.schedule.exposed_s,
             "overlapped_share": report.overlapped_share,
-            "needed_bytes": report.compiled.peak_bytes + report.reserve_bytes,
+            "needed_bytes": report.needed_bytes,
             "fits": report.fits,
         }
         for value, report in reports.items()
