@@ -14,23 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
+from ridgeline.planner.attention_time import AttentionTimes, attention_times
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.flops import mean_keys_per_layer
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
 from ridgeline.planner.parameters import DOWN, attention_weights, layer_norms, matmul_weights
 from ridgeline.planner.recompute import Recomputed, recomputed_by
 from ridgeline.planner.software import DEFAULT_SOFTWARE, Software
+from ridgeline.planner.work import Work
 
-ATTENTION_FORWARD_SHARE = 0.25
-"""Forward share of the time of fused attention: the backward kernel does 2.5 times the work at 0.85 of the rate."""
-PALLAS_SHARE = 0.57
-"""Rate of flash attention in Triton over that of cuDNN: FlashAttention-3, which is close to cuDNN, is 1.5 to 2 times as fast as
-FlashAttention-2 on an H100 (arXiv 2407.08608, abstract and section 4.1). Not measured here; with documents shorter than the row it is
-faster than this."""
-SCORE_PASSES = 14
-"""Passes over the float32 scores in device memory, forward and backward, of attention without fused kernels (XLA's fusions)."""
 LOGIT_PASSES_BYTES = 18
 """Per logit: written once and read three times in float32 (maximum, sum, probability), its gradient written in 16 bits."""
 TEACHER_PASSES_BYTES = {"bucket": 34, "renormalize": 8}
@@ -46,29 +39,6 @@ TRANSPOSED_INT8_BYTES = 28
 
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's orthogonalization (optax's default)."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """Seconds of computation on one device."""
-
-    compute_s: float = 0.0
-    """Matmuls and attention."""
-    memory_s: float = 0.0
-    """Passes over device memory by other kernels."""
-
-    @property
-    def seconds(self) -> float:
-        """Their sum."""
-        return self.compute_s + self.memory_s
-
-    def __add__(self, other: Work) -> Work:
-        """Add each part."""
-        return Work(self.compute_s + other.compute_s, self.memory_s + other.memory_s)
-
-    def __mul__(self, times: float) -> Work:
-        """Multiply each part."""
-        return Work(self.compute_s * times, self.memory_s * times)
 
 
 @dataclass(frozen=True)
@@ -149,9 +119,12 @@ class Kernels:
     def _routed_rows(self) -> int:
         """Return the rows of a matmul of the routed experts that takes as long at the full rate.
 
-        Where this project has no grouped matmul for the width on a device, XLA multiplies each row with every expert's matrix.
+        Where this project has no grouped matmul for the width on a device, XLA multiplies each row with every expert's matrix. With a
+        capacity the matmuls are plain ones of a batch.
         """
         local = self.local
+        if local.config.compute.experts.capacity_factor is not None:
+            return local.expert_rows
         if local.rows_of_each_expert and self.software.name == DEFAULT_SOFTWARE:
             return local.rows_of_each_expert * local.expert_rows
         return round(local.busy_rows / self.software.grouped_rate)
@@ -174,10 +147,9 @@ class Kernels:
 
     def _layer_forward(self) -> Work:
         compute = sum(self.layer_matmul_s(name, *shape, self.forward_dtype) for name, shape in self.matmuls().items())
-        attention = self.attention()
         return (
             Work(compute + self._adapters())
-            + attention * ATTENTION_FORWARD_SHARE
+            + self.attention().forward
             + Work(0.0, self.memory_s(self.software.elementwise_passes * self._elementwise_forward() + self._quantize()))
         )
 
@@ -189,7 +161,8 @@ class Kernels:
             compute += self.layer_matmul_s(name, m, k, n, self.layer_dtype)
             of_weights += 0.0 if self.local.adapted else self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2)
             compute += self.layer_matmul_s(name, m, n, k, self.forward_dtype) if name in again.weights else 0.0
-        attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
+        times = self.attention()
+        attention = times.backward + times.forward if self._attention_again(again) else times.backward
         moved = self.software.elementwise_passes * self._elementwise_backward(again) + 2 * self._quantize()
         work = Work(compute + of_weights + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
         if self.software.accumulates_in_matmuls:  # the sums pass through device memory while the matmul computes
@@ -218,22 +191,9 @@ class Kernels:
         backend = self.local.attention_backend(gpu=self.device.tensor_cores)
         return again.attention or (named and backend not in TAGS_STATISTICS)
 
-    def attention(self) -> Work:
-        """Return scores, softmax and values of one layer, forward and backward together."""
-        local, model = self.local, self.local.model
-        length, backend = local.config.data.seq_len, local.attention_backend(gpu=self.device.tensor_cores)
-        keys = mean_keys_per_layer(model, length)
-        flops = 6.0 * keys * model.num_heads * (model.head_width + model.value_width) * local.tokens / local.tensor
-        in_step = self.software.in_step_share(self.dtype, self.device)
-        if backend in ("cudnn", "pallas") or self.software.own_attention:
-            rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
-            slow = backend == "pallas" and not self.software.own_attention
-            rate *= PALLAS_SHARE if slow else self.software.attention_share(self.device)
-            return Work(flops / rate / in_step)
-        seen = keys if backend == "chunked" else length
-        scores = local.tokens * seen * model.num_heads / local.tensor * 4
-        rate = self.calibration.matmul_flops_per_s(self.device, self.dtype, length, length, model.head_width)
-        return Work(flops * seen / keys / rate / in_step, self.memory_s(SCORE_PASSES * scores))
+    def attention(self) -> AttentionTimes:
+        """Return scores, softmax and values of one layer."""
+        return attention_times(self.local, self.device, self.calibration, self.dtype)
 
     def embedding(self) -> Work:
         """Return the token lookup, and the scatter of its gradient into a zeroed table."""

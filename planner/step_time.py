@@ -23,7 +23,7 @@ from ridgeline.planner.collectives import PlannedCollective, compiled_collective
 from ridgeline.planner.communication import CollectiveCost, forwarded_s, hop_s, time_s
 from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import Hardware, hardware
-from ridgeline.planner.kernels import Kernels, Work
+from ridgeline.planner.kernels import Kernels
 from ridgeline.planner.layer_costs import LayerPoint, without_recompute
 from ridgeline.planner.links import Fabric
 from ridgeline.planner.local import LocalSizes
@@ -31,6 +31,7 @@ from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.optimizer_state import ON_DEVICE, offloaded_state_bytes, streamed_state_bytes
 from ridgeline.planner.overlap import Communication, exposed_s, overlap_share
 from ridgeline.planner.stragglers import slowest_over_mean
+from ridgeline.planner.work import Work
 
 HOST_INPUT_TOKENS_PER_S = 20e6
 """Tokens per second and host of the input pipeline where the calibration has none: a quarter of what two cores read (docs/LOG.md)."""
