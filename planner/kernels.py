@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
 from ridgeline.planner.attention_time import AttentionTimes, attention_times
 from ridgeline.planner.calibration import Calibration
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
@@ -156,13 +157,16 @@ class Kernels:
     def _layer_backward(self) -> Work:
         """Return the backward pass of one layer: gradients of inputs and weights, and recomputation."""
         again = recomputed_by(self.local.config)
+        twice = self._attention_twice(again)
         compute = of_weights = 0.0
         for name, (m, n, k) in self.matmuls().items():
             compute += self.layer_matmul_s(name, m, k, n, self.layer_dtype)
             of_weights += 0.0 if self.local.adapted else self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2)
-            compute += self.layer_matmul_s(name, m, n, k, self.forward_dtype) if name in again.weights else 0.0
+            times_again = int(name in again.weights) + (twice if name in attention_weights(self.local.model) else 0.0)
+            compute += times_again * self.layer_matmul_s(name, m, n, k, self.forward_dtype)
         times = self.attention()
         attention = times.backward + times.forward if self._attention_again(again) else times.backward
+        attention += times.forward * twice
         moved = self.software.elementwise_passes * self._elementwise_backward(again) + 2 * self._quantize()
         work = Work(compute + of_weights + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
         if self.software.accumulates_in_matmuls:  # the sums pass through device memory while the matmul computes
@@ -190,6 +194,23 @@ class Kernels:
         named = self.local.config.compute.remat.takes_names
         backend = self.local.attention_backend(gpu=self.device.tensor_cores)
         return again.attention or (named and backend not in TAGS_STATISTICS)
+
+    def _attention_twice(self, again: Recomputed) -> float:
+        """Return the share of layers whose attention is recomputed twice.
+
+        XLA moves the gather that follows attention's update (of the MLP's input over tensor, of tokens over expert) to the iteration
+        before, together with a copy of all computation before it; the gradients of attention recompute it in their own. Only the layers of
+        the first iteration have no iteration before. Seen in each compiled step with such a gather, and in none without one.
+        """
+        local, model, compute = self.local, self.local.model, self.local.config.compute
+        gathered = (local.tensor > 1 and compute.tensor_overlap != "ring") or (
+            exchange_method(model.moe, compute.experts, {"expert": local.expert}) == "gather"
+        )
+        in_loop = compute.scan_layers and local.pipeline == 1 and self.device.tensor_cores and self.software.name == DEFAULT_SOFTWARE
+        if not (again.attention_update and gathered and in_loop):
+            return 0.0
+        looped = model.num_layers - local.first_dense[0]
+        return max(0, looped - model.layer_period) / model.num_layers
 
     def attention(self) -> AttentionTimes:
         """Return scores, softmax and values of one layer."""

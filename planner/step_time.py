@@ -203,7 +203,7 @@ def step_parts(
         local.schedule,
         narrow=config.precision.matmul != "compute",
     )
-    empty = layer_slots(config, local.pipeline) - config.model.num_layers if local.pipeline > 1 else 0
+    layers_of_stages = layer_slots(config, local.pipeline) if local.pipeline > 1 else config.model.num_layers  # some may be empty
     slowest = slowest_over_mean(local.devices) if machine.device.tensor_cores else 1.0
     offloaded = offloaded_bytes(local) * repeats
     state = offloaded_state_bytes(local) if machine.device.tensor_cores else 0
@@ -213,8 +213,8 @@ def step_parts(
         devices=local.devices,
         forward=(kernels.layer_forward() * layers + kernels.modules_forward() * repeats + copies) * slowest,
         backward=(kernels.layer_backward() * layers + kernels.modules_backward() * repeats + again + copies) * slowest,
-        rest=(_outside(kernels, empty) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
-        bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layer_slots(config, local.pipeline),
+        rest=(_outside(kernels, layers_of_stages - config.model.num_layers) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
+        bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layers_of_stages,
         optimizer=(kernels.optimizer() + Work(0.0, kernels.memory_s(2 * state))) * slowest,
         communication=tuple(Communication(item, machine.cost(item, sizes, config.model.moe)) for item in planned),
         host_input_s=host_input_s(local, machine),
