@@ -309,6 +309,7 @@ class Kernels:
             + (gates + 1) * local.hidden_bytes
             + 4 * local.row_bytes
             + self._casts()
+            + self._turned(4)
         )
 
     def _elementwise_backward(self, again: Recomputed) -> float:
@@ -326,6 +327,10 @@ class Kernels:
             + (2 * gates + 2) * local.hidden_bytes
         )
         size += 8 * local.row_bytes
+        size += self._turned(2 + (2 if again.inputs else 0) + int(again.attention_update) + int(again.mlp_update))
+        size += self._turned(3) * self._attention_twice(again)
+        if self._stream_over_tensor:  # of inputs: the results of the matmuls that read them are added up before they are scattered
+            size += (3 + 1 + gates + 1) * local.stream_bytes
         if not self.software.accumulates_in_matmuls:
             size += 8 * local.gathered_trained_weights
             size += 3 * (local.trained if local.adapted else local.layer_matrices) // local.model.num_layers * local.gradient_itemsize
@@ -335,6 +340,20 @@ class Kernels:
         if again.inputs:
             size += (6 + 2 * layer_norms(local.model)) * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
         return size
+
+    @property
+    def _stream_over_tensor(self) -> bool:
+        """Whether XLA gathers and scatters the residual stream of attention and MLP over tensor, in layers without experts or latents."""
+        local, model = self.local, self.local.model
+        plain = model.moe is None and model.latent_attention is None and not local.adapted
+        return plain and local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and self.software.name == DEFAULT_SOFTWARE
+
+    def _turned(self, transfers: int) -> int:
+        """Return the bytes of transposing the residual stream for a number of gathers and scatters over tensor.
+
+        Matmuls have rows first, these collectives the sequence, which is what they cut.
+        """
+        return 2 * transfers * self.local.stream_bytes if self._stream_over_tensor and self.local.rows > 1 else 0
 
     def _casts(self) -> float:
         """Return the bytes of casting the parameters of a layer."""
