@@ -78,7 +78,9 @@ def grouped_matmul(computation: Computation, instruction: Instruction) -> tuple[
     The buffers have room for the worst case. The kernel states the FLOPs of the blocks that have rows (`filled_share`).
     """
     name = kernel_name(instruction)
-    stated = _STATED.search(instruction.attributes.replace(r"\22", '"')) if name in GROUPED and instruction.opcode == "custom-call" else None
+    stated = (
+        _STATED.search(instruction.attributes.replace(r"\22", '"')) if name in GROUPED and instruction.opcode == "custom-call" else None
+    )
     if stated is None:
         return None
     buffer = next(shape for shape in computation.operand_shapes(instruction) if len(shape.dims) == 2 and shape.dtype[:1] in ("f", "b"))

@@ -110,7 +110,7 @@ def _in_blocks(local: LocalSizes, device: Hardware, calibration: Calibration, dt
         return Work(0.0, pairs * moved / bandwidth)
 
     def matmul(inner: int, shape: tuple[int, int, int], moved: float) -> Work:
-        """Return the time of a matmul of all pairs: 2 FLOPs per score and element of `inner`, at the rate of (m, n, k); bytes per row and pair."""
+        """Return the time of a matmul of all pairs: 2 FLOPs per score and element of `inner`, or `moved` bytes per row and pair."""
         rate = calibration.matmul_flops_per_s(device, dtype, *shape) * calibration.software.in_step_share(dtype, device)
         compute, memory = Work(pairs * 2 * scores * inner / rate), passes(moved)
         return compute if compute.seconds > memory.seconds else memory

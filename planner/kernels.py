@@ -309,7 +309,7 @@ class Kernels:
             + (gates + 1) * local.hidden_bytes
             + 4 * local.row_bytes
             + self._casts()
-            + self._turned(4)
+            + self._turned(2, 2)
         )
 
     def _elementwise_backward(self, again: Recomputed) -> float:
@@ -327,10 +327,10 @@ class Kernels:
             + (2 * gates + 2) * local.hidden_bytes
         )
         size += 8 * local.row_bytes
-        size += self._turned(2 + (2 if again.inputs else 0) + int(again.attention_update) + int(again.mlp_update))
-        size += self._turned(3) * self._attention_twice(again)
-        if self._stream_over_tensor:  # of inputs: the results of the matmuls that read them are added up before they are scattered
-            size += (3 + 1 + gates + 1) * local.stream_bytes
+        size += self._turned(1 + int(again.inputs) + int(again.attention_update), 1 + int(again.inputs) + int(again.mlp_update))
+        size += self._turned(2, 1) * self._attention_twice(again)
+        if halves := self._halves_over_tensor:  # the results of the matmuls that read an input are added up before they are scattered
+            size += (4 + (gates + 1) * (halves - 1)) * local.stream_bytes
         if not self.software.accumulates_in_matmuls:
             size += 8 * local.gathered_trained_weights
             size += 3 * (local.trained if local.adapted else local.layer_matrices) // local.model.num_layers * local.gradient_itemsize
@@ -342,18 +342,22 @@ class Kernels:
         return size
 
     @property
-    def _stream_over_tensor(self) -> bool:
-        """Whether XLA gathers and scatters the residual stream of attention and MLP over tensor, in layers without experts or latents."""
+    def _halves_over_tensor(self) -> int:
+        """How many of attention and MLP have their input gathered, and their update scattered, over tensor by XLA: attention alone where
+        the MLP has experts; none with latents, whose gathers are narrow, and with adapters."""
         local, model = self.local, self.local.model
-        plain = model.moe is None and model.latent_attention is None and not local.adapted
-        return plain and local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and self.software.name == DEFAULT_SOFTWARE
+        gathered = local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and self.software.name == DEFAULT_SOFTWARE
+        if not gathered or local.adapted or model.latent_attention is not None:
+            return 0
+        return 2 if model.moe is None or model.moe.shared_experts else 1
 
-    def _turned(self, transfers: int) -> int:
+    def _turned(self, of_attention: int, of_mlp: int) -> int:
         """Return the bytes of transposing the residual stream for a number of gathers and scatters over tensor.
 
         Matmuls have rows first, these collectives the sequence, which is what they cut.
         """
-        return 2 * transfers * self.local.stream_bytes if self._stream_over_tensor and self.local.rows > 1 else 0
+        halves = self._halves_over_tensor if self.local.rows > 1 else 0
+        return 2 * self.local.stream_bytes * ((0, of_attention, of_attention + of_mlp)[halves])
 
     def _casts(self) -> float:
         """Return the bytes of casting the parameters of a layer."""

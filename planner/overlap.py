@@ -3,7 +3,9 @@
 Gathers of parameters and reductions of gradients do not depend on the computation of the neighboring layer, so they can be overlapped
 with it: T = Tc + Tm - eta * min(Tc, Tm) for each pass over a layer. Gathers and scatters of the residual stream over `tensor`, all-to-alls
 over `context` and the exchange of tokens over `expert` are between two dependent matmuls and fully exposed; rings overlap with their own
-matmuls in part. Collectives of embedding, loss and optimizer are exposed.
+matmuls in part. In the backward pass XLA's scheduler overlaps two kinds of those over `tensor` too: scatters of gradients of inputs, on
+which no gradient of weights depends, and gathers for recomputation, which depend on no gradient; where the MLP is recomputed also gathers
+of gradients. It does not where layers have experts. Collectives of embedding, loss and optimizer are exposed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 
 from ridgeline.planner.collectives import PlannedCollective
 from ridgeline.planner.communication import CollectiveCost
+from ridgeline.planner.recompute import Recomputed
 
 ETA = 0.9
 """Fraction of the shorter of compute and communication that XLA's latency-hiding scheduler overlaps with the longer. The rest is the
@@ -37,6 +40,8 @@ class Communication:
 
     planned: PlannedCollective
     cost: CollectiveCost
+    beside_gradients: bool = False
+    """Of the residual stream in the backward pass, where it is overlapped with gradients of weights or with recomputation."""
 
     @property
     def seconds(self) -> float:
@@ -47,18 +52,22 @@ class Communication:
     def overlappable(self) -> bool:
         """Whether it can be overlapped with the compute of a layer."""
         item = self.planned
+        if self.beside_gradients:
+            return True
         return item.where == "layer" and set(item.axes) <= set(OVERLAPPED_AXES) and item.kind != "all-to-all" and not item.of_tokens
 
     @property
     def in_ring(self) -> bool:
         """Whether it is a hop of a ring. A transfer between pipeline stages is not: it overlaps with a whole pass of another unit."""
-        return self.planned.kind == "collective-permute" and self.planned.axes != ("pipeline",)
+        return self.planned.kind == "collective-permute" and self.planned.axes != ("pipeline",) and not self.beside_gradients
 
     @property
     def hides_under(self) -> str:
         """What it can be overlapped with, in words."""
         if self.in_ring:
             return "matmuls of the ring"
+        if self.beside_gradients:
+            return "gradients of weights and recomputation"
         return f"{self.planned.phase} pass of the neighboring layer" if self.overlappable else "nothing"
 
     def by_kind(self) -> dict[str, float]:
@@ -68,6 +77,13 @@ class Communication:
         for term in self.cost.terms:
             shares[term.link.kind] = shares.get(term.link.kind, 0.0) + term.seconds / total * self.seconds
         return shares
+
+
+def beside_gradients(item: PlannedCollective, again: Recomputed) -> bool:
+    """Return whether XLA overlaps a gather or scatter over tensor, or its ring, with gradients of weights or with recomputation."""
+    if item.where != "layer" or item.phase != "backward" or item.axes != ("tensor",) or item.of_tokens:
+        return False
+    return item.what.endswith((" input", "(recomputed)")) or (item.what.endswith(" update") and "up" in again.weights)
 
 
 OVERLAP_ROOM = 0.9

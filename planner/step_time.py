@@ -29,7 +29,8 @@ from ridgeline.planner.links import Fabric
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.optimizer_state import ON_DEVICE, offloaded_state_bytes, streamed_state_bytes
-from ridgeline.planner.overlap import Communication, exposed_s, overlap_share
+from ridgeline.planner.overlap import Communication, beside_gradients, exposed_s, overlap_share
+from ridgeline.planner.recompute import recomputed_by
 from ridgeline.planner.stragglers import slowest_over_mean
 from ridgeline.planner.work import Work
 
@@ -208,15 +209,24 @@ def step_parts(
     offloaded = offloaded_bytes(local) * repeats
     state = offloaded_state_bytes(local) if machine.device.tensor_cores else 0
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
+    beside = software.overlaps_scatters and config.model.moe is None
     return StepParts(
         config=config,
         devices=local.devices,
         forward=(kernels.layer_forward() * layers + kernels.modules_forward() * repeats + copies) * slowest,
         backward=(kernels.layer_backward() * layers + kernels.modules_backward() * repeats + again + copies) * slowest,
-        rest=(_outside(kernels, layers_of_stages - config.model.num_layers) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
+        rest=(_outside(kernels, layers_of_stages - config.model.num_layers) + kernels.stacks() + kernels.accumulate())
+        * (repeats * slowest),
         bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layers_of_stages,
         optimizer=(kernels.optimizer() + Work(0.0, kernels.memory_s(2 * state))) * slowest,
-        communication=tuple(Communication(item, machine.cost(item, sizes, config.model.moe)) for item in planned),
+        communication=tuple(
+            Communication(
+                item,
+                machine.cost(item, sizes, config.model.moe),
+                beside_gradients=beside and beside_gradients(item, recomputed_by(config)),
+            )
+            for item in planned
+        ),
         host_input_s=host_input_s(local, machine),
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
