@@ -129,15 +129,20 @@ def _dims(pattern: str, instruction: Instruction) -> list[int]:
 
 
 def _attention(computation: Computation, instruction: Instruction, target: str) -> float | None:
-    """Return the FLOPs of fused attention: two matmuls forward (QK, PV), five backward; half with a causal mask, which is skipped."""
+    """Return the FLOPs of fused attention: two matmuls forward (QK, PV), five backward, without what a causal mask or a window skips:
+    of T keys a query sees T/2 on average, or W - W*W/(2T) with a window of W."""
     scores = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.attributes)
     if not scores:
         return None
-    elements = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1)))
+    dims = [int(d) for d in re.findall(r"\d+", scores.group(1))]
     width = computation.operand_shapes(instruction)[0].dims[-1]
     matmuls = 5 if "Backward" in target else 2
     causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes else 1.0
-    return 2.0 * elements * width * matmuls * causal
+    window = re.search(r'"sliding_window_length": ?"?(\d+)', instruction.attributes)
+    if window and 0 < int(window.group(1)) < dims[-1]:
+        share = int(window.group(1)) / dims[-1]
+        causal = share - share * share / 2
+    return 2.0 * math.prod(dims) * width * matmuls * causal
 
 
 def _convolution(computation: Computation, instruction: Instruction, target: str) -> float | None:
