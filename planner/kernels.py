@@ -157,7 +157,7 @@ class Kernels:
     def _layer_backward(self) -> Work:
         """Return the backward pass of one layer: gradients of inputs and weights, and recomputation."""
         again = recomputed_by(self.local.config)
-        twice = self._attention_twice(again)
+        twice = self.attention_twice(again)
         compute = of_weights = 0.0
         for name, (m, n, k) in self.matmuls().items():
             compute += self.layer_matmul_s(name, m, k, n, self.layer_dtype)
@@ -195,7 +195,7 @@ class Kernels:
         backend = self.local.attention_backend(gpu=self.device.tensor_cores)
         return again.attention or (named and backend not in TAGS_STATISTICS)
 
-    def _attention_twice(self, again: Recomputed) -> float:
+    def attention_twice(self, again: Recomputed) -> float:
         """Return the share of layers whose attention is recomputed twice.
 
         XLA moves the gather that follows attention's update (of the MLP's input over tensor, of tokens over expert) to the iteration
@@ -328,7 +328,7 @@ class Kernels:
         )
         size += 8 * local.row_bytes
         size += self._turned(1 + int(again.inputs) + int(again.attention_update), 1 + int(again.inputs) + int(again.mlp_update))
-        size += self._turned(2, 1) * self._attention_twice(again)
+        size += self._turned(2, 1) * self.attention_twice(again)
         if halves := self._halves_over_tensor:  # the results of the matmuls that read an input are added up before they are scattered
             size += (4 + (gates + 1) * (halves - 1)) * local.stream_bytes
         if not self.software.accumulates_in_matmuls:

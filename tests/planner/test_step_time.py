@@ -19,6 +19,7 @@ from ridgeline.planner.kernels import Kernels, update_bytes
 from ridgeline.planner.layouts import Layout
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.overlap import ETA, Communication, exposed_s
+from ridgeline.planner.recompute import recomputed_by
 from ridgeline.planner.software import software
 from ridgeline.planner.step_time import Machine, host_input_s, step_parts, step_time
 from tests.planner.clusters import CALIBRATION, cluster, config, links
@@ -238,3 +239,68 @@ def test_experts_without_a_grouped_matmul_take_the_time_of_every_row_with_every_
     assert whole == round(local.busy_rows / software().grouped_rate)
     every, local = rows(8)
     assert every == 32 * 4 * local.tokens and rows(8, "megatron")[0] < every / 10
+
+
+TWICE = [
+    ("llama-3.1-70b", {"fsdp": 128, "tensor": 2}, ["compute.remat.policy=full"], 636 / 320),
+    ("glm4-9b", {"fsdp": 32, "tensor": 2}, ["compute.remat.policy=offload", "compute.remat.names=[block_input]"], 158 / 80),
+    ("llama-4-scout-17b-16e", {"fsdp": 32, "expert": 4}, ["compute.remat.policy=full", "compute.experts.exchange=gather"], 736 / 384),
+    ("gpt-oss-20b", {"fsdp": 8, "tensor": 8, "expert": 4}, ["compute.remat.policy=full"], 736 / 384),
+    ("llama-2-7b", {"fsdp": 8}, ["compute.remat.policy=full"], 1),
+    ("mixtral-8x7b", {"data": 4, "fsdp": 16}, ["compute.remat.policy=full"], 1),
+    ("gemma3-12b", {"fsdp": 8, "tensor": 4}, ["compute.remat.policy=full", "compute.tensor_overlap=ring"], 1),
+    ("llama-3.2-1b", {"fsdp": 128, "tensor": 2}, ["compute.remat.policy=dots"], 1),
+]
+"""Model, mesh, overrides, and executions of attention's matmuls in the recomputation of a compiled step over those in its forward pass
+(jaxlib 0.10.2; `dots` recomputes none of these, but attention itself as often)."""
+
+
+@pytest.mark.parametrize(("model", "mesh", "overrides", "compiled"), TWICE)
+def test_attention_is_recomputed_twice_where_a_gather_follows_its_update(model, mesh, overrides, compiled):
+    made = load(f"models/{model}", ["data.batch_size=1024", "precision.compute=bfloat16", *overrides]).config
+    local = LocalSizes.of(made, dict.fromkeys(MESH_AXES, 1) | mesh)
+    kernels = Kernels(local, hardware("h100-sxm"), CALIBRATION)
+    assert 1 + kernels.attention_twice(recomputed_by(made)) == pytest.approx(compiled)
+    once = replace(CALIBRATION, software=software("maxtext"))
+    assert Kernels(local, hardware("h100-sxm"), once).attention_twice(recomputed_by(made)) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_stream_is_turned_around_collectives_over_tensor(rows):
+    """Llama 3.2 3B over tensor=8, 4 rows of 8,192 tokens, as compiled: 4 transposes of 403 MB in the forward pass; in the backward pass 2,
+    and sums of 805 and 604 MB before the scatters. A single row needs no transposes."""
+    settings = [
+        "data.seq_len=8192",
+        f"data.batch_size={rows}",
+        "trainer.accumulation=1",
+        "compute.remat.policy=none",
+        "precision.compute=bfloat16",
+    ]
+
+    def moved(*more):
+        made = load("models/llama-3.2-3b", [*settings, *more]).config
+        kernels = Kernels(LocalSizes.of(made, dict.fromkeys(MESH_AXES, 1) | {"tensor": 8}), hardware("a100-80gb"), CALIBRATION)
+        seconds = kernels.layer_forward().memory_s, kernels.layer_backward().memory_s
+        return [each * CALIBRATION.memory_bytes_per_s(kernels.device) / 1e6 for each in seconds]
+
+    around = [gather - ring for gather, ring in zip(moved(), moved("compute.tensor_overlap=ring"), strict=True)]
+    compiled = (4 * 403, 2 * 403 + 805 + 604) if rows == 4 else (0, (805 + 604) / 4)
+    assert around == pytest.approx(compiled, rel=0.01, abs=1e-6)
+
+
+def test_matmuls_of_experts_with_a_capacity_run_at_the_rate_of_plain_ones():
+    def rows(*more):
+        settings = ["data.seq_len=4096", "data.batch_size=16", "precision.compute=bfloat16", *more]
+        local = LocalSizes.of(load("models/mixtral-8x7b", settings).config, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 16})
+        return Kernels(local, hardware("h100-sxm"), CALIBRATION).matmuls()["gate"][0], local
+
+    with_capacity, local = rows("compute.experts.capacity_factor=1.25")
+    assert with_capacity == local.expert_rows
+    grouped, local = rows()
+    assert grouped == round(local.busy_rows / software().grouped_rate)
+
+
+def test_a_step_without_stages_has_no_bubble():
+    """34 layers are no whole number of Gemma 3's periods of 6."""
+    made = load("models/gemma3-4b", ["data.batch_size=8", "precision.compute=bfloat16"]).config
+    assert step_time(made, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 8}, cluster(), CALIBRATION).breakdown_s["bubble"] == 0
