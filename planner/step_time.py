@@ -23,6 +23,7 @@ from ridgeline.planner.collectives import PlannedCollective, compiled_collective
 from ridgeline.planner.communication import CollectiveCost, forwarded_s, hop_s, time_s
 from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import Hardware, hardware
+from ridgeline.planner.host_copies import HostCopy, host_copies, waits_s
 from ridgeline.planner.kernels import Kernels
 from ridgeline.planner.layer_costs import LayerPoint, without_recompute
 from ridgeline.planner.links import Fabric
@@ -119,8 +120,8 @@ class StepParts:
     included."""
     launch_s: float = 0.0
     """Seconds in which the host launches the kernels of all layers: `forward`, `backward` and their communication take at least as long."""
-    host_copy_s: float = 0.0
-    """Seconds of copying activations to host memory in the forward pass; copying them back in the backward pass takes the same time."""
+    host_copies: tuple[HostCopy, ...] = ()
+    """Copies of activations to host memory in the forward pass, and back in the backward pass."""
     state_copy_s: float = 0.0
     """Seconds of copying the optimizer state from host memory, and back at the same time (optimizer.offload)."""
 
@@ -135,10 +136,10 @@ class StepParts:
         exposed = exposed_s(
             self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed, self.tensor_overlap
         )
-        copies_s = self.host_copy_s / speed.get("pcie", 1.0)
         state_copies_s = max(0.0, self.state_copy_s / speed.get("pcie", 1.0) - scaled(self.optimizer).seconds)
-        if exposed_copies_s := sum(max(0.0, copies_s - each.seconds) for each in (forward, backward)) + state_copies_s:
-            exposed["pcie"] = exposed.get("pcie", 0.0) + exposed_copies_s
+        waited_s = waits_s(self.host_copies, forward.seconds, backward.seconds, speed.get("pcie", 1.0)) + state_copies_s
+        if waited_s:
+            exposed["pcie"] = exposed.get("pcie", 0.0) + waited_s
         outside = [item for item in self.communication if item.planned.where != "layer"]
         apart = bool(self.bubble or self.launch_s)
         once = exposed_s(outside, {"forward": 0.0, "backward": 0.0}, self.eta, speed) if apart else exposed
@@ -233,7 +234,7 @@ def step_parts(
         launch_s=software.launch_s * layers if config.model.moe is not None else 0.0,
         # The first copy from host memory and the last one to it overlap with nothing.
         state_copy_s=(state + streamed_state_bytes(local) / ON_DEVICE) / host_bytes_per_s(machine.device, machine.calibration),
-        host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
+        host_copies=host_copies(kernels, repeats, host_bytes_per_s(machine.device, machine.calibration)),
         tensor_overlap=software.tensor_overlap,
         eta=overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes),
         peak_flops=machine.device.peak_flops[kernels.dtype],
