@@ -212,6 +212,14 @@ class Kernels:
         looped = model.num_layers - local.first_dense[0]
         return max(0, looped - model.layer_period) / model.num_layers
 
+    def around_attention(self) -> AttentionTimes:
+        """Return the matmuls of attention's projections of one layer, and attention but in a ring."""
+        shapes, times = self.matmuls(), self.attention()
+        projections = Work(sum(self.matmul_s(*shapes[name], self.forward_dtype) for name in attention_weights(self.local.model)))
+        if self.local.ring and self.local.context > 1:
+            return AttentionTimes(projections, projections * 2)
+        return AttentionTimes(projections + times.forward, projections * 2 + times.backward)
+
     def attention(self) -> AttentionTimes:
         """Return scores, softmax and values of one layer."""
         return attention_times(self.local, self.device, self.calibration, self.dtype)

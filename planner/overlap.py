@@ -6,6 +6,10 @@ over `context` and the exchange of tokens over `expert` are between two dependen
 matmuls in part. In the backward pass XLA's scheduler overlaps two kinds of those over `tensor` too: scatters of gradients of inputs, on
 which no gradient of weights depends, and gathers for recomputation, which depend on no gradient; where the MLP is recomputed also gathers
 of gradients. It does not where layers have experts. Collectives of embedding, loss and optimizer are exposed.
+
+Collectives of all axes run one after another. Where tokens wait for an exchange or for hops of a ring, they also wait for the gather of
+experts' parameters, which XLA starts with the layer, and in the backward pass for the reduction of their gradients, which it starts after
+the MLP: these overlap with the computation around attention, up to the first transfer, and the MLP overlaps with none of them.
 """
 
 from __future__ import annotations
@@ -55,6 +59,11 @@ class Communication:
         if self.beside_gradients:
             return True
         return item.where == "layer" and set(item.axes) <= set(OVERLAPPED_AXES) and item.kind != "all-to-all" and not item.of_tokens
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it gathers parameters of experts or reduces their gradients."""
+        return self.overlappable and self.planned.what == "experts"
 
     @property
     def in_ring(self) -> bool:
@@ -109,6 +118,7 @@ def exposed_s(
     eta: float = ETA,
     faster: Mapping[str, float] | None = None,
     tensor_overlap: float = 0.0,
+    around_attention_s: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Return the seconds of exposed communication of a step, by kind of link.
 
@@ -118,22 +128,28 @@ def exposed_s(
       eta: fraction of the shorter of the two that is overlapped.
       faster: kind of link -> hypothetical speed-up, default 1.
       tensor_overlap: fraction of the gathers and scatters over tensor that the software overlaps with the matmuls around them.
+      around_attention_s: phase -> the part of that compute that parameters of experts overlap with; None: all.
     """
     speed = faster or {}
     overlappable: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
+    experts: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
     hops: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
     exposed: dict[str, float] = {}
     for item in communication:
-        into = hops[item.planned.phase] if item.in_ring else overlappable[item.planned.phase] if item.overlappable else exposed
+        hidden = experts if around_attention_s is not None and item.of_experts else overlappable
+        into = hops[item.planned.phase] if item.in_ring else hidden[item.planned.phase] if item.overlappable else exposed
         visible = 1.0 - tensor_overlap if item.planned.where == "layer" and item.planned.axes == ("tensor",) else 1.0
         for kind, seconds in item.by_kind().items():
             into[kind] = into.get(kind, 0.0) + visible * seconds / speed.get(kind, 1.0)
     for phase, compute in compute_s.items():
-        total = sum(overlappable[phase].values())
-        remaining = 1.0 - eta * min(compute, total) / total if total else 0.0
-        for kind, seconds in overlappable[phase].items():
-            exposed[kind] = exposed.get(kind, 0.0) + seconds * remaining
-        occupied = min(1.0, total / compute) if compute else 1.0  # by collectives queued before the hops
+        free = compute
+        for group, beside in ((experts, (around_attention_s or compute_s)[phase]), (overlappable, compute)):
+            total = sum(group[phase].values())
+            covered = min(beside, free, total)
+            free -= covered
+            for kind, seconds in group[phase].items():
+                exposed[kind] = exposed.get(kind, 0.0) + seconds * (1.0 - eta * covered / total if total else 0.0)
+        occupied = 1.0 - free / compute if compute else 1.0  # by collectives queued before the hops
         for kind, seconds in hops[phase].items():
             exposed[kind] = exposed.get(kind, 0.0) + seconds * (1.0 - (ETA_RING * (1.0 - occupied) if eta else 0.0))
     return exposed

@@ -18,9 +18,11 @@ from ridgeline.configs.pipeline import layer_slots
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import offloaded_bytes
 from ridgeline.planner.as_run import as_run
+from ridgeline.planner.attention_time import AttentionTimes
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.collectives import PlannedCollective, compiled_collectives
 from ridgeline.planner.communication import CollectiveCost, forwarded_s, hop_s, time_s
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import Hardware, hardware
 from ridgeline.planner.host_copies import HostCopy, host_copies, waits_s
@@ -111,6 +113,8 @@ class StepParts:
     """Fraction of the shorter of compute and communication that is overlapped with the longer (planner.overlap)."""
     tensor_overlap: float = 0.0
     """Fraction of the communication over tensor that is overlapped with the matmuls around it (planner.software)."""
+    around_attention: AttentionTimes | None = None
+    """The part of `forward` and `backward` that communication of experts' parameters overlaps with (planner.overlap); None: all of it."""
     measured: LayerPoint | None = None
     """Measurement that the time of recomputation is from; None: it is counted by formulas."""
     recompute_s: float | None = None
@@ -133,9 +137,11 @@ class StepParts:
             return Work(work.compute_s / speed["compute"], work.memory_s / speed["hbm"])
 
         forward, backward, rest = scaled(self.forward), scaled(self.backward), scaled(self.rest)
-        exposed = exposed_s(
-            self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed, self.tensor_overlap
-        )
+        passes = {"forward": forward.seconds, "backward": backward.seconds}
+        around = None
+        if self.around_attention is not None:
+            around = {"forward": scaled(self.around_attention.forward).seconds, "backward": scaled(self.around_attention.backward).seconds}
+        exposed = exposed_s(self.communication, passes, self.eta, speed, self.tensor_overlap, around)
         state_copies_s = max(0.0, self.state_copy_s / speed.get("pcie", 1.0) - scaled(self.optimizer).seconds)
         waited_s = waits_s(self.host_copies, forward.seconds, backward.seconds, speed.get("pcie", 1.0)) + state_copies_s
         if waited_s:
@@ -210,7 +216,11 @@ def step_parts(
     offloaded = offloaded_bytes(local) * repeats
     state = offloaded_state_bytes(local) if machine.device.tensor_cores else 0
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
-    beside = software.overlaps_scatters and config.model.moe is None
+    beside, around = software.overlaps_scatters and config.model.moe is None, None
+    in_ring = local.ring and local.context > 1
+    if software.one_queue and (in_ring or exchange_method(config.model.moe, config.compute.experts, sizes) is not None):
+        times = kernels.around_attention()
+        around = AttentionTimes(*(work * (layers * slowest) for work in (times.forward, times.backward)))
     return StepParts(
         config=config,
         devices=local.devices,
@@ -229,6 +239,7 @@ def step_parts(
             for item in planned
         ),
         host_input_s=host_input_s(local, machine),
+        around_attention=around,
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
         launch_s=software.launch_s * layers if config.model.moe is not None else 0.0,
