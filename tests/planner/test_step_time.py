@@ -313,7 +313,7 @@ def test_parameters_of_experts_overlap_with_attention_alone_where_tokens_wait_in
     overrides += [
         "compute.experts.capacity_factor=1.0",
         "compute.experts.exchange=all_to_all",
-        "data.batch_size=128",
+        "data.batch_size=256",
         "trainer.accumulation=4",
     ]
     made, sizes = load("models/mixtral-8x7b", overrides).config, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "expert": 8}
