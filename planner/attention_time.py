@@ -30,14 +30,14 @@ KERNEL_MATMULS = {"cudnn": 5, "pallas": 7}
 
 
 @dataclass(frozen=True)
-class AttentionTimes:
-    """Time of attention of one layer."""
+class PassTimes:
+    """Time of a part of one layer, or of all layers, in each pass."""
 
     forward: Work
     backward: Work
 
 
-def attention_times(local: LocalSizes, device: Hardware, calibration: Calibration, dtype: str) -> AttentionTimes:
+def attention_times(local: LocalSizes, device: Hardware, calibration: Calibration, dtype: str) -> PassTimes:
     """Return the time of scores, softmax and values of one layer, the mean over layers with and without a window.
 
     dtype: arithmetic of the matmuls, as in the hardware catalog.
@@ -58,7 +58,7 @@ def attention_times(local: LocalSizes, device: Hardware, calibration: Calibratio
         scores = local.tokens * seen * model.num_heads / local.tensor * 4
         moved = SCORE_PASSES * scores / calibration.memory_bytes_per_s(device)
         work = Work(flops * seen / keys / rate / software.in_step_share(dtype, device), moved)
-    return AttentionTimes(work * FORWARD_SHARE, work * (1 - FORWARD_SHARE))
+    return PassTimes(work * FORWARD_SHARE, work * (1 - FORWARD_SHARE))
 
 
 def fused_flops_per_s(device: Hardware, calibration: Calibration, dtype: str, seq_len: int, head_dim: int, backend: str) -> float:
@@ -89,7 +89,7 @@ def block_pairs(model: ModelConfig, seq_len: int, block: int) -> float:
     return (model.full_layers * whole + (model.num_layers - model.full_layers) * windowed) / model.num_layers
 
 
-def _in_blocks(local: LocalSizes, device: Hardware, calibration: Calibration, dtype: str) -> AttentionTimes:
+def _in_blocks(local: LocalSizes, device: Hardware, calibration: Calibration, dtype: str) -> PassTimes:
     """Return the time of attention in blocks (models/attention/chunked.py) by the kernels that XLA compiles for one pair of blocks.
 
     Scores S [R, N, b, b], queries and results [R, N, b, H], keys and values [R, K, b, H]. Sums are float32 in device memory: each pair
@@ -123,4 +123,4 @@ def _in_blocks(local: LocalSizes, device: Hardware, calibration: Calibration, dt
     backward += matmul(width, (of_queries, width, block), 2 * scores + 2 * k + 4 * q)
     backward += matmul(width_v, (of_keys, block, group), 2 * out + 2 * scores + 8 * v)
     backward += matmul(width, (of_keys, block, group), 2 * q + 2 * scores + 8 * k)
-    return AttentionTimes(forward, backward)
+    return PassTimes(forward, backward)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
-from ridgeline.planner.attention_time import AttentionTimes, attention_times
+from ridgeline.planner.attention_time import PassTimes, attention_times
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import Hardware, matmul_dtype
@@ -212,15 +212,24 @@ class Kernels:
         looped = model.num_layers - local.first_dense[0]
         return max(0, looped - model.layer_period) / model.num_layers
 
-    def around_attention(self) -> AttentionTimes:
+    def beside_scatters(self) -> PassTimes:
+        """Return the gradients of one layer's weights, and what is recomputed: scatters of gradients of inputs do not wait for them."""
+        again, shapes = recomputed_by(self.local.config), self.matmuls()
+        trained = {} if self.local.adapted else shapes
+        seconds = sum(self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2) for name, (m, n, k) in trained.items())
+        seconds += sum(self.layer_matmul_s(name, *shapes[name], self.forward_dtype) for name in again.weights if name in shapes)
+        work = Work(seconds)
+        return PassTimes(Work(), work + self.attention().forward if self._attention_again(again) else work)
+
+    def around_attention(self) -> PassTimes:
         """Return the matmuls of attention's projections of one layer, and attention but in a ring."""
         shapes, times = self.matmuls(), self.attention()
         projections = Work(sum(self.matmul_s(*shapes[name], self.forward_dtype) for name in attention_weights(self.local.model)))
         if self.local.ring and self.local.context > 1:
-            return AttentionTimes(projections, projections * 2)
-        return AttentionTimes(projections + times.forward, projections * 2 + times.backward)
+            return PassTimes(projections, projections * 2)
+        return PassTimes(projections + times.forward, projections * 2 + times.backward)
 
-    def attention(self) -> AttentionTimes:
+    def attention(self) -> PassTimes:
         """Return scores, softmax and values of one layer."""
         return attention_times(self.local, self.device, self.calibration, self.dtype)
 

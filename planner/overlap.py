@@ -61,9 +61,9 @@ class Communication:
         return item.where == "layer" and set(item.axes) <= set(OVERLAPPED_AXES) and item.kind != "all-to-all" and not item.of_tokens
 
     @property
-    def of_experts(self) -> bool:
-        """Whether it gathers parameters of experts or reduces their gradients."""
-        return self.overlappable and self.planned.what == "experts"
+    def group(self) -> str:
+        """What it is of, among the communication that is overlapped: `experts`, `stream` or (other) `parameters`."""
+        return "stream" if self.beside_gradients else "experts" if self.planned.what == "experts" else "parameters"
 
     @property
     def in_ring(self) -> bool:
@@ -118,7 +118,7 @@ def exposed_s(
     eta: float = ETA,
     faster: Mapping[str, float] | None = None,
     tensor_overlap: float = 0.0,
-    around_attention_s: Mapping[str, float] | None = None,
+    beside_s: Mapping[str, Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
     """Return the seconds of exposed communication of a step, by kind of link.
 
@@ -128,26 +128,27 @@ def exposed_s(
       eta: fraction of the shorter of the two that is overlapped.
       faster: kind of link -> hypothetical speed-up, default 1.
       tensor_overlap: fraction of the gathers and scatters over tensor that the software overlaps with the matmuls around them.
-      around_attention_s: phase -> the part of that compute that parameters of experts overlap with; None: all.
+      beside_s: group (`experts`: parameters of experts, `stream`: the residual stream over tensor) -> phase -> the part of that compute
+        that its communication overlaps with; without a group: all.
     """
     speed = faster or {}
-    overlappable: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
-    experts: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
+    parts = dict(beside_s or {}) | {"parameters": compute_s}
+    overlappable: dict[str, dict[str, dict[str, float]]] = {group: {phase: {} for phase in compute_s} for group in parts}
     hops: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
     exposed: dict[str, float] = {}
     for item in communication:
-        hidden = experts if around_attention_s is not None and item.of_experts else overlappable
-        into = hops[item.planned.phase] if item.in_ring else hidden[item.planned.phase] if item.overlappable else exposed
+        group = item.group if item.group in parts else "parameters"
+        into = hops[item.planned.phase] if item.in_ring else overlappable[group][item.planned.phase] if item.overlappable else exposed
         visible = 1.0 - tensor_overlap if item.planned.where == "layer" and item.planned.axes == ("tensor",) else 1.0
         for kind, seconds in item.by_kind().items():
             into[kind] = into.get(kind, 0.0) + visible * seconds / speed.get(kind, 1.0)
     for phase, compute in compute_s.items():
         free = compute
-        for group, beside in ((experts, (around_attention_s or compute_s)[phase]), (overlappable, compute)):
-            total = sum(group[phase].values())
-            covered = min(beside, free, total)
+        for group, beside in parts.items():
+            total = sum(overlappable[group][phase].values())
+            covered = min(beside[phase], free, total)
             free -= covered
-            for kind, seconds in group[phase].items():
+            for kind, seconds in overlappable[group][phase].items():
                 exposed[kind] = exposed.get(kind, 0.0) + seconds * (1.0 - eta * covered / total if total else 0.0)
         occupied = 1.0 - free / compute if compute else 1.0  # by collectives queued before the hops
         for kind, seconds in hops[phase].items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.model_schema import MoEConfig
@@ -18,7 +18,7 @@ from ridgeline.configs.pipeline import layer_slots
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import offloaded_bytes
 from ridgeline.planner.as_run import as_run
-from ridgeline.planner.attention_time import AttentionTimes
+from ridgeline.planner.attention_time import PassTimes
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.collectives import PlannedCollective, compiled_collectives
 from ridgeline.planner.communication import CollectiveCost, forwarded_s, hop_s, time_s
@@ -113,8 +113,8 @@ class StepParts:
     """Fraction of the shorter of compute and communication that is overlapped with the longer (planner.overlap)."""
     tensor_overlap: float = 0.0
     """Fraction of the communication over tensor that is overlapped with the matmuls around it (planner.software)."""
-    around_attention: AttentionTimes | None = None
-    """The part of `forward` and `backward` that communication of experts' parameters overlaps with (planner.overlap); None: all of it."""
+    beside: Mapping[str, PassTimes] = field(default_factory=dict)
+    """Group of communication -> the part of `forward` and `backward` that it overlaps with (planner.overlap.exposed_s)."""
     measured: LayerPoint | None = None
     """Measurement that the time of recomputation is from; None: it is counted by formulas."""
     recompute_s: float | None = None
@@ -138,10 +138,11 @@ class StepParts:
 
         forward, backward, rest = scaled(self.forward), scaled(self.backward), scaled(self.rest)
         passes = {"forward": forward.seconds, "backward": backward.seconds}
-        around = None
-        if self.around_attention is not None:
-            around = {"forward": scaled(self.around_attention.forward).seconds, "backward": scaled(self.around_attention.backward).seconds}
-        exposed = exposed_s(self.communication, passes, self.eta, speed, self.tensor_overlap, around)
+        beside = {
+            group: {"forward": scaled(times.forward).seconds, "backward": scaled(times.backward).seconds}
+            for group, times in self.beside.items()
+        }
+        exposed = exposed_s(self.communication, passes, self.eta, speed, self.tensor_overlap, beside)
         state_copies_s = max(0.0, self.state_copy_s / speed.get("pcie", 1.0) - scaled(self.optimizer).seconds)
         waited_s = waits_s(self.host_copies, forward.seconds, backward.seconds, speed.get("pcie", 1.0)) + state_copies_s
         if waited_s:
@@ -216,11 +217,10 @@ def step_parts(
     offloaded = offloaded_bytes(local) * repeats
     state = offloaded_state_bytes(local) if machine.device.tensor_cores else 0
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
-    beside, around = software.overlaps_scatters and config.model.moe is None, None
-    in_ring = local.ring and local.context > 1
-    if software.one_queue and (in_ring or exchange_method(config.model.moe, config.compute.experts, sizes) is not None):
-        times = kernels.around_attention()
-        around = AttentionTimes(*(work * (layers * slowest) for work in (times.forward, times.backward)))
+    in_queue = (local.ring and local.context > 1) or exchange_method(config.model.moe, config.compute.experts, sizes) is not None
+    stream = software.overlaps_scatters and config.model.moe is None
+    beside = {"stream": kernels.beside_scatters()} if stream else {}
+    beside |= {"experts": kernels.around_attention()} if software.one_queue and in_queue else {}
     return StepParts(
         config=config,
         devices=local.devices,
@@ -234,12 +234,14 @@ def step_parts(
             Communication(
                 item,
                 machine.cost(item, sizes, config.model.moe),
-                beside_gradients=beside and beside_gradients(item, recomputed_by(config)),
+                beside_gradients=stream and beside_gradients(item, recomputed_by(config)),
             )
             for item in planned
         ),
         host_input_s=host_input_s(local, machine),
-        around_attention=around,
+        beside={
+            group: PassTimes(*(work * (layers * slowest) for work in (times.forward, times.backward))) for group, times in beside.items()
+        },
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
         launch_s=software.launch_s * layers if config.model.moe is not None else 0.0,

@@ -319,12 +319,12 @@ def test_parameters_of_experts_overlap_with_attention_alone_where_tokens_wait_in
     made, sizes = load("models/mixtral-8x7b", overrides).config, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "expert": 8}
     dgx, layers = load_cluster("dgx-h100").config, 4 * 32
     parts = step_parts(made, sizes, Machine(dgx, CALIBRATION, 32))
-    [gather] = [item for item in parts.communication if item.of_experts and item.planned.phase == "forward"]
-    around = {"forward": parts.around_attention.forward.seconds, "backward": parts.around_attention.backward.seconds}
+    [gather] = [item for item in parts.communication if item.group == "experts" and item.planned.phase == "forward"]
+    around = {"experts": {"forward": parts.beside["experts"].forward.seconds, "backward": parts.beside["experts"].backward.seconds}}
     assert gather.seconds / layers == pytest.approx(5.5e-3, rel=0.02)
     compute = {"forward": parts.forward.seconds, "backward": parts.backward.seconds}
-    exposed = sum(exposed_s([gather], compute, around_attention_s=around).values())
+    exposed = sum(exposed_s([gather], compute, beside_s=around).values())
     assert exposed / layers == pytest.approx(4.6e-3, rel=0.1)
     assert sum(exposed_s([gather], compute).values()) / layers == pytest.approx((1 - ETA) * 5.5e-3, rel=0.05)
     alone = step_parts(made, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 32}, Machine(dgx, CALIBRATION, 32))
-    assert alone.around_attention is None, "no exchange"
+    assert "experts" not in alone.beside, "no exchange"
