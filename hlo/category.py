@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from ridgeline.hlo.flops import custom_target
+from ridgeline.hlo.flops import custom_target, kernel_name
 from ridgeline.hlo.module import Computation, Instruction, Module
 
 CATEGORIES = (
@@ -31,7 +31,7 @@ _TARGETS = {
     "attention": r"fmha|flash|attention|sdpa|splash",
     "convolution": r"conv",
     "norm": r"norm",
-    "matmul": r"cublas|gemm|matmul|onednn|cutlass|ScaledDot|grouped",
+    "matmul": r"cublas|gemm|matmul|onednn|cutlass|ScaledDot|grouped|expert_weight",
     "sort": r"sort|topk|top_k",
     "random numbers": r"threefry|philox|random",
 }
@@ -96,8 +96,8 @@ def _of_target(instruction: Instruction) -> str:
         return ""
     target = custom_target(instruction)
     found = next((kind for kind, pattern in _TARGETS.items() if re.search(pattern, target, re.I)), None)
-    if found is None:  # Pallas kernels have one target; their name is in the path of the operation
-        found = next((kind for kind, pattern in _TARGETS.items() if re.search(pattern, instruction.op_name.rpartition("/")[2], re.I)), None)
+    if found is None:  # Pallas kernels have one target
+        found = next((kind for kind, pattern in _TARGETS.items() if re.search(pattern, kernel_name(instruction), re.I)), None)
     return found or "custom call"
 
 

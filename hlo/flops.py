@@ -53,6 +53,11 @@ def custom_target(instruction: Instruction) -> str:
     return found.group(1) if found else ""
 
 
+def kernel_name(instruction: Instruction) -> str:
+    """Return the last part of the path of an operation; of a kernel of Pallas, which all have one target, its name."""
+    return instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+
+
 _WITHOUT = re.compile(
     r"shard|annotate|placement|barrier|MoveTo|^Pin|Unpin|AllocateBuffer|SliceToDynamic|PadToStatic|^X64|^Assume|TopK|sort|threefry|philox"
     r"|callback|print|debug|^xla\.sdy|cudnn\$norm",
@@ -63,9 +68,39 @@ _STATED = re.compile(r'serialized_metadata = "\{[^}]*"flops": ?"(\d+)"')
 """FLOPs in the metadata of a pallas_call: JSON inside an MLIR string, where a quotation mark is written \\22."""
 
 
+GROUPED = ("expert_matmul", "expert_weight_gradient")
+"""Kernels of models/moe/grouped_matmul.py: rows [R, I] times the matrices of their experts, and inputs [R, I] times gradients [R, O]."""
+
+
+def grouped_matmul(computation: Computation, instruction: Instruction) -> tuple[Matmul, float] | None:
+    """Return the shape of the matmul of experts, and the share of the rows of its buffers that it reads; None for other instructions.
+
+    The buffers have room for the worst case. The kernel states the FLOPs of the blocks that have rows (`filled_share`).
+    """
+    name = kernel_name(instruction)
+    stated = (
+        _STATED.search(instruction.attributes.replace(r"\22", '"')) if name in GROUPED and instruction.opcode == "custom-call" else None
+    )
+    if stated is None:
+        return None
+    buffer = next(shape for shape in computation.operand_shapes(instruction) if len(shape.dims) == 2 and shape.dtype[:1] in ("f", "b"))
+    result = instruction.shapes[0].dims
+    if name == GROUPED[0]:  # [R, O]
+        rows, outputs = result
+        inputs = math.prod(buffer.dims) // rows
+    else:  # [I, E, O]
+        inputs, _, outputs = result
+        rows = math.prod(buffer.dims) // inputs
+    used = round(float(stated.group(1)) / (2 * inputs * outputs))
+    shape = Matmul(1, used, outputs, inputs) if name == GROUPED[0] else Matmul(1, inputs, outputs, used)
+    return shape, min(1.0, used / rows)
+
+
 def matmul(computation: Computation, instruction: Instruction) -> Matmul | None:
-    """Return the shape of a dot or a library's matmul; None for other instructions."""
+    """Return the shape of a dot or a library's matmul, or of one of experts; None for other instructions."""
     opcode, target = instruction.opcode, custom_target(instruction)
+    if (grouped := grouped_matmul(computation, instruction)) is not None:
+        return grouped[0]
     if opcode == "ragged-dot":
         lhs, rhs, *_ = computation.operand_shapes(instruction)
         depth = _dims(r"lhs_contracting_dims=\{([\d,]*)\}", instruction)
@@ -94,15 +129,20 @@ def _dims(pattern: str, instruction: Instruction) -> list[int]:
 
 
 def _attention(computation: Computation, instruction: Instruction, target: str) -> float | None:
-    """Return the FLOPs of fused attention: two matmuls forward (QK, PV), five backward; half with a causal mask, which is skipped."""
+    """Return the FLOPs of fused attention: two matmuls forward (QK, PV), five backward, without what a causal mask or a window skips:
+    of T keys a query sees T/2 on average, or W - W*W/(2T) with a window of W."""
     scores = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.attributes)
     if not scores:
         return None
-    elements = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1)))
+    dims = [int(d) for d in re.findall(r"\d+", scores.group(1))]
     width = computation.operand_shapes(instruction)[0].dims[-1]
     matmuls = 5 if "Backward" in target else 2
     causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes else 1.0
-    return 2.0 * elements * width * matmuls * causal
+    window = re.search(r'"sliding_window_length": ?"?(\d+)', instruction.attributes)
+    if window and 0 < int(window.group(1)) < dims[-1]:
+        share = int(window.group(1)) / dims[-1]
+        causal = share - share * share / 2
+    return 2.0 * math.prod(dims) * width * matmuls * causal
 
 
 def _convolution(computation: Computation, instruction: Instruction, target: str) -> float | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ridgeline.hlo.category import category
-from ridgeline.hlo.flops import COUNTED, Matmul, flops_of, matmul
+from ridgeline.hlo.flops import COUNTED, Matmul, custom_target, flops_of, grouped_matmul, matmul
 from ridgeline.hlo.module import UNKNOWN, Computation, Instruction, Module, Shape, Source, passes, scope
 
 _FREE = frozenset(
@@ -53,6 +53,10 @@ class Kernel:
     """One of hlo.category.CATEGORIES."""
     matmul: Matmul | None = None
     """The shape of its matmul; None with none or several."""
+    grouped: bool = False
+    """Whether it multiplies the rows of each expert with its matrix."""
+    target: str = ""
+    """What a custom call calls; '' of other kernels."""
 
     def seconds(self, peak_flops: float, bandwidth: float) -> float:
         """Return the lower bound of the time of all executions."""
@@ -117,6 +121,9 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
             size = 2.0 * instruction.bytes
         elif instruction.opcode == "dynamic-update-slice":
             size = 2.0 * computation.operand_shapes(instruction)[1].bytes
+    grouped = grouped_matmul(computation, instruction)
+    if grouped is not None:  # rows of the buffers that no expert has are not read
+        size -= (1 - grouped[1]) * sum(s.bytes for s in computation.operand_shapes(instruction) if len(s.dims) == 2)
     counted = [(where, product, flops_of(where, product)) for where, product in products]
     dtype = next((_multiplied(where.operand_shapes(product)) for where, product, flops in counted if flops), "")
     shapes = [shape for where, product in products if (shape := matmul(where, product)) is not None]
@@ -136,6 +143,8 @@ def _kernel(module: Module, computation: Computation, instruction: Instruction, 
         instruction.in_host_memory and instruction.opcode.endswith("-start"),
         kind,
         shapes[0] if len(shapes) == 1 else None,
+        grouped is not None,
+        custom_target(instruction),
     )
 
 
@@ -158,6 +167,7 @@ def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Com
             users.setdefault(operand, []).append(inner)
     total = 0.0
     updated: set[str] = set()
+    cut = ("dynamic-slice", "slice", "gather")
     root = fused.instructions[-1]
     roots = [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
     for item in roots:
@@ -172,10 +182,10 @@ def _fusion_bytes(computation: Computation, instruction: Instruction, fused: Com
         if inner_parameter is None:
             total += _bytes(computation.by_name[name].shapes)
             continue
-        if inner_parameter.name in updated:
-            continue
         uses = _real_users(users, inner_parameter.name)
-        if uses and all(use.opcode in ("dynamic-slice", "slice", "gather") and use.operands[0] == taken for use, taken in uses):
+        if inner_parameter.name in updated:  # a sum is read before it is written
+            total += sum(use.bytes for use, taken in uses if use.opcode in cut and use.operands[0] == taken)
+        elif uses and all(use.opcode in cut and use.operands[0] == taken for use, taken in uses):
             total += sum(use.bytes for use, _ in uses)
         else:
             total += inner_parameter.bytes

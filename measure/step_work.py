@@ -16,7 +16,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.flops import mean_keys_per_layer
 from ridgeline.planner.hardware import hardware, matmul_dtype
-from ridgeline.planner.kernels import ATTENTION_FORWARD_SHARE, NEWTON_SCHULZ_STEPS, Kernels
+from ridgeline.planner.kernels import NEWTON_SCHULZ_STEPS, Kernels
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.recompute import recomputed
@@ -89,7 +89,8 @@ def step_memory_traffic(config: Config, sizes: Mapping[str, int]) -> MemoryTraff
     kernels = Kernels(local, device, calibration)
     rate, repeats = calibration.memory_bytes_per_s(device), config.trainer.accumulation
     again = recomputed(config.model, config.compute.remat).attention
-    attention = kernels.attention().memory_s * (1 + (ATTENTION_FORWARD_SHARE if again else 0))
+    times = kernels.attention()
+    attention = times.forward.memory_s * (2 if again else 1) + times.backward.memory_s
     layer_s = kernels.layer_forward().memory_s + kernels.layer_backward().memory_s - attention
     return MemoryTraffic(
         layers_bytes=layer_s * rate * config.model.num_layers * repeats,

@@ -14,24 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
+from ridgeline.planner.attention_time import PassTimes, attention_times
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.experts import TILE
-from ridgeline.planner.flops import mean_keys_per_layer
+from ridgeline.planner.experts import TILE, exchange_method
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
 from ridgeline.planner.parameters import DOWN, attention_weights, layer_norms, matmul_weights
 from ridgeline.planner.recompute import Recomputed, recomputed_by
 from ridgeline.planner.software import DEFAULT_SOFTWARE, Software
+from ridgeline.planner.work import Work
 
-ATTENTION_FORWARD_SHARE = 0.25
-"""Forward share of the time of fused attention: the backward kernel does 2.5 times the work at 0.85 of the rate."""
-PALLAS_SHARE = 0.57
-"""Rate of flash attention in Triton over that of cuDNN: FlashAttention-3, which is close to cuDNN, is 1.5 to 2 times as fast as
-FlashAttention-2 on an H100 (arXiv 2407.08608, abstract and section 4.1). Not measured here; with documents shorter than the row it is
-faster than this."""
-SCORE_PASSES = 14
-"""Passes over the float32 scores in device memory, forward and backward, of attention without fused kernels (XLA's fusions)."""
 LOGIT_PASSES_BYTES = 18
 """Per logit: written once and read three times in float32 (maximum, sum, probability), its gradient written in 16 bits."""
 TEACHER_PASSES_BYTES = {"bucket": 34, "renormalize": 8}
@@ -47,29 +40,6 @@ TRANSPOSED_INT8_BYTES = 28
 
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's orthogonalization (optax's default)."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """Seconds of computation on one device."""
-
-    compute_s: float = 0.0
-    """Matmuls and attention."""
-    memory_s: float = 0.0
-    """Passes over device memory by other kernels."""
-
-    @property
-    def seconds(self) -> float:
-        """Their sum."""
-        return self.compute_s + self.memory_s
-
-    def __add__(self, other: Work) -> Work:
-        """Add each part."""
-        return Work(self.compute_s + other.compute_s, self.memory_s + other.memory_s)
-
-    def __mul__(self, times: float) -> Work:
-        """Multiply each part."""
-        return Work(self.compute_s * times, self.memory_s * times)
 
 
 @dataclass(frozen=True)
@@ -150,8 +120,12 @@ class Kernels:
         return shapes
 
     def _routed_rows(self) -> int:
-        """Return the rows of a matmul of the routed experts that takes as long at the full rate."""
-        return round(self.local.busy_rows / self.software.grouped_rate)
+        """Return the rows of a matmul of the routed experts that takes as long at the full rate. With a capacity the matmuls are plain ones
+        of a batch."""
+        local = self.local
+        if local.config.compute.experts.capacity_factor is not None:
+            return local.expert_rows
+        return round(local.busy_rows / self.software.grouped_rate)
 
     def layer_forward(self) -> Work:
         """Return the forward pass of one layer, the mean where layers have different MLPs."""
@@ -171,22 +145,25 @@ class Kernels:
 
     def _layer_forward(self) -> Work:
         compute = sum(self.layer_matmul_s(name, *shape, self.forward_dtype) for name, shape in self.matmuls().items())
-        attention = self.attention()
         return (
             Work(compute + self._adapters())
-            + attention * ATTENTION_FORWARD_SHARE
+            + self.attention().forward
             + Work(0.0, self.memory_s(self.software.elementwise_passes * self._elementwise_forward() + self._quantize()))
         )
 
     def _layer_backward(self) -> Work:
         """Return the backward pass of one layer: gradients of inputs and weights, and recomputation."""
         again = recomputed_by(self.local.config)
+        twice = self.attention_twice(again)
         compute = of_weights = 0.0
         for name, (m, n, k) in self.matmuls().items():
             compute += self.layer_matmul_s(name, m, k, n, self.layer_dtype)
             of_weights += 0.0 if self.local.adapted else self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2)
-            compute += self.layer_matmul_s(name, m, n, k, self.forward_dtype) if name in again.weights else 0.0
-        attention = self.attention() * (1 - ATTENTION_FORWARD_SHARE + (ATTENTION_FORWARD_SHARE if self._attention_again(again) else 0.0))
+            times_again = int(name in again.weights) + (twice if name in attention_weights(self.local.model) else 0.0)
+            compute += times_again * self.layer_matmul_s(name, m, n, k, self.forward_dtype)
+        times = self.attention()
+        attention = times.backward + times.forward if self._attention_again(again) else times.backward
+        attention += times.forward * twice
         moved = self.software.elementwise_passes * self._elementwise_backward(again) + 2 * self._quantize()
         work = Work(compute + of_weights + 2 * self._adapters()) + attention + Work(0.0, self.memory_s(moved))
         if self.software.accumulates_in_matmuls:  # the sums pass through device memory while the matmul computes
@@ -215,22 +192,43 @@ class Kernels:
         backend = self.local.attention_backend(gpu=self.device.tensor_cores)
         return again.attention or (named and backend not in TAGS_STATISTICS)
 
-    def attention(self) -> Work:
-        """Return scores, softmax and values of one layer, forward and backward together."""
-        local, model = self.local, self.local.model
-        length, backend = local.config.data.seq_len, local.attention_backend(gpu=self.device.tensor_cores)
-        keys = mean_keys_per_layer(model, length)
-        flops = 6.0 * keys * model.num_heads * (model.head_width + model.value_width) * local.tokens / local.tensor
-        in_step = self.software.in_step_share(self.dtype, self.device)
-        if backend in ("cudnn", "pallas") or self.software.own_attention:
-            rate = self.calibration.attention_flops_per_s(self.device, self.dtype, length, model.head_width)
-            slow = backend == "pallas" and not self.software.own_attention
-            rate *= PALLAS_SHARE if slow else self.software.attention_share(self.device)
-            return Work(flops / rate / in_step)
-        seen = keys if backend == "chunked" else length
-        scores = local.tokens * seen * model.num_heads / local.tensor * 4
-        rate = self.calibration.matmul_flops_per_s(self.device, self.dtype, length, length, model.head_width)
-        return Work(flops * seen / keys / rate / in_step, self.memory_s(SCORE_PASSES * scores))
+    def attention_twice(self, again: Recomputed) -> float:
+        """Return the share of layers whose attention is recomputed twice.
+
+        XLA moves the gather that follows attention's update (of the MLP's input over tensor, of tokens over expert) to the iteration
+        before, together with a copy of all computation before it; the gradients of attention recompute it in their own. Only the layers of
+        the first iteration have no iteration before. Seen in each compiled step with such a gather, and in none without one.
+        """
+        local, model, compute = self.local, self.local.model, self.local.config.compute
+        gathered = (local.tensor > 1 and compute.tensor_overlap != "ring") or (
+            exchange_method(model.moe, compute.experts, {"expert": local.expert}) == "gather"
+        )
+        in_loop = compute.scan_layers and local.pipeline == 1 and self.device.tensor_cores and self.software.name == DEFAULT_SOFTWARE
+        if not (again.attention_update and gathered and in_loop):
+            return 0.0
+        looped = model.num_layers - local.first_dense[0]
+        return max(0, looped - model.layer_period) / model.num_layers
+
+    def beside_scatters(self) -> PassTimes:
+        """Return the gradients of one layer's weights, and what is recomputed: scatters of gradients of inputs do not wait for them."""
+        again, shapes = recomputed_by(self.local.config), self.matmuls()
+        trained = {} if self.local.adapted else shapes
+        seconds = sum(self.layer_matmul_s(name, k, n, m, self.layer_dtype, rows=2) for name, (m, n, k) in trained.items())
+        seconds += sum(self.layer_matmul_s(name, *shapes[name], self.forward_dtype) for name in again.weights if name in shapes)
+        work = Work(seconds)
+        return PassTimes(Work(), work + self.attention().forward if self._attention_again(again) else work)
+
+    def around_attention(self) -> PassTimes:
+        """Return the matmuls of attention's projections of one layer, and attention but in a ring."""
+        shapes, times = self.matmuls(), self.attention()
+        projections = Work(sum(self.matmul_s(*shapes[name], self.forward_dtype) for name in attention_weights(self.local.model)))
+        if self.local.ring and self.local.context > 1:
+            return PassTimes(projections, projections * 2)
+        return PassTimes(projections + times.forward, projections * 2 + times.backward)
+
+    def attention(self) -> PassTimes:
+        """Return scores, softmax and values of one layer."""
+        return attention_times(self.local, self.device, self.calibration, self.dtype)
 
     def embedding(self) -> Work:
         """Return the token lookup, and the scatter of its gradient into a zeroed table."""
@@ -325,6 +323,7 @@ class Kernels:
             + (gates + 1) * local.hidden_bytes
             + 4 * local.row_bytes
             + self._casts()
+            + self._turned(2, 2)
         )
 
     def _elementwise_backward(self, again: Recomputed) -> float:
@@ -342,6 +341,10 @@ class Kernels:
             + (2 * gates + 2) * local.hidden_bytes
         )
         size += 8 * local.row_bytes
+        size += self._turned(1 + int(again.inputs) + int(again.attention_update), 1 + int(again.inputs) + int(again.mlp_update))
+        size += self._turned(2, 1) * self.attention_twice(again)
+        if halves := self._halves_over_tensor:  # the results of the matmuls that read an input are added up before they are scattered
+            size += (4 + (gates + 1) * (halves - 1)) * local.stream_bytes
         if not self.software.accumulates_in_matmuls:
             size += 8 * local.gathered_trained_weights
             size += 3 * (local.trained if local.adapted else local.layer_matrices) // local.model.num_layers * local.gradient_itemsize
@@ -351,6 +354,24 @@ class Kernels:
         if again.inputs:
             size += (6 + 2 * layer_norms(local.model)) * local.cut_stream_bytes + (gates + 1) * local.hidden_bytes
         return size
+
+    @property
+    def _halves_over_tensor(self) -> int:
+        """How many of attention and MLP have their input gathered, and their update scattered, over tensor by XLA: attention alone where
+        the MLP has experts; none with latents, whose gathers are narrow, and with adapters."""
+        local, model = self.local, self.local.model
+        gathered = local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and self.software.name == DEFAULT_SOFTWARE
+        if not gathered or local.adapted or model.latent_attention is not None:
+            return 0
+        return 2 if model.moe is None or model.moe.shared_experts else 1
+
+    def _turned(self, of_attention: int, of_mlp: int) -> int:
+        """Return the bytes of transposing the residual stream for a number of gathers and scatters over tensor.
+
+        Matmuls have rows first, these collectives the sequence, which is what they cut.
+        """
+        halves = self._halves_over_tensor if self.local.rows > 1 else 0
+        return 2 * self.local.stream_bytes * ((0, of_attention, of_attention + of_mlp)[halves])
 
     def _casts(self) -> float:
         """Return the bytes of casting the parameters of a layer."""

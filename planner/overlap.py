@@ -3,7 +3,13 @@
 Gathers of parameters and reductions of gradients do not depend on the computation of the neighboring layer, so they can be overlapped
 with it: T = Tc + Tm - eta * min(Tc, Tm) for each pass over a layer. Gathers and scatters of the residual stream over `tensor`, all-to-alls
 over `context` and the exchange of tokens over `expert` are between two dependent matmuls and fully exposed; rings overlap with their own
-matmuls in part. Collectives of embedding, loss and optimizer are exposed.
+matmuls in part. In the backward pass XLA's scheduler overlaps two kinds of those over `tensor` too: scatters of gradients of inputs, on
+which no gradient of weights depends, and gathers for recomputation, which depend on no gradient; where the MLP is recomputed also gathers
+of gradients. It does not where layers have experts. Collectives of embedding, loss and optimizer are exposed.
+
+Collectives of all axes run one after another. Where tokens wait for an exchange or for hops of a ring, they also wait for the gather of
+experts' parameters, which XLA starts with the layer, and in the backward pass for the reduction of their gradients, which it starts after
+the MLP: these overlap with the computation around attention, up to the first transfer, and the MLP overlaps with none of them.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from dataclasses import dataclass
 
 from ridgeline.planner.collectives import PlannedCollective
 from ridgeline.planner.communication import CollectiveCost
+from ridgeline.planner.recompute import Recomputed
 
 ETA = 0.9
 """Fraction of the shorter of compute and communication that XLA's latency-hiding scheduler overlaps with the longer. The rest is the
@@ -37,6 +44,8 @@ class Communication:
 
     planned: PlannedCollective
     cost: CollectiveCost
+    beside_gradients: bool = False
+    """Of the residual stream in the backward pass, where it is overlapped with gradients of weights or with recomputation."""
 
     @property
     def seconds(self) -> float:
@@ -47,18 +56,27 @@ class Communication:
     def overlappable(self) -> bool:
         """Whether it can be overlapped with the compute of a layer."""
         item = self.planned
+        if self.beside_gradients:
+            return True
         return item.where == "layer" and set(item.axes) <= set(OVERLAPPED_AXES) and item.kind != "all-to-all" and not item.of_tokens
+
+    @property
+    def group(self) -> str:
+        """What it is of, among the communication that is overlapped: `experts`, `stream` or (other) `parameters`."""
+        return "stream" if self.beside_gradients else "experts" if self.planned.what == "experts" else "parameters"
 
     @property
     def in_ring(self) -> bool:
         """Whether it is a hop of a ring. A transfer between pipeline stages is not: it overlaps with a whole pass of another unit."""
-        return self.planned.kind == "collective-permute" and self.planned.axes != ("pipeline",)
+        return self.planned.kind == "collective-permute" and self.planned.axes != ("pipeline",) and not self.beside_gradients
 
     @property
     def hides_under(self) -> str:
         """What it can be overlapped with, in words."""
         if self.in_ring:
             return "matmuls of the ring"
+        if self.beside_gradients:
+            return "gradients of weights and recomputation"
         return f"{self.planned.phase} pass of the neighboring layer" if self.overlappable else "nothing"
 
     def by_kind(self) -> dict[str, float]:
@@ -68,6 +86,13 @@ class Communication:
         for term in self.cost.terms:
             shares[term.link.kind] = shares.get(term.link.kind, 0.0) + term.seconds / total * self.seconds
         return shares
+
+
+def beside_gradients(item: PlannedCollective, again: Recomputed) -> bool:
+    """Return whether XLA overlaps a gather or scatter over tensor, or its ring, with gradients of weights or with recomputation."""
+    if item.where != "layer" or item.phase != "backward" or item.axes != ("tensor",) or item.of_tokens:
+        return False
+    return item.what.endswith((" input", "(recomputed)")) or (item.what.endswith(" update") and "up" in again.weights)
 
 
 OVERLAP_ROOM = 0.9
@@ -93,6 +118,7 @@ def exposed_s(
     eta: float = ETA,
     faster: Mapping[str, float] | None = None,
     tensor_overlap: float = 0.0,
+    beside_s: Mapping[str, Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
     """Return the seconds of exposed communication of a step, by kind of link.
 
@@ -102,22 +128,29 @@ def exposed_s(
       eta: fraction of the shorter of the two that is overlapped.
       faster: kind of link -> hypothetical speed-up, default 1.
       tensor_overlap: fraction of the gathers and scatters over tensor that the software overlaps with the matmuls around them.
+      beside_s: group (`experts`: parameters of experts, `stream`: the residual stream over tensor) -> phase -> the part of that compute
+        that its communication overlaps with; without a group: all.
     """
     speed = faster or {}
-    overlappable: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
+    parts = dict(beside_s or {}) | {"parameters": compute_s}
+    overlappable: dict[str, dict[str, dict[str, float]]] = {group: {phase: {} for phase in compute_s} for group in parts}
     hops: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
     exposed: dict[str, float] = {}
     for item in communication:
-        into = hops[item.planned.phase] if item.in_ring else overlappable[item.planned.phase] if item.overlappable else exposed
+        group = item.group if item.group in parts else "parameters"
+        into = hops[item.planned.phase] if item.in_ring else overlappable[group][item.planned.phase] if item.overlappable else exposed
         visible = 1.0 - tensor_overlap if item.planned.where == "layer" and item.planned.axes == ("tensor",) else 1.0
         for kind, seconds in item.by_kind().items():
             into[kind] = into.get(kind, 0.0) + visible * seconds / speed.get(kind, 1.0)
     for phase, compute in compute_s.items():
-        total = sum(overlappable[phase].values())
-        remaining = 1.0 - eta * min(compute, total) / total if total else 0.0
-        for kind, seconds in overlappable[phase].items():
-            exposed[kind] = exposed.get(kind, 0.0) + seconds * remaining
-        occupied = min(1.0, total / compute) if compute else 1.0  # by collectives queued before the hops
+        free = compute
+        for group, beside in parts.items():
+            total = sum(overlappable[group][phase].values())
+            covered = min(beside[phase], free, total)
+            free -= covered
+            for kind, seconds in overlappable[group][phase].items():
+                exposed[kind] = exposed.get(kind, 0.0) + seconds * (1.0 - eta * covered / total if total else 0.0)
+        occupied = 1.0 - free / compute if compute else 1.0  # by collectives queued before the hops
         for kind, seconds in hops[phase].items():
             exposed[kind] = exposed.get(kind, 0.0) + seconds * (1.0 - (ETA_RING * (1.0 - occupied) if eta else 0.0))
     return exposed

@@ -71,6 +71,12 @@ class Software(Section):
     """Whether the update is sharded over `data` (ZeRO stage 1)."""
     gathers_narrow: bool = False
     """Whether inputs of 8-bit matmuls are gathered over `tensor` in 8 bits. In this project they are quantized after their gather."""
+    overlaps_scatters: bool = False
+    """Whether scatters of gradients of inputs over `tensor` are overlapped with gradients of weights, and gathers for recomputation with
+    gradients, as XLA's scheduler does."""
+    one_queue: bool = False
+    """Whether collectives over all axes run one after another, as XLA's do, so that tokens on their way to experts, or hops of a ring, wait
+    for transfers of parameters that began before."""
     launch_s: float = 0.0
     """Seconds in which the host launches the kernels of a layer with experts, forward and backward: no such layer is faster. 0: less than
     any layer takes."""

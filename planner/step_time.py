@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.model_schema import MoEConfig
@@ -18,19 +18,24 @@ from ridgeline.configs.pipeline import layer_slots
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import offloaded_bytes
 from ridgeline.planner.as_run import as_run
+from ridgeline.planner.attention_time import PassTimes
 from ridgeline.planner.calibration import Calibration
 from ridgeline.planner.collectives import PlannedCollective, compiled_collectives
 from ridgeline.planner.communication import CollectiveCost, forwarded_s, hop_s, time_s
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.flops import config_flops_per_token
 from ridgeline.planner.hardware import Hardware, hardware
-from ridgeline.planner.kernels import Kernels, Work
+from ridgeline.planner.host_copies import HostCopy, host_copies, waits_s
+from ridgeline.planner.kernels import Kernels
 from ridgeline.planner.layer_costs import LayerPoint, without_recompute
 from ridgeline.planner.links import Fabric
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
 from ridgeline.planner.optimizer_state import ON_DEVICE, offloaded_state_bytes, streamed_state_bytes
-from ridgeline.planner.overlap import Communication, exposed_s, overlap_share
+from ridgeline.planner.overlap import Communication, beside_gradients, exposed_s, overlap_share
+from ridgeline.planner.recompute import recomputed_by
 from ridgeline.planner.stragglers import slowest_over_mean
+from ridgeline.planner.work import Work
 
 HOST_INPUT_TOKENS_PER_S = 20e6
 """Tokens per second and host of the input pipeline where the calibration has none: a quarter of what two cores read (docs/LOG.md)."""
@@ -108,6 +113,8 @@ class StepParts:
     """Fraction of the shorter of compute and communication that is overlapped with the longer (planner.overlap)."""
     tensor_overlap: float = 0.0
     """Fraction of the communication over tensor that is overlapped with the matmuls around it (planner.software)."""
+    beside: Mapping[str, PassTimes] = field(default_factory=dict)
+    """Group of communication -> the part of `forward` and `backward` that it overlaps with (planner.overlap.exposed_s)."""
     measured: LayerPoint | None = None
     """Measurement that the time of recomputation is from; None: it is counted by formulas."""
     recompute_s: float | None = None
@@ -117,8 +124,8 @@ class StepParts:
     included."""
     launch_s: float = 0.0
     """Seconds in which the host launches the kernels of all layers: `forward`, `backward` and their communication take at least as long."""
-    host_copy_s: float = 0.0
-    """Seconds of copying activations to host memory in the forward pass; copying them back in the backward pass takes the same time."""
+    host_copies: tuple[HostCopy, ...] = ()
+    """Copies of activations to host memory in the forward pass, and back in the backward pass."""
     state_copy_s: float = 0.0
     """Seconds of copying the optimizer state from host memory, and back at the same time (optimizer.offload)."""
 
@@ -130,13 +137,16 @@ class StepParts:
             return Work(work.compute_s / speed["compute"], work.memory_s / speed["hbm"])
 
         forward, backward, rest = scaled(self.forward), scaled(self.backward), scaled(self.rest)
-        exposed = exposed_s(
-            self.communication, {"forward": forward.seconds, "backward": backward.seconds}, self.eta, speed, self.tensor_overlap
-        )
-        copies_s = self.host_copy_s / speed.get("pcie", 1.0)
+        passes = {"forward": forward.seconds, "backward": backward.seconds}
+        beside = {
+            group: {"forward": scaled(times.forward).seconds, "backward": scaled(times.backward).seconds}
+            for group, times in self.beside.items()
+        }
+        exposed = exposed_s(self.communication, passes, self.eta, speed, self.tensor_overlap, beside)
         state_copies_s = max(0.0, self.state_copy_s / speed.get("pcie", 1.0) - scaled(self.optimizer).seconds)
-        if exposed_copies_s := sum(max(0.0, copies_s - each.seconds) for each in (forward, backward)) + state_copies_s:
-            exposed["pcie"] = exposed.get("pcie", 0.0) + exposed_copies_s
+        waited_s = waits_s(self.host_copies, forward.seconds, backward.seconds, speed.get("pcie", 1.0)) + state_copies_s
+        if waited_s:
+            exposed["pcie"] = exposed.get("pcie", 0.0) + waited_s
         outside = [item for item in self.communication if item.planned.where != "layer"]
         apart = bool(self.bubble or self.launch_s)
         once = exposed_s(outside, {"forward": 0.0, "backward": 0.0}, self.eta, speed) if apart else exposed
@@ -202,27 +212,42 @@ def step_parts(
         local.schedule,
         narrow=config.precision.matmul != "compute",
     )
-    empty = layer_slots(config, local.pipeline) - config.model.num_layers if local.pipeline > 1 else 0
+    layers_of_stages = layer_slots(config, local.pipeline) if local.pipeline > 1 else config.model.num_layers  # some may be empty
     slowest = slowest_over_mean(local.devices) if machine.device.tensor_cores else 1.0
     offloaded = offloaded_bytes(local) * repeats
     state = offloaded_state_bytes(local) if machine.device.tensor_cores else 0
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
+    in_queue = (local.ring and local.context > 1) or exchange_method(config.model.moe, config.compute.experts, sizes) is not None
+    stream = software.overlaps_scatters and config.model.moe is None
+    beside = {"stream": kernels.beside_scatters()} if stream else {}
+    beside |= {"experts": kernels.around_attention()} if software.one_queue and in_queue else {}
     return StepParts(
         config=config,
         devices=local.devices,
         forward=(kernels.layer_forward() * layers + kernels.modules_forward() * repeats + copies) * slowest,
         backward=(kernels.layer_backward() * layers + kernels.modules_backward() * repeats + again + copies) * slowest,
-        rest=(_outside(kernels, empty) + kernels.stacks() + kernels.accumulate()) * (repeats * slowest),
-        bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layer_slots(config, local.pipeline),
+        rest=(_outside(kernels, layers_of_stages - config.model.num_layers) + kernels.stacks() + kernels.accumulate())
+        * (repeats * slowest),
+        bubble=1 - (1 - local.schedule.bubble_fraction) * config.model.num_layers / layers_of_stages,
         optimizer=(kernels.optimizer() + Work(0.0, kernels.memory_s(2 * state))) * slowest,
-        communication=tuple(Communication(item, machine.cost(item, sizes, config.model.moe)) for item in planned),
+        communication=tuple(
+            Communication(
+                item,
+                machine.cost(item, sizes, config.model.moe),
+                beside_gradients=stream and beside_gradients(item, recomputed_by(config)),
+            )
+            for item in planned
+        ),
         host_input_s=host_input_s(local, machine),
+        beside={
+            group: PassTimes(*(work * (layers * slowest) for work in (times.forward, times.backward))) for group, times in beside.items()
+        },
         measured=None if again_s is None else measured,
         recompute_s=None if again_s is None else again.seconds,
         launch_s=software.launch_s * layers if config.model.moe is not None else 0.0,
         # The first copy from host memory and the last one to it overlap with nothing.
         state_copy_s=(state + streamed_state_bytes(local) / ON_DEVICE) / host_bytes_per_s(machine.device, machine.calibration),
-        host_copy_s=offloaded / host_bytes_per_s(machine.device, machine.calibration),
+        host_copies=host_copies(kernels, repeats, host_bytes_per_s(machine.device, machine.calibration)),
         tensor_overlap=software.tensor_overlap,
         eta=overlap_share(memory.compiled_bytes, memory.argument_bytes, machine.device.memory_bytes),
         peak_flops=machine.device.peak_flops[kernels.dtype],

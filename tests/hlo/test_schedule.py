@@ -278,6 +278,68 @@ def test_kernels_of_triton_count_what_they_multiply_or_are_named_as_unknown():
     assert without_flops(list(found.values())) == {"jit(step)/mlp/mine": 1.0}
 
 
+def one_kernel(*lines):
+    """Return the last kernel of a module that runs these instructions; computations of fusions come before an ENTRY line."""
+    at = lines.index("ENTRY") if "ENTRY" in lines else -1
+    before, inside = lines[: max(at, 0)], lines[at + 1 :]
+    text = "\n".join(
+        ["HloModule jit_step, is_scheduled=true\n", *before, "ENTRY %main () -> f32[] {", *(f"  {line}" for line in inside), "}\n"]
+    )
+    return kernels(parse(text))[-1]
+
+
+@pytest.mark.parametrize("name", ["expert_matmul", "expert_weight_gradient"])
+def test_experts_read_the_rows_that_have_tokens_of_buffers_with_room_for_the_worst_case(name):
+    """384 of 1,024 rows: results are written whole, matrices read whole."""
+    if name == "expert_matmul":  # rows [R, I] and matrices [I, E, O] to [R, O]
+        shapes = {"x": "bf16[1024,128]", "y": "bf16[128,8,256]"}, "bf16[1024,256]"
+        moved = 384 * 128 * 2 + 128 * 8 * 256 * 2 + 1024 * 256 * 2
+    else:  # inputs [R, I] and gradients [R, O] to [I, E, O]
+        shapes = {"x": "bf16[1024,128]", "y": "bf16[1024,256]"}, "f32[128,8,256]"
+        moved = 384 * (128 + 256) * 2 + 128 * 8 * 256 * 4
+    kernel = one_kernel(
+        "%i = s32[16]{0} parameter(0)",
+        *(f"%{operand} = {shape} parameter({n})" for n, (operand, shape) in enumerate(shapes[0].items(), 1)),
+        f'ROOT %call = {shapes[1]} custom-call(%i, %x, %y), custom_call_target="__gpu$xla.gpu.triton", '
+        f'metadata={{op_name="jit(step)/mlp/shard_map/{name}/pallas_call"}}, '
+        f'backend_config={{serialized_metadata = "{{\\22flops\\22: \\22{2 * 384 * 128 * 256}\\22}}"}}',
+    )
+    assert (kernel.category, kernel.grouped, kernel.flops) == ("matmul", True, 2 * 384 * 128 * 256)
+    assert sorted((kernel.matmul.m, kernel.matmul.n, kernel.matmul.k)) == [128, 256, 384]
+    assert (kernel.matmul.m if name == "expert_matmul" else kernel.matmul.k) == 384
+    assert kernel.bytes == moved + 16 * 4
+
+
+def test_a_sum_in_a_stack_is_read_before_it_is_written():
+    kernel = one_kernel(
+        "%add_to (p0: f32[10,64], p1: s32[], p2: f32[1,64]) -> f32[10,64] {",
+        "  %p0 = f32[10,64]{1,0} parameter(0)",
+        "  %p1 = s32[] parameter(1)",
+        "  %p2 = f32[1,64]{1,0} parameter(2)",
+        "  %zero = s32[] constant(0)",
+        "  %old = f32[1,64]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,64}",
+        "  %new = f32[1,64]{1,0} add(%old, %p2)",
+        "  ROOT %update = f32[10,64]{1,0} dynamic-update-slice(%p0, %new, %p1, %zero)",
+        "}",
+        "ENTRY",
+        "%stack = f32[10,64]{1,0} parameter(0)",
+        "%i = s32[] parameter(1)",
+        "%row = f32[1,64]{1,0} parameter(2)",
+        "ROOT %sum = f32[10,64]{1,0} fusion(%stack, %i, %row), kind=kLoop, calls=%add_to",
+    )
+    assert kernel.bytes == 3 * 64 * 4 + 4
+
+
+@pytest.mark.parametrize(("window", "keys"), [(0, 2048), (4096, 2048), (1024, 1024 - 1024**2 / 8192)])
+def test_fused_attention_computes_the_keys_that_a_query_sees(window, keys):
+    scores = f'"intermediate_tensor_shape": {{"dimensions": ["2", "8", "4096", "4096"]}}, "mask_type": "CAUSAL", "sliding_window_length": {window}'
+    kernel = one_kernel(
+        "%q = bf16[2,4096,8,128]{3,2,1,0} parameter(0)",
+        f'ROOT %out = bf16[2,4096,8,128] custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={{{scores}}}',
+    )
+    assert kernel.flops == pytest.approx(2 * 2 * (2 * 8 * 4096) * keys * 128)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f32", "f8e4m3fn", "f8e5m2"])
 @pytest.mark.parametrize("indices", [0, 1, 2])
 def test_the_dtype_of_a_custom_kernel_is_that_of_its_first_array_of_numbers(dtype, indices):

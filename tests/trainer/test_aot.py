@@ -19,7 +19,8 @@ from ridgeline.planner.hardware import catalog, hardware
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.trainer.aot import compile as aot
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
-from ridgeline.trainer.aot.report import build_report, matmul_shape
+from ridgeline.trainer.aot.report import build_report
+from ridgeline.trainer.aot.simulated import matmul_shape
 from ridgeline.trainer.aot.target import compute_capability, target_config
 from tests.sampling import drawn
 from tests.trainer.gpu_models import QUICK, cluster, small

@@ -17,17 +17,13 @@ from ridgeline.hlo.buffers import Buffer, grouped, live_at_peak
 from ridgeline.hlo.collectives import Collective, collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.hlo.roofline import Kernel, kernels, total_flops, without_flops
-from ridgeline.hlo.schedule import Schedule, simulate
+from ridgeline.hlo.schedule import Schedule
 from ridgeline.planner.calibration import Calibration, load_calibration
-from ridgeline.planner.collectives import planned_collectives
-from ridgeline.planner.communication import hop_s, time_s
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import Hardware, matmul_dtype
-from ridgeline.planner.links import Fabric
 from ridgeline.planner.memory import MemoryEstimate, memory_per_device
-from ridgeline.planner.step_time import host_bytes_per_s
-from ridgeline.planner.stragglers import slowest_over_mean
 from ridgeline.trainer.aot.compile import Compiled, Request
+from ridgeline.trainer.aot.simulated import arithmetic, simulate_step
 from ridgeline.trainer.plan_comparison import SMALL_BYTES, Traffic, compare_traffic, memory_rows, traffic_rows, unplanned
 from ridgeline.trainer.plan_record import compiled_collective, overlapped, source_text
 
@@ -126,73 +122,12 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         buffers=grouped(live),
         kernels=launched,
         dtype=dtype,
-        schedule=_simulate(request, cluster, compiled, rates, launched, found, dtype),
+        schedule=simulate_step(request, cluster, compiled, rates, module, launched, found),
         context_method=context_method(config, compiled.mesh),
         expert_exchange=exchange_method(config.model.moe, config.compute.experts, compiled.mesh),
         uncounted_loops=tuple(module.unknown_loops),
         estimated_loops=tuple(module.estimated_loops),
     )
-
-
-def _simulate(
-    request: Request,
-    cluster: ClusterConfig,
-    compiled: Compiled,
-    rates: Calibration,
-    launched: Sequence[Kernel],
-    found: Sequence[Collective],
-    dtype: str,
-) -> Schedule:
-    """Simulate the schedule at the rates of the plan (planner/kernels.py), on the slowest of the devices.
-
-    Matmuls have their own shape (`matmul_shape`); collectives run over the links that their axes span.
-    """
-    fabric, device, model = Fabric.from_cluster(cluster, rates, num_devices=request.devices), request.device, request.config.model
-    bandwidth = rates.memory_bytes_per_s(device)
-    slowest = slowest_over_mean(request.devices) if device.tensor_cores else 1.0
-
-    def flops_per_s(kernel: Kernel) -> float:
-        if kernel.category == "attention":
-            rate = rates.attention_flops_per_s(device, dtype, request.config.data.seq_len, model.head_width)
-            return rate * rates.software.attention_share(device) * rates.software.in_step_share(dtype, device)
-        reads = arithmetic(kernel, dtype)
-        return rates.matmul_flops_per_s(device, reads, *matmul_shape(kernel)) * rates.software.in_step_share(reads, device)
-
-    def kernel_s(kernel: Kernel) -> float:
-        if kernel.host_copy:
-            return kernel.bytes / 2 / host_bytes_per_s(request.device, rates)
-        compute_s = kernel.flops / flops_per_s(kernel) if kernel.flops else 0.0
-        return slowest * max(compute_s, kernel.bytes / bandwidth)
-
-    def collective_s(collective: Collective) -> float:
-        axes = collective.axes if collective.axes is not None else tuple(axis for axis, size in compiled.mesh.items() if size > 1)
-        group = fabric.axes_group(compiled.mesh, axes)
-        if collective.kind == "collective-permute":
-            return hop_s(collective.bytes, group).seconds
-        kind = collective.kind.removeprefix("ragged-")
-        op = kind if kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all") else "all-gather"
-        return time_s(op, sent_bytes.get((collective.kind, collective.bytes), collective.bytes), group).seconds
-
-    planned = planned_collectives(request.config, compiled.mesh)
-    sent_bytes: dict[tuple[str, int], int] = {(item.kind, item.bytes): item.sent_bytes for item in planned if item.used_bytes is not None}
-
-    return simulate(parse(compiled.hlo_text), launched, found, kernel_s, collective_s)
-
-
-def matmul_shape(kernel: Kernel) -> tuple[int, int, int]:
-    """Return the (m, n, k) whose rate a kernel's matmul has.
-
-    The tiles of a batch fill the device together, as those of one matmul with the rows of all. Several in one kernel count as a cube.
-    """
-    if kernel.matmul is None:
-        side = max(1, round((kernel.flops / 2) ** (1 / 3)))
-        return side, side, side
-    return kernel.matmul.batch * kernel.matmul.m, kernel.matmul.n, kernel.matmul.k
-
-
-def arithmetic(kernel: Kernel, dtype: str) -> str:
-    """Return the dtype that a kernel multiplies, as the hardware catalog names it: float8, float4 or the run's dtype."""
-    return {"f8": "float8", "f4": "float4"}.get(kernel.dtype[:2], dtype)
 
 
 def _wide_gathers(config: Config, found: Sequence[Collective]) -> list[Collective]:
