@@ -334,6 +334,7 @@ class StepMemory(LiveBuffers):
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
         narrow = local.config.precision.eight_bit and local.config.precision.block_scaled is None
         quantized = 3 * hidden // local.compute_itemsize if recomputes and narrow else 0
+        of_experts = self.expert_rows_in_flight() + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
@@ -353,7 +354,7 @@ class StepMemory(LiveBuffers):
         points = (
             (
                 "its MLP",
-                at_mlp * hidden + quantized + self.turn.padded_gradients() + self.expert_rows_in_flight() + SLOTS_IN_FLIGHT * local.slot_bytes,
+                at_mlp * hidden + quantized + of_experts,
                 STREAMS_IN_FLIGHT * stream,
                 2 * local.mlp_matrix * local.matrix_itemsize,
                 down,
