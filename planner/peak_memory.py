@@ -159,22 +159,22 @@ class StepMemory(LiveBuffers):
         if relaid and narrow and not again.mlp_update:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not (again.mlp_update if narrow else dots):
-            return self.backward(relaid=relaid, turns=self.turn.first, delayed=self.delayed_block_scaled())
+            return self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=self.delayed_block_scaled())
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         after = relaid + (eight_bits.after_mlp(local) if narrow else after)
-        layer = self.backward(turns=self.turn.first)
+        layer = self.backward(layers=self.turn.delayed_at_start)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
         return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
 
-    def backward(self, *, relaid: int = 0, late: bool = False, turns: int = 1, at_end: int = 0, delayed: int = 0) -> Components:
+    def backward(self, *, relaid: int = 0, late: bool = False, layers: int | None = None, at_end: int = 0, delayed: int = 0) -> Components:
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
 
         relaid: bytes of a saved value that is copied to another layout. late: gradients of the previous layer are still being reduced.
-        turns: whose weight gradients may be computed together. at_end: further bytes at the end of the layer. delayed: from which weight
+        layers: whose weight gradients are computed together, None: those of a turn. at_end: further bytes at the end of the layer. delayed: from which weight
         gradients of other layers are computed later.
         """
         local = self.local
-        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(turns, at_end)
+        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(self.turn.delayed(1) if layers is None else layers, at_end)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
@@ -309,7 +309,7 @@ class StepMemory(LiveBuffers):
             "loss": self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"],
         }
 
-    def _peak_in_layer(self, turns: int, more: int) -> tuple[str, int, int, int, int, int]:
+    def _peak_in_layer(self, together: int, more: int) -> tuple[str, int, int, int, int, int]:
         """Return the point of a layer's backward pass with most memory, and there: hidden activations, streams, gathered weights, gradients
         before their reduction, and attention's workspace."""
         local = self.local
@@ -350,7 +350,7 @@ class StepMemory(LiveBuffers):
             )
         # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
         early = 0 if local.ring and offloads_inputs(local) else at_mlp
-        delayed = self.turn.delayed(turns) * self.turn.before_weight_gradients() // self.turn.layers
+        delayed = together * self.turn.before_weight_gradients() // self.turn.layers
         points = (
             (
                 "its MLP",
@@ -365,18 +365,17 @@ class StepMemory(LiveBuffers):
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
-            *self._mlp_after_others(turns, at_mlp * hidden, down, mask),
+            *self._mlp_after_others(together, at_mlp * hidden, down, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
 
-    def _mlp_after_others(self, turns: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
-        """Return the point in the MLP of the last layer of some turns, when the weight gradients of the others are still to be computed.
+    def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.
 
         of_mlp, down, mask: the sizes of hidden activations, gradients and mask of a layer alone. Streams: inputs of attention and MLP,
         attention's result, the gradient of that of the MLP, the final hidden states and their gradient.
         """
         local, model = self.local, self.local.model
-        layers = self.turn.delayed(turns)
         if self.turn.layers == 1 or not layers or model.moe is not None or local.config.compute.remat.policy not in FROM_BLOCK_INPUTS:
             return []
         others = (layers - 1) * self.turn.before_weight_gradients() // self.turn.layers

@@ -19,6 +19,8 @@ WHOLE_TILES = 1024
 """A matmul that sums over this many rows, or a multiple, is not padded."""
 NOT_REDUCED = 4
 """Layers of a turn that is not pipelined whose weight gradients wait: they are reduced within it (heaps of Gemma 3 4B, 4 of 6)."""
+AFTER_LEFT = 2
+"""Layers of the loop whose weight gradients wait with those of the layers after the last whole turn."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,17 @@ class Turn:
     def delayed(self, turns: int) -> int:
         """Return the number of layers whose weight gradients are computed together, of some turns that are scheduled together."""
         return turns * self.layers if self.pipelined else min(self.layers, NOT_REDUCED)
+
+    @property
+    def delayed_at_start(self) -> int:
+        """Layers whose weight gradients are computed together at the start of the backward pass.
+
+        Where whole blocks are recomputed, those of the layers after the last whole turn and of two more (heaps of Gemma 3 4B, `full`).
+        """
+        left = self.local.model.num_layers % self.local.model.layer_period
+        if left and not self.pipelined and self.local.config.compute.remat.policy == "full":
+            return left + AFTER_LEFT
+        return self.delayed(self.first)
 
     @property
     def in_loss(self) -> int:
