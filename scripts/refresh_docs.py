@@ -175,7 +175,9 @@ class Workspace:
         ("batch_size: 8", "batch_size: 2"),
     )
     SHORT_EXAMPLES = {
-        **{r"^  steps: \d+": "  steps: 24", r"every: \d+": "every: 12", r"{step: (\d+)0,": r"{step: \1,"},
+        r"^  steps: \d+": "  steps: 24",
+        r"every: \d+": "every: 12",
+        r"{step: (\d+)0,": r"{step: \1,",
         r"^  batch_size: \d+": "  batch_size: 4",
     }
     """Pattern -> replacement in configs/examples/*-tiny*.yaml; not in what they are based on."""
