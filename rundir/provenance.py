@@ -26,7 +26,7 @@ PACKAGES = (
     *("loaders", "models", "trainer", "explain", "measure", "launch", "cli"),
 )
 """The packages of `ridgeline`; each may import only those before it."""
-NAME_AND_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.M)
+NAME_AND_VERSION = re.compile(r"^(Name|Version): *(.*)$", re.M)
 MAKERS = re.compile(
     r"(jax|jaxlib|jax_(cuda|rocm)\w*|nvidia_\w+|flax|optax|orbax_checkpoint|grain|array_record|numpy|ml_dtypes|tokenizers|ridgeline)", re.I
 )

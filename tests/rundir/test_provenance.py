@@ -10,7 +10,7 @@ from ridgeline.rundir.provenance import packages
 
 def test_packages_have_the_names_and_versions_that_python_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this environment, one whose description has lines that look like fields, an old format, and a half-removed one."""
-    made = {"made-1.0.dist-info/METADATA": "Metadata-Version: 2.4\nName: Made.Up\nVersion: 1.0+cuda12 \n\nName: other\nVersion: 2\n"}
+    made = {"made-1.0.dist-info/METADATA": "Metadata-Version: 2.4\nName: Made.Up\nVersion: 1.0+cuda12\n\nName: other\nVersion: 2\n"}
     made |= {"old.egg-info/PKG-INFO": "Name: old\r\nVersion: 3\r\n\r\nSummary\r\n", "gone-4.dist-info/RECORD": ""}
     for name, text in made.items():
         (tmp_path / name).parent.mkdir()
