@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -182,8 +181,7 @@ class Workspace:
     }
     """Pattern -> replacement in configs/examples/*-tiny*.yaml; not in what they are based on."""
 
-    def __init__(self, root: Path, in_guides: Mapping[str, str] | None = None) -> None:
-        """in_guides: more variables of the commands of all pages but the first."""
+    def __init__(self, root: Path) -> None:
         self.root = root
         files = ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock", "README.md")
         for name in (*files, "scripts", "benchmarks", "examples", "docs"):
@@ -229,26 +227,23 @@ class Workspace:
             self.environment["JAX_PLATFORMS"] = "cpu"
         for name in [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_"))]:
             del self.environment[name]
-        self.in_guides = self.environment | (in_guides or {})
         self._quickstart: tuple[int, list[str]] | None = None
 
     def quickstart(self) -> tuple[int, list[str]]:
         """Make the run that all pages use, once; return its exit code and output."""
         if self._quickstart is None:
-            self._quickstart = self._run("make quickstart", 500, self.environment)
+            self._quickstart = self._run("make quickstart", 500)
         return self._quickstart
 
-    def run(self, command: str, page: str = PAGES[0]) -> tuple[int, list[str]]:
-        """Run a command of a page in bash; return its exit code and what it printed, without the noise of libraries."""
-        if command.partition("#")[0].strip() == "make quickstart":
-            return self.quickstart()
-        return self._run(command, 300, self.environment if page == PAGES[0] else self.in_guides)
+    def run(self, command: str, limit_s: float = 300) -> tuple[int, list[str]]:
+        """Run a command in bash and return its exit code and what it printed, without the noise of libraries."""
+        return self.quickstart() if command.partition("#")[0].strip() == "make quickstart" else self._run(command, limit_s)
 
-    def _run(self, command: str, limit_s: float, environment: dict[str, str]) -> tuple[int, list[str]]:
+    def _run(self, command: str, limit_s: float) -> tuple[int, list[str]]:
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=self.root,
-            env=environment,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -267,7 +262,7 @@ class Workspace:
             return []
         played: list[tuple[Command, int, list[str]]] = []
         for command in block.commands():
-            code, printed = self.run(command.text, block.page)
+            code, printed = self.run(command.text)
             played.append((command, code, printed))
             if (code != 0) != expects_failure(command):
                 break

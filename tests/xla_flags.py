@@ -1,6 +1,6 @@
 """Flags of XLA for the tests, whose programs run for milliseconds: to compile them takes longer than to run them.
 
-The quickstart, the commands of README and the benchmarks run with XLA's defaults, and so do programs compiled for GPUs.
+The commands of README and docs, the quickstart and the benchmarks run with XLA's defaults, and so do programs compiled for GPUs.
 """
 
 from importlib.metadata import version

@@ -10,7 +10,6 @@ import pytest
 
 from ridgeline.cli.main import ridge
 from scripts.refresh_docs import PAGES, ROOT, Block, Workspace, blocks, difference, expects_failure, pattern, renewed, trimmed
-from tests.xla_flags import QUICK_XLA
 
 BLOCKS = [
     block
@@ -23,8 +22,8 @@ BLOCKS = [
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """A clone with a short quickstart; README's first block makes its run. README's commands run with XLA's defaults, as a reader's do."""
-    made = Workspace(tmp_path_factory.mktemp("docs"), in_guides={"XLA_FLAGS": QUICK_XLA})
+    """A clone with a short quickstart; README's first block makes its run."""
+    made = Workspace(tmp_path_factory.mktemp("docs"))
     code, printed = made.quickstart()
     assert code == 0, "\n".join(printed[-20:])
     return made
