@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 RIDGE  := $(BIN)/ridge
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 UV     ?= uv
-# Workers for the test suite: every test process compiles with several threads of its own.
-JOBS   ?= 2
+# Workers for the test suite, for two cores: one more than that, as tests of several processes wait for each other and for deadlines.
+JOBS   ?= 3
 # Workers for the Slurm tests, each with a Slurm of its own: these wait more than they compute.
 CLUSTERS ?= 3
 # The real text of the quickstart: the standard library of this interpreter.
@@ -109,7 +109,7 @@ test-again test-slurm-again test-injections-again: $(VENV)/.installed-dev
 # A cache of its own: CI runs it beside the Slurm tests, whose last failures must not be overwritten.
 run-newest: $(VENV)/.installed-newest
 	$(BIN)/python -c 'from importlib.metadata import version as v; print("jax", v("jax"), "flax", v("flax"), "numpy", v("numpy"))'
-	$(BIN)/python -m pytest -o cache_dir=$(NEWEST_VENV)/pytest_cache -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS)
+	$(BIN)/python -m pytest -o cache_dir=$(NEWEST_VENV)/pytest_cache -n 2 --dist loadgroup --no-loadscope-reorder $(NEWEST_TESTS)
 
 run-newest-again: $(VENV)/.installed-newest
 	$(BIN)/python -m pytest -o cache_dir=$(NEWEST_VENV)/pytest_cache -p no:xdist --last-failed --last-failed-no-failures none $(NEWEST_TESTS)

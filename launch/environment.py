@@ -6,7 +6,10 @@ is loaded. It also checks the directory of the compilation cache.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import pwd
 import re
@@ -290,10 +293,14 @@ def name_of(flag: str) -> str:
 def unknown_flags(flags: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the flags that the installed jaxlib does not support. Raises UserError for an invalid value.
 
-    An unknown flag aborts the process that uses it, so another process tests them (0.15 s).
+    An unknown flag aborts the process that uses it, so another process tests them (0.15 s). Flags that all are supported are remembered in
+    $RIDGE_CACHE (default: `ridgeline` in the user's cache directory), as long as the installed jaxlib is the same.
     """
     unknown: list[str] = []
     left = list(flags)
+    remembered = _supported_file(left, env)
+    if remembered is not None and os.path.exists(remembered):
+        return []
     while left:
         done = subprocess.run(
             [sys.executable, "-c", _PARSES_FLAGS],
@@ -311,7 +318,22 @@ def unknown_flags(flags: Sequence[str], env: Mapping[str, str] = os.environ) -> 
             raise UserError(f"XLA_FLAGS: the installed jaxlib rejects a value among: {' '.join(left)}")
         unknown += named
         left = [flag for flag in left if flag not in named]
+    if remembered is not None and not unknown:
+        with contextlib.suppress(OSError):
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            remembered.touch()
     return unknown
+
+
+def _supported_file(flags: Sequence[str], env: Mapping[str, str]) -> Path | None:
+    """Return the empty file that says that this installed jaxlib supports all these flags; None: a file may hold flags, or no jaxlib."""
+    jaxlib = importlib.util.find_spec("jaxlib")
+    if jaxlib is None or jaxlib.origin is None or not all(flag.startswith("--") for flag in flags):
+        return None
+    root = env.get("RIDGE_CACHE") or os.path.join(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ridgeline")
+    installed = os.stat(jaxlib.origin)
+    key = [importlib.metadata.version("jaxlib"), jaxlib.origin, str(installed.st_ino), str(installed.st_mtime_ns), *flags]
+    return Path(root) / "xla_flags" / hashlib.sha256("\0".join(key).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def _flag(setting: Setting) -> str:

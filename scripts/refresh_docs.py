@@ -171,8 +171,14 @@ class Workspace:
         ("log_every: 20", "log_every: 2"),
         ("every: 200", "every: 6"),
         ("max_batches: 16", "max_batches: 2"),
+        ("batch_size: 8", "batch_size: 2"),
     )
-    SHORT_EXAMPLES = {r"^  steps: \d+": "  steps: 24", r"every: \d+": "every: 12", r"{step: (\d+)0,": r"{step: \1,"}
+    SHORT_EXAMPLES = {
+        r"^  steps: \d+": "  steps: 24",
+        r"every: \d+": "every: 12",
+        r"{step: (\d+)0,": r"{step: \1,",
+        r"^  batch_size: \d+": "  batch_size: 4",
+    }
     """Pattern -> replacement in configs/examples/*-tiny*.yaml; not in what they are based on."""
 
     def __init__(self, root: Path) -> None:

@@ -151,7 +151,8 @@ def train(
                 progress.note(str(reason))
                 run.lease.release()
                 from_step, back = None, True
-            gc.collect()  # the state of the start that went back, which its frames held
+            if outcome is None:
+                gc.collect()  # the state of the start that went back, which its frames held
     except BaseException as error:
         expected = isinstance(error, UserError | NumericalFailure | CorruptionFound | CheckpointError | StopRequested)
         progress.record(f"stopped: {error}" if expected else "".join(traceback.format_exception(error)).rstrip())

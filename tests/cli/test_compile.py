@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.cli import main as cli
 from ridgeline.launch.environment import run_flags
-from tests.trainer.gpu_models import SHAPES, small
+from tests.trainer.gpu_models import QUICK, SHAPES, small
 
 CONTRACT = {
     *("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes", "gap_bytes"),
@@ -21,6 +21,7 @@ BASE, *SHAPE = SHAPES["llama"]
 COMMAND = [
     *("compile", BASE, *(f"model.{setting}" for setting in SHAPE), "model.vocab_size=8192", "data.seq_len=1024", "data.batch_size=64"),
     *("precision.compute=bfloat16", "compute.remat.policy=none", "mesh.fsdp=8"),
+    *(f"--xla-flag={flag}" for flag in QUICK),
 ]
 
 
@@ -51,6 +52,7 @@ def test_json_keeps_its_contract_and_memory_above_the_limit_fails(capsys: pytest
     assert made["largest_buffers"] and all(b["bytes"] > 0 and b["what"] for b in made["largest_buffers"])
     assert all(row["explanation"] for row in made["memory"] + made["traffic"])
     assert made["optimization_level"] == "O1" and any("combine_threshold" in flag for flag in made["xla_flags"])
+    assert set(QUICK) <= set(made["xla_flags"]), "flags of the command line are added"
     assert hlo.read_text().startswith("HloModule")
     points = {at["point"]: at for at in made["points"]}
     needed, planned = made["argument_bytes"] + made["temp_bytes"], made["planned_memory"]["compiled_bytes"]

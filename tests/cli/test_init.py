@@ -22,7 +22,7 @@ def written(model: str, cluster: str, path: Path, *more: str) -> int:
     return cli.run(["init", "--model", model, "--data", "data/none", "--cluster", cluster, "-o", str(path), *more])
 
 
-@pytest.mark.parametrize(("model", "cluster"), drawn(CASES, 10))
+@pytest.mark.parametrize(("model", "cluster"), drawn(CASES, 5))
 def test_the_file_loads_and_plans(model: str, cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "my.yaml"
     assert written(model, cluster, path) == 0

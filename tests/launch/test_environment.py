@@ -183,6 +183,30 @@ def test_the_installed_jaxlib_supports_every_chosen_flag() -> None:
         unknown_flags(["--xla_gpu_enable_latency_hiding_scheduler=maybe"])
 
 
+def test_flags_that_all_are_supported_are_remembered_for_the_installed_jaxlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process can be started any more: what was asked before has its answer, and every other question starts one."""
+    supported, never_was, invalid = ["--xla_dump_to=/tmp/x"], ["--xla_never_was"], ["--xla_gpu_enable_latency_hiding_scheduler=maybe"]
+    env = {**os.environ, "RIDGE_CACHE": str(tmp_path / "cache")}
+    assert unknown_flags(supported, env) == []
+    assert unknown_flags([*supported, *never_was], env) == never_was
+    with pytest.raises(UserError, match="maybe"):
+        unknown_flags(invalid, env)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    assert unknown_flags(supported, env) == []
+    elsewhere = env | {"RIDGE_CACHE": str(tmp_path / "other")}
+    for flags, place in ((never_was, env), (invalid, env), (["--xla_dump_to=/tmp/y"], env), (supported, elsewhere)):
+        with pytest.raises(FileNotFoundError):
+            unknown_flags(flags, place)
+
+
+def test_flags_in_a_file_and_a_cache_that_cannot_be_written_are_asked_each_time(tmp_path: Path) -> None:
+    (tmp_path / "flags").write_text("--xla_dump_to=/tmp/x\n")
+    (tmp_path / "file").touch()
+    for flags, cache in (([str(tmp_path / "flags")], tmp_path / "cache"), (["--xla_dump_to=/tmp/x"], tmp_path / "file")):
+        assert unknown_flags(flags, {**os.environ, "RIDGE_CACHE": str(cache)}) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"flags", "file"}
+
+
 @pytest.mark.parametrize(
     ("model", "generation"),
     [

@@ -72,10 +72,11 @@ SCALARS_BYTES = 1024
 """Losses, counts and norms of gradients, a few words each."""
 
 
-SAMPLE = {
-    **{family: drawn([layout for layout in layouts if layout != ACCIDENT], 1) for family, layouts in LAYOUTS_OF.items()},
-    "experts": drawn(tuple(EXPERT_LAYOUTS), 1),
-}
+SAMPLE = [
+    *((family, one) for family, layouts in LAYOUTS_OF.items() for one in drawn([name for name in layouts if name != ACCIDENT], 1)),
+    *(("experts", one) for one in drawn(tuple(EXPERT_LAYOUTS), 1)),
+]
+"""Family and layout."""
 STAGES = "pipeline2-fsdp2-tensor2"
 
 
@@ -87,15 +88,11 @@ def request(family, layout):
 
 
 @cache
-def compiled(family):
+def compiled():
     """The layouts of the sample, compiled in one process."""
-    layouts = dict.fromkeys([*SAMPLE[family], *((STAGES, ACCIDENT) if family == "llama" else ())])
-    requests = [request(family, layout) for layout in layouts]
-    return dict(zip(layouts, zip(requests, compile_many(requests), strict=True), strict=True))
-
-
-def group(family):
-    return pytest.mark.xdist_group(f"gpu-steps-{family}")
+    cases = dict.fromkeys([*SAMPLE, ("llama", STAGES), ("llama", ACCIDENT)])
+    requests = [request(*case) for case in cases]
+    return dict(zip(cases, zip(requests, compile_many(requests), strict=True), strict=True))
 
 
 def test_every_layout_and_every_family_with_every_recomputation_is_compiled():
@@ -108,12 +105,9 @@ def test_every_layout_and_every_family_with_every_recomputation_is_compiled():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [pytest.param(family, layout, marks=group(family)) for family, layouts in SAMPLE.items() for layout in layouts],
-)
+@pytest.mark.parametrize(("family", "layout"), SAMPLE)
 def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, layout):
-    request, result = compiled(family)[layout]
+    request, result = compiled()[family, layout]
     assert isinstance(result, Compiled), result
     planned = bytes_per_step(as_compiled_for_gpu(planned_collectives(request.config, result.mesh)))
     found = {}
@@ -129,19 +123,17 @@ def test_the_gpu_step_moves_the_bytes_that_are_planned_and_no_others(family, lay
 
 
 @pytest.mark.slow
-@group("llama")
 def test_stages_need_the_memory_that_is_planned():
-    request, result = compiled("llama")[STAGES]
+    request, result = compiled()["llama", STAGES]
     assert isinstance(result, Compiled), result
     planned = memory_per_device(request.config, result.mesh, overlap=False, combined=False)
     assert planned.compiled_bytes == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.05)
 
 
 @pytest.mark.slow
-@group("llama")
 def test_an_accidental_resharding_is_unplanned_and_has_a_source_line():
     """An MLP that nobody cuts: its matrices are gathered whole over fsdp, and its activations over nothing."""
-    request, result = compiled("llama")[ACCIDENT]
+    request, result = compiled()["llama", ACCIDENT]
     assert isinstance(result, Compiled), result
     extra = build_report(request, cluster(), result).unplanned
     assert extra and all(c.bytes > 0 for c in extra)

@@ -15,6 +15,7 @@ from ridgeline.hlo.parse import parse
 from ridgeline.launch.environment import run_flags
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
+from tests.sampling import drawn
 from tests.trainer.gpu_models import cluster
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -34,10 +35,11 @@ def resolved(case):
 
 @pytest.mark.slow
 def test_rows_compiled_again_equal_the_table_and_are_within_five_percent_of_the_model():
-    rows = [row(model) for model in AGAIN]
+    models = drawn(list(AGAIN), 1)
+    rows = [row(model) for model in models]
     configs = [resolved(case) for case in rows]
     requests = [
-        Request.on(config, cluster(), AGAIN[model] // 8, optimization_level="O1") for model, config in zip(AGAIN, configs, strict=True)
+        Request.on(config, cluster(), AGAIN[model] // 8, optimization_level="O1") for model, config in zip(models, configs, strict=True)
     ]
     for case, config, result in zip(rows, configs, compile_many(requests), strict=True):
         assert isinstance(result, Compiled), result
@@ -48,6 +50,7 @@ def test_rows_compiled_again_equal_the_table_and_are_within_five_percent_of_the_
 
 
 DRAWN = 3
+"""By the sampler; two of them are compiled per commit."""
 SAME_FLAGS = ("remat", "packing", "params", "moments", "loss_chunk")
 """Knobs of the sampler that do not change XLA's flags, so that one process compiles all."""
 
@@ -64,8 +67,9 @@ def test_steps_drawn_over_every_knob_take_what_is_planned(monkeypatch):
     meshes = ("mesh.fsdp=8",), ("mesh.data=4", "mesh.fsdp=2", "mesh.zero_stage=2", "trainer.accumulation=2")
     for number in range(DRAWN):
         shape = ("model.num_layers=4", "data.seq_len=4096", "data.batch_size=64", *meshes[number % 2])
-        drawn = [item for knob in SAME_FLAGS for item in rng.choices(*zip(*KNOBS[knob], strict=True))[0]]
-        configs.append(load("models/llama-3.2-1b", (*shape, "precision.compute=bfloat16", *drawn)).config)
+        knobs = [item for knob in SAME_FLAGS for item in rng.choices(*zip(*KNOBS[knob], strict=True))[0]]
+        configs.append(load("models/llama-3.2-1b", (*shape, "precision.compute=bfloat16", *knobs)).config)
+    configs = drawn(configs, 2)
     ((flags, level),) = {run_flags(config, "h100-sxm") for config in configs}
     requests = [Request.on(config, cluster(), 1, xla_flags=flags, optimization_level=level) for config in configs]
     for config, result in zip(configs, compile_many(requests), strict=True):
