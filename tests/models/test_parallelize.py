@@ -68,7 +68,7 @@ def test_8_bit_experts_without_a_kernel_are_refused(monkeypatch, platform: str) 
     """On other platforms than NVIDIA GPUs; 16-bit experts are computed anywhere."""
     monkeypatch.setitem(parallelize.__globals__, "platform_of", lambda _: platform)
     model = {"embed_dim": 64, "moe": {"experts": 4, "experts_per_token": 2, "expert_dim": 96}}
-    with pytest.raises(UserError, match="precision.matmul=fp8: 8-bit experts need NVIDIA GPUs and precision.compute=bfloat16;"):
+    with pytest.raises(UserError, match=r"precision\.matmul=fp8: 8-bit experts need NVIDIA GPUs and precision\.compute=bfloat16;"):
         execution(matmul="fp8", model=model, attention=AttentionConfig(backend="reference"))
     assert execution(model=model, attention=AttentionConfig(backend="reference")).experts is not None
 
