@@ -208,6 +208,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         # a ring scatters attention's result piece by piece: where it is kept, it is copied too
         kept_result = ring and policy == "names" and "attention_out" in local.config.compute.remat.names
         relaid = layers * local.cut_stream_bytes * (2 if kept_result else 1)
+    if local.latent_bytes and local.ring and policy == "dots":
+        relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     if local.config.precision.block_scaled is not None and policy == "none" and backend == "cudnn":
         relaid += layers * local.query_bytes  # attention results, for blocks along the tokens; Pallas reads them in that layout too
     if backend in ("xla", "reference") and policy == "none":
