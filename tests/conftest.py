@@ -40,6 +40,7 @@ LONGEST = (
     "trainer/test_aot",
     "planner/test_memory_live",
     "launch/test_link",
+    "sharding/test_collective_budget",
     "cli/test_compile",
     "launch/test_overlap_compiled",
     "cli/test_plan",
