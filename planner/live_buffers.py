@@ -6,6 +6,7 @@ Sizes are bytes of one device; legend and points: planner/peak_memory.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ridgeline.planner.activations import Component
 from ridgeline.planner.local import LocalSizes
@@ -44,7 +45,7 @@ class LiveBuffers:
     saved: Component
     """Activations kept from the forward to the backward pass."""
 
-    @property
+    @cached_property
     def turn(self) -> Turn:
         """One turn of the loop over layers."""
         return Turn(self.local, self.overlap, self.in_loop)
