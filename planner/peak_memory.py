@@ -170,8 +170,8 @@ class StepMemory(LiveBuffers):
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
 
         relaid: bytes of a saved value that is copied to another layout. late: gradients of the previous layer are still being reduced.
-        layers: whose weight gradients are computed together, None: those of a turn. at_end: further bytes at the end of the layer. delayed: from which weight
-        gradients of other layers are computed later.
+        layers: whose weight gradients are computed together, None: those of a turn. at_end: further bytes at the end of the layer.
+        delayed: from which weight gradients of other layers are computed later.
         """
         local = self.local
         where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(self.turn.delayed(1) if layers is None else layers, at_end)
