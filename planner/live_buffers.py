@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ridgeline.planner.activations import Component
+from ridgeline.planner.activations import Component, offloads_inputs
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import expert_scales
 from ridgeline.planner.turn import Turn
@@ -157,6 +157,12 @@ class LiveBuffers:
             return 0
         wide = local.hidden_bytes if precision.block_scaled == "nvfp4" else 0
         return DELAYED * ((2 if local.model.gated_mlp else 1) + 2) * local.hidden_bytes + wide
+
+    def early_table(self) -> int:
+        """Return the bytes of the embedding's unsharded gradient where its zeros are written before the layers (models/parallelize.py)."""
+        local = self.local
+        early = local.context > 1 and offloads_inputs(local) and local.model.moe is None and not local.adapted
+        return local.table * local.gradient_itemsize if early else 0
 
     def expert_rows_in_flight(self) -> int:
         """Return the size of the residual streams in the rows of the experts that are live in the backward pass of a layer.

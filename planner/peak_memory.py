@@ -191,7 +191,7 @@ class StepMemory(LiveBuffers):
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
             "gradients": Component(
-                gradients,
+                gradients + self.early_table(),
                 f"of the layers, {local.config.precision.params}, sharded as the parameters",
             ),
             "accumulated_gradients": self.accumulated(),

@@ -93,9 +93,19 @@ def look_up(partitioner: Partitioner, table_VD: jax.Array, tokens_BT: jax.Array,
 
 
 def look_up_gradient(
-    partitioner: Partitioner, rows: int, tokens_BT: jax.Array, dx_BTD: jax.Array, dtype: jnp.dtype, rows_axis: str = "vocab"
+    partitioner: Partitioner,
+    rows: int,
+    tokens_BT: jax.Array,
+    dx_BTD: jax.Array,
+    dtype: jnp.dtype,
+    rows_axis: str = "vocab",
+    *,
+    late: bool = True,
 ) -> jax.Array:
-    """Return the gradient of a table of `rows` rows, summed in `dtype` and sharded as the table."""
+    """Return the gradient of a table of `rows` rows, summed in `dtype` and sharded as the table.
+
+    late: begin when dx is there. Else XLA may write the table's zeros, which need nothing, before the layers, and keep them.
+    """
     vocab, cut, scattered = _layout(partitioner, rows_axis)
     tokens_spec = PartitionSpec(partitioner.rules.mesh_axes("batch"), cut)
     table_axes = (rows_axis, "embed")
@@ -106,8 +116,9 @@ def look_up_gradient(
         pieces = partitioner.axis_size(rows_axis)
         row, mine = _local_rows(vocab, rows // pieces, tokens)
         row = jnp.where(mine, row, rows // pieces)  # one past the end, so that it is dropped
-        # Tied to the gradient: XLA may write the zeros, which need nothing, before the layers, and keep the table's size until after them.
-        dx, zero = jax.lax.optimization_barrier((dx, jnp.zeros((), dtype)))
+        zero = jnp.zeros((), dtype)
+        if late:
+            dx, zero = jax.lax.optimization_barrier((dx, zero))
         grad = jnp.full((rows // pieces, dx.shape[-1]), zero).at[row].add(dx.astype(dtype), mode="drop")
         return reduce_gradient(partitioner, grad, table_axes, summed)
 

@@ -116,17 +116,15 @@ def test_steps_with_the_flags_of_a_run_take_what_a_run_is_planned_with(case):
     assert abs(relative_error(case)) < (0.065 if "1b" in case["config"] else 0.04)
 
 
-TOO_HIGH = {
-    ("models/qwen3-32b", "compute.remat.names=[block_input]"): 0.075,
-    ("models/phi4-14b", "compute.remat.names=[block_input]"): 0.11,
-}
-"""Model and names -> how much more is planned than compiled since the embedding's gradient begins after the layers."""
+TOO_HIGH = {"models/qwen3-32b": 0.075, "models/phi4-14b": 0.11}
+"""Model -> how much more is planned with offloaded block inputs than compiled, since the embedding's gradient begins after the layers."""
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case_name(case | {"overlap": True}))
 def test_steps_with_every_knob_take_what_is_planned(case):
     inputs = "compute.remat.names=[block_input]" in case["overrides"]
-    assert -0.055 < relative_error(case | {"overlap": True, "combined": True}) < (TOO_HIGH.get(case["config"], 0.055) if inputs else 0.055)
+    most = TOO_HIGH.get(case["config"], 0.055) if inputs else 0.055
+    assert -0.055 < relative_error(case | {"overlap": True, "combined": True}) < most
 
 
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case_name(case | {"overlap": True}))
@@ -136,7 +134,7 @@ def test_steps_with_long_packed_rows_take_what_is_planned(case):
 
 def test_nearly_all_steps_with_long_packed_rows_are_within_five_percent():
     errors = [abs(relative_error(case | {"overlap": True, "combined": True})) for case in LONG]
-    assert sum(error <= 0.05 for error in errors) >= len(errors) - 1
+    assert sum(error <= 0.05 for error in errors) >= len(errors) - 2
 
 
 OFFLOAD = [case for case in DRAWN if any("policy=offload" in override for override in case["overrides"])]
@@ -360,12 +358,12 @@ def test_compiled_steps_with_latent_attention_fit_into_what_is_planned_with_its_
 
 
 def test_block_scaled_matmuls_with_layers_with_and_without_a_window_keep_free_what_a_compiled_step_needed():
-    """Gemma 3 12B on 64 GB200, drawn by benchmarks/plan_vs_compile.py --seed 60611 and compiled with jax 0.10.2: planned 59 % too low."""
+    """Gemma 3 12B on 64 GB200, drawn by benchmarks/plan_vs_compile.py --seed 60611 and compiled with jax 0.10.2: planned 26 % too low."""
     overrides = ["data.seq_len=2048", "model.max_seq_len=2048", "data.batch_size=512", "trainer.accumulation=2", "mesh.fsdp=64"]
     overrides += ["compute.remat.policy=names", "compute.remat.names=[mlp_gate,mlp_up]", "data.document_masking=false"]
     resolved = load("models/gemma3-12b", [*overrides, "precision.matmul=mxfp8", "precision.moments=int8"]).config
     estimate = memory_per_device(resolved, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 64})
-    assert estimate.compiled_bytes < 80_596_796_108 < estimate.compiled_bytes + estimate.components["margin"].bytes
+    assert estimate.compiled_bytes < 63_458_181_580 < estimate.compiled_bytes + estimate.components["margin"].bytes
 
 
 def test_experts_in_8_bits_keep_free_what_a_compiled_step_needed():
