@@ -226,19 +226,18 @@ def test_zero_stage_2_divides_the_update_over_data():
     assert sharded.breakdown_s["optimizer"] == pytest.approx(plain.breakdown_s["optimizer"] / 8)
 
 
-def test_experts_without_a_grouped_matmul_take_the_time_of_every_row_with_every_expert():
-    """gpt-oss: 2,880 hidden units are 360 on each of 8 devices, no multiple of 64, so that XLA's ragged_dot multiplies instead."""
+def test_experts_take_the_time_of_whole_tiles():
+    """gpt-oss: 2,880 hidden units are 360 on each of 8 devices; its kernel pads them to 384."""
     overrides = ("data.seq_len=2048", "data.batch_size=64", "data.document_masking=false", "precision.compute=bfloat16")
     made = load("models/gpt-oss-20b", overrides).config
 
-    def rows(tensor, name="ridgeline"):
+    def gate(tensor, name="ridgeline"):
         local = LocalSizes.of(made, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "tensor": tensor})
-        return Kernels(local, hardware("h100-sxm"), replace(CALIBRATION, software=software(name))).matmuls()["gate"][0], local
+        return Kernels(local, hardware("h100-sxm"), replace(CALIBRATION, software=software(name))).matmuls()["gate"], local
 
-    whole, local = rows(1)
-    assert whole == round(local.busy_rows / software().grouped_rate)
-    every, local = rows(8)
-    assert every == 32 * 4 * local.tokens and rows(8, "megatron")[0] < every / 10
+    (rows, width, _), local = gate(1)
+    assert (rows, width) == (round(local.busy_rows / software().grouped_rate), 2880)
+    assert gate(8)[0][:2] == (rows, 384) and gate(8, "megatron")[0][1] == 360
 
 
 TWICE = [
