@@ -315,9 +315,8 @@ def _look_up_forward(
 def _look_up_backward(matmul: Matmul, rows_axis: str, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Array) -> tuple[jax.Array, None]:
     # Summed in the gradient dtype: in bfloat16 the gradient of a frequent token would stop growing after 256 additions.
     ids_BT, table_like = residuals
-    grad_VD = look_up_gradient(
-        matmul.partitioner, table_like.shape[0], ids_BT, dx_BTD, matmul.gradient_dtype, rows_axis, matmul.late_table_gradient
-    )
+    rows, dtype, late = table_like.shape[0], matmul.gradient_dtype, matmul.late_table_gradient
+    grad_VD = look_up_gradient(matmul.partitioner, rows, ids_BT, dx_BTD, dtype, rows_axis, late=late)
     return grad_VD.astype(table_like.dtype), None
 
 
