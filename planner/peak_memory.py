@@ -392,7 +392,7 @@ class StepMemory(LiveBuffers):
     def end_of_backward(self) -> Components:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
 
-        The embedding's gradient is zeroed while all others wait for their reductions. The gradients of the two layers that the loop is
+        All gradients wait for their reductions. The gradients of the two layers that the loop is
         unrolled by are live together when one reduction combines both, and those of the last two turns of several layers, where a turn's
         are reduced in the next one.
         """
@@ -400,6 +400,8 @@ class StepMemory(LiveBuffers):
         layer = self.turn.trained_weights * local.gradient_itemsize
         across_turns = self.turn.layers > 1 and not self.reduces_in_turn
         together = 2 if across_turns or 2 * layer <= COMBINED_BYTES * local.fsdp else 1
+        # those of a turn of several layers still wait when the embedding's gradient begins
+        of_embedding = self.turn.layers > 1 and self.separate_table_gradients
         inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
@@ -407,7 +409,7 @@ class StepMemory(LiveBuffers):
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
             "loss": Component(
-                self.unembedding_gradient().bytes + (4 * local.table if self.separate_table_gradients else 0),
+                self.unembedding_gradient().bytes + (4 * local.table if of_embedding else 0),
                 "float32 gradients of embedding and unembedding",
             ),
             "collective_buffers": Component(
