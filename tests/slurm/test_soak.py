@@ -119,7 +119,8 @@ def scheduled(seed: int, mean_gap_s: float, count: int) -> list[tuple[float, str
 def explained(ledger: Ledger, took_s: float) -> None:
     """The categories sum to the wall time, which is what the job took, and nearly nothing is left over."""
     assert abs(sum(ledger.seconds.values()) - ledger.wall_s) < 1e-3
-    assert abs(ledger.wall_s - took_s) < 10, (ledger.wall_s, took_s)
+    # a preemption after the last step costs a start that finds the run complete and writes no event
+    assert -10 < took_s - ledger.wall_s < 60, (ledger.wall_s, took_s)
     print("ledger: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in ledger.seconds.items() if seconds >= 0.05))
     assert ledger.seconds["unexplained"] < 1.0 * ledger.starts
 
